@@ -1,0 +1,5 @@
+"""Arithmetic and other puzzles from reasoning-gym: endless, verifiable, without a download."""
+
+from rlflow.envs.arithmetic.env import load
+
+__all__ = ["load"]

@@ -1,0 +1,1 @@
+"""Hydra configuration: `config.yaml`, groups, and whole recipes under `recipe/`."""

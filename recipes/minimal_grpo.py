@@ -1,0 +1,175 @@
+"""The whole algorithm on one page: synchronous GRPO in one process, without Ray, packing or streaming.
+
+Read it to learn what rlflow does; the tests use it as the oracle of the distributed path: with the same seed, one engine
+and staleness 0, the driver makes the same updates. It shares the types, the engine and the order of tasks and seeds with the
+driver; prompts, rewards, advantages, loss and update are written again here, in the plainest way.
+
+    python -m rlflow.recipes.minimal_grpo model.path=tiny run.steps=3
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlflow.config import Config, Correction, check
+from rlflow.driver import group_seed
+from rlflow.envs.base import EnvironmentSpec
+from rlflow.environments import load_environment
+from rlflow.models import resolve_model
+from rlflow.rollout.episode import episode_seed
+from rlflow.rollout.requests import Completion, GenerateRequest
+from rlflow.sampler import TaskSampler
+from rlflow.types import Task
+from rlflow.weights.arena import Arena
+from rlflow.workers.rollout import RolloutEngine
+
+
+@dataclass(kw_only=True, slots=True)
+class Group:
+    """One task, its G sampled replies and what they were worth."""
+
+    prompt_ids: list[int]
+    completions: list[Completion]
+    rewards: list[float]
+
+
+@dataclass(kw_only=True, slots=True)
+class Update:
+    """What one step did."""
+
+    step: int
+    reward: float
+    """Mean over the episodes of the step."""
+    loss: float
+    grad_norm: float
+
+
+class MinimalGrpo:
+    """The model, the engine and the optimiser of one run."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError as `rlflow train` would; ValueError for what this page leaves out."""
+        check(config)
+        if config.algorithm.correction is not Correction.none or config.algorithm.kl_coefficient:
+            raise ValueError("the minimal loop has neither a correction nor a KL term; set them to none and 0")
+        self.config = config
+        model_path = resolve_model(config.model.path)
+        self.spec: EnvironmentSpec = load_environment(config.env, config.reward)
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=torch.float32, attn_implementation="eager"
+        )
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_path)
+        self.engine = RolloutEngine(config, model_path, index=0, threads=1)
+        self.arena = Arena([(name, p.dtype, tuple(p.shape)) for name, p in self.model.named_parameters()])
+        trainer = config.trainer
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=trainer.learning_rate,
+            betas=(trainer.beta1, trainer.beta2),
+            weight_decay=trainer.weight_decay,
+        )
+
+    async def run(self) -> list[Update]:
+        """All steps; one line each on standard output."""
+        sampler = TaskSampler(self.spec.tasks(), self.config.run.seed)
+        updates: list[Update] = []
+        await self.engine.start()
+        try:
+            for step in range(self.config.run.steps):
+                await self.engine.load_weights(self.arena.stage(step, self.model.named_parameters()))
+                first_group = 1 + step * self.config.algorithm.groups_per_step
+                group_ids = range(first_group, first_group + self.config.algorithm.groups_per_step)
+                groups = await asyncio.gather(*(self.play(group_id, sampler.next()[0]) for group_id in group_ids))
+                updates.append(self.update(step, groups))
+                print(f"step {step + 1}: reward {updates[-1].reward:.3f}, loss {updates[-1].loss:.5f}", flush=True)
+        finally:
+            await self.engine.shutdown()
+            self.arena.close()
+        return updates
+
+    async def play(self, group_id: int, task: Task) -> Group:
+        """Sample G replies to the same prompt and score each."""
+        prompt_ids = self.tokenizer.apply_chat_template(
+            list(task.prompt), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        seed = group_seed(self.config.run.seed, group_id)
+        requests = [
+            GenerateRequest(
+                prompt_ids=prompt_ids,
+                seed=episode_seed(seed, index),
+                max_new_tokens=self.config.rollout.max_new_tokens,
+                prefix_key=str(group_id),
+            )
+            for index in range(self.config.algorithm.group_size)
+        ]
+        completions = await asyncio.gather(*(self.engine.generate(request) for request in requests))
+        texts = [self.tokenizer.decode(completion.ids, skip_special_tokens=True) for completion in completions]
+        rewards = [self.spec.reward(task, text) for text in texts]
+        assert all(reward is not None for reward in rewards), "the minimal loop needs a reward for every reply"
+        return Group(prompt_ids=prompt_ids, completions=completions, rewards=[float(reward or 0.0) for reward in rewards])
+
+    def update(self, step: int, groups: Sequence[Group]) -> Update:
+        """One optimiser step on the mean over all sampled tokens of the clipped policy-gradient loss."""
+        num_tokens = sum(len(completion.ids) for group in groups for completion in group.completions)
+        loss = torch.zeros(())
+        for group in groups:
+            rewards = torch.tensor(group.rewards)
+            advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+            group_loss = self.group_loss(group, advantages) / num_tokens
+            group_loss.backward()
+            loss += group_loss.detach()
+        trainer = self.config.trainer
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), trainer.max_grad_norm)
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = trainer.learning_rate * min(1.0, (step + 1) / max(1, trainer.warmup_steps))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        rewards = [reward for group in groups for reward in group.rewards]
+        return Update(step=step + 1, reward=sum(rewards) / len(rewards), loss=float(loss), grad_norm=float(grad_norm))
+
+    def group_loss(self, group: Group, advantages: torch.Tensor) -> torch.Tensor:
+        """Sum over the tokens of a group of max(-A r, -A clip(r)), r = policy / behaviour policy (PPO, 1707.06347)."""
+        algorithm = self.config.algorithm
+        assert algorithm.clip_low is not None and algorithm.clip_high is not None
+        logprobs, behaviour, mask = self.logprobs(group)
+        ratio = torch.exp((logprobs - behaviour).clamp(-20, 20))
+        clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+        advantage = advantages[:, None]
+        per_token = torch.maximum(-advantage * ratio, -advantage * clipped)
+        return (per_token * mask).sum()
+
+    def logprobs(self, group: Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Log-probabilities under the model, those that the engine recorded, and the mask of real tokens; each [G, L]."""
+        longest = max(len(completion.ids) for completion in group.completions)
+
+        def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor([[*row, *([0] * (longest - len(row)))] for row in rows], dtype=dtype)
+
+        ids = padded([completion.ids for completion in group.completions], torch.long)
+        behaviour = padded([completion.logprobs for completion in group.completions], torch.float32)
+        mask = padded([[1.0] * len(completion.ids) for completion in group.completions], torch.float32)
+        prompt = torch.tensor(group.prompt_ids).expand(len(ids), -1)
+        # Padding stands behind every real token, where causal attention cannot see it.
+        logits = self.model(input_ids=torch.cat([prompt, ids], dim=1)).logits
+        logits = logits[:, len(group.prompt_ids) - 1 : -1] / self.config.rollout.temperature
+        logprobs = torch.log_softmax(logits, dim=-1).gather(-1, ids[..., None]).squeeze(-1)
+        return logprobs, behaviour, mask
+
+
+def main(overrides: Sequence[str]) -> None:
+    """Run with defaults changed by `key=value` arguments."""
+    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist(list(overrides)))
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, Config)
+    asyncio.run(MinimalGrpo(config).run())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

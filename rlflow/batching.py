@@ -1,0 +1,275 @@
+"""From groups of episodes to what goes through the model at once. Pure NumPy; every rank plans the same.
+
+groups (metadata) -> plan_micro_batches -> rank -> micro-batches of pieces        (which episodes, where)
+pieces (payloads) -> pack               -> one flat row, what is shared once      (which tokens, how they attend)
+
+Shape letters: T tokens of the row, N loss tokens, S prompt segments, C completion segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlflow.types import EpisodeSummary, FloatArray, TrainSample
+
+IndexArray = NDArray[np.int64]
+
+_ATTENTION_TOKENS = 12288
+"""Length at which attention costs as much as the linear layers: 24 h^2 s + 4 h s^2 a layer, with h = 2048."""
+_BALANCED = 1.1
+"""A plan is balanced when no rank costs more than this many times the mean."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Piece:
+    """Episodes of one group that go through the model together and share their prompt."""
+
+    group: int
+    """Index into the groups that were planned."""
+    episodes: tuple[int, ...]
+    """Indices into the group's episodes."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class MicroBatchPlan:
+    """What one rank sends through the model at once. Without pieces it only keeps step with the other ranks."""
+
+    pieces: tuple[Piece, ...] = ()
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PackedBatch:
+    """One flat row of tokens without padding. A segment is contiguous; a completion comes after its prompt.
+
+    Example: prompt [5 6] with completions [7 8] and [9], every completion token sampled:
+        input_ids          [5 6 7]     the last token of a completion predicts nothing and is left out
+        position_ids       [0 1 2]
+        loss_positions     [1 2 1]     a first completion token is predicted by the prompt's last token
+        targets            [7 8 9]
+    """
+
+    input_ids: IndexArray  # [T]
+    position_ids: IndexArray  # [T]
+    prompt_starts: IndexArray  # [S]
+    prompt_lengths: IndexArray  # [S]
+    completion_starts: IndexArray  # [C]
+    completion_lengths: IndexArray  # [C]
+    completion_prompts: IndexArray  # [C], the prompt segment that it continues
+    loss_positions: IndexArray  # [N], whose hidden state predicts the target
+    targets: IndexArray  # [N]
+    behaviour_logprobs: FloatArray  # [N]
+    advantages: FloatArray  # [N]
+    reference_logprobs: FloatArray | None  # [N]
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return len(self.targets)
+
+
+def plan_micro_batches(
+    groups: Sequence[Sequence[EpisodeSummary]], num_ranks: int, micro_batch_tokens: int
+) -> list[list[MicroBatchPlan]]:
+    """Rank -> its micro-batches, in order; every episode is in exactly one, and all ranks have equally many.
+
+    A group stays together unless it exceeds `micro_batch_tokens`, or the ranks could not be balanced otherwise. An
+    episode that exceeds `micro_batch_tokens` by itself gets a micro-batch of its own.
+    """
+    if num_ranks < 1 or micro_batch_tokens < 1:
+        raise ValueError(
+            f"num_ranks and micro_batch_tokens must be at least 1; got {num_ranks} and {micro_batch_tokens}"
+        )
+    pieces = [
+        piece for index, episodes in enumerate(groups) for piece in _cut_to_size(index, episodes, micro_batch_tokens)
+    ]
+    ranks = [_fill(pieces, groups, micro_batch_tokens) for pieces in _balance(pieces, groups, num_ranks)]
+    longest = max(len(plans) for plans in ranks)
+    return [plans + [MicroBatchPlan()] * (longest - len(plans)) for plans in ranks]
+
+
+def _cut_to_size(group: int, episodes: Sequence[EpisodeSummary], max_tokens: int) -> list[Piece]:
+    """Runs of the group's episodes, each at most `max_tokens` long where a single episode allows it."""
+    pieces: list[Piece] = []
+    run: list[int] = []
+    for index in range(len(episodes)):
+        if run and _num_tokens([episodes[i] for i in (*run, index)]) > max_tokens:
+            pieces.append(Piece(group=group, episodes=tuple(run)))
+            run = []
+        run.append(index)
+    if run:
+        pieces.append(Piece(group=group, episodes=tuple(run)))
+    return pieces
+
+
+def _balance(pieces: Sequence[Piece], groups: Sequence[Sequence[EpisodeSummary]], num_ranks: int) -> list[list[Piece]]:
+    """Greedy: the costliest piece goes to the cheapest rank; halve a piece of the costliest rank until balanced."""
+    costs = {piece: _cost(_select(piece, groups)) for piece in pieces}
+    while True:
+        ranks: list[list[Piece]] = [[] for _ in range(num_ranks)]
+        loads = [0.0] * num_ranks
+        for piece in sorted(costs, key=lambda piece: (-costs[piece], piece.group, piece.episodes)):
+            rank = loads.index(min(loads))
+            ranks[rank].append(piece)
+            loads[rank] += costs[piece]
+        fullest = ranks[loads.index(max(loads))]
+        divisible = [piece for piece in fullest if len(piece.episodes) > 1]
+        if not divisible or max(loads) <= _BALANCED * sum(loads) / num_ranks:
+            return ranks
+        largest = max(divisible, key=lambda piece: costs[piece])
+        half = len(largest.episodes) // 2
+        del costs[largest]
+        for episodes in (largest.episodes[:half], largest.episodes[half:]):
+            piece = Piece(group=largest.group, episodes=episodes)
+            costs[piece] = _cost(_select(piece, groups))
+
+
+def _fill(pieces: Sequence[Piece], groups: Sequence[Sequence[EpisodeSummary]], max_tokens: int) -> list[MicroBatchPlan]:
+    """First fit, longest first."""
+    lengths = {piece: _num_tokens(_select(piece, groups)) for piece in pieces}
+    bins: list[list[Piece]] = []
+    rooms: list[int] = []
+    for piece in sorted(pieces, key=lambda piece: (-lengths[piece], piece.group, piece.episodes)):
+        fitting = [index for index, room in enumerate(rooms) if lengths[piece] <= room]
+        if not fitting:
+            fitting = [len(bins)]
+            bins.append([])
+            rooms.append(max_tokens)
+        bins[fitting[0]].append(piece)
+        rooms[fitting[0]] -= lengths[piece]
+    return [MicroBatchPlan(pieces=tuple(sorted(found, key=lambda p: (p.group, p.episodes)))) for found in bins]
+
+
+def _select(piece: Piece, groups: Sequence[Sequence[EpisodeSummary]]) -> list[EpisodeSummary]:
+    return [groups[piece.group][index] for index in piece.episodes]
+
+
+def _num_tokens(episodes: Iterable[EpisodeSummary]) -> int:
+    """Tokens of episodes that share their prompt."""
+    prompt = completions = 0
+    for episode in episodes:
+        prompt = max(prompt, episode.num_prompt_tokens)
+        completions += episode.num_completion_tokens
+    return prompt + completions
+
+
+def _cost(episodes: Sequence[EpisodeSummary]) -> float:
+    """Relative cost of a piece: linear in its tokens, plus every query's keys (the shared prompt's and its own)."""
+    prompt = max(episode.num_prompt_tokens for episode in episodes)
+    pairs = prompt**2
+    for episode in episodes:
+        pairs += episode.num_completion_tokens * (2 * prompt + episode.num_completion_tokens)
+    return _num_tokens(episodes) + pairs / _ATTENTION_TOKENS
+
+
+def pack(groups: Sequence[Sequence[TrainSample]], share_prompts: bool = True) -> PackedBatch:
+    """Lay all samples out in one row.
+
+    With `share_prompts`, samples with equal prompts share one prompt segment, and those of them that go on with equal
+    tokens share one completion segment; a policy that is sure of its answer often repeats it.
+
+    The loss tokens come in the order of the samples. What no loss token depends on is left out: samples without loss
+    tokens, and a completion from its last loss token on. A row without any loss token holds one token, so that a rank
+    with nothing to do can still go through forward and backward; its gradient is zero.
+
+    Raises ValueError for an empty prompt, and when only some of the samples have reference log-probabilities.
+    """
+    row = _Row()
+    prompts: dict[bytes, int] = {}
+    completions: dict[tuple[int, bytes], int] = {}
+    samples = [sample for group in groups for sample in group if sample.sample.loss_mask.any()]
+    for sample in samples:
+        key = sample.sample.prompt_ids.tobytes()
+        prompt = prompts.get(key) if share_prompts else None
+        if prompt is None:
+            prompt = prompts[key] = row.add_prompt(sample.sample.prompt_ids)
+        loss_indices = np.flatnonzero(sample.sample.loss_mask)
+        ids = sample.sample.completion_ids[: loss_indices[-1]]
+        start = completions.get((prompt, ids.tobytes())) if share_prompts else None
+        if start is None:
+            start = completions[prompt, ids.tobytes()] = row.add_completion(prompt, ids)
+        row.add_loss(prompt, start, loss_indices)
+    if not samples:
+        row.add_prompt(np.zeros(1, np.int64))
+    return row.packed(samples)
+
+
+class _Row:
+    """A row as it grows."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._input_ids: list[NDArray[np.integer]] = []
+        self._position_ids: list[IndexArray] = []
+        self._prompts: list[tuple[int, int]] = []  # start, length
+        self._completions: list[tuple[int, int, int]] = []  # start, length, prompt segment
+        self._loss_positions: list[IndexArray] = []
+
+    def add_prompt(self, ids: NDArray[np.integer]) -> int:
+        """Append a prompt segment and return its index."""
+        if not len(ids):
+            raise ValueError("a sample's prompt must have at least one token; got none")
+        self._prompts.append((self._append(ids, 0), len(ids)))
+        return len(self._prompts) - 1
+
+    def add_completion(self, prompt: int, ids: NDArray[np.integer]) -> int:
+        """Append a completion segment, unless it is empty, and return where it starts."""
+        start = self._append(ids, self._prompts[prompt][1])
+        if len(ids):
+            self._completions.append((start, len(ids), prompt))
+        return start
+
+    def add_loss(self, prompt: int, start: int, loss_indices: IndexArray) -> None:
+        """Append the loss tokens at these indices of the completion that starts at `start`."""
+        last_of_prompt = sum(self._prompts[prompt]) - 1
+        self._loss_positions.append(np.where(loss_indices == 0, last_of_prompt, start + loss_indices - 1))
+
+    def packed(self, samples: Sequence[TrainSample]) -> PackedBatch:
+        prompts = np.array(self._prompts, np.int64).reshape(-1, 2)
+        completions = np.array(self._completions, np.int64).reshape(-1, 3)
+        masks = [sample.sample.loss_mask for sample in samples]
+        advantages = [np.full(mask.sum(), sample.advantage) for sample, mask in zip(samples, masks, strict=True)]
+        return PackedBatch(
+            input_ids=_join(self._input_ids),
+            position_ids=_join(self._position_ids),
+            prompt_starts=prompts[:, 0],
+            prompt_lengths=prompts[:, 1],
+            completion_starts=completions[:, 0],
+            completion_lengths=completions[:, 1],
+            completion_prompts=completions[:, 2],
+            loss_positions=_join(self._loss_positions),
+            targets=_join([s.sample.completion_ids[mask] for s, mask in zip(samples, masks, strict=True)]),
+            behaviour_logprobs=_join_floats([s.sample.logprobs[mask] for s, mask in zip(samples, masks, strict=True)]),
+            advantages=_join_floats(advantages),
+            reference_logprobs=_reference_logprobs(samples),
+        )
+
+    def _append(self, ids: NDArray[np.integer], position: int) -> int:
+        start = self._num_tokens
+        self._input_ids.append(ids)
+        self._position_ids.append(np.arange(position, position + len(ids)))
+        self._num_tokens += len(ids)
+        return start
+
+
+def _reference_logprobs(samples: Sequence[TrainSample]) -> FloatArray | None:
+    found = [
+        sample.reference_logprobs[sample.sample.loss_mask]
+        for sample in samples
+        if sample.reference_logprobs is not None
+    ]
+    if found and len(found) != len(samples):
+        raise ValueError(
+            f"all samples of a batch have reference log-probabilities or none has; got {len(found)} of {len(samples)}"
+        )
+    return _join_floats(found) if found else None
+
+
+def _join(parts: Sequence[NDArray[np.integer]]) -> IndexArray:
+    return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+
+
+def _join_floats(parts: Sequence[NDArray[np.floating]]) -> FloatArray:
+    return np.concatenate([np.zeros(0, np.float32), *parts]).astype(np.float32)

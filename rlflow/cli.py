@@ -1,0 +1,118 @@
+"""The command `rlflow`. Each verb imports what it needs when it runs, so that help and errors come at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlflow.errors import ConfigError, RunError
+
+_VERBS = {
+    "train": "train a model: rlflow train recipe=NAME [key=value ...]",
+    "recipes": "list the recipes, or print one",
+    "export": "write a checkpoint as a folder for transformers and vLLM",
+    "report": "write a run's report.html",
+    "ledger": "count a run's groups by state",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 1 the run failed, 2 the command or its configuration is wrong."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if words[:1] in (["-sc"], ["--shell-completion"]):  # how the shell asks for completions
+            return _complete(words)
+        if words[:1] == ["train"]:
+            from rlflow.compose import train
+
+            return train(words[1:], _report)
+        return _run_verb(_parser().parse_args(words))
+    except (ConfigError, RunError) as error:
+        return _report(error)
+
+
+def _report(error: ConfigError | RunError) -> int:
+    if os.environ.get("RLFLOW_TRACEBACK", "0") not in ("", "0"):
+        import traceback
+
+        traceback.print_exception(error)
+    print(f"rlflow: error: {error}", file=sys.stderr, flush=True)
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    from rlflow import __version__
+
+    parser = argparse.ArgumentParser(prog="rlflow", description="Reinforcement learning for language models, on Ray.")
+    parser.add_argument("--version", action="version", version=f"rlflow {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    verb = {name: verbs.add_parser(name, help=text, description=text) for name, text in _VERBS.items()}
+    verb["recipes"].add_argument("name", nargs="?", metavar="NAME", help="print this recipe")
+    for name in ("export", "report", "ledger"):
+        verb[name].add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    verb["export"].add_argument("out", type=Path, metavar="OUT", help="the folder to write; it must not exist")
+    verb["export"].add_argument("--step", type=int, metavar="N", help="the checkpoint's step; the last one by default")
+    verb["export"].add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    verb["ledger"].add_argument("--json", action="store_true", help="as one JSON object")
+    return parser
+
+
+def _run_verb(options: argparse.Namespace) -> int:
+    if options.verb == "recipes":
+        _recipes(options.name)
+        return 0
+    if not options.run.is_dir():
+        raise ConfigError(f"{options.run} is not a run's directory; give the run.dir that `rlflow train` printed")
+    if options.verb == "export":
+        from rlflow.export import export
+
+        print(export(options.run, options.out, step=options.step, dtype=options.dtype))
+    elif options.verb == "report":
+        from rlflow.telemetry.report import write_report
+
+        print(write_report(options.run) or options.run / "report.html")
+    else:
+        _ledger(options.run, as_json=options.json)
+    return 0
+
+
+def _recipes(name: str | None) -> None:
+    from rlflow.recipe_files import recipe_names, recipe_summary, recipe_text
+
+    if name is not None:
+        print(recipe_text(name), end="")
+        return
+    width = max(map(len, recipe_names()))
+    for each in recipe_names():
+        print(f"{each:{width}}  {recipe_summary(each)}")
+
+
+def _ledger(run: Path, *, as_json: bool) -> None:
+    from rlflow.ledger import counts_by_state
+
+    path = run / "ledger.db"
+    if not path.is_file():
+        raise ConfigError(f"{run} has no ledger.db; give the directory of a run that has started")
+    counts = counts_by_state(path)
+    if as_json:
+        print(json.dumps(counts))
+        return
+    for state, count in counts.items():
+        print(f"{state:24} {count:8}")
+
+
+def _complete(words: list[str]) -> int:
+    """Answer the shell: the verbs by ourselves, what follows `train` by Hydra, which knows nothing of verbs."""
+    line = os.environ.get("COMP_LINE", "")
+    program, *typed = line.split()[:2] or ["rlflow"]
+    if typed != ["train"] or line.endswith("train"):
+        print(" ".join(name for name in _VERBS if name.startswith(typed[0] if typed else "")))
+        return 0
+    from rlflow.compose import train
+
+    os.environ["COMP_LINE"] = line.replace(f"{typed[0]} ", "", 1) if program else line
+    return train(words, _report)

@@ -1,0 +1,129 @@
+"""The driver's Protocols, answered by Ray actors. Ray's errors end here: what leaves is a WorkerError or the cause itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from rlflow.errors import ConfigError, RunError, WorkerError
+from rlflow.roles import LoadOutcome, StagedWeights, StepOutcome
+from rlflow.types import GroupOrder, Message, PayloadRef, PlayedGroup, ReadyGroup, Span
+
+
+async def answer(who: str, reference: Any) -> Any:
+    """The result of a remote call; a cancelled wait cancels the call.
+
+    A ConfigError or RunError raised in the worker is raised as it is, anything else as WorkerError naming `who`.
+    """
+    try:
+        return await reference
+    except asyncio.CancelledError:
+        ray.cancel(reference)
+        raise
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, ConfigError | RunError):
+            raise cause from None
+        raise WorkerError(f"the {who} failed: {type(cause).__name__}: {cause}") from error
+    except RayActorError as error:
+        raise WorkerError(f"the {who} died: {_first_line(error)}") from error
+    except RayError as error:
+        raise WorkerError(f"a call to the {who} was lost: {_first_line(error)}") from error
+
+
+class RayRunners:
+    """Groups go to the episode runner that has the fewest."""
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self._actors = actors
+        self._playing = [0] * len(actors)
+
+    async def play(self, order: GroupOrder) -> PlayedGroup:
+        index = self._playing.index(min(self._playing))
+        self._playing[index] += 1
+        # One return value an episode: the driver owns the payloads, so they outlive the runner, and never opens them.
+        call = self._actors[index].play.options(num_returns=order.num_episodes + 1)
+        try:
+            group, *payloads = call.remote(order)
+            played: PlayedGroup = await answer("episode runner", group)
+        finally:
+            self._playing[index] -= 1
+        played.payloads = payloads
+        return played
+
+    async def transcript(self, payload: PayloadRef) -> list[Message]:
+        return await answer("episode runner", self._actors[0].transcript.remote(payload))
+
+    async def save_payloads(self, payloads: Sequence[PayloadRef], path: Path) -> None:
+        await answer("episode runner", self._actors[0].save_payloads.remote(path, *payloads))
+
+    async def load_payloads(self, path: Path, count: int) -> list[PayloadRef]:
+        # A first value beside the payloads keeps the number of return values above one, and tells success.
+        call = self._actors[0].load_payloads.options(num_returns=count + 1)
+        done, *payloads = call.remote(path)
+        await answer("episode runner", done)
+        return payloads
+
+
+class RayEngines:
+    """All engines load a version at the same time."""
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self._actors = actors
+
+    async def load_weights(self, staged: StagedWeights) -> LoadOutcome:
+        return LoadOutcome(
+            pause_s=max(await _all("rollout engine", [actor.load_weights.remote(staged) for actor in self._actors]))
+        )
+
+
+class RayTrainer:
+    """The ranks of one trainer; every call goes to all of them, because they meet in collectives."""
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self._actors = actors
+
+    async def accumulate(self, groups: Sequence[ReadyGroup]) -> list[Span]:
+        return await _all("trainer", [actor.accumulate.remote(list(groups)) for actor in self._actors])
+
+    async def step(self) -> StepOutcome:
+        outcomes = await _all("trainer", [actor.step.remote() for actor in self._actors])
+        first: StepOutcome = outcomes[0]
+        first.spans = [span for outcome in outcomes for span in outcome.spans]
+        return first
+
+    async def stage_weights(self, version: int) -> StagedWeights:
+        staged = await _all("trainer", [actor.stage_weights.remote(version) for actor in self._actors])
+        return staged[0]
+
+    async def save(self, folder: Path) -> None:
+        await _all("trainer", [actor.save.remote(folder) for actor in self._actors])
+
+    async def load(self, folder: Path) -> None:
+        await _all("trainer", [actor.load.remote(folder) for actor in self._actors])
+
+
+class RayReference:
+    """The frozen reference."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def logprobs(self, payloads: Sequence[PayloadRef]) -> list[object]:
+        references = self._actor.logprobs.options(num_returns=len(payloads) + 1).remote(*payloads)
+        done, *logprobs = references
+        await answer("reference", done)
+        return logprobs
+
+
+async def _all(who: str, references: Sequence[Any]) -> list[Any]:
+    return list(await asyncio.gather(*(answer(who, reference) for reference in references)))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

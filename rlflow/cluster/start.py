@@ -1,0 +1,168 @@
+"""Starts Ray and the actors of one run, and ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from rlflow.cluster.calls import RayEngines, RayReference, RayRunners, RayTrainer, answer
+from rlflow.config import Config
+from rlflow.deadlines import within
+from rlflow.envs.base import EnvironmentSpec
+from rlflow.errors import ConfigError
+from rlflow.roles import Workers
+from rlflow.workers.episode import EpisodeRunner
+from rlflow.workers.reference import ReferenceWorker
+from rlflow.workers.reward import RewardWorker
+from rlflow.workers.rollout import RolloutEngine
+from rlflow.workers.trainer.actor import TrainerWorker
+
+ENGINES_PER_RUNNER = 8
+MANY_CALLS = 4096
+"""Calls that an asynchronous actor may have open; the admission budget bounds them long before."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Fleet:
+    """Everything that was started."""
+
+    workers: Workers
+    runners: list[Any]
+    engines: list[Any]
+    trainers: list[Any]
+    reward: Any
+    reference: Any | None
+
+
+@contextmanager
+def ray_cluster(config: Config) -> Iterator[None]:
+    """Join `cluster.address`, or start Ray on this machine for as long as the block lasts."""
+    if ray.is_initialized():
+        raise ConfigError("Ray is already running in this process; start rlflow in a process of its own")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Without this Ray hides every GPU from actors that ask for none and warns about it.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    if config.cluster.address is None:
+        # "local" also where a Ray cluster happens to run on this machine: a run joins one only when told to.
+        options |= {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        options["object_store_memory"] = int(max(256, min(config.staleness.max_ready_mb * 1.5, 4096))) << 20
+    else:
+        options["address"] = config.cluster.address
+    try:
+        ray.init(**options)
+    except ConnectionError as error:
+        raise ConfigError(
+            f"cluster.address is {config.cluster.address!r}, but no Ray cluster answers there: {error}; start one, or leave "
+            "it null to start Ray on this machine"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec) -> Fleet:
+    """Create every actor at once and wait until all of them are ready."""
+    gpus = _gpus(config)
+    threads = config.cluster.cpu_threads or _threads(config)
+    engines = [
+        ray.remote(RolloutEngine)
+        .options(num_cpus=0, num_gpus=config.rollout.tensor_parallel if gpus else 0, max_concurrency=MANY_CALLS)
+        .remote(config, model_path, index, threads)
+        for index in range(config.rollout.engines)
+    ]
+    trainers = [
+        ray.remote(TrainerWorker)
+        .options(num_cpus=0, num_gpus=1 if gpus else 0)
+        .remote(config, model_path, rank, config.trainer.ranks, threads)
+        for rank in range(config.trainer.ranks)
+    ]
+    reward = (
+        ray.remote(RewardWorker)
+        .options(num_cpus=0, max_concurrency=MANY_CALLS, max_restarts=-1)
+        .remote(config.reward, config.reward.function or spec.reward)
+    )
+    runners = [
+        ray.remote(EpisodeRunner)
+        .options(num_cpus=0, max_concurrency=MANY_CALLS, max_restarts=-1)
+        .remote(config, model_path, spec, engines, reward)
+        for _ in range(-(-config.rollout.engines // ENGINES_PER_RUNNER))
+    ]
+    reference = None
+    if config.algorithm.kl_coefficient > 0:
+        reference = (
+            ray.remote(ReferenceWorker)
+            .options(num_cpus=0, num_gpus=1 if gpus else 0)
+            .remote(config, model_path, threads)
+        )
+    await within(
+        "starting the workers",
+        config.deadlines.start_s,
+        _start_all(engines, trainers, runners, [reward, *([reference] if reference else [])]),
+        "raise deadlines.start_s if the model takes this long to load",
+    )
+    workers = Workers(
+        runners=RayRunners(runners),
+        engines=RayEngines(engines),
+        trainer=RayTrainer(trainers),
+        reference=RayReference(reference) if reference else None,
+    )
+    return Fleet(
+        workers=workers, runners=runners, engines=engines, trainers=trainers, reward=reward, reference=reference
+    )
+
+
+async def _start_all(engines: list[Any], trainers: list[Any], runners: list[Any], others: list[Any]) -> None:
+    async def start_trainers() -> None:
+        rendezvous = await answer("trainer", trainers[0].rendezvous.remote())
+        await asyncio.gather(*(answer("trainer", trainer.start.remote(rendezvous)) for trainer in trainers))
+
+    await asyncio.gather(
+        start_trainers(),
+        *(answer("rollout engine", engine.start.remote()) for engine in engines),
+        # An episode runner is ready when it is constructed, which also holds after a restart.
+        *(answer("episode runner", runner.__ray_ready__.remote()) for runner in runners),
+        *(answer("worker", other.start.remote()) for other in others),
+    )
+
+
+async def stop_fleet(fleet: Fleet) -> None:
+    """Let the actors that own processes or shared memory end them; the rest ends with Ray."""
+    closing = [engine.shutdown.remote() for engine in fleet.engines]
+    closing += [trainer.close.remote() for trainer in fleet.trainers]
+    closing.append(fleet.reward.close.remote())
+    await asyncio.wait([asyncio.ensure_future(_settled(reference)) for reference in closing], timeout=20)
+
+
+async def _settled(reference: Any) -> None:
+    """Wait for a call whose failure no longer matters: the actor is being ended."""
+    await asyncio.gather(reference, return_exceptions=True)
+
+
+def _gpus(config: Config) -> int:
+    """GPUs of the cluster; ConfigError when there are some, but not enough."""
+    found = int(ray.cluster_resources().get("GPU", 0))
+    engines, ranks = config.rollout.engines * config.rollout.tensor_parallel, config.trainer.ranks
+    reference = int(config.algorithm.kl_coefficient > 0)
+    if 0 < found < engines + ranks + reference:
+        raise ConfigError(
+            f"the run needs {engines + ranks + reference} GPUs (rollout.engines x rollout.tensor_parallel = {engines}, "
+            f"trainer.ranks = {ranks}, reference = {reference}); the cluster has {found}; lower one of them"
+        )
+    return found
+
+
+def _threads(config: Config) -> int:
+    """Share the cores out between the processes that compute at the same time."""
+    cores = len(os.sched_getaffinity(0))
+    if config.staleness.max_versions == 0:
+        # Engines and trainer take turns, so that each side may have all cores.
+        return max(1, cores // max(config.rollout.engines, config.trainer.ranks))
+    return max(1, cores // (config.rollout.engines + config.trainer.ranks))

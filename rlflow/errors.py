@@ -1,0 +1,29 @@
+"""Errors that a person reads. Each says what is wrong, what was found and what to do."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A setting is wrong, contradictory or without effect."""
+
+
+class RunError(RuntimeError):
+    """The run cannot go on; what was saved is still good."""
+
+
+class WorkerError(RunError):
+    """A call to a worker failed; the call may be tried again."""
+
+
+class DeadlineError(RunError):
+    """A named wait took longer than its deadline."""
+
+    def __init__(self, stage: str, seconds: float, hint: str = "") -> None:
+        super().__init__(stage, seconds, hint)
+        self.stage = stage
+        self.seconds = seconds
+        self.hint = hint
+
+    def __str__(self) -> str:
+        message = f"{self.stage} did not finish within its deadline of {self.seconds:g} s"
+        return f"{message}; {self.hint}" if self.hint else message

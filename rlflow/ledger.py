@@ -1,0 +1,203 @@
+"""The life of every group; the only place that changes a group's state.
+
+    admitted -> running -> scored -> ready -> training -> trained
+        |          |          |        |         |
+        +----------+----------+--------+---------+--> dropped(reason)
+
+Every admitted group ends exactly once. Rows live in SQLite, so that a person can ask what became of a task while the run
+goes on and after it; memory holds the live groups and one count a state, so that it does not grow with the run.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import Path
+
+
+class GroupState(StrEnum):
+    ADMITTED = "admitted"
+    RUNNING = "running"
+    SCORED = "scored"
+    READY = "ready"
+    TRAINING = "training"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+
+
+class DropReason(StrEnum):
+    STALE = "stale"
+    FILTERED = "filtered"
+    NO_VERDICT = "no_verdict"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def puts_task_back(self) -> bool:
+        """Whether the task deserves another try; the other reasons are final."""
+        return self in (DropReason.STALE, DropReason.FAILED, DropReason.CANCELLED)
+
+
+_NEXT = {
+    GroupState.ADMITTED: GroupState.RUNNING,
+    GroupState.RUNNING: GroupState.SCORED,
+    GroupState.SCORED: GroupState.READY,
+    GroupState.READY: GroupState.TRAINING,
+    GroupState.TRAINING: GroupState.TRAINED,
+}
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS groups (
+    id INTEGER PRIMARY KEY,
+    task TEXT NOT NULL,
+    pass INTEGER NOT NULL,
+    state TEXT NOT NULL,
+    reason TEXT,
+    detail TEXT,
+    admitted_version INTEGER NOT NULL,
+    trained_version INTEGER
+);
+CREATE INDEX IF NOT EXISTS groups_by_task ON groups (task, pass);
+"""
+
+
+class Ledger:
+    """Groups by id. Methods raise AssertionError on a transition that the life above does not have."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Open or create the ledger at `path`; None keeps it in memory."""
+        self._database = sqlite3.connect(str(path) if path else ":memory:", isolation_level=None)
+        # A commit survives the death of the process without waiting for the disk; a lost power supply may cost the last
+        # rows, which a resume from a checkpoint discards anyway.
+        self._database.execute("PRAGMA journal_mode=WAL")
+        self._database.execute("PRAGMA synchronous=NORMAL")
+        self._database.executescript(_SCHEMA)
+        self._live: dict[int, GroupState] = {}
+        self._counts: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
+        for group_id, state, reason in self._database.execute("SELECT id, state, reason FROM groups"):
+            self._count(GroupState(state), reason, 1)
+            if state not in (GroupState.TRAINED, GroupState.DROPPED):
+                self._live[group_id] = GroupState(state)
+        row = self._database.execute("SELECT COALESCE(MAX(id), 0) FROM groups").fetchone()
+        self._last_id: int = row[0]
+
+    def admit(self, task_id: str, *, task_pass: int, version: int) -> int:
+        """A new group of this task; returns its id."""
+        self._last_id += 1
+        self._database.execute(
+            "INSERT INTO groups (id, task, pass, state, admitted_version) VALUES (?, ?, ?, ?, ?)",
+            (self._last_id, task_id, task_pass, GroupState.ADMITTED, version),
+        )
+        self._live[self._last_id] = GroupState.ADMITTED
+        self._count(GroupState.ADMITTED, None, 1)
+        return self._last_id
+
+    def advance(self, group_id: int, state: GroupState, *, version: int | None = None) -> None:
+        """Move a group to the state that follows its own; `version` is the one it was trained into."""
+        before = self._live[group_id]
+        assert _NEXT[before] is state, f"group {group_id} cannot go from {before} to {state}"
+        self._database.execute(
+            "UPDATE groups SET state = ?, trained_version = ? WHERE id = ?", (state, version, group_id)
+        )
+        self._leave(group_id, before, state, None)
+
+    def drop(self, group_id: int, reason: DropReason, detail: str = "") -> None:
+        """End a live group without training it."""
+        before = self._live[group_id]
+        self._database.execute(
+            "UPDATE groups SET state = ?, reason = ?, detail = ? WHERE id = ?",
+            (GroupState.DROPPED, reason, detail[:2000], group_id),
+        )
+        self._leave(group_id, before, GroupState.DROPPED, reason)
+
+    def live(self, *states: GroupState) -> list[int]:
+        """Ids of live groups, oldest first; of these states only, if any are given."""
+        return [group_id for group_id, state in self._live.items() if not states or state in states]
+
+    def task_of(self, group_id: int) -> tuple[str, int]:
+        """(task id, pass) of a group."""
+        task_id, task_pass = self._database.execute("SELECT task, pass FROM groups WHERE id = ?", (group_id,)).fetchone()
+        return task_id, task_pass
+
+    def num_failures(self, task_id: str, task_pass: int) -> int:
+        """How often a group of this task failed in this pass."""
+        row = self._database.execute(
+            "SELECT COUNT(*) FROM groups WHERE task = ? AND pass = ? AND reason = ?",
+            (task_id, task_pass, DropReason.FAILED),
+        ).fetchone()
+        return row[0]
+
+    @property
+    def num_admitted(self) -> int:
+        return self._counts.total()
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    @property
+    def num_trained(self) -> int:
+        return self._counts[GroupState.TRAINED]
+
+    def num_dropped(self, reason: DropReason) -> int:
+        return self._dropped[reason]
+
+    def counts(self) -> dict[str, int]:
+        """Groups by state, dropped ones by reason ("dropped_stale"), and "admitted_total", their sum."""
+        return _with_total(self._counts, self._dropped)
+
+    def backup(self, path: Path) -> None:
+        """A consistent copy, also while the run goes on."""
+        with sqlite3.connect(str(path)) as copy:
+            self._database.backup(copy)
+        copy.close()
+
+    def close(self) -> None:
+        self._database.close()
+
+    def _leave(self, group_id: int, before: GroupState, after: GroupState, reason: str | None) -> None:
+        self._count(before, None, -1)
+        self._count(after, reason, 1)
+        if after in (GroupState.TRAINED, GroupState.DROPPED):
+            del self._live[group_id]
+        else:
+            self._live[group_id] = after
+
+    def _count(self, state: GroupState, reason: str | None, change: int) -> None:
+        self._counts[state] += change
+        if reason is not None:
+            self._dropped[reason] += change
+
+
+def counts_by_state(path: Path) -> dict[str, int]:
+    """The counts of a ledger on disk, as `Ledger.counts` gives them; reads only.
+
+    Raises ValueError when there is no ledger at `path`.
+    """
+    if not path.is_file():
+        raise ValueError(f"no ledger at {path}; give the directory of a run")
+    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    try:
+        rows = database.execute("SELECT state, reason, COUNT(*) FROM groups GROUP BY state, reason").fetchall()
+    finally:
+        database.close()
+    return _by_state(rows)
+
+
+def _by_state(rows: Iterable[tuple[str, str | None, int]]) -> dict[str, int]:
+    states: Counter[str] = Counter()
+    dropped: Counter[str] = Counter()
+    for state, reason, count in rows:
+        states[state] += count
+        if reason is not None:
+            dropped[reason] += count
+    return _with_total(states, dropped)
+
+
+def _with_total(states: Counter[str], dropped: Counter[str]) -> dict[str, int]:
+    by_state = {state.value: states[state] for state in GroupState if state is not GroupState.DROPPED}
+    by_reason = {f"dropped_{reason}": dropped[reason] for reason in DropReason}
+    return {**by_state, **by_reason, "admitted_total": states.total()}

@@ -1,0 +1,129 @@
+"""What the driver asks of its workers. Ray actors implement these; so do the fakes of the unit tests.
+
+Every method is awaited by the driver under a named deadline. All arguments and results are metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from rlflow.types import GroupOrder, Message, PayloadRef, PlayedGroup, ReadyGroup, Span
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Mean:
+    """A sum and a count: what is reduced over micro-batches, ranks and groups, and divided once."""
+
+    total: float
+    count: float
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(total=self.total + other.total, count=self.count + other.count)
+
+    @property
+    def value(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+
+@dataclass(kw_only=True, slots=True)
+class StepOutcome:
+    """What an optimiser step did."""
+
+    applied: bool
+    """False when the gradient was not finite and the update was skipped."""
+    grad_norm: float
+    learning_rate: float
+    metrics: dict[str, Mean]
+    """Over everything accumulated since the last step: loss, entropy, kl, sampling/logp_difference_mean, ..."""
+    spans: list[Span] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TensorSlot:
+    """Where one parameter lies in a weight arena."""
+
+    name: str
+    dtype: str
+    """torch's name without the prefix, such as "float32"."""
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the arena."""
+    num_bytes: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StagedWeights:
+    """One complete version of the weights, laid out for the engines to read."""
+
+    version: int
+    path: str
+    num_bytes: int
+    slots: tuple[TensorSlot, ...]
+    buckets: tuple[tuple[int, int], ...]
+    """Half-open ranges of `slots`, loaded one after the other."""
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(kw_only=True, slots=True)
+class LoadOutcome:
+    """What it took to put a version into the engines."""
+
+    pause_s: float
+    """Longest time that any engine did not generate."""
+    spans: list[Span] = field(default_factory=list)
+
+
+class Runners(Protocol):
+    async def play(self, order: GroupOrder) -> PlayedGroup:
+        """Play and score one group. Failures of an episode are in its summary; an exception means the group is lost."""
+        ...
+
+    async def transcript(self, payload: PayloadRef) -> list[Message]:
+        """The conversation of one episode, for people to read."""
+        ...
+
+    async def save_payloads(self, payloads: Sequence[PayloadRef], path: Path) -> None: ...
+
+    async def load_payloads(self, path: Path, count: int) -> list[PayloadRef]: ...
+
+
+class Engines(Protocol):
+    async def load_weights(self, staged: StagedWeights) -> LoadOutcome:
+        """Put a complete version into every engine; an engine samples under it, or under the one before, only."""
+        ...
+
+
+class Trainer(Protocol):
+    async def accumulate(self, groups: Sequence[ReadyGroup]) -> list[Span]:
+        """Add these groups' gradients (sums) to what the next step divides."""
+        ...
+
+    async def step(self) -> StepOutcome:
+        """Divide by the global counts, clip, update, clear."""
+        ...
+
+    async def stage_weights(self, version: int) -> StagedWeights: ...
+
+    async def save(self, folder: Path) -> None: ...
+
+    async def load(self, folder: Path) -> None: ...
+
+
+class Reference(Protocol):
+    async def logprobs(self, payloads: Sequence[PayloadRef]) -> list[object]:
+        """Handles to the frozen policy's log-probabilities [L] of each payload's samples."""
+        ...
+
+
+@dataclass(kw_only=True, slots=True)
+class Workers:
+    """Everything that the driver steers."""
+
+    runners: Runners
+    engines: Engines
+    trainer: Trainer
+    reference: Reference | None
+

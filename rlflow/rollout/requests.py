@@ -1,0 +1,36 @@
+"""What the rollout engine is asked for and what it answers. Plain data: no vLLM and no Ray here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+FinishReason: TypeAlias = Literal["stop", "length"]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GenerateRequest:
+    """One reply to sample.
+
+    Example: GenerateRequest(prompt_ids=[1, 17, 5], seed=3, max_new_tokens=16, prefix_key="group 12")
+    """
+
+    prompt_ids: list[int]
+    seed: int | None
+    """Same seed, prompt and weights give the same tokens; None draws from the engine's own generator."""
+    max_new_tokens: int
+    prefix_key: str | None
+    """Equal for requests that share a prompt and arrive together; None where nothing is shared."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Completion:
+    """What was sampled, and under which policy.
+
+    Example: Completion(ids=[9, 2], logprobs=[-0.4, -0.1], versions=[3, 4], finish_reason="stop")
+    """
+
+    ids: list[int]  # [num_tokens], the stop token included
+    logprobs: list[float]  # [num_tokens], of the sampling distribution, temperature applied
+    versions: list[int]  # [num_tokens], policy version that sampled each token
+    finish_reason: FinishReason

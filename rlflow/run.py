@@ -1,0 +1,137 @@
+"""One run from its settings to its report: directory, environment, model, Ray, driver, telemetry, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from rlflow.checkpoint import RunState, read_state
+from rlflow.cluster.start import Fleet, ray_cluster, start_fleet, stop_fleet
+from rlflow.config import Config, check
+from rlflow.driver import Driver
+from rlflow.environments import load_environment
+from rlflow.envs.base import EnvironmentSpec
+from rlflow.errors import DeadlineError
+from rlflow.ledger import Ledger
+from rlflow.models import resolve_model
+from rlflow.rundir import RunDir, claim
+from rlflow.sampler import TaskSampler
+from rlflow.telemetry.observer import RunObserver
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def train(config: Config) -> int:
+    """Run to the last step, or to the end of the step in which SIGINT or SIGTERM came; returns the exit code, 0.
+
+    Raises ConfigError before anything is started, RunError when the run cannot go on.
+    """
+    check(config)
+    spec = load_environment(config.env, config.reward)
+    model_path = resolve_model(config.model.path)
+    with claim(config) as run_dir:
+        state = read_state(run_dir.resume_from) if run_dir.resume_from else None
+        if state is not None and state.step >= config.run.steps:
+            print(f"{run_dir.path} already has {state.step} of {config.run.steps} steps; raise run.steps to go on")
+            return 0
+        with ray_cluster(config), RunObserver(config, run_dir, state) as observer:
+            asyncio.run(_train(config, spec, model_path, run_dir, state, observer))
+            observer.finish()
+    return 0
+
+
+async def _train(
+    config: Config,
+    spec: EnvironmentSpec,
+    model_path: str,
+    run_dir: RunDir,
+    state: RunState | None,
+    observer: RunObserver,
+) -> None:
+    stopper = _Stopper(observer.message)
+    observer.phase("starting")
+    try:
+        fleet = await stopper.until_stopped(start_fleet(config, model_path, spec))
+        if fleet is None:
+            return
+        ledger = Ledger(run_dir.ledger)
+        try:
+            await _drive(config, spec, run_dir, state, observer, fleet, ledger, stopper)
+        finally:
+            ledger.close()
+            await stop_fleet(fleet)
+    finally:
+        stopper.restore()
+
+
+async def _drive(
+    config: Config,
+    spec: EnvironmentSpec,
+    run_dir: RunDir,
+    state: RunState | None,
+    observer: RunObserver,
+    fleet: Fleet,
+    ledger: Ledger,
+    stopper: _Stopper,
+) -> None:
+    observer.runners = fleet.workers.runners
+    driver = Driver(
+        config=config,
+        workers=fleet.workers,
+        sampler=TaskSampler(spec.tasks(), config.run.seed),
+        ledger=ledger,
+        checkpoints=run_dir.checkpoints,
+        observer=observer,
+    )
+    stopper.on_stop = driver.request_stop
+    try:
+        if state is not None and run_dir.resume_from is not None:
+            await driver.restore(run_dir.resume_from, state)
+            observer.message(f"resumed at step {state.step} of {config.run.steps}, version {state.version}")
+        await driver.run()
+    except DeadlineError as error:
+        error.add_note(driver.describe())
+        raise
+
+
+class _Stopper:
+    """The first SIGINT or SIGTERM asks to stop, the second one leaves at once."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self.on_stop: Callable[[], None] | None = None
+        self._tell = tell
+        self._stopped = asyncio.Event()
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._signal)
+
+    def restore(self) -> None:
+        for number in SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    async def until_stopped(self, starting: Coroutine[Any, Any, Fleet]) -> Fleet | None:
+        """The fleet, or None when a signal came before it was ready."""
+        start = asyncio.create_task(starting)
+        stopped = asyncio.create_task(self._stopped.wait())
+        await asyncio.wait((start, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if start.done():
+            return start.result()
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+        return None
+
+    def _signal(self) -> None:
+        if self._stopped.is_set():
+            sys.stderr.write("rlflow: stopped at once; the last complete checkpoint is kept\n")
+            sys.stderr.flush()
+            os._exit(130)
+        self._stopped.set()
+        if self.on_stop is None:
+            self._tell("stopping; nothing has been trained yet")
+            return
+        self._tell("stopping: finishing the step and saving; once more to leave at once")
+        self.on_stop()

@@ -1,0 +1,243 @@
+"""What a person sees while a run goes on: a live display on a terminal, one plain line a step anywhere else.
+
+NO_COLOR switches colours off. Text from the model or from an environment is escaped before it is shown and is never
+read as markup.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TextIO
+
+from rlflow.telemetry.metrics import StepRecord
+from rlflow.telemetry.samples import ShownEpisode, rows, title
+from rlflow.telemetry.sparkline import ASCII_LEVELS, UNICODE_LEVELS, Curve, sparkline
+from rlflow.telemetry.text import duration, number, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+    from rich.console import Group
+    from rich.live import Live
+    from rich.panel import Panel
+    from rich.table import Table
+
+PLAIN_WIDTH = 100
+"""Characters of a row of a sample where there is no terminal to ask."""
+STEPS_FOR_TIME_LEFT = 20
+
+
+@dataclass(slots=True)
+class _View:
+    """What the display shows now; bounded whatever the length of the run."""
+
+    phase: str = "starting"
+    phase_since_s: float = field(default_factory=time.monotonic)
+    record: StepRecord = field(default_factory=dict)
+    rewards: Curve = field(default_factory=Curve)
+    step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_FOR_TIME_LEFT))
+    num_alarms: int = 0
+    last_alarm: str = ""
+
+
+class Console:
+    """Shows one run. Use it as a context manager, so that the terminal is left in order whatever happens."""
+
+    def __init__(self, total_steps: int, run_dir: Path, stream: TextIO | None = None) -> None:
+        """`stream` is standard output when None."""
+        self._total_steps, self._run_dir = total_steps, run_dir
+        self._stream = sys.stdout if stream is None else stream
+        self._view = _View()
+        self._rich: RichConsole | None = None
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self._stream.isatty():
+            self._start_live()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+        self._live = self._rich = None
+
+    def phase(self, name: str) -> None:
+        """What the run does now."""
+        if name == self._view.phase and self._view.record:
+            return
+        self._view.phase, self._view.phase_since_s = name, time.monotonic()
+        if self._rich is None and not self._view.record:
+            # Until the first step there is no line that would show that the run is alive.
+            self._plain(f"{name} ...")
+
+    def step(self, record: StepRecord) -> None:
+        """The record of a finished step."""
+        self._view.record = record
+        reward, step_time = record.get("reward"), record.get("step_time")
+        if reward is not None and math.isfinite(reward):
+            self._view.rewards.add(reward)
+        if step_time is not None:
+            self._view.step_times_s.append(step_time)
+        if self._live is not None:
+            self._live.refresh()
+        else:
+            self._plain(plain_line(record, self._total_steps, self._time_left()))
+
+    def message(self, text: str) -> None:
+        """A line that stays."""
+        self._line(text, style="")
+
+    def alarm(self, text: str) -> None:
+        """Something that a person should look at; it stays in sight."""
+        self._view.num_alarms += 1
+        self._view.last_alarm = printable(text).replace("\n", " ")
+        self._line(f"ALARM: {text}", style="bold red")
+
+    def samples(self, best: ShownEpisode, worst: ShownEpisode) -> None:
+        """The best and the worst episode of a step, each in a bounded number of rows."""
+        for label, style, episode in (("best", "green", best), ("worst", "yellow", worst)):
+            if self._rich is None:
+                self._plain("\n".join([f"-- {title(label, episode)}", *rows(episode, width=PLAIN_WIDTH)]))
+            else:
+                lines = rows(episode, width=max(self._rich.width - 4, 20))
+                self._rich.print(_sample_panel(title(label, episode), lines, style))
+
+    def _line(self, text: str, style: str) -> None:
+        if self._rich is None:
+            self._plain(printable(text))
+            return
+        from rich.text import Text
+
+        self._rich.print(Text(printable(text), style=style))
+
+    def _plain(self, text: str) -> None:
+        encoding = self._stream.encoding or "ascii"
+        self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._stream.flush()
+
+    def _time_left(self) -> str:
+        step = self._view.record.get("step")
+        if step is None or not self._view.step_times_s:
+            return "-"
+        return duration(fmean(self._view.step_times_s) * max(self._total_steps - step, 0))
+
+    # -- the live display
+
+    def _start_live(self) -> None:
+        from rich.console import Console as RichConsole
+        from rich.live import Live
+
+        rich = RichConsole(file=self._stream, highlight=False)
+        if rich.is_dumb_terminal:
+            return
+        self._rich = rich
+        self._live = Live(get_renderable=self._panel, console=rich, refresh_per_second=4)
+        self._live.start()
+
+    def _panel(self) -> Panel:
+        from rich.panel import Panel
+        from rich.text import Text
+
+        view = self._view
+        heading = Text.assemble(("rlflow ", "bold"), (printable(str(self._run_dir)), "dim"))
+        elapsed = duration(time.monotonic() - view.phase_since_s)
+        return Panel(
+            self._body(), title=heading, title_align="left", subtitle=f"{view.phase} {elapsed}", subtitle_align="right"
+        )
+
+    def _body(self) -> Group:
+        from rich.console import Group
+        from rich.text import Text
+
+        parts: list[Table | Text] = [self._progress_row(), self._reward_row(), self._figures()]
+        if self._view.num_alarms:
+            text = f"{self._view.num_alarms} alarm(s), the last one: {self._view.last_alarm}"
+            parts.append(Text(text, style="bold red", no_wrap=True, overflow="ellipsis"))
+        return Group(*parts)
+
+    def _progress_row(self) -> Table:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        step = self._view.record.get("step") or 0
+        times = self._view.step_times_s
+        pace = f"{fmean(times):.2f} s a step, {self._time_left()} left" if times else "no step yet"
+        row = Table.grid(padding=(0, 2), expand=True)
+        row.add_column()
+        row.add_column(ratio=1)
+        row.add_column(justify="right")
+        row.add_row(
+            Text(f"step {step}/{self._total_steps}", style="bold"),
+            ProgressBar(total=self._total_steps, completed=step),
+            pace,
+        )
+        return row
+
+    def _reward_row(self) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
+        assert self._rich is not None
+        points = self._view.rewards.points
+        levels = UNICODE_LEVELS if self._rich.encoding.lower().startswith("utf") else ASCII_LEVELS
+        bounds = f"{number(min(points))} .. {number(max(points))}" if points else ""
+        row = Table.grid(padding=(0, 2), expand=True)
+        row.add_column()
+        row.add_column(ratio=1)
+        row.add_column(justify="right")
+        row.add_row(
+            Text.assemble("reward ", (number(self._view.record.get("reward")), "bold green")),
+            Text(sparkline(points, max(self._rich.width - 46, 8), levels), style="green", no_wrap=True),
+            Text(bounds, style="dim"),
+        )
+        return row
+
+    def _figures(self) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
+        figures = _figures(self._view.record)
+        table = Table.grid(padding=(0, 2), expand=True)
+        for _ in figures:
+            table.add_column()
+        table.add_row(*(Text(name, style="dim") for name, _ in figures))
+        table.add_row(*(Text(value) for _, value in figures))
+        return table
+
+
+def _figures(record: StepRecord) -> list[tuple[str, str]]:
+    """(name, value) of what is shown of a step besides its reward."""
+    return [
+        ("staleness mean/max", f"{number(record.get('staleness/mean'))} / {number(record.get('staleness/max'))}"),
+        ("ready", number(record.get("queue/ready"))),
+        ("tokens/s", number(record.get("throughput/tokens_per_s"))),
+        ("loss", number(record.get("loss"))),
+        ("grad norm", number(record.get("grad_norm"))),
+    ]
+
+
+def plain_line(record: StepRecord, total_steps: int, time_left: str) -> str:
+    """One step in one line, for logs."""
+    figures = "  ".join(f"{name} {value.replace(' ', '')}" for name, value in _figures(record))
+    step_time = record.get("step_time")
+    took = "-" if step_time is None else f"{step_time:.2f} s"
+    return (
+        f"step {record.get('step')}/{total_steps}  reward {number(record.get('reward'))} "
+        f"(std {number(record.get('reward_std'))})  {figures}  {took}  left {time_left}"
+    )
+
+
+def _sample_panel(heading: str, lines: list[str], style: str) -> Panel:
+    from rich.panel import Panel
+    from rich.text import Text
+
+    return Panel(Text("\n".join(lines)), title=Text(heading), title_align="left", border_style=style)

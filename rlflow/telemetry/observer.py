@@ -1,0 +1,124 @@
+"""Tells people and files what the driver does: console, metrics.jsonl, trackers, trace, samples, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rlflow.checkpoint import RunState
+from rlflow.config import Config
+from rlflow.driver import StepReport
+from rlflow.ledger import DropReason
+from rlflow.roles import Runners
+from rlflow.rundir import RunDir, plain
+from rlflow.telemetry import metrics, samples
+from rlflow.telemetry.console import Console
+from rlflow.telemetry.metrics import MetricsFile, StepRecord
+from rlflow.telemetry.record import step_record
+from rlflow.telemetry.report import write_report
+from rlflow.telemetry.trace import Trace
+from rlflow.telemetry.trackers import open_trackers
+from rlflow.types import EpisodeSummary, PayloadRef
+
+MISMATCH_ALARM = {"float32": 1e-3, "bfloat16": 0.1}
+"""Mean |log-probability difference| between engine and trainer at the same version above which something is wrong."""
+
+
+class RunObserver:
+    """The driver's Observer of a real run. `runners` must be set before the first step."""
+
+    def __init__(self, config: Config, run_dir: RunDir, state: RunState | None) -> None:
+        self.runners: Runners | None = None
+        self._config = config
+        self._run_dir = run_dir
+        metrics.truncate_after(run_dir.metrics, state.step if state else 0)
+        before = metrics.read(run_dir.metrics) if run_dir.metrics.is_file() else []
+        self._num_tokens = int(before[-1]["num_tokens"]) if before else 0
+        self._rewards: list[float] = [record["reward"] for record in before]
+        self._since_s: float | None = None
+        self._file = MetricsFile(run_dir.metrics)
+        self._trace = Trace(run_dir.path / "trace.json")
+        self._trackers = open_trackers(config.trackers, run_dir.path, flatten(plain(config)))
+        self._console = Console(config.run.steps, run_dir.path)
+
+    def __enter__(self) -> Self:
+        self._console.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._console.__exit__(kind, error, trace)
+        self._file.close()
+        self._trace.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def message(self, text: str) -> None:
+        self._console.message(text)
+
+    def phase(self, name: str) -> None:
+        self._console.phase(name)
+
+    def dropped(self, group_id: int, reason: DropReason, detail: str) -> None:
+        if reason in (DropReason.FAILED, DropReason.NO_VERDICT):
+            self._console.alarm(f"group {group_id} dropped ({reason}): {detail}")
+
+    def saved(self, folder: Path) -> None:
+        self._console.message(f"saved {folder}")
+
+    async def step(self, report: StepReport) -> None:
+        since_s = report.start_s if self._since_s is None else self._since_s
+        record = step_record(report, since_s=since_s, num_tokens_before=self._num_tokens)
+        self._since_s, self._num_tokens = report.end_s, int(record["num_tokens"] or 0)
+        self._rewards.append(float(record["reward"] or 0.0))
+        self._file.append(record)
+        self._trace.add(report.spans)
+        for tracker in self._trackers:
+            tracker.log(report.step, record)
+        self._console.step(record)
+        self._check(report, record)
+        if report.step % self._config.run.show_samples_every == 0 or report.step == 1:
+            await self._show(report)
+
+    def finish(self) -> None:
+        """Write the report and say where it is."""
+        if not self._rewards:
+            return
+        report = write_report(self._run_dir.path)
+        first, last = self._rewards[:5], self._rewards[-5:]
+        self._console.message(
+            f"reward: first {len(first)} steps {sum(first) / len(first):.3f}, last {len(last)} steps "
+            f"{sum(last) / len(last):.3f}\nreport: {report}"
+        )
+
+    def _check(self, report: StepReport, record: StepRecord) -> None:
+        if not report.outcome.applied:
+            self._console.alarm(f"step {report.step}: the gradient was not finite; the update was skipped")
+        difference = record["sampling/logp_difference_mean"]
+        limit = MISMATCH_ALARM[self._config.model.dtype.value]
+        if difference is not None and difference > limit and record["staleness/max"] == 0:
+            self._console.alarm(
+                f"step {report.step}: engine and trainer disagree at the same version: mean |log-probability difference| "
+                f"{difference:.2g}, expected below {limit:g}"
+            )
+
+    async def _show(self, report: StepReport) -> None:
+        worst, best = [await self._shown(*item) for item in report.payloads]
+        samples.write_samples(self._run_dir.path, report.step, best, worst)
+        self._console.samples(best, worst)
+
+    async def _shown(self, task_id: str, episode: EpisodeSummary, payload: PayloadRef) -> samples.ShownEpisode:
+        assert self.runners is not None, "set runners before the first step"
+        messages = await self.runners.transcript(payload)
+        return samples.ShownEpisode(task_id=task_id, reward=episode.reward, end=episode.end, messages=messages)
+
+
+def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one level of dotted keys, as trackers take them."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -1,0 +1,109 @@
+"""The best and the worst episode of a step, for people to read.
+
+driver's transcript -> ShownEpisode -> samples/step_N.json -> the report
+                                   \\-> rows of text -> the console
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlflow.checkpoint import disk_errors
+from rlflow.errors import RunError
+from rlflow.telemetry.text import number, printable, shorten
+from rlflow.types import EpisodeEnd, Message
+
+FOLDER = "samples"
+MAX_ROWS = 24
+"""Rows that one episode may take on the console."""
+MAX_CHARACTERS = 2000
+"""Characters of one message on the console."""
+_FILE_NAME = re.compile(r"step_(\d+)\.json")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ShownEpisode:
+    """One episode as a person reads it."""
+
+    task_id: str
+    reward: float | None
+    end: EpisodeEnd
+    messages: Sequence[Message]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StepSamples:
+    """What samples/step_N.json holds."""
+
+    step: int
+    best: ShownEpisode
+    worst: ShownEpisode
+
+
+def write_samples(run_dir: Path, step: int, best: ShownEpisode, worst: ShownEpisode) -> Path:
+    """Write samples/step_N.json, whole or not at all. Raises RunError when the disk is full."""
+    folder = run_dir / FOLDER
+    path = folder / f"step_{step}.json"
+    partial = path.with_suffix(".partial")
+    content = json.dumps({"step": step, "best": asdict(best), "worst": asdict(worst)}, indent=1)
+    with disk_errors("samples", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        partial.write_text(content + "\n", encoding="ascii")
+        os.replace(partial, path)
+    return path
+
+
+def sampled_steps(run_dir: Path) -> list[int]:
+    """The steps that have a samples file, in order."""
+    names = (_FILE_NAME.fullmatch(path.name) for path in (run_dir / FOLDER).glob("step_*.json"))
+    return sorted(int(name.group(1)) for name in names if name)
+
+
+def read_samples(run_dir: Path, step: int) -> StepSamples:
+    """Raises RunError for a file that `write_samples` did not write."""
+    path = run_dir / FOLDER / f"step_{step}.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return StepSamples(step=content["step"], best=_episode(content["best"]), worst=_episode(content["worst"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path} does not hold the samples of a step ({error!r}); delete it") from error
+
+
+def _episode(content: dict[str, object]) -> ShownEpisode:
+    reward, messages = content["reward"], content["messages"]
+    if not isinstance(messages, list) or not (reward is None or isinstance(reward, float | int)):
+        raise TypeError("reward or messages have the wrong type")
+    return ShownEpisode(
+        task_id=str(content["task_id"]),
+        reward=reward,
+        end=EpisodeEnd(str(content["end"])),
+        messages=[Message(role=str(message["role"]), content=str(message["content"])) for message in messages],
+    )
+
+
+def title(label: str, episode: ShownEpisode) -> str:
+    """One line about an episode, safe to print."""
+    task_id = shorten(printable(episode.task_id).replace("\n", " "), 60)
+    return f"{label}: reward {number(episode.reward)}, task {task_id}, {episode.end.value}"
+
+
+def rows(episode: ShownEpisode, *, width: int, max_rows: int = MAX_ROWS) -> list[str]:
+    """The conversation in at most `max_rows` rows of at most `width` characters, safe to print.
+
+    Of a longer one the end is kept. Plain text: whoever prints it must not read markup into it.
+    """
+    assert width >= 20 and max_rows >= 2, f"no room to show an episode: width {width}, rows {max_rows}"
+    shown: list[str] = []
+    for message in episode.messages:
+        text = shorten(printable(f"{message['role']}: {message['content']}"), MAX_CHARACTERS)
+        for line in text.split("\n"):
+            shown += textwrap.wrap(line, width, drop_whitespace=False, subsequent_indent="  ") or [""]
+    if len(shown) <= max_rows:
+        return shown
+    return [f"[... {len(shown) - max_rows + 1} rows cut ...]", *shown[len(shown) - max_rows + 1 :]]

@@ -1,0 +1,131 @@
+"""trace.json: every phase on every actor, in Chrome's trace event format, which Perfetto opens.
+
+One process for the run and one row (thread) for each actor; spans of one actor that overlap go to further rows named
+"actor (2)", because events of one row must nest. One event a line in a JSON array: valid JSON after `close`; a killed
+run leaves the closing bracket away, which viewers accept and the next `Trace` on the path repairs.
+
+Bounded: when the file reaches `max_bytes` it becomes trace_previous.json (replacing the one before) and a new file
+begins, so that the two hold the newest `max_bytes` to 2 x `max_bytes` of events.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rlflow.checkpoint import disk_errors
+from rlflow.types import Span
+
+MAX_BYTES = 32 * 2**20
+_PID = 1
+_SEPARATOR = b",\n"
+_START, _END = b"[\n", b"\n]\n"
+
+
+class Trace:
+    """Appends spans to one trace file; a file that is already there goes on."""
+
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
+        self._path, self._max_bytes = path, max_bytes
+        self._row_ids: dict[str, int] = {}
+        self._busy_until_s: defaultdict[str, list[float]] = defaultdict(list)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with disk_errors("the trace", path.parent):
+            self._open()
+
+    def add(self, spans: Iterable[Span]) -> None:
+        """Append these spans. Raises RunError when the disk is full."""
+        with disk_errors("the trace", self._path.parent):
+            for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
+                self._write_span(span)
+            self._file.flush()
+            if self._file.tell() >= self._max_bytes:
+                self._start_over()
+
+    def close(self) -> None:
+        with disk_errors("the trace", self._path.parent):
+            if not self._file.closed:
+                self._file.write(_END)
+                self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        end = self._read_rows() if self._path.exists() else 0
+        self._file = self._path.open("r+b" if end else "wb")
+        self._file.seek(end)
+        self._file.truncate()
+        if not end:
+            self._file.write(_START)
+            self._file.write(_event({"name": "process_name", "ph": "M", "pid": _PID, "args": {"name": "rlflow"}}))
+
+    def _read_rows(self) -> int:
+        """Take up the row names of the file; returns where its last whole event ends, 0 when it has none."""
+        position = end = 0
+        with self._path.open("rb") as file:
+            for line in file:
+                position += len(line)
+                # The last event of a closed file and a torn one have no comma; only the former parses.
+                event = _parse(line)
+                if event is None:
+                    continue
+                end = position - (len(line) - len(line.rstrip(_SEPARATOR)))
+                if event.get("name") == "thread_name":
+                    self._row_ids[event["args"]["name"]] = event["tid"]
+        return end
+
+    def _start_over(self) -> None:
+        self.close()
+        os.replace(self._path, self._path.with_name(f"{self._path.stem}_previous{self._path.suffix}"))
+        self._row_ids.clear()
+        self._open()
+
+    def _write_span(self, span: Span) -> None:
+        start_us, end_us = round(span.start_s * 1e6), round(span.end_s * 1e6)
+        event = {
+            "name": span.name,
+            "ph": "X",
+            "pid": _PID,
+            "tid": self._row_id(self._row_name(span)),
+            "ts": start_us,
+            "dur": max(end_us - start_us, 0),
+        }
+        self._file.write(_SEPARATOR + _event(event))
+
+    def _row_name(self, span: Span) -> str:
+        """The first row of the actor that is free at the start of the span."""
+        rows = self._busy_until_s[span.actor]
+        free = next((index for index, busy_until_s in enumerate(rows) if busy_until_s <= span.start_s), len(rows))
+        rows[free : free + 1] = [span.end_s]
+        return span.actor if free == 0 else f"{span.actor} ({free + 1})"
+
+    def _row_id(self, name: str) -> int:
+        if name not in self._row_ids:
+            self._row_ids[name] = len(self._row_ids) + 1
+            row = {"name": "thread_name", "ph": "M", "pid": _PID, "tid": self._row_ids[name], "args": {"name": name}}
+            self._file.write(_SEPARATOR + _event(row))
+        return self._row_ids[name]
+
+
+def _event(event: dict[str, object]) -> bytes:
+    return json.dumps(event, separators=(",", ":")).encode("ascii")
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The event on a line of the file; None for a bracket or a torn line."""
+    try:
+        event = json.loads(line.rstrip(_SEPARATOR))
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None

@@ -1,0 +1,150 @@
+"""Where the numbers of a run also go: TensorBoard, Weights & Biases, MLflow. Each is imported only when it is on."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from rlflow.checkpoint import disk_errors
+from rlflow.config import TrackersConfig
+from rlflow.errors import ConfigError
+from rlflow.telemetry.metrics import StepRecord, finite
+
+
+class Tracker(Protocol):
+    """Takes one record a step."""
+
+    def log(self, step: int, record: StepRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_trackers(config: TrackersConfig, run_dir: Path, flat_config: Mapping[str, Any]) -> list[Tracker]:
+    """The trackers that are configured; `flat_config` is the run's configuration by dotted key.
+
+    A run that is resumed goes on under the same name in each. Raises ConfigError for a package that is not installed.
+    """
+    trackers: list[Tracker] = []
+    if config.tensorboard:
+        trackers.append(TensorBoardTracker(run_dir / "tensorboard"))
+    if config.wandb_project is not None:
+        trackers.append(WandbTracker(config.wandb_project, run_dir, flat_config))
+    if config.mlflow_experiment is not None:
+        trackers.append(MlflowTracker(config.mlflow_experiment, run_dir, flat_config))
+    return trackers
+
+
+class TensorBoardTracker:
+    """Event files, written with TensorBoard's own messages: no torch, no TensorFlow, no thread."""
+
+    def __init__(self, folder: Path) -> None:
+        records = _require("tensorboard.summary.writer.record_writer", "trackers.tensorboard=true", "tensorboard")
+        self._events = import_module("tensorboard.compat.proto.event_pb2")
+        self._summaries = import_module("tensorboard.compat.proto.summary_pb2")
+        self._folder = folder
+        # Two files of one second and process would be one file; a resume in a container often has the same process id.
+        unique = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+        with disk_errors("TensorBoard", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writer = records.RecordWriter((folder / f"events.out.tfevents.{unique}").open("wb"))
+            self._write(file_version="brain.Event:2")
+        self._is_first = True
+
+    def log(self, step: int, record: StepRecord) -> None:
+        if self._is_first:
+            # Makes TensorBoard forget the steps that a killed run had written beyond its last checkpoint.
+            self._write(step=step, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
+            self._is_first = False
+        value_of = self._summaries.Summary.Value
+        values = [
+            value_of(tag=name, simple_value=value) for name, value in _finite_only(record).items() if name != "step"
+        ]
+        self._write(step=step, summary=self._summaries.Summary(value=values))
+
+    def close(self) -> None:
+        with disk_errors("TensorBoard", self._folder):
+            self._writer.close()
+
+    def _write(self, **fields: Any) -> None:
+        event = self._events.Event(wall_time=time.time(), **fields)
+        with disk_errors("TensorBoard", self._folder):
+            self._writer.write(event.SerializeToString())
+            self._writer.flush()
+
+
+class WandbTracker:
+    """Weights & Biases; WANDB_MODE, WANDB_ENTITY and the login are the user's environment's."""
+
+    def __init__(self, project: str, run_dir: Path, flat_config: Mapping[str, Any]) -> None:
+        wandb = _require("wandb", "trackers.wandb_project", "rlflow[wandb]")
+        self._run = wandb.init(
+            project=project,
+            name=run_dir.name,
+            dir=str(run_dir),
+            config=dict(flat_config),
+            id=_remembered(run_dir / "wandb_run_id", uuid.uuid4().hex),
+            resume="allow",
+        )
+        # The service counts its own steps upwards only; a resume that repeats steps needs ours on the axis.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, record: StepRecord) -> None:
+        self._run.log({**_finite_only(record), "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowTracker:
+    """MLflow; MLFLOW_TRACKING_URI says where. Its own thread sends the metrics: a slow server costs no step."""
+
+    def __init__(self, experiment: str, run_dir: Path, flat_config: Mapping[str, Any]) -> None:
+        self._mlflow = _require("mlflow", "trackers.mlflow_experiment", "rlflow[mlflow]")
+        self._mlflow.set_experiment(experiment)
+        remembered = run_dir / "mlflow_run_id"
+        if remembered.exists():
+            self._mlflow.start_run(run_id=remembered.read_text(encoding="ascii"))
+            return
+        run = self._mlflow.start_run(run_name=run_dir.name)
+        _remembered(remembered, run.info.run_id)
+        # Once only: a parameter cannot be changed, and a resume may legitimately raise run.steps.
+        self._mlflow.log_params(dict(flat_config))
+
+    def log(self, step: int, record: StepRecord) -> None:
+        self._mlflow.log_metrics(_finite_only(record), step=step, synchronous=False)
+
+    def close(self) -> None:
+        self._mlflow.flush_async_logging()
+        self._mlflow.end_run()
+
+
+def _require(module: str, setting: str, package: str) -> ModuleType:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
+            raise
+        raise ConfigError(
+            f"{setting} needs the package {error.name}, which is not installed; pip install '{package}', or leave the "
+            "setting out"
+        ) from error
+
+
+def _remembered(path: Path, value: str) -> str:
+    """What the file says; written with `value` the first time."""
+    if not path.exists():
+        path.write_text(value, encoding="ascii")
+    return path.read_text(encoding="ascii")
+
+
+def _finite_only(record: StepRecord) -> dict[str, float | int]:
+    numbers = {name: finite(value) for name, value in record.items()}
+    return {name: value for name, value in numbers.items() if value is not None}

@@ -1,0 +1,208 @@
+"""The words of the system: Task -> Group of Episodes -> Samples -> Batch.
+
+Two kinds of types live here. *Payload* types (Turn, Sample, EpisodePayload) carry token arrays; they live in Ray's
+object store and are read by workers only. *Metadata* types (Task, GroupOrder, EpisodeSummary, PlayedGroup, ReadyGroup)
+are small, and they are all that the driver ever holds.
+
+Shape letters: P prompt tokens, L completion tokens (everything after the prompt, observations included).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray: TypeAlias = NDArray[np.int32]
+FloatArray: TypeAlias = NDArray[np.float32]
+BoolArray: TypeAlias = NDArray[np.bool_]
+
+Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+PayloadRef: TypeAlias = object
+"""A handle to an EpisodePayload (a Ray ObjectRef in a real run, anything in a test). The driver never opens it."""
+
+
+class Message(TypedDict):
+    """One chat message, as chat templates take it."""
+
+    role: str
+    content: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Task:
+    """What the policy is asked to do.
+
+    Example: Task(id="chain_sum/17", prompt=({"role": "user", "content": "2 + 3 ="},), answer="5")
+    """
+
+    id: str
+    """Unique within the data set; the ledger counts by it."""
+    prompt: tuple[Message, ...]
+    answer: str | None = None
+    """What the reward compares with; None where the environment judges by itself."""
+    data: dict[str, Json] = field(default_factory=dict)
+    """Any further columns of the row."""
+
+
+class EpisodeEnd(StrEnum):
+    """How an episode ended. Error ends have no verdict and never enter training or group statistics."""
+
+    COMPLETED = "completed"
+    TRUNCATED_LENGTH = "truncated_length"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    EMPTY_COMPLETION = "empty_completion"
+    ENVIRONMENT_ERROR = "environment_error"
+    ENVIRONMENT_TIMEOUT = "environment_timeout"
+    ENGINE_ERROR = "engine_error"
+    REWARD_ERROR = "reward_error"
+    REWARD_TIMEOUT = "reward_timeout"
+    REWARD_INVALID = "reward_invalid"
+    NO_VERDICT = "no_verdict"
+
+    @property
+    def is_truncated(self) -> bool:
+        return self is EpisodeEnd.TRUNCATED_LENGTH
+
+    @property
+    def is_error(self) -> bool:
+        return self not in (EpisodeEnd.COMPLETED, EpisodeEnd.TRUNCATED_LENGTH)
+
+
+@dataclass(kw_only=True, slots=True)
+class Turn:
+    """One reply of the policy: what it saw, what it sampled, under which version each token was sampled."""
+
+    prompt_ids: list[int]
+    """All tokens before the reply."""
+    output_ids: list[int]  # [num_output_tokens]
+    logprobs: list[float]  # [num_output_tokens], behaviour policy, temperature applied
+    versions: list[int]  # [num_output_tokens], policy version that sampled each token
+    finish_reason: str
+    """"stop" or "length"."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Sample:
+    """One token sequence to train on; one prompt, then everything that followed it.
+
+    Example (prompt P0 P1; reply A0 A1; observation O0; reply B0):
+        prompt_ids     [P0 P1]
+        completion_ids [A0 A1 O0 B0]
+        loss_mask      [ 1  1  0  1]
+    """
+
+    prompt_ids: IntArray  # [P]
+    completion_ids: IntArray  # [L]
+    loss_mask: BoolArray  # [L], True where the policy sampled the token
+    logprobs: FloatArray  # [L], behaviour policy; 0 where loss_mask is False
+    versions: IntArray  # [L], -1 where loss_mask is False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+
+@dataclass(kw_only=True, slots=True)
+class EpisodePayload:
+    """What the object store holds for one episode."""
+
+    samples: list[Sample]
+    """One, or more when the chat template broke the token prefix and the episode forked."""
+    messages: list[Message]
+    """The conversation, for people to read."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Verdict:
+    """What a reward function said. `reward` is None when there is no verdict; then `end` says why, if it failed."""
+
+    reward: float | None
+    end: EpisodeEnd | None = None
+    """Set only when scoring failed: REWARD_ERROR, REWARD_TIMEOUT or REWARD_INVALID."""
+    detail: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Span:
+    """One phase of one actor, for the trace."""
+
+    actor: str
+    name: str
+    start_s: float
+    """Seconds since the epoch."""
+    end_s: float
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EpisodeSummary:
+    """Metadata of one episode."""
+
+    end: EpisodeEnd
+    reward: float | None
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    """Tokens after the prompt, observations included."""
+    num_loss_tokens: int
+    oldest_version: int
+    newest_version: int
+    detail: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_trainable(self) -> bool:
+        return self.reward is not None and not self.end.is_error
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GroupOrder:
+    """The driver's order to play one group."""
+
+    group_id: int
+    task: Task
+    num_episodes: int
+    seed: int
+    """Episode i of the group samples with a seed derived from (seed, i)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PlayedGroup:
+    """A group after play and scoring: metadata, and a handle to each episode's payload."""
+
+    group_id: int
+    episodes: list[EpisodeSummary]
+    payloads: list[PayloadRef]  # one for each of `episodes`
+    num_bytes: int
+    """Size of the payloads in the object store."""
+    spans: list[Span] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, slots=True)
+class ReadyGroup:
+    """A group that may be trained on: only its trainable episodes, each with its advantage."""
+
+    group_id: int
+    task_id: str
+    episodes: list[EpisodeSummary]
+    payloads: list[PayloadRef]  # one for each of `episodes`
+    advantages: list[float]  # one for each of `episodes`
+    references: list[object] | None
+    """Handles to the reference policy's log-probabilities, one for each episode; None when KL is off."""
+    num_bytes: int
+
+    @property
+    def oldest_version(self) -> int:
+        return min(episode.oldest_version for episode in self.episodes)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainSample:
+    """A Sample with what the trainer adds to it."""
+
+    sample: Sample
+    advantage: float
+    reference_logprobs: FloatArray | None = None  # [L]

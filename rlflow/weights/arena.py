@@ -1,0 +1,184 @@
+"""Sender side of the shared-memory transport: one file of model size that the engines map.
+
+named tensors -> stage -> StagedWeights (metadata) -> engines read the bytes in place
+
+The file is persistent: rewriting pages that are already mapped costs a tenth of filling a fresh file. Its first bytes
+hold the version that it carries, or `BEING_WRITTEN`, so that a reader notices when it is overtaken by a writer.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import math
+import mmap
+import os
+import uuid
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from rlflow.errors import ConfigError
+from rlflow.roles import StagedWeights, TensorSlot
+
+ALIGNMENT = 64
+"""Bytes; every tensor starts on a cache line."""
+HEADER_BYTES = ALIGNMENT
+"""Before the first tensor; holds the version as an int64."""
+BEING_WRITTEN = -1
+BUCKET_BYTES = 128 * 2**20
+
+_PREFIX = "rlflow-weights-"
+
+TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
+
+
+class Arena:
+    """Owns one arena file from construction to `close` (or the end of the process).
+
+    Nothing may load from the arena while `stage` runs: the engines read these very bytes.
+    """
+
+    def __init__(
+        self, specs: Sequence[TensorSpec], folder: str | Path = "/dev/shm", bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        """Reserve room for all tensors.
+
+        Raises ConfigError when `folder` has too little room, ValueError for an empty or repeated name.
+        """
+        self.slots, self.num_bytes = lay_out(specs)
+        self.buckets = cut_buckets(self.slots, bucket_bytes)
+        remove_abandoned(Path(folder))
+        self.path, file = _create_file(Path(folder), self.num_bytes)
+        self._close = weakref.finalize(self, _close_file, self.path, file)
+        self._bytes: torch.Tensor | None = torch.frombuffer(mmap.mmap(file, self.num_bytes), dtype=torch.uint8)
+        self._slot_of = {slot.name: slot for slot in self.slots}
+
+    def stage(self, version: int, named: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
+        """Copy one complete version in, casting each tensor to the dtype of its slot.
+
+        Raises ValueError when a name is unknown, comes twice or is missing, or a shape differs; then the arena holds no
+        version until the next complete call.
+        """
+        if version < 0:
+            raise ValueError(f"version must not be negative; got {version}")
+        if self._bytes is None:
+            raise ValueError(f"the arena {self.path} is closed; make a new one")
+        header = self._bytes[:8].view(torch.int64)
+        header.fill_(BEING_WRITTEN)
+        missing = dict(self._slot_of)
+        for name, tensor in named:
+            slot = missing.pop(name, None)
+            if slot is None:
+                problem = "came twice" if name in self._slot_of else "has no slot"
+                raise ValueError(f"tensor {name!r} {problem}; send each of the {len(self.slots)} tensors exactly once")
+            if tuple(tensor.shape) != slot.shape:
+                raise ValueError(f"tensor {name!r} must have shape {slot.shape}; got {tuple(tensor.shape)}")
+            tensor_at(self._bytes, slot).copy_(tensor.detach())
+        if missing:
+            first = next(iter(missing))
+            raise ValueError(f"{len(missing)} of {len(self.slots)} tensors were not sent, such as {first!r}")
+        header.fill_(version)
+        return StagedWeights(
+            version=version, path=str(self.path), num_bytes=self.num_bytes, slots=self.slots, buckets=self.buckets
+        )
+
+    def close(self) -> None:
+        """Remove the file. What an engine has mapped stays readable until it lets go. Safe to call twice."""
+        self._bytes = None
+        self._close()
+
+
+def lay_out(specs: Sequence[TensorSpec]) -> tuple[tuple[TensorSlot, ...], int]:
+    """Slots in the given order, and the bytes that the whole arena takes."""
+    slots: list[TensorSlot] = []
+    offset = HEADER_BYTES
+    for name, dtype, shape in specs:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        dtype_name = str(dtype).removeprefix("torch.")
+        slots.append(TensorSlot(name=name, dtype=dtype_name, shape=tuple(shape), offset=offset, num_bytes=num_bytes))
+        offset += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    if not slots:
+        raise ValueError("an arena needs at least one tensor; got none")
+    names = {slot.name for slot in slots}
+    if len(names) != len(slots):
+        raise ValueError(f"tensor names must differ; got {len(slots)} tensors with {len(names)} names")
+    return tuple(slots), offset
+
+
+def cut_buckets(slots: Sequence[TensorSlot], bucket_bytes: int) -> tuple[tuple[int, int], ...]:
+    """Half-open ranges of `slots`, each of at most `bucket_bytes`, or of a single tensor that is larger."""
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes must be positive; got {bucket_bytes}")
+    buckets: list[tuple[int, int]] = []
+    first, filled = 0, 0
+    for index, slot in enumerate(slots):
+        if index > first and filled + slot.num_bytes > bucket_bytes:
+            buckets.append((first, index))
+            first, filled = index, 0
+        filled += slot.num_bytes
+    buckets.append((first, len(slots)))
+    return tuple(buckets)
+
+
+def tensor_at(arena_bytes: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
+    """The tensor of `slot` as a view of the arena's bytes (uint8, [num_bytes])."""
+    found = arena_bytes[slot.offset : slot.offset + slot.num_bytes]
+    return found.view(getattr(torch, slot.dtype)).view(slot.shape)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove arenas of this user whose process is gone: nobody holds their lock."""
+    for path in folder.glob(f"{_PREFIX}*"):
+        try:
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        except (FileNotFoundError, PermissionError):
+            continue
+        try:
+            if os.fstat(file).st_uid == os.getuid():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+        except BlockingIOError:
+            continue  # its owner lives
+        finally:
+            os.close(file)
+
+
+def _create_file(folder: Path, num_bytes: int) -> tuple[Path, int]:
+    """An open, locked file of `num_bytes` that nobody else may read, with its memory reserved."""
+    label = f"{os.getpid()}-{uuid.uuid4().hex}"
+    path, unlocked = folder / f"{_PREFIX}{label}", folder / f".{_PREFIX}{label}"
+    try:
+        file = os.open(unlocked, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        raise ConfigError(f"the weights are handed over in {folder}, which cannot be written: {error}") from error
+    try:
+        # It takes the name that `remove_abandoned` looks for only once it is locked.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        unlocked.rename(path)
+        os.posix_fallocate(file, 0, num_bytes)
+    except OSError as error:
+        os.close(file)
+        unlocked.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EINTR):
+            raise
+        raise ConfigError(_no_room(folder, num_bytes)) from error
+    return path, file
+
+
+def _no_room(folder: Path, num_bytes: int) -> str:
+    space = os.statvfs(folder)
+    free = space.f_bavail * space.f_frsize
+    return (
+        f"{folder} has too little room to hand the weights over: {num_bytes / 2**20:.0f} MiB needed, "
+        f"{free / 2**20:.0f} MiB free; make it larger (a container needs --shm-size or a memory-backed volume there), "
+        "or take a smaller model or model.dtype=bfloat16"
+    )
+
+
+def _close_file(path: Path, file: int) -> None:
+    path.unlink(missing_ok=True)
+    os.close(file)

@@ -1,0 +1,26 @@
+"""How an arena's metadata travels to the vLLM workers: lists and numbers only, because vLLM sends it as msgpack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlflow.roles import StagedWeights, TensorSlot
+
+BACKEND = "rlflow_shm"
+"""Name under which vLLM knows the shared-memory transport."""
+
+
+def update_message(staged: StagedWeights, bucket: tuple[int, int]) -> dict[str, Any]:
+    """What one update call carries for the slots [first, end) of `bucket`."""
+    first, end = bucket
+    slots = [[slot.name, slot.dtype, list(slot.shape), slot.offset, slot.num_bytes] for slot in staged.slots[first:end]]
+    return {"path": staged.path, "num_bytes": staged.num_bytes, "version": staged.version, "slots": slots}
+
+
+def slots_of(rows: Sequence[Sequence[Any]]) -> list[TensorSlot]:
+    """The slots of an `update_message`."""
+    return [
+        TensorSlot(name=name, dtype=dtype, shape=tuple(shape), offset=offset, num_bytes=num_bytes)
+        for name, dtype, shape, offset, num_bytes in rows
+    ]

@@ -1,0 +1,21 @@
+"""What every test shares: no network, one thread a process, quiet libraries.
+
+The variables are set before any test module is imported, so that child processes and Ray workers get them too.
+"""
+
+from __future__ import annotations
+
+import os
+
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+os.environ.update(_ENVIRONMENT)

@@ -1,0 +1,244 @@
+"""Fake workers and a virtual clock, to run the whole driver in milliseconds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import selectors
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlflow.checkpoint import CheckpointStore
+from rlflow.config import Config
+from rlflow.driver import Driver, StepReport
+from rlflow.errors import WorkerError
+from rlflow.ledger import DropReason, Ledger
+from rlflow.roles import LoadOutcome, Mean, StagedWeights, StepOutcome, Workers
+from rlflow.sampler import TaskSampler
+from rlflow.types import EpisodeEnd, EpisodeSummary, GroupOrder, Message, PayloadRef, PlayedGroup, ReadyGroup, Span, Task
+
+T = TypeVar("T")
+
+
+class _NoWaitSelector(selectors.SelectSelector):
+    """Asks for events without waiting; the loop advances its clock by the time it would have waited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        events = super().select(0)
+        if not events:
+            assert timeout is not None, "deadlock: nothing is scheduled and nothing is ready"
+            self.clock += max(0.0, timeout)
+        return events
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop on which sleeping takes no time."""
+
+    def __init__(self) -> None:
+        self._virtual = _NoWaitSelector()
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        return self._virtual.clock
+
+
+def run_virtually(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Like asyncio.run, on the virtual clock."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(coroutine)
+
+
+def make_tasks(count: int) -> list[Task]:
+    return [Task(id=f"t{i}", prompt=({"role": "user", "content": f"{i}"},), answer=str(i)) for i in range(count)]
+
+
+def make_episode(reward: float | None, version: int, end: EpisodeEnd = EpisodeEnd.COMPLETED) -> EpisodeSummary:
+    return EpisodeSummary(
+        end=end,
+        reward=reward,
+        num_prompt_tokens=3,
+        num_completion_tokens=2,
+        num_loss_tokens=2,
+        oldest_version=version,
+        newest_version=version,
+        detail="" if end is EpisodeEnd.COMPLETED else f"made to be {end.value}",
+    )
+
+
+@dataclass
+class FakeEngines:
+    version: int = -1
+    loaded: list[int] = field(default_factory=list)
+    load_s: float = 0.1
+
+    async def load_weights(self, staged: StagedWeights) -> LoadOutcome:
+        await asyncio.sleep(self.load_s)
+        self.version = staged.version
+        self.loaded.append(staged.version)
+        return LoadOutcome(pause_s=self.load_s)
+
+
+@dataclass
+class FakeRunners:
+    """Plays by sleeping; `outcome` decides each episode's end and may raise WorkerError to lose the group."""
+
+    engines: FakeEngines
+    rng: random.Random
+    outcome: Callable[[GroupOrder, int], tuple[float | None, EpisodeEnd]] = lambda order, index: (
+        float(index % 2),
+        EpisodeEnd.COMPLETED,
+    )
+    duration_s: Callable[[random.Random], float] = lambda rng: rng.lognormvariate(0.0, 1.0)
+    orders: list[GroupOrder] = field(default_factory=list)
+    playing: int = 0
+    most_playing: int = 0
+
+    async def play(self, order: GroupOrder) -> PlayedGroup:
+        self.orders.append(order)
+        self.playing += 1
+        self.most_playing = max(self.most_playing, self.playing)
+        try:
+            version = self.engines.version
+            await asyncio.sleep(self.duration_s(self.rng))
+            episodes = []
+            for index in range(order.num_episodes):
+                reward, end = self.outcome(order, index)
+                episodes.append(make_episode(reward, version, end))
+        finally:
+            self.playing -= 1
+        payloads: list[PayloadRef] = [f"{order.task.id}/{order.group_id}/{i}" for i in range(order.num_episodes)]
+        return PlayedGroup(group_id=order.group_id, episodes=episodes, payloads=payloads, num_bytes=100)
+
+    async def transcript(self, payload: PayloadRef) -> list[Message]:
+        return [{"role": "assistant", "content": str(payload)}]
+
+    async def save_payloads(self, payloads: Sequence[PayloadRef], path: Path) -> None:
+        path.mkdir(parents=True)
+        (path / "payloads.json").write_text(json.dumps(payloads))
+
+    async def load_payloads(self, path: Path, count: int) -> list[PayloadRef]:
+        payloads = json.loads((path / "payloads.json").read_text())
+        assert len(payloads) == count
+        return payloads
+
+
+@dataclass
+class FakeTrainer:
+    """Remembers what it was trained on; `dies` raises WorkerError at the n-th accumulate."""
+
+    version: int = 0
+    trained: list[str] = field(default_factory=list)
+    pending: list[ReadyGroup] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
+    not_finite: set[int] = field(default_factory=set)
+    """Numbers of the steps (from 0) whose gradient is not finite."""
+    dies_at: int | None = None
+    steps: int = 0
+    calls: int = 0
+    train_s: float = 0.2
+
+    async def accumulate(self, groups: Sequence[ReadyGroup]) -> list[Span]:
+        self.calls += 1
+        if self.calls == self.dies_at:
+            raise WorkerError("the trainer died")
+        await asyncio.sleep(self.train_s * len(groups))
+        self.pending += groups
+        self.staleness += [self.version - group.oldest_version for group in groups]
+        return []
+
+    async def step(self) -> StepOutcome:
+        applied = self.steps not in self.not_finite
+        self.steps += 1
+        self.version += applied
+        self.trained += [group.task_id for group in self.pending]
+        self.pending = []
+        return StepOutcome(
+            applied=applied,
+            grad_norm=1.0 if applied else float("nan"),
+            learning_rate=0.1,
+            metrics={"loss": Mean(total=1.0, count=2.0)},
+        )
+
+    async def stage_weights(self, version: int) -> StagedWeights:
+        assert version == self.version
+        return StagedWeights(version=version, path="", num_bytes=0, slots=(), buckets=())
+
+    async def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "trainer.json").write_text(json.dumps({"version": self.version, "trained": self.trained}))
+
+    async def load(self, folder: Path) -> None:
+        content = json.loads((folder / "trainer.json").read_text())
+        self.version, self.trained = content["version"], content["trained"]
+
+
+@dataclass
+class FakeObserver:
+    reports: list[StepReport] = field(default_factory=list)
+    drops: list[tuple[int, DropReason, str]] = field(default_factory=list)
+    saves: list[str] = field(default_factory=list)
+    on_step: Callable[[StepReport], None] = lambda report: None
+
+    def phase(self, name: str) -> None:
+        pass
+
+    def dropped(self, group_id: int, reason: DropReason, detail: str) -> None:
+        self.drops.append((group_id, reason, detail))
+
+    async def step(self, report: StepReport) -> None:
+        self.reports.append(report)
+        self.on_step(report)
+
+    def saved(self, folder: Path) -> None:
+        self.saves.append(folder.name)
+
+
+@dataclass
+class World:
+    """A driver and all its fakes."""
+
+    config: Config
+    engines: FakeEngines
+    runners: FakeRunners
+    trainer: FakeTrainer
+    observer: FakeObserver
+    ledger: Ledger
+    checkpoints: CheckpointStore
+    driver: Driver
+
+
+def make_world(
+    folder: Path, *, steps: int = 4, max_versions: int = 0, num_tasks: int = 50, seed: int = 0, ledger: Path | None = None
+) -> World:
+    config = Config()
+    config.run.steps, config.run.seed, config.run.checkpoint_every = steps, seed, 0
+    config.algorithm.groups_per_step, config.algorithm.group_size = 3, 4
+    config.staleness.max_versions = max_versions
+    engines, trainer, observer = FakeEngines(), FakeTrainer(), FakeObserver()
+    runners = FakeRunners(engines=engines, rng=random.Random(seed))
+    opened, checkpoints = Ledger(ledger), CheckpointStore(folder / "checkpoints", keep=2)
+    driver = Driver(
+        config=config,
+        workers=Workers(runners=runners, engines=engines, trainer=trainer, reference=None),
+        sampler=TaskSampler(make_tasks(num_tasks), seed),
+        ledger=opened,
+        checkpoints=checkpoints,
+        observer=observer,
+    )
+    return World(
+        config=config,
+        engines=engines,
+        runners=runners,
+        trainer=trainer,
+        observer=observer,
+        ledger=opened,
+        checkpoints=checkpoints,
+        driver=driver,
+    )

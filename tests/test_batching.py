@@ -1,0 +1,200 @@
+"""Plans and packed rows, against literal layouts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlflow.batching import MicroBatchPlan, Piece, pack, plan_micro_batches
+from rlflow.types import EpisodeEnd, EpisodeSummary, Sample, TrainSample
+
+
+def episode(prompt: int, completion: int) -> EpisodeSummary:
+    return EpisodeSummary(
+        end=EpisodeEnd.COMPLETED,
+        reward=1.0,
+        num_prompt_tokens=prompt,
+        num_completion_tokens=completion,
+        num_loss_tokens=completion,
+        oldest_version=0,
+        newest_version=0,
+    )
+
+
+def train_sample(
+    prompt: list[int], completion: list[int], mask: list[int], advantage: float, reference: list[float] | None = None
+) -> TrainSample:
+    sample = Sample(
+        prompt_ids=np.array(prompt, np.int32),
+        completion_ids=np.array(completion, np.int32),
+        loss_mask=np.array(mask, np.bool_),
+        logprobs=np.array([-0.5 * bit * (index + 1) for index, bit in enumerate(mask)], np.float32),
+        versions=np.array([0 if bit else -1 for bit in mask], np.int32),
+    )
+    references = None if reference is None else np.array(reference, np.float32)
+    return TrainSample(sample=sample, advantage=advantage, reference_logprobs=references)
+
+
+def plan(*pieces: tuple[int, tuple[int, ...]]) -> MicroBatchPlan:
+    return MicroBatchPlan(pieces=tuple(Piece(group=group, episodes=episodes) for group, episodes in pieces))
+
+
+def test_plan_keeps_groups_whole_and_fills_micro_batches() -> None:
+    groups = [[episode(10, 5)] * 2, [episode(10, 15)] * 2, [episode(10, 10)] * 2]  # 20, 40 and 30 tokens
+    assert plan_micro_batches(groups, num_ranks=1, micro_batch_tokens=60) == [
+        [plan((0, (0, 1)), (1, (0, 1))), plan((2, (0, 1)))]
+    ]
+
+
+def test_plan_cuts_a_group_that_exceeds_the_token_budget() -> None:
+    # The prompt counts once in each piece: 10 + 2 x 20 fits into 50, 10 + 3 x 20 does not.
+    found = plan_micro_batches([[episode(10, 20)] * 5], num_ranks=1, micro_batch_tokens=50)
+    assert found == [[plan((0, (0, 1))), plan((0, (2, 3))), plan((0, (4,)))]]
+
+
+def test_plan_cuts_groups_when_there_are_fewer_than_ranks() -> None:
+    found = plan_micro_batches([[episode(4, 8)] * 4], num_ranks=2, micro_batch_tokens=100)
+    assert found == [[plan((0, (0, 1)))], [plan((0, (2, 3)))]]
+
+
+def test_plan_balances_ranks_by_cost() -> None:
+    groups = [[episode(1, length)] * 2 for length in (60, 30, 20, 10)]
+    found = plan_micro_batches(groups, num_ranks=2, micro_batch_tokens=1000)
+    assert found == [[plan((0, (0, 1)))], [plan((1, (0, 1)), (2, (0, 1)), (3, (0, 1)))]]
+
+
+def test_plan_gives_every_rank_equally_many_micro_batches() -> None:
+    found = plan_micro_batches([[episode(10, 90)], [episode(10, 10)]], num_ranks=3, micro_batch_tokens=100)
+    assert found == [[plan((0, (0,)))], [plan((1, (0,)))], [MicroBatchPlan()]]
+
+
+def test_plan_lets_an_oversized_episode_go_alone() -> None:
+    found = plan_micro_batches([[episode(10, 10), episode(10, 500)]], num_ranks=1, micro_batch_tokens=100)
+    assert found == [[plan((0, (1,))), plan((0, (0,)))]]
+
+
+def test_plan_of_nothing_is_empty() -> None:
+    assert plan_micro_batches([], num_ranks=2, micro_batch_tokens=10) == [[], []]
+
+
+def test_plan_rejects_no_ranks() -> None:
+    with pytest.raises(ValueError, match="num_ranks and micro_batch_tokens must be at least 1; got 0 and 10"):
+        plan_micro_batches([], num_ranks=0, micro_batch_tokens=10)
+
+
+GROUPS = st.lists(
+    st.integers(1, 60).flatmap(
+        lambda prompt: st.lists(st.integers(1, 80).map(lambda length: episode(prompt, length)), min_size=1, max_size=6)
+    ),
+    max_size=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(groups=GROUPS, num_ranks=st.integers(1, 5), micro_batch_tokens=st.integers(140, 400))
+def test_plan_has_each_episode_once_within_the_budget(
+    groups: list[list[EpisodeSummary]], num_ranks: int, micro_batch_tokens: int
+) -> None:
+    ranks = plan_micro_batches(groups, num_ranks, micro_batch_tokens)
+    assert len(ranks) == num_ranks
+    assert all(len(first) == len(second) for first, second in pairwise(ranks))
+    pieces = [piece for plans in ranks for one in plans for piece in one.pieces]
+    placed = sorted((piece.group, index) for piece in pieces for index in piece.episodes)
+    assert placed == [(group, index) for group, episodes in enumerate(groups) for index in range(len(episodes))]
+    for one in (one for plans in ranks for one in plans):
+        tokens = sum(
+            groups[piece.group][0].num_prompt_tokens
+            + sum(groups[piece.group][index].num_completion_tokens for index in piece.episodes)
+            for piece in one.pieces
+        )
+        assert tokens <= micro_batch_tokens
+
+
+SAMPLES = [
+    [
+        train_sample([5, 6], [7, 8, 2], [1, 1, 1], advantage=1.0),
+        train_sample([5, 6], [9], [1], advantage=-1.0),
+    ],
+    # An observation (4) between two replies, and one after the last loss token.
+    [train_sample([3], [7, 4, 8, 4], [1, 0, 1, 0], advantage=0.5)],
+]
+
+
+def test_pack_shares_equal_prompts() -> None:
+    packed = pack(SAMPLES)
+    assert packed.input_ids.tolist() == [5, 6, 7, 8, 3, 7, 4]
+    assert packed.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2]
+    assert packed.prompt_starts.tolist() == [0, 4]
+    assert packed.prompt_lengths.tolist() == [2, 1]
+    assert packed.completion_starts.tolist() == [2, 5]
+    assert packed.completion_lengths.tolist() == [2, 2]
+    assert packed.completion_prompts.tolist() == [0, 1]
+    assert packed.loss_positions.tolist() == [1, 2, 3, 1, 4, 6]
+    assert packed.targets.tolist() == [7, 8, 2, 9, 7, 8]
+    assert packed.behaviour_logprobs.tolist() == [-0.5, -1.0, -1.5, -0.5, -0.5, -1.5]
+    assert packed.advantages.tolist() == [1.0, 1.0, 1.0, -1.0, 0.5, 0.5]
+    assert packed.reference_logprobs is None
+    assert packed.num_loss_tokens == 6
+
+
+def test_pack_shares_equal_completions_of_equal_prompts() -> None:
+    groups = [
+        [
+            train_sample(prompt, completion, [1] * len(completion), 1.0)
+            for prompt, completion in (
+                ([5, 6], [7, 8, 2]),
+                ([5, 6], [7, 8, 3]),  # the last token is not an input
+                ([5, 6], [7, 8]),
+                ([5], [7, 8, 2]),
+            )
+        ]
+    ]
+    packed = pack(groups)
+    assert packed.input_ids.tolist() == [5, 6, 7, 8, 7, 5, 7, 8]
+    assert packed.completion_starts.tolist() == [2, 4, 6]
+    assert packed.completion_prompts.tolist() == [0, 0, 1]
+    assert packed.loss_positions.tolist() == [1, 2, 3, 1, 2, 3, 1, 4, 5, 6, 7]
+    assert packed.targets.tolist() == [7, 8, 2, 7, 8, 3, 7, 8, 7, 8, 2]
+
+
+def test_pack_without_sharing_repeats_prompts() -> None:
+    packed = pack(SAMPLES, share_prompts=False)
+    assert packed.input_ids.tolist() == [5, 6, 7, 8, 5, 6, 3, 7, 4]
+    assert packed.prompt_starts.tolist() == [0, 4, 6]
+    assert packed.loss_positions.tolist() == [1, 2, 3, 5, 6, 8]
+    assert packed.targets.tolist() == [7, 8, 2, 9, 7, 8]
+
+
+def test_pack_leaves_out_samples_without_loss() -> None:
+    packed = pack([[train_sample([5, 6], [7, 8], [0, 0], advantage=1.0), SAMPLES[0][1]]])
+    assert packed.input_ids.tolist() == [5, 6]
+    assert packed.targets.tolist() == [9]
+    assert packed.completion_starts.tolist() == []
+
+
+def test_pack_of_nothing_is_one_token_without_loss() -> None:
+    packed = pack([])
+    assert packed.input_ids.tolist() == [0]
+    assert packed.prompt_lengths.tolist() == [1]
+    assert packed.num_loss_tokens == 0
+
+
+def test_pack_takes_reference_logprobs_where_there_is_loss() -> None:
+    packed = pack([[train_sample([5], [7, 4, 8], [1, 0, 1], 1.0, reference=[-1.0, 0.0, -2.0])]])
+    assert packed.reference_logprobs is not None
+    assert packed.reference_logprobs.tolist() == [-1.0, -2.0]
+
+
+def test_pack_rejects_a_partial_reference() -> None:
+    samples = [train_sample([5], [7], [1], 1.0, reference=[-1.0]), train_sample([5], [8], [1], 1.0)]
+    with pytest.raises(ValueError, match="got 1 of 2"):
+        pack([samples])
+
+
+def test_pack_rejects_an_empty_prompt() -> None:
+    with pytest.raises(ValueError, match="at least one token; got none"):
+        pack([[train_sample([], [7], [1], 1.0)]])

@@ -1,0 +1,112 @@
+"""Checkpoints and run directories: atomic, checked, exclusive."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+from fakes import make_episode
+
+from rlflow.checkpoint import CheckpointStore, RunState, disk_errors, read_state
+from rlflow.config import Config, OnExists
+from rlflow.errors import ConfigError, RunError
+from rlflow.ledger import Ledger
+from rlflow.rundir import claim
+from rlflow.sampler import SamplerState
+from rlflow.types import ReadyGroup
+
+
+def make_state(step: int) -> RunState:
+    group = ReadyGroup(
+        group_id=4,
+        task_id="t",
+        episodes=[make_episode(1.0, 2), make_episode(0.0, 3)],
+        payloads=[],
+        advantages=[0.7, -0.7],
+        references=None,
+        num_bytes=10,
+    )
+    sampler = SamplerState(task_pass=1, position=5, put_back=[("t3", 0)])
+    return RunState(step=step, version=step - 1, sampler=sampler, ready=[group])
+
+
+def write(store: CheckpointStore, step: int) -> Path:
+    partial = store.begin(step)
+    (partial / "trainer").mkdir()
+    (partial / "trainer" / "weights").write_bytes(b"12345")
+    Ledger(partial / "ledger.db").close()
+    return store.commit(partial, make_state(step))
+
+
+def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    assert read_state(write(store, 7)) == make_state(7)
+
+
+def test_the_last_ones_are_kept_and_half_written_ones_removed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (2, 10, 9, 11):
+        write(store, step)
+    store.begin(12)
+    assert store.steps() == [10, 11]
+    assert store.latest() == tmp_path / "step_11"
+    store.begin(13)
+    assert not (tmp_path / "step_12.partial").exists()
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    folder = write(CheckpointStore(tmp_path, keep=1), 3)
+    (folder / "trainer" / "weights").write_bytes(b"1234")
+    with pytest.raises(RunError, match="trainer/weights should have 5 bytes, found 4"):
+        read_state(folder)
+
+
+def test_a_full_disk_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"no disk space left for a checkpoint in .*run the same command again"):
+        with disk_errors("a checkpoint", tmp_path / "not" / "yet"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(PermissionError):
+        with disk_errors("a checkpoint", tmp_path):
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def make_config(path: Path, on_exists: OnExists = OnExists.resume) -> Config:
+    config = Config()
+    config.run.dir, config.run.on_exists = str(path), on_exists
+    return config
+
+
+def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
+    with claim(make_config(tmp_path)):
+        with pytest.raises(ConfigError, match="another rlflow process is writing"):
+            with claim(make_config(tmp_path)):
+                raise AssertionError("both hold the lock")
+    with claim(make_config(tmp_path)):
+        pass
+
+
+def test_on_exists(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with claim(make_config(run, OnExists.fail)) as run_dir:
+        assert run_dir.resume_from is None
+        write(run_dir.checkpoints, 4)
+    with pytest.raises(ConfigError, match="already holds a run and run.on_exists is fail"):
+        with claim(make_config(run, OnExists.fail)):
+            raise AssertionError("claimed a run that exists")
+    with claim(make_config(run)) as run_dir:
+        assert run_dir.resume_from == run / "checkpoints" / "step_4"
+        assert run_dir.ledger.is_file()
+    with claim(make_config(run, OnExists.fresh)) as run_dir:
+        assert run_dir.resume_from is None
+    assert (tmp_path / "run.old-1" / "checkpoints" / "step_4").is_dir()
+
+
+def test_a_run_is_not_resumed_with_other_tasks(tmp_path: Path) -> None:
+    with claim(make_config(tmp_path)) as run_dir:
+        write(run_dir.checkpoints, 4)
+    config = make_config(tmp_path)
+    config.run.seed = 5
+    with pytest.raises(ConfigError, match="run.seed is 5, but the run in .* was begun with 0"):
+        with claim(config):
+            raise AssertionError("resumed another run")

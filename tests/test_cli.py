@@ -1,0 +1,242 @@
+"""The command line: light, and one clear line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+from rlflow.checkpoint import CheckpointStore, RunState
+from rlflow.cli import main
+from rlflow.errors import ConfigError
+from rlflow.export import export
+from rlflow.models import check_folder, resolve_model
+from rlflow.sampler import SamplerState
+
+Cli = Callable[..., tuple[int, str, str]]
+SAMPLER = SamplerState(task_pass=0, position=0, put_back=[])
+HEAVY = ("torch", "vllm", "ray", "hydra", "transformers", "numpy")
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Runs `rlflow ARGUMENTS`; exit code, stdout, stderr."""
+
+    def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # registers it, so that what the command sets is undone
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        code = main(list(arguments))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["recipes"], ["recipes", "smoke"]])
+def test_help_and_recipes_import_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom rlflow.cli import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_recipes_lists_and_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == ["grpo_arithmetic", "smoke"]
+    assert main(["recipes", "smoke"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["model"]["path"] == "tiny"
+
+
+def test_an_unknown_recipe_to_print(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "smok"]) == 2
+    error = capsys.readouterr().err
+    assert error == "rlflow: error: there is no recipe smok; did you mean smoke? There are: grpo_arithmetic, smoke\n"
+
+
+REFUSED = [
+    ([], "no recipe given; add recipe=<name> with one of: grpo_arithmetic, smoke"),
+    (["recipe=smok"], "there is no recipe smok; did you mean smoke? There are: grpo_arithmetic, smoke"),
+    (["recipe=smoke", "run.stepz=3"], "run.stepz is not a setting; did you mean run.steps?"),
+    (["recipe=smoke", "+run.stepz=3"], "run.stepz is not a setting; did you mean run.steps?"),
+    (["recipe=smoke", "run.steps=many"], "run.steps must be a whole number; got many"),
+    (["recipe=smoke", "run.steps=null"], "run.steps must be a whole number; got null"),
+    (["recipe=smoke", "run.on_exists=never"], "run.on_exists must be one of resume, fail, fresh; got never"),
+    (["recipe=smoke", "trackers.tensorboard=perhaps"], "trackers.tensorboard must be true or false; got perhaps"),
+    (["recipe=smoke", "run.steps=-1"], "run.steps must be positive; got -1"),
+    (
+        ["recipe=smoke", "env=jsonl"],
+        "env is a section and takes no value itself; set one of its keys, such as env.name",
+    ),
+    (
+        ["recipe=smoke", "run.steps"],
+        "cannot read 'run.steps'; write key=value, and quote values with special characters",
+    ),
+    (
+        ["--experimental-rerun", "config.pickle"],
+        "--experimental-rerun is not supported: it would run a pickle file; to go on with a run, give run.dir",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_a_mistake_costs_one_line_and_exit_code_2(arguments: list[str], message: str, cli: Cli) -> None:
+    assert cli("train", *arguments) == (2, "", f"rlflow: error: {message}\n")
+
+
+def test_a_mistake_in_a_recipe_file_names_the_file(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\nrun:\n  stepz: 3\n")
+    code, _, error = cli("train", "--config-dir", str(tmp_path), "recipe=mine")
+    assert (code, error) == (2, "rlflow: error: in recipe/mine: run.stepz is not a setting; did you mean run.steps?\n")
+
+
+def test_a_recipe_file_without_its_package_line_is_told_so(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("run:\n  steps: 3\n")
+    code, _, error = cli("train", "--config-dir", str(tmp_path), "recipe=mine")
+    cure = "the keys are below `recipe`; make `# @package _global_` the first line of that file"
+    assert (code, error) == (2, f"rlflow: error: in recipe/mine: {cure}\n")
+
+
+def test_a_traceback_is_shown_on_request(cli: Cli) -> None:
+    code, _, error = cli("train", "recipe=smok", RLFLOW_TRACEBACK="1")
+    assert code == 2
+    assert "Traceback" in error
+    assert error.splitlines()[-1].startswith("rlflow: error: there is no recipe smok")
+
+
+def test_cfg_job_prints_the_composed_configuration(cli: Cli) -> None:
+    code, out, _ = cli("train", "env.args.seed=3", "--cfg", "job", "recipe=smoke", "run.steps=2")
+    composed = yaml.safe_load(out)
+    assert code == 0
+    assert composed["run"]["steps"] == 2
+    assert composed["env"] == {"name": "arithmetic", "args": {"seed": 3}}
+
+
+def test_the_run_is_named_after_its_recipe(cli: Cli) -> None:
+    _, out, _ = cli("train", "--cfg", "job", "--resolve", "recipe=smoke")
+    assert yaml.safe_load(out)["run"]["name"] == "smoke"
+
+
+def test_a_sweep_goes_through_all_its_jobs(tmp_path: Path, cli: Cli) -> None:
+    code, _, error = cli("train", "recipe=smoke", "--multirun", "run.steps=-1,-2", f"hydra.sweep.dir={tmp_path}")
+    assert code == 2
+    assert error.splitlines() == [
+        "rlflow: error: run.steps must be positive; got -1",
+        "rlflow: error: run.steps must be positive; got -2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("rlflow re", "recipes report"),
+        ("rlflow train recipe=s", "recipe=smoke"),
+        ("rlflow train recipe=smoke run.s", "run.seed= run.show_samples_every= run.steps="),
+    ],
+)
+def test_the_shell_completes_verbs_recipes_and_keys(line: str, answer: str, cli: Cli) -> None:
+    code, out, _ = cli("-sc", "query=bash", COMP_LINE=line)
+    assert (code, out.strip()) == (0, answer)
+
+
+@pytest.mark.parametrize("verb", ["report", "ledger"])
+def test_a_run_that_does_not_exist(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, str(tmp_path / "none")]) == 2
+    assert f"{tmp_path / 'none'} is not a run's directory" in capsys.readouterr().err
+
+
+def test_ledger_counts_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rlflow.ledger import Ledger
+
+    assert main(["ledger", str(tmp_path)]) == 2
+    assert "has no ledger.db" in capsys.readouterr().err
+    Ledger(tmp_path / "ledger.db")
+    assert main(["ledger", str(tmp_path), "--json"]) == 0
+    counts = json.loads(capsys.readouterr().out)
+    assert sum(counts.values()) == 0
+
+
+def write_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of the tiny model with a checkpoint of step 2, written by two ranks; returns the model's folder."""
+    import torch
+
+    from rlflow.workers.trainer.shards import PARAMETER, Shard, shard_range, write_shards
+
+    monkeypatch.setenv("RLFLOW_CACHE", str(folder / "cache"))
+    model = Path(resolve_model("tiny"))
+    weights = {name: torch.from_numpy(array) for name, array in load_file(model / "model.safetensors").items()}
+    store = CheckpointStore(folder / "run" / "checkpoints", keep=1)
+    partial = store.begin(2)
+    for rank in range(2):
+        shards = []
+        for name, weight in weights.items():
+            start, stop = shard_range(len(weight), rank, 2)
+            rows = {PARAMETER: weight[start:stop]}
+            shards.append(Shard(name=name, shape=tuple(weight.shape), start=start, tensors=rows))
+        write_shards(partial / "trainer", rank, 2, shards, updates=2)
+    store.commit(partial, RunState(step=2, version=2, sampler=SAMPLER, ready=[]))
+    (folder / "run" / "config.yaml").write_text("model:\n  path: tiny\n")
+    return model
+
+
+def test_export_writes_what_transformers_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    model = write_run(tmp_path, monkeypatch)
+    out = tmp_path / "models" / "exported"
+    assert cli("export", str(tmp_path / "run"), str(out))[:2] == (0, f"{out}\n")
+    check_folder(out)
+    from transformers import AutoConfig, AutoTokenizer
+
+    assert str(AutoConfig.from_pretrained(out).dtype) == "torch.bfloat16"
+    assert AutoTokenizer.from_pretrained(out).eos_token == "<|im_end|>"
+    import torch
+    from safetensors.torch import load_file as load_torch
+
+    before, after = load_torch(model / "model.safetensors"), load_torch(out / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], before[name].to(torch.bfloat16)) for name in before)
+    assert [path.name for path in out.parent.iterdir()] == ["exported"]
+
+
+def test_export_in_float32_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_run(tmp_path, monkeypatch)
+    export(tmp_path / "run", tmp_path / "out", step=2, dtype="float32")
+    before, after = load_file(model / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_export_splits_a_large_model_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, monkeypatch)
+    monkeypatch.setattr("rlflow.export._MAX_FILE_BYTES", 200_000)
+    out = export(tmp_path / "run", tmp_path / "out", step=None, dtype="float32")
+    check_folder(out)
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert files == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    from transformers import AutoModelForCausalLM
+
+    assert AutoModelForCausalLM.from_pretrained(out).num_parameters() == 115_200
+
+
+def test_export_refuses_what_it_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ConfigError, match="already exists; give a new folder, or remove it first"):
+        export(tmp_path / "run", tmp_path, step=None, dtype="float32")
+    with pytest.raises(ConfigError, match="has no complete checkpoint"):
+        export(tmp_path / "run", tmp_path / "out", step=None, dtype="float32")
+    (tmp_path / "run" / "checkpoints" / "step_2").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"has no checkpoint of step 3; it has 2$"):
+        export(tmp_path / "run", tmp_path / "out", step=3, dtype="float32")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

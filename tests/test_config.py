@@ -1,0 +1,159 @@
+"""Every message of `rlflow.config.check`, and what Hydra composes from the shipped recipes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from rlflow.compose_errors import expected, leaf_keys, unknown_key
+from rlflow.config import Backend, Config, Correction, check
+from rlflow.errors import ConfigError
+from rlflow.recipe_files import recipe_names, recipe_summary, recipe_text
+
+TIS = {
+    "algorithm.correction": Correction.tis,
+    "algorithm.clip_low": None,
+    "algorithm.clip_high": None,
+    "algorithm.tis_cap": 2.0,
+}
+
+
+def config_with(settings: dict[str, Any]) -> Config:
+    config = Config()
+    for key, value in settings.items():
+        section, name = key.split(".")
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+def compose_recipe(*overrides: str) -> Config:
+    ConfigStore.instance().store(name="schema", node=Config)
+    with initialize_config_module("rlflow.recipes", version_base="1.3"):
+        composed = compose("config", ["run.name=test", *overrides])
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    return config
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"run.steps": 0}, "run.steps must be positive; got 0"),
+    ({"trainer.learning_rate": math.nan}, "trainer.learning_rate must be a finite number; got nan"),
+    ({"rollout.temperature": math.inf}, "rollout.temperature must be a finite number; got inf"),
+    ({"staleness.max_versions": -1}, "staleness.max_versions must not be negative; got -1"),
+    ({"trainer.beta2": 1.0}, "trainer.beta2 must be in [0, 1); got 1.0"),
+    ({"cluster.cpu_threads": 0}, "cluster.cpu_threads must be at least 1, or null; got 0"),
+    (
+        {"algorithm.group_size": 1},
+        "algorithm.group_size must be at least 2 for algorithm.advantage=grpo, which compares the episodes of a group; "
+        "got 1",
+    ),
+    (
+        {**TIS, "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28},
+        "algorithm.clip_low and algorithm.clip_high have no effect with algorithm.correction=tis: with one update a "
+        "batch the ratio to the proximal policy is 1; got 0.2 and 0.28; set both to null",
+    ),
+    (
+        {**TIS, "algorithm.tis_cap": None},
+        "algorithm.tis_cap must be at least 1 with algorithm.correction=tis; got None",
+    ),
+    ({**TIS, "algorithm.tis_cap": 0.5}, "algorithm.tis_cap must be at least 1 with algorithm.correction=tis; got 0.5"),
+    (
+        {"algorithm.tis_cap": 2.0},
+        "algorithm.tis_cap has no effect with algorithm.correction=none; got 2.0; set it to null, or "
+        "algorithm.correction=tis",
+    ),
+    (
+        {"algorithm.clip_high": None},
+        "algorithm.clip_low and algorithm.clip_high must be set with algorithm.correction=none; got null",
+    ),
+    ({"algorithm.clip_low": 1.0}, "algorithm.clip_low must be between 0 and 1; got 1.0"),
+    ({"algorithm.clip_high": 0.0}, "algorithm.clip_high must be positive; got 0.0"),
+    (
+        {"rollout.max_new_tokens": 1024},
+        "rollout.max_new_tokens (1024) leaves no room for a prompt within model.max_length (1024); "
+        "lower the first or raise the second",
+    ),
+    (
+        {"trainer.micro_batch_tokens": 1000},
+        "trainer.micro_batch_tokens (1000) must hold at least one sequence of model.max_length (1024) tokens",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_a_setting_that_cannot_work_is_refused_with_the_cure(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check(config_with(settings))
+    assert str(raised.value) == message
+
+
+def test_the_defaults_and_tis_pass() -> None:
+    check(Config())
+    check(config_with(TIS))
+
+
+def test_there_are_at_most_150_settings() -> None:
+    keys = leaf_keys()
+    assert {"run.steps", "env.args", "deadlines.checkpoint_s"} <= keys.keys()
+    assert len(keys) <= 150
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (int, "a whole number"),
+        (bool, "true or false"),
+        (float | None, "a number, or null"),
+        (str | None, "text, or null"),
+        (Backend, "one of " + ", ".join(Backend.__members__)),
+        (dict[str, Any], "a mapping"),
+    ],
+)
+def test_types_are_told_in_words(kind: Any, words: str) -> None:
+    assert expected(kind) == words
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("run.stepz", "run.stepz is not a setting; did you mean run.steps?"),
+        ("lr", "lr is not a setting; `rlflow train --help` lists them all"),
+        ("learning_rate", "learning_rate is not a setting; did you mean trainer.learning_rate?"),
+        ("rollout.learning_rate", "rollout.learning_rate is not a setting; did you mean trainer.learning_rate?"),
+        ("recipes", "recipes is not a setting; did you mean recipe?"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(typed: str, meant: str) -> None:
+    assert unknown_key(typed) == meant
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_composes_passes_and_says_what_it_is_for(name: str) -> None:
+    check(compose_recipe(f"recipe={name}"))
+    assert recipe_summary(name).endswith((".", "?"))
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_gives_a_reason_on_each_line_that_sets_something(name: str) -> None:
+    settings = [line for line in recipe_text(name).splitlines() if line.startswith("  ")]
+    obvious = ("  groups_per_step:", "  group_size:", "  max_new_tokens:", "  show_samples_every:", "  steps:")
+    assert [line for line in settings if "#" not in line and not line.startswith(obvious)] == []
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_can_use_tis(name: str) -> None:
+    config = compose_recipe(f"recipe={name}", "algorithm=tis")
+    check(config)
+    assert (config.algorithm.correction, config.algorithm.tis_cap) == (Correction.tis, 2.0)
+
+
+def test_numbers_keep_their_types() -> None:
+    config = compose_recipe("recipe=grpo_arithmetic", "run.steps=5")
+    assert isinstance(config.trainer.learning_rate, float)
+    assert config.run.steps == 5
+    check(config)

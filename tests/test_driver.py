@@ -1,0 +1,237 @@
+"""The driver on a virtual clock: conservation, staleness, failures, stop, save and resume."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from fakes import World, make_world, run_virtually
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlflow.checkpoint import read_state
+from rlflow.errors import RunError, WorkerError
+from rlflow.ledger import DropReason, Ledger
+from rlflow.types import EpisodeEnd, GroupOrder
+
+
+def assert_conserved(world: World) -> None:
+    counts = world.ledger.counts()
+    total = counts.pop("admitted_total")
+    assert sum(counts.values()) == total == len(world.runners.orders) + counts["admitted"]
+
+
+def test_a_synchronous_run_trains_each_batch_at_its_own_version(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=5)
+    run_virtually(world.driver.run())
+    assert world.trainer.version == 5
+    assert world.engines.loaded == [0, 1, 2, 3, 4, 5]
+    assert set(world.trainer.staleness) == {0}
+    assert world.runners.most_playing == 3
+    assert len(world.runners.orders) == 15
+    assert world.ledger.counts() == {
+        "admitted": 0, "running": 0, "scored": 0, "ready": 0, "training": 0, "trained": 15,
+        "dropped_stale": 0, "dropped_filtered": 0, "dropped_no_verdict": 0, "dropped_failed": 0, "dropped_cancelled": 0,
+        "admitted_total": 15,
+    }  # fmt: skip
+    assert world.observer.saves == ["step_5"]
+
+
+def test_one_version_of_staleness_overlaps_and_keeps_the_bound(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=20, max_versions=1, num_tasks=200)
+    run_virtually(world.driver.run())
+    assert world.trainer.version == 20
+    assert set(world.trainer.staleness) == {0, 1}
+    assert 3 < world.runners.most_playing <= 6
+    assert_conserved(world)
+    assert world.ledger.num_live == 0
+
+
+def test_each_task_is_trained_once_a_pass(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=8, num_tasks=12)
+    run_virtually(world.driver.run())
+    assert Counter(world.trainer.trained) == Counter({f"t{i}": 2 for i in range(12)})
+
+
+def test_failed_episodes_are_left_out_of_the_statistics(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=1)
+
+    def outcome(order: GroupOrder, index: int) -> tuple[float | None, EpisodeEnd]:
+        if index == 3:
+            return None, EpisodeEnd.REWARD_ERROR
+        return (1.0, EpisodeEnd.COMPLETED) if index == 0 else (0.0, EpisodeEnd.COMPLETED)
+
+    world.runners.outcome = outcome
+    run_virtually(world.driver.run())
+    group = world.observer.reports[0].groups[0]
+    assert [episode.reward for episode in group.episodes] == [1.0, 0.0, 0.0]
+    assert sum(group.advantages) == pytest.approx(0.0, abs=1e-6)
+    assert len(world.observer.reports[0].episodes) == 12
+
+
+def test_a_group_without_verdicts_is_dropped_for_good_and_replaced(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=2, num_tasks=10)
+    bad = {"t3", "t4"}
+
+    def outcome(order: GroupOrder, index: int) -> tuple[float | None, EpisodeEnd]:
+        if order.task.id in bad:
+            return None, EpisodeEnd.PROMPT_TOO_LONG
+        return float(index % 2), EpisodeEnd.COMPLETED
+
+    world.runners.outcome = outcome
+    run_virtually(world.driver.run())
+    assert world.trainer.version == 2
+    assert not bad & set(world.trainer.trained)
+    assert world.ledger.counts()["dropped_no_verdict"] == sum(order.task.id in bad for order in world.runners.orders)
+    assert_conserved(world)
+
+
+def test_a_lost_group_is_played_again_and_given_up_after_three_failures(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=4, num_tasks=14)
+    failures: Counter[str] = Counter()
+
+    def outcome(order: GroupOrder, index: int) -> tuple[float | None, EpisodeEnd]:
+        if order.task.id == "t1" or (order.task.id == "t2" and not failures["t2"]):
+            failures[order.task.id] += 1
+            raise WorkerError("the runner died")
+        return float(index % 2), EpisodeEnd.COMPLETED
+
+    world.runners.outcome = outcome
+    run_virtually(world.driver.run())
+    assert failures == {"t1": 3, "t2": 1}
+    assert sorted(world.trainer.trained).count("t2") == 1
+    assert world.ledger.counts()["dropped_failed"] == 4
+    assert_conserved(world)
+
+
+def test_a_run_in_which_nothing_works_stops_with_the_reason(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    world.runners.outcome = lambda order, index: (None, EpisodeEnd.REWARD_TIMEOUT)
+    with pytest.raises(RunError, match="16 groups in a row gave nothing.*reward_timeout"):
+        run_virtually(world.driver.run())
+    assert_conserved(world)
+
+
+def test_a_group_that_never_ends_is_dropped_at_its_deadline(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=2)
+    slow = iter([1e9])
+    world.runners.duration_s = lambda rng: next(slow, 1.0)
+    run_virtually(world.driver.run())
+    assert world.trainer.version == 2
+    drops = [drop for drop in world.observer.drops if drop[1] is DropReason.FAILED]
+    assert len(drops) == 1
+    assert "playing group 1 (task" in drops[0][2] and "deadline of 900 s" in drops[0][2]
+
+
+def test_gradients_that_are_not_finite_skip_the_update_and_three_stop_the_run(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=4)
+    world.trainer.not_finite = {1}
+    run_virtually(world.driver.run())
+    assert world.trainer.version == 3
+    assert world.engines.loaded == [0, 1, 2, 3]
+    assert [report.outcome.applied for report in world.observer.reports] == [True, False, True, True]
+
+    broken = make_world(tmp_path / "broken", steps=9)
+    broken.trainer.not_finite = {2, 3, 4}
+    with pytest.raises(RunError, match="not finite 3 times in a row"):
+        run_virtually(broken.driver.run())
+
+
+def test_a_stop_request_finishes_the_step_and_saves(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=50, max_versions=1)
+    world.observer.on_step = lambda report: world.driver.request_stop() if report.step == 3 else None
+    run_virtually(world.driver.run())
+    assert world.trainer.version == 3
+    assert world.observer.saves == ["step_3"]
+    assert_conserved(world)
+    assert {drop[1] for drop in world.observer.drops} <= {DropReason.CANCELLED}
+
+
+def test_a_failed_run_keeps_the_steps_since_its_last_checkpoint(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=9)
+    world.trainer.dies_at = 6
+    with pytest.raises(RunError, match="the trainer died"):
+        run_virtually(world.driver.run())
+    (step,) = world.checkpoints.steps()
+    assert step == world.observer.reports[-1].step
+    saved = Ledger(world.checkpoints.path(step) / "ledger.db")
+    assert saved.num_live == 0
+    assert saved.num_trained == 3 * step
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    max_versions=st.integers(0, 3),
+    stop_at=st.lists(st.integers(1, 11), max_size=3),
+    failing=st.floats(0.0, 0.3),
+)
+def test_stopped_and_resumed_runs_conserve_every_task(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, max_versions: int, stop_at: list[int], failing: float
+) -> None:
+    """Random latencies, failures and kills: the ledger adds up, staleness is hard, each task is trained once a pass."""
+    folder = tmp_path_factory.mktemp("run")
+    steps, num_tasks, ledger = 12, 9, folder / "ledger.db"
+    kills = [*sorted(stop_at), None]
+    for attempt, kill in enumerate(kills):
+        world = make_world(
+            folder, steps=steps, max_versions=max_versions, num_tasks=num_tasks, seed=seed + attempt, ledger=ledger
+        )
+        world.config.run.checkpoint_every = 2
+        world.driver._sampler._seed = seed  # the same order of tasks in each attempt, other latencies
+        world.driver._sampler._order = world.driver._sampler._shuffled(0)
+
+        def outcome(order: GroupOrder, index: int, world: World = world) -> tuple[float | None, EpisodeEnd]:
+            if index == 0 and world.runners.rng.random() < failing:
+                raise WorkerError("made to fail")
+            return float(index % 2), EpisodeEnd.COMPLETED
+
+        world.runners.outcome = outcome
+
+        class Killed(BaseException):
+            pass
+
+        def on_step(report: object, kill: int | None = kill, world: World = world) -> None:
+            if world.observer.reports[-1].step == kill:
+                raise Killed
+
+        world.observer.on_step = on_step
+
+        async def go(world: World = world) -> None:
+            latest = world.checkpoints.latest()
+            if latest:
+                await world.driver.restore(latest, read_state(latest))
+            await world.driver.run()
+
+        try:
+            run_virtually(go())
+        except Killed:
+            pass
+        except RunError as error:
+            assert "in a row" in str(error)
+        assert all(0 <= lag <= max_versions for lag in world.trainer.staleness)
+        assert world.runners.most_playing <= 3 * (max_versions + 1)
+        if kill is not None and world.trainer.version < steps:
+            world.ledger.close()
+            latest = world.checkpoints.latest()
+            for left_over in folder.glob("ledger.db*"):
+                left_over.unlink()
+            if latest:
+                shutil.copy(latest / "ledger.db", ledger)
+            else:
+                world.trainer.trained.clear()
+    final = world
+    assert final.ledger.num_live == 0
+    counts = final.ledger.counts()
+    total = counts.pop("admitted_total")
+    assert sum(counts.values()) == total
+    assert counts["trained"] == len(final.trainer.trained) == steps * 3
+    per_task = Counter(final.trainer.trained)
+    passes = -(-steps * 3 // num_tasks)
+    assert all(count <= passes + 1 for count in per_task.values())
+    rows = final.ledger._database.execute(
+        "SELECT task, pass, COUNT(*) FROM groups WHERE state = 'trained' GROUP BY task, pass"
+    ).fetchall()
+    assert all(count == 1 for _, _, count in rows)

@@ -1,0 +1,435 @@
+"""One episode, with a scripted engine and a renderer whose tokens are letters."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlflow.config import Config
+from rlflow.envs.base import Environment, EnvironmentSpec, EnvironmentStep, SingleTurn
+from rlflow.rollout.episode import (
+    EpisodeLimits,
+    PlayedEpisode,
+    episode_seed,
+    play_episode,
+    samples_of,
+    summarize,
+)
+from rlflow.rollout.payloads import load_payloads, payload_bytes, save_payloads
+from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
+from rlflow.types import (
+    EpisodeEnd,
+    EpisodePayload,
+    GroupOrder,
+    Message,
+    PlayedGroup,
+    Sample,
+    Task,
+    Turn,
+    Verdict,
+)
+from rlflow.workers.episode import EpisodeRunner
+
+TASK = Task(id="t/0", prompt=(Message(role="user", content="ab"),), answer="c")
+STOP = ord(".")
+OPEN = ord(">")
+
+
+def ids_of(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+@dataclass
+class LetterRenderer:
+    """One token a letter; a message is its text and ".", a prompt ends with ">"."""
+
+    breaks_prefix: bool = False
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        return [*ids_of("".join(message["content"] + "." for message in messages)), OPEN]
+
+    def extend(
+        self, held_ids: Sequence[int], messages_so_far: Sequence[Message], new_messages: Sequence[Message]
+    ) -> list[int] | None:
+        return None if self.breaks_prefix else self.prompt(new_messages)
+
+    def parse(self, ids: Sequence[int]) -> str:
+        return "".join(chr(token) for token in ids if token != STOP)
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers with the scripted replies, one after the other; version and log-probability say which one it was."""
+
+    replies: list[str]
+    finish_reason: FinishReason = "stop"
+    requests: list[GenerateRequest] = field(default_factory=list)
+
+    async def __call__(self, request: GenerateRequest, /) -> Completion:
+        number = len(self.requests)
+        self.requests.append(request)
+        ids = ids_of(self.replies[number])
+        logprobs, versions = [-1.0 - number] * len(ids), [5 + number] * len(ids)
+        return Completion(ids=ids, logprobs=logprobs, versions=versions, finish_reason=self.finish_reason)
+
+
+@dataclass
+class ScriptedEnvironment(Environment):
+    """Says each of `says` after a reply, and is done when there is no more; counts how often it is closed."""
+
+    says: list[str] = field(default_factory=list)
+    closed: int = 0
+
+    async def reset(self, task: Task) -> list[Message]:
+        return list(task.prompt)
+
+    async def step(self, reply: Message) -> EnvironmentStep:
+        if not self.says:
+            return EnvironmentStep(done=True, metrics={"last_reply_length": float(len(reply["content"]))})
+        return EnvironmentStep(done=False, messages=[Message(role="user", content=self.says.pop(0))])
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+async def play(
+    environment: Environment,
+    engine: ScriptedEngine,
+    *,
+    breaks_prefix: bool = False,
+    max_length: int = 64,
+    max_new_tokens: int = 8,
+    timeout_s: float = 30.0,
+) -> PlayedEpisode:
+    limits = EpisodeLimits(max_length=max_length, max_new_tokens=max_new_tokens, timeout_s=timeout_s)
+    renderer = LetterRenderer(breaks_prefix=breaks_prefix)
+    return await play_episode(environment, TASK, engine, renderer, limits, seed=7, prefix_key="12")
+
+
+def columns(sample: Sample) -> tuple[list[int], list[int], list[int], list[float], list[int]]:
+    return (
+        sample.prompt_ids.tolist(),
+        sample.completion_ids.tolist(),
+        sample.loss_mask.astype(int).tolist(),
+        sample.logprobs.tolist(),
+        sample.versions.tolist(),
+    )
+
+
+async def test_a_single_turn_is_one_sample() -> None:
+    engine = ScriptedEngine(["cd."])
+    played = await play(SingleTurn(), engine)
+    assert played.end is EpisodeEnd.COMPLETED
+    assert played.reply == "cd"
+    (sample,) = played.payload.samples
+    assert columns(sample) == (ids_of("ab.>"), ids_of("cd."), [1, 1, 1], [-1.0, -1.0, -1.0], [5, 5, 5])
+    assert played.payload.messages == [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    assert engine.requests == [GenerateRequest(prompt_ids=ids_of("ab.>"), seed=7, max_new_tokens=8, prefix_key="12")]
+
+
+async def test_observations_between_replies_carry_no_loss() -> None:
+    engine = ScriptedEngine(["c.", "e."])
+    environment = ScriptedEnvironment(says=["d"])
+    played = await play(environment, engine)
+    assert played.end is EpisodeEnd.COMPLETED
+    assert played.reply == "e"
+    (sample,) = played.payload.samples
+    assert columns(sample) == (
+        ids_of("ab.>"),
+        ids_of("c." + "d.>" + "e."),
+        [1, 1, 0, 0, 0, 1, 1],
+        [-1.0, -1.0, 0.0, 0.0, 0.0, -2.0, -2.0],
+        [5, 5, -1, -1, -1, 6, 6],
+    )
+    assert engine.requests[1].prompt_ids == ids_of("ab.>c.d.>")
+    assert engine.requests[1].seed == episode_seed(7, 1)
+    assert played.metrics == {"last_reply_length": 1.0, "turns": 2.0, "forks": 0.0}
+    assert environment.closed == 1
+
+
+async def test_a_broken_prefix_forks_into_a_second_sample() -> None:
+    played = await play(ScriptedEnvironment(says=["d"]), ScriptedEngine(["c.", "e."]), breaks_prefix=True)
+    first, second = played.payload.samples
+    assert columns(first)[:3] == (ids_of("ab.>"), ids_of("c."), [1, 1])
+    assert columns(second)[:3] == (ids_of("ab.c.d.>"), ids_of("e."), [1, 1])
+    assert played.metrics["forks"] == 1.0
+    summary = summarize(played, Verdict(reward=0.5))
+    assert (summary.num_prompt_tokens, summary.num_completion_tokens, summary.num_loss_tokens) == (4 + 8, 4, 4)
+    assert (summary.oldest_version, summary.newest_version) == (5, 6)
+
+
+def turn(prompt: str, output: str) -> Turn:
+    logprobs, versions = [-1.0] * len(output), [0] * len(output)
+    return Turn(
+        prompt_ids=ids_of(prompt),
+        output_ids=ids_of(output),
+        logprobs=logprobs,
+        versions=versions,
+        finish_reason="stop",
+    )
+
+
+def test_a_fork_in_the_middle_continues_as_its_own_sample() -> None:
+    samples = samples_of([turn("p", "a"), turn("q", "b"), turn("qbx", "c")])
+    assert [columns(sample)[:3] for sample in samples] == [
+        (ids_of("p"), ids_of("a"), [1]),
+        (ids_of("q"), ids_of("bxc"), [1, 0, 1]),
+    ]
+    assert samples_of([]) == []
+
+
+async def test_a_prompt_without_room_is_not_sent() -> None:
+    engine = ScriptedEngine(["c."])
+    played = await play(SingleTurn(), engine, max_length=4)
+    assert played.end is EpisodeEnd.PROMPT_TOO_LONG
+    assert played.detail == "the prompt has 4 tokens, which leaves no room within model.max_length (4)"
+    assert (engine.requests, played.payload.samples) == ([], [])
+
+
+async def test_new_tokens_are_capped_by_the_room_left() -> None:
+    engine = ScriptedEngine(["c"], finish_reason="length")
+    await play(SingleTurn(), engine, max_length=5)
+    assert engine.requests[0].max_new_tokens == 1
+
+
+async def test_a_conversation_out_of_room_is_truncated_and_ends_with_a_reply() -> None:
+    played = await play(ScriptedEnvironment(says=["dddd"]), ScriptedEngine(["c."]), max_length=12)
+    assert played.end is EpisodeEnd.TRUNCATED_LENGTH
+    assert played.payload.samples[0].completion_ids.tolist() == ids_of("c.")
+
+
+async def test_a_cut_off_reply_ends_the_episode_and_is_scored() -> None:
+    environment = ScriptedEnvironment(says=["d"])
+    played = await play(environment, ScriptedEngine(["cd"], finish_reason="length"))
+    assert played.end is EpisodeEnd.TRUNCATED_LENGTH
+    assert (played.reply, environment.says) == ("cd", ["d"])
+    summary = summarize(played, Verdict(reward=1.0))
+    assert (summary.end, summary.reward, summary.is_trainable) == (EpisodeEnd.TRUNCATED_LENGTH, 1.0, True)
+
+
+async def test_no_token_is_an_empty_completion() -> None:
+    played = await play(SingleTurn(), ScriptedEngine([""]))
+    assert played.end is EpisodeEnd.EMPTY_COMPLETION
+    assert played.detail == "generation of reply 1 gave no token"
+    summary = summarize(played, None)
+    assert (summary.reward, summary.oldest_version, summary.newest_version) == (None, -1, -1)
+
+
+class Raises(ScriptedEnvironment):
+    async def step(self, reply: Message) -> EnvironmentStep:
+        raise TimeoutError("sandbox is gone")
+
+
+class ForgetsMessages(ScriptedEnvironment):
+    async def step(self, reply: Message) -> EnvironmentStep:
+        return EnvironmentStep(done=False)
+
+
+class WrongMessage(ScriptedEnvironment):
+    async def reset(self, task: Task) -> list[Message]:
+        return [{"role": "user"}]  # pyright: ignore[reportReturnType]
+
+
+class BadMetric(ScriptedEnvironment):
+    async def step(self, reply: Message) -> EnvironmentStep:
+        return EnvironmentStep(metrics={"score": float("nan")})
+
+
+class CannotClose(ScriptedEnvironment):
+    async def close(self) -> None:
+        self.closed += 1
+        raise OSError("no such container")
+
+
+@pytest.mark.parametrize(
+    ("environment", "detail"),
+    [
+        (Raises(), "step: TimeoutError: sandbox is gone"),
+        (ForgetsMessages(), "step: expected at least one message; got []"),
+        (WrongMessage(), "reset: a message needs the texts `role` and `content`; got {'role': 'user'}"),
+        (BadMetric(), "step: metric 'score' must be a finite number; got nan"),
+        (CannotClose(), "close: OSError: no such container"),
+    ],
+)
+async def test_a_failing_environment_is_an_outcome(environment: ScriptedEnvironment, detail: str) -> None:
+    played = await play(environment, ScriptedEngine(["c."]))
+    assert (played.end, played.detail) == (EpisodeEnd.ENVIRONMENT_ERROR, detail)
+    assert environment.closed == 1
+    assert not summarize(played, None).is_trainable
+
+
+class Hangs(ScriptedEnvironment):
+    async def step(self, reply: Message) -> EnvironmentStep:
+        await asyncio.Event().wait()
+        raise AssertionError("never reached")
+
+
+async def test_the_episode_deadline_says_where_it_struck() -> None:
+    environment = Hangs()
+    played = await play(environment, ScriptedEngine(["c."]), timeout_s=0.05)
+    assert played.end is EpisodeEnd.ENVIRONMENT_TIMEOUT
+    assert played.detail == "the episode took longer than 0.05 s (rollout.episode_timeout_s); it was in step 1"
+    assert environment.closed == 1
+    assert len(played.payload.samples) == 1
+
+
+async def test_cancellation_closes_the_environment_once() -> None:
+    environment = Hangs()
+    task = asyncio.create_task(play(environment, ScriptedEngine(["c."])))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert environment.closed == 1
+
+
+class BrokenEngine(ScriptedEngine):
+    async def __call__(self, request: GenerateRequest, /) -> Completion:
+        raise TimeoutError("engine 0 is gone")
+
+
+async def test_an_engine_exception_is_raised_not_scored() -> None:
+    environment = CannotClose()
+    with pytest.raises(TimeoutError, match="engine 0 is gone") as caught:
+        await play(environment, BrokenEngine([]))
+    assert environment.closed == 1
+    assert caught.value.__notes__ == ["close: OSError: no such container"]
+
+
+async def test_a_verdict_decides_reward_end_and_detail() -> None:
+    played = await play(SingleTurn(), ScriptedEngine(["c."]))
+    failed = summarize(played, Verdict(reward=None, end=EpisodeEnd.REWARD_TIMEOUT, detail="too slow"))
+    assert (failed.end, failed.reward, failed.detail) == (EpisodeEnd.REWARD_TIMEOUT, None, "too slow")
+    assert summarize(played, Verdict(reward=None)).end is EpisodeEnd.NO_VERDICT
+    scored = summarize(played, Verdict(reward=0.0, metrics={"format": 1.0}))
+    assert (scored.end, scored.reward) == (EpisodeEnd.COMPLETED, 0.0)
+    assert scored.metrics == {"turns": 1.0, "forks": 0.0, "format": 1.0}
+
+
+def test_episode_seeds_are_31_bits() -> None:
+    assert episode_seed(7, 2) == 7000023
+    assert episode_seed(2**31 - 1, 5) == ((2**31 - 1) * 1000003 + 5) % 2**31
+
+
+def test_payloads_survive_the_disk(tmp_path: Path) -> None:
+    samples = samples_of([turn("p", "a"), turn("pax", "b"), turn("q", "c")])
+    payloads = [
+        EpisodePayload(samples=samples, messages=[Message(role="user", content="é")]),
+        EpisodePayload(samples=[], messages=[]),
+        EpisodePayload(samples=samples[1:], messages=[]),
+    ]
+    path = tmp_path / "group" / "7.safetensors"
+    save_payloads(path, payloads)
+    loaded = load_payloads(path)
+    assert [payload.messages for payload in loaded] == [payload.messages for payload in payloads]
+    for before, after in zip(payloads, loaded, strict=True):
+        assert [columns(sample) for sample in after.samples] == [columns(sample) for sample in before.samples]
+        assert payload_bytes(after) == payload_bytes(before)
+    assert [child.name for child in path.parent.iterdir()] == ["7.safetensors"]
+    assert loaded[0].samples[0].loss_mask.dtype == np.bool_
+    save_payloads(path, [])
+    assert load_payloads(path) == ()
+
+
+@dataclass
+class Remote:
+    """Shaped like an actor handle's method."""
+
+    call: object
+
+    def remote(self, *arguments: object) -> object:
+        return self.call(*arguments)  # pyright: ignore[reportCallIssue]
+
+
+@dataclass
+class FakeActors:
+    """An engine that answers "c." and a reward that gives 1 to "c"; both as actor handles."""
+
+    requests: list[GenerateRequest] = field(default_factory=list)
+    fails: bool = False
+
+    @property
+    def generate(self) -> Remote:
+        return Remote(self._generate)
+
+    @property
+    def score(self) -> Remote:
+        return Remote(self._score)
+
+    async def _generate(self, request: GenerateRequest) -> Completion:
+        self.requests.append(request)
+        if self.fails:
+            raise RuntimeError("engine died")
+        return Completion(ids=ids_of("c."), logprobs=[-1.0, -2.0], versions=[3, 4], finish_reason="stop")
+
+    async def _score(self, task: Task, text: str) -> Verdict:
+        return Verdict(reward=float(text == task.answer))
+
+
+@dataclass
+class ThirdFails:
+    """Fails on every third environment."""
+
+    built: list[ScriptedEnvironment] = field(default_factory=list)
+    calls: int = 0
+
+    def __call__(self) -> Environment:
+        self.calls += 1
+        if self.calls == 3:
+            raise RuntimeError("no licence")
+        self.built.append(ScriptedEnvironment())
+        return self.built[-1]
+
+
+def runner(actors: FakeActors, build: ThirdFails) -> EpisodeRunner:
+    spec = EnvironmentSpec(tasks=lambda: [TASK], build=build, reward=lambda task, completion: None)
+    return EpisodeRunner(
+        Config(),
+        "",
+        spec,
+        [actors],  # pyright: ignore[reportArgumentType]
+        actors,  # pyright: ignore[reportArgumentType]
+        renderer=LetterRenderer(),
+        cancel=lambda call: None,
+    )
+
+
+async def test_a_runner_plays_and_scores_a_group() -> None:
+    actors, build = FakeActors(), ThirdFails()
+    group, *payloads = await runner(actors, build).play(GroupOrder(group_id=12, task=TASK, num_episodes=3, seed=7))
+    assert isinstance(group, PlayedGroup)
+    assert [episode.reward for episode in group.episodes] == [1.0, 1.0, None]
+    assert group.episodes[2].end is EpisodeEnd.ENVIRONMENT_ERROR
+    assert group.episodes[2].detail == "build: RuntimeError: no licence"
+    assert (group.group_id, group.payloads, len(payloads)) == (12, [], 3)
+    assert (group.episodes[0].oldest_version, group.episodes[0].newest_version) == (3, 4)
+    assert group.num_bytes == 2 * (4 * 4 + 2 * (4 + 1 + 4 + 4))
+    assert [request.seed for request in actors.requests] == [episode_seed(7, 0), episode_seed(7, 1)]
+    assert {request.prefix_key for request in actors.requests} == {"12"}
+    assert group.spans[0].name == "rollout"
+    assert {span.name for span in group.spans[1:]} == {"reward"}
+    assert {span.actor for span in group.spans} == {"runner"}
+    assert [environment.closed for environment in build.built] == [1, 1]
+
+
+async def test_a_runner_saves_payloads_and_loads_them_after_their_number(tmp_path: Path) -> None:
+    saved = EpisodePayload(samples=samples_of([turn("p", "a")]), messages=[Message(role="user", content="p")])
+    one = runner(FakeActors(), ThirdFails())
+    await one.save_payloads(tmp_path / "ready", saved, saved)
+    count, *loaded = await one.load_payloads(tmp_path / "ready")
+    assert count == 2
+    for payload in loaded:
+        assert isinstance(payload, EpisodePayload)
+        assert await one.transcript(payload) == saved.messages
+        assert columns(payload.samples[0]) == columns(saved.samples[0])
+
+
+async def test_a_runner_loses_the_group_when_an_engine_fails_and_closes_all() -> None:
+    build = ThirdFails()
+    with pytest.raises(RuntimeError, match="engine died"):
+        await runner(FakeActors(fails=True), build).play(GroupOrder(group_id=1, task=TASK, num_episodes=2, seed=0))
+    assert [environment.closed for environment in build.built] == [1, 1]

@@ -1,0 +1,204 @@
+"""Packing never changes the gradient: every way to cut the same samples gives the sum that a padded batch gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from training import (
+    largest_relative_difference,
+    plain_gradients,
+    plain_logprobs,
+    save_model,
+    tiny_config,
+    tiny_groups,
+    tiny_llama,
+    tiny_qwen3,
+)
+from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, PreTrainedConfig
+
+from rlflow.batching import pack
+from rlflow.config import Config
+from rlflow.errors import ConfigError
+from rlflow.types import TrainSample
+from rlflow.workers.trainer.attention import ATTENTION, attention_layout, check_attention, packed_attention
+from rlflow.workers.trainer.objective import token_objective
+from rlflow.workers.trainer.policy import FrozenPolicy, Policy, load_policy
+
+TOLERANCE = 1e-5
+CPU = torch.device("cpu")
+
+Cut = list[list[list[TrainSample]]]
+
+
+def packed_gradients(
+    policy: Policy, micro_batches: Cut, config: Config, share_prompts: bool = True
+) -> dict[str, Tensor]:
+    policy.zero_grad()
+    for groups in micro_batches:
+        packed = pack(groups, share_prompts)
+        logprobs, entropies = policy(packed)
+        token_objective(logprobs, entropies, packed, config.algorithm).loss.backward()
+    return {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("architecture", [tiny_llama(), tiny_qwen3()], ids=["llama-tied", "qwen3-untied"])
+def test_every_cut_gives_the_gradient_of_the_padded_batch(architecture: PreTrainedConfig, tmp_path: Path) -> None:
+    config = tiny_config()
+    config.algorithm.kl_coefficient = 0.1
+    path = save_model(architecture, tmp_path)
+    groups = tiny_groups(with_reference=True)
+    expected = plain_gradients(path, groups, config)
+    policy = load_policy(config, path)
+    in_chunks = Policy(policy.model, config.rollout.temperature, max_logits=300)
+    backwards = [group[::-1] for group in groups[::-1]]
+    cuts: dict[str, dict[str, Tensor]] = {
+        "shared prompts": packed_gradients(policy, [groups], config),
+        "repeated prompts": packed_gradients(policy, [groups], config, share_prompts=False),
+        "a group each": packed_gradients(policy, [[group] for group in groups], config),
+        "a sample each": packed_gradients(policy, [[[sample]] for group in groups for sample in group], config),
+        "other order": packed_gradients(policy, [backwards], config),
+        "an empty micro-batch": packed_gradients(policy, [groups, []], config),
+        "head in chunks": packed_gradients(in_chunks, [groups], config),
+    }
+    differences = {name: largest_relative_difference(found, expected) for name, found in cuts.items()}
+    print(differences)
+    assert max(differences.values()) <= TOLERANCE, differences
+
+
+def test_an_empty_micro_batch_has_zero_gradient(tmp_path: Path) -> None:
+    config = tiny_config()
+    found = packed_gradients(load_policy(config, save_model(tiny_llama(), tmp_path)), [[]], config)
+    assert "model.layers.0.self_attn.q_proj.weight" in found
+    assert all(not gradient.any() for gradient in found.values())
+
+
+def test_the_same_rows_give_the_same_bits(tmp_path: Path) -> None:
+    config = tiny_config()
+    policy = load_policy(config, save_model(tiny_llama(), tmp_path))
+    first = {name: g.clone() for name, g in packed_gradients(policy, [tiny_groups()], config).items()}
+    second = packed_gradients(policy, [tiny_groups()], config)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
+    config = tiny_config()
+    policy = load_policy(config, save_model(tiny_llama(attention_dropout=0.5), tmp_path))
+    expected = {name: g.clone() for name, g in packed_gradients(policy, [tiny_groups()], config).items()}
+    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.train()
+    found = packed_gradients(policy, [tiny_groups()], config)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_logprobs_and_entropies_are_those_of_the_model(tmp_path: Path) -> None:
+    config = tiny_config()
+    path = save_model(tiny_llama(), tmp_path)
+    groups = tiny_groups()
+    _, rows = plain_logprobs(path, groups, config.rollout.temperature)
+    samples = [sample for group in groups for sample in group]
+    found = FrozenPolicy(config, path).logprobs(groups)
+    for sample, row, values in zip(samples, rows, found, strict=True):
+        expected = np.where(sample.sample.loss_mask, row.detach().numpy(), 0)
+        np.testing.assert_allclose(values, expected, atol=1e-5)
+
+    uniform = load_policy(config, path)
+    torch.nn.init.zeros_(uniform.model.get_input_embeddings().weight)  # tied: all logits are 0
+    _, entropies = uniform(pack(groups))
+    torch.testing.assert_close(entropies, torch.full_like(entropies, float(np.log(67))))
+
+
+def test_tis_weighs_the_policy_gradient(tmp_path: Path) -> None:
+    config = tiny_config()
+    config.algorithm.correction = type(config.algorithm.correction).tis
+    config.algorithm.clip_low = config.algorithm.clip_high = None
+    config.algorithm.tis_cap = 1.5
+    path = save_model(tiny_llama(), tmp_path)
+    groups = tiny_groups()
+    model, rows = plain_logprobs(path, groups, config.rollout.temperature)
+    total = torch.zeros(())
+    for sample, logprobs in zip([sample for group in groups for sample in group], rows, strict=True):
+        mask = torch.from_numpy(sample.sample.loss_mask)
+        ratio = (logprobs.detach() - torch.from_numpy(sample.sample.logprobs)).exp()
+        total = total - (sample.advantage * ratio.clamp(max=1.5) * logprobs)[mask].sum()
+    total.backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found = packed_gradients(load_policy(config, path), [groups], config)
+    assert largest_relative_difference(found, expected) <= TOLERANCE
+
+
+def attend(groups: Sequence[Sequence[TrainSample]], device: torch.device, use_flex: bool) -> list[Tensor]:
+    """Outputs, and gradients by query, key and value, of one layer with 4 query heads on 2 key heads."""
+    packed = pack(groups)
+    torch.manual_seed(0)
+    states = [torch.randn(1, heads, len(packed.input_ids), 16, device=device) for heads in (4, 2, 2)]
+    states = [state.requires_grad_() for state in states]
+    layout = attention_layout(packed, device, use_flex)
+    output, _ = packed_attention(torch.nn.Identity(), *states, None, scaling=0.25, layout=layout)
+    weights = torch.arange(output.numel(), device=device).reshape(output.shape).sin()
+    return [output.detach(), *torch.autograd.grad((output * weights).sum(), states)]
+
+
+def test_the_flex_mask_equals_the_blocks() -> None:
+    # Eager flex attention on CPU has no backward; outputs decide about the mask.
+    packed = pack(tiny_groups())
+    states = [torch.randn(1, heads, len(packed.input_ids), 16) for heads in (4, 2, 2)]
+    outputs = [
+        packed_attention(
+            torch.nn.Identity(), *states, None, scaling=0.25, layout=attention_layout(packed, CPU, use_flex)
+        )[0]
+        for use_flex in (False, True)
+    ]
+    torch.testing.assert_close(outputs[0], outputs[1], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_compiled_flex_attention_equals_the_blocks() -> None:
+    found = attend(tiny_groups(), torch.device("cuda"), use_flex=True)
+    expected = attend(tiny_groups(), CPU, use_flex=False)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other, atol=1e-4, rtol=1e-3)
+
+
+def test_blocks_attend_as_written_out_per_sample() -> None:
+    groups = tiny_groups()
+    packed = pack(groups)
+    query, key, value = (torch.randn(1, 2, len(packed.input_ids), 8) for _ in range(3))
+    layout = attention_layout(packed, CPU, use_flex=False)
+    output, _ = packed_attention(torch.nn.Identity(), query, key, value, None, scaling=0.5, layout=layout)
+    for segment, start in enumerate(packed.completion_starts):
+        prompt = packed.completion_prompts[segment]
+        first, length = packed.prompt_starts[prompt], packed.prompt_lengths[prompt]
+        rows = [*range(first, first + length), *range(start, start + packed.completion_lengths[segment])]
+        q, k, v = query[0, :, rows], key[0, :, rows], value[0, :, rows]
+        scores = (q @ k.transpose(1, 2) * 0.5).masked_fill(~torch.ones(len(rows), len(rows)).tril().bool(), -torch.inf)
+        expected = (scores.softmax(-1) @ v).transpose(0, 1)
+        torch.testing.assert_close(output[0, rows], expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        (MistralConfig(sliding_window=32), "sliding window of 32 tokens, which is shorter than model.max_length .64"),
+        (Gemma2Config(sliding_window=4096), "attn_logit_softcapping=50.0, which training does not apply"),
+    ],
+    ids=["mistral", "gemma2"],
+)
+def test_models_with_other_attention_are_rejected(architecture: PreTrainedConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_attention(architecture, max_length=64)
+
+
+def test_a_window_as_long_as_the_sequences_is_no_window() -> None:
+    check_attention(MistralConfig(sliding_window=64), max_length=64)
+
+
+def test_a_head_with_bias_is_rejected() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_llama(tie_word_embeddings=False), attn_implementation=ATTENTION)
+    model.set_output_embeddings(torch.nn.Linear(32, 67, bias=True))
+    with pytest.raises(ConfigError, match="output layer is not a linear layer without bias"):
+        Policy(model, temperature=1.0)

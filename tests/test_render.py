@@ -1,0 +1,118 @@
+"""Messages <-> tokens with real chat templates on a byte-level tokenizer."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rlflow.errors import ConfigError
+from rlflow.rollout.render import Renderer
+from rlflow.types import Message
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FORGETS_THOUGHTS = CHATML.replace(
+    "{{ m.content }}", "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}"
+)
+ONLY_USERS = "{% if messages[-1].role != 'user' %}{{ raise_exception('users only') }}{% endif %}"
+
+
+def build(template: str | None) -> PreTrainedTokenizerFast:
+    vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    fast.chat_template = template
+    return fast
+
+
+TOKENIZER = build(CHATML)
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+(START,), (END,) = ids_of("<|im_start|>"), ids_of("<|im_end|>")
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def assistant(text: str) -> Message:
+    return Message(role="assistant", content=text)
+
+
+def test_a_prompt_ends_where_the_reply_starts() -> None:
+    ids = Renderer(TOKENIZER).prompt([user("2+2")])
+    assert ids == [START, *ids_of("user\n2+2"), END, *ids_of("\n"), START, *ids_of("assistant\n")]
+
+
+def test_a_reply_is_parsed_without_special_tokens() -> None:
+    assert Renderer(TOKENIZER).parse([*ids_of("é = 4 "), END]) == "é = 4 "
+
+
+def test_the_next_prompt_keeps_the_sampled_tokens() -> None:
+    renderer = Renderer(TOKENIZER)
+    held = [*renderer.prompt([user("2+2")]), *ids_of("4"), END]
+    added = renderer.extend(held, [user("2+2"), assistant("4")], [user("no")])
+    assert added == [*ids_of("\n"), START, *ids_of("user\nno"), END, *ids_of("\n"), START, *ids_of("assistant\n")]
+
+
+def test_a_reply_without_an_end_of_turn_gets_the_template_s() -> None:
+    renderer = Renderer(TOKENIZER)
+    held = [*renderer.prompt([user("2+2")]), *ids_of("4")]
+    added = renderer.extend(held, [user("2+2"), assistant("4")], [user("no")])
+    assert added is not None
+    assert added[:3] == [END, *ids_of("\n"), START]
+
+
+def test_a_character_cut_in_half_still_extends() -> None:
+    renderer = Renderer(TOKENIZER)
+    reply = ids_of("é")[:1]
+    held = [*renderer.prompt([user("x")]), *reply]
+    added = renderer.extend(held, [user("x"), assistant(renderer.parse(reply))], [user("y")])
+    assert added is not None
+    assert added[0] == END
+
+
+def test_a_template_that_rewrites_history_breaks_the_prefix() -> None:
+    renderer = Renderer(build(FORGETS_THOUGHTS))
+    reply = "hm</think>4"
+    held = [*renderer.prompt([user("2+2")]), *ids_of(reply), END]
+    assert renderer.extend(held, [user("2+2"), assistant(reply)], [user("no")]) is None
+
+
+def test_a_special_token_within_a_reply_breaks_the_prefix() -> None:
+    renderer = Renderer(TOKENIZER)
+    reply = [*ids_of("4"), START, END]
+    held = [*renderer.prompt([user("2+2")]), *reply]
+    assert renderer.extend(held, [user("2+2"), assistant(renderer.parse(reply))], [user("no")]) is None
+
+
+def test_a_model_without_a_chat_template_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the tokenizer has no chat template.*use an instruction-tuned model"):
+        Renderer(build(None))
+
+
+def test_a_conversation_that_the_template_refuses_is_named() -> None:
+    with pytest.raises(ConfigError, match="refused a conversation with the roles user, assistant: users only"):
+        Renderer(build(ONLY_USERS)).prompt([user("x"), assistant("y")])
+
+
+@given(texts=st.lists(st.text(max_size=12), min_size=3, max_size=3), is_ended=st.booleans())
+def test_an_extended_prompt_reads_as_the_whole_conversation(texts: list[str], is_ended: bool) -> None:
+    renderer = Renderer(TOKENIZER)
+    question, reply_text, answer = (text.encode(errors="replace").decode() for text in texts)
+    reply = [*ids_of(reply_text), *([END] if is_ended else [])]
+    held = [*renderer.prompt([user(question)]), *reply]
+    so_far = [user(question), assistant(renderer.parse(reply))]
+    added = renderer.extend(held, so_far, [user(answer)])
+    assert added is not None
+    assert TOKENIZER.decode(held + added) == TOKENIZER.decode(renderer.prompt([*so_far, user(answer)]))

@@ -1,0 +1,126 @@
+"""One rank of the trainer as a Ray actor: fetches its share of the payloads and hands it to the back end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlflow.batching import plan_micro_batches
+from rlflow.config import Config
+from rlflow.roles import StagedWeights, StepOutcome
+from rlflow.types import EpisodePayload, FloatArray, ReadyGroup, Span, TrainSample
+
+
+class TrainerWorker:
+    """Wrapped by `ray.remote`. `start` builds the back end; every other call needs it."""
+
+    def __init__(self, config: Config, model_path: str, rank: int, world_size: int, threads: int) -> None:
+        # Before torch is imported: it reads them once.
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        self._config = config
+        self._model_path = model_path
+        self._rank = rank
+        self._world_size = world_size
+
+    def rendezvous(self) -> str:
+        """An address for the ranks to meet at; loopback unless they live on several machines."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
+
+    def start(self, rendezvous: str) -> None:
+        from rlflow.weights.arena import Arena
+        from rlflow.workers.trainer.fsdp import FsdpTrainer
+
+        self._backend = FsdpTrainer(self._config, self._model_path, self._rank, self._world_size, rendezvous)
+        self._arena = Arena(self._backend.parameter_specs()) if self._rank == 0 else None
+
+    def accumulate(self, groups: list[ReadyGroup]) -> Span:
+        """Add the gradients of this rank's share of `groups`. Every rank plans the same shares from the metadata."""
+        start_s = time.time()
+        plans = plan_micro_batches(
+            [group.episodes for group in groups], self._world_size, self._config.trainer.micro_batch_tokens
+        )
+        fetch = _Fetcher(groups)
+        micro_batches = [
+            [fetch.samples(piece.group, piece.episodes) for piece in plan.pieces] for plan in plans[self._rank]
+        ]
+        self._backend.accumulate(micro_batches)
+        return self._span("train", start_s)
+
+    def step(self) -> StepOutcome:
+        start_s = time.time()
+        outcome = self._backend.step()
+        outcome.spans.append(self._span("train", start_s))
+        return outcome
+
+    def stage_weights(self, version: int) -> StagedWeights | None:
+        """Gather the full parameters; rank 0 lays them out for the engines and returns where."""
+        start_s = time.time()
+        named = self._backend.full_parameters()
+        if self._arena is None:
+            for _ in named:
+                pass
+            return None
+        staged = self._arena.stage(version, named)
+        return StagedWeights(
+            version=staged.version,
+            path=staged.path,
+            num_bytes=staged.num_bytes,
+            slots=staged.slots,
+            buckets=staged.buckets,
+            spans=(self._span("weights", start_s),),
+        )
+
+    def save(self, folder: Path) -> None:
+        self._backend.save(folder)
+
+    def load(self, folder: Path) -> None:
+        self._backend.load(folder)
+
+    def close(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+
+    def _span(self, name: str, start_s: float) -> Span:
+        return Span(actor=f"trainer {self._rank}", name=name, start_s=start_s, end_s=time.time())
+
+
+class _Fetcher:
+    """Reads the payloads that are asked for, all groups' handles in one call each."""
+
+    def __init__(self, groups: Sequence[ReadyGroup]) -> None:
+        self._groups = groups
+
+    def samples(self, group_index: int, episodes: Sequence[int]) -> list[TrainSample]:
+        import ray
+
+        group = self._groups[group_index]
+        payloads: list[EpisodePayload] = ray.get([group.payloads[index] for index in episodes])  # type: ignore[assignment]
+        references: list[Any] = [None] * len(payloads)
+        if group.references is not None:
+            references = ray.get([group.references[index] for index in episodes])  # type: ignore[assignment]
+        return [
+            sample
+            for index, payload, reference in zip(episodes, payloads, references, strict=True)
+            for sample in _train_samples(payload, group.advantages[index], reference)
+        ]
+
+
+def _train_samples(
+    payload: EpisodePayload, advantage: float, references: list[FloatArray] | None
+) -> list[TrainSample]:
+    return [
+        TrainSample(
+            sample=sample, advantage=advantage, reference_logprobs=references[index] if references else None
+        )
+        for index, sample in enumerate(payload.samples)
+    ]

@@ -1,0 +1,226 @@
+"""Attention over packed rows: a completion attends to its prompt, which may be shared, and to itself.
+
+PackedBatch -> attention_layout (once a row) -> packed_attention (once a layer; registered with transformers)
+
+On CPU the segments are gathered into a few padded blocks, one SDPA call each; on CUDA one flex_attention call skips the
+tiles that are masked out.
+Shape letters: T tokens of the row, B segments of a block with up to Q queries and K keys, H heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from transformers import AttentionInterface, PreTrainedConfig
+
+from rlflow.batching import IndexArray, PackedBatch
+from rlflow.errors import ConfigError
+
+ATTENTION = "rlflow_packed"
+"""The name to load a transformers model with, as `attn_implementation`."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Block:
+    """Segments of similar length, padded to the longest; padded queries give finite values that nobody reads."""
+
+    query_rows: Tensor  # [B, Q], rows of the packed batch
+    key_rows: Tensor  # [B, K]
+    mask: Tensor | None  # [B, 1, Q, K], True where the query sees the key; None: queries are keys, causal
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Layout:
+    """How the tokens of one row attend; made for the one or the other kernel."""
+
+    blocks: tuple[Block, ...] = ()
+    slots: Tensor | None = None  # [T], where each token lies in the blocks' queries, laid end to end
+    block_mask: BlockMask | None = None
+
+
+def check_attention(config: PreTrainedConfig, max_length: int) -> None:
+    """Raise ConfigError for a model whose attention or head does more than what is built here."""
+    text = config.get_text_config()
+    name = f"model.path names a {text.model_type} model"
+    cure = "choose a model with plain full attention, such as Llama, Qwen2 or Qwen3"
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    unknown = sorted(layer_types - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ConfigError(f"{name} with {', '.join(unknown)} layers, which training cannot pack; {cure}")
+    window = getattr(text, "sliding_window", None)
+    is_sliding = "sliding_attention" in layer_types or not layer_types
+    if window is not None and is_sliding and window < max_length:
+        raise ConfigError(
+            f"{name} with a sliding window of {window} tokens, which is shorter than model.max_length ({max_length}); "
+            f"lower model.max_length to {window}, or {cure}"
+        )
+    for field, harmless in (
+        ("attn_logit_softcapping", None),
+        ("final_logit_softcapping", None),
+        ("logit_scale", None),
+        ("logits_scaling", 1.0),
+    ):
+        found = getattr(text, field, None)
+        if found is not None and found != harmless:
+            raise ConfigError(f"{name} with {field}={found}, which training does not apply; {cure}")
+
+
+def attention_layout(packed: PackedBatch, device: torch.device, use_flex: bool) -> Layout:
+    """The layout for the CUDA kernel, if `use_flex`, or else for the one that runs anywhere."""
+    if use_flex:
+        return Layout(block_mask=_block_mask(packed, device))
+    tables = [_prompt_block(packed, chosen) for chosen in _buckets(packed.prompt_lengths)]
+    key_lengths = packed.prompt_lengths[packed.completion_prompts] + packed.completion_lengths
+    for chosen in _buckets(packed.completion_lengths, key_lengths):
+        tables.append(_completion_block(packed, chosen))
+    slots = np.full(len(packed.input_ids), -1)
+    offset = 0
+    for query_rows, query_lengths, _, _ in tables:
+        is_real = np.arange(query_rows.shape[1]) < query_lengths[:, None]
+        slots[query_rows[is_real]] = offset + np.flatnonzero(is_real)
+        offset += query_rows.size
+    assert slots.min() >= 0, "every token belongs to a segment"
+    blocks = tuple(
+        Block(
+            query_rows=torch.from_numpy(queries).to(device),
+            key_rows=torch.from_numpy(keys).to(device),
+            mask=None if mask is None else torch.from_numpy(mask[:, None]).to(device),
+        )
+        for queries, _, keys, mask in tables
+    )
+    return Layout(blocks=blocks, slots=torch.from_numpy(slots).to(device))
+
+
+_Table = tuple[IndexArray, IndexArray, IndexArray, "NDArray[np.bool_] | None"]
+"""Query rows [B, Q], query lengths [B], key rows [B, K], mask [B, Q, K]."""
+
+
+def _buckets(*lengths: IndexArray) -> list[IndexArray]:
+    """Indices of segments that agree in all lengths up to a factor of two, so that padding at most doubles a side."""
+    if not len(lengths[0]):
+        return []
+    powers = np.stack([np.ceil(np.log2(length)) for length in lengths], axis=1)
+    kinds, kind_of = np.unique(powers, axis=0, return_inverse=True)
+    return [np.flatnonzero(kind_of.reshape(-1) == kind) for kind in range(len(kinds))]
+
+
+def _rows(starts: IndexArray, lengths: IndexArray) -> IndexArray:
+    """[B, longest]; beyond a segment's end its last row is repeated."""
+    return starts[:, None] + np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
+
+
+def _prompt_block(packed: PackedBatch, chosen: IndexArray) -> _Table:
+    lengths = packed.prompt_lengths[chosen]
+    rows = _rows(packed.prompt_starts[chosen], lengths)
+    return rows, lengths, rows, None
+
+
+def _completion_block(packed: PackedBatch, chosen: IndexArray) -> _Table:
+    lengths = packed.completion_lengths[chosen]
+    prompts = packed.completion_prompts[chosen]
+    prompt_lengths = packed.prompt_lengths[prompts]
+    own_rows = _rows(packed.completion_starts[chosen], lengths)
+    prompt_rows = _rows(packed.prompt_starts[prompts], prompt_lengths)
+    num_queries = own_rows.shape[1]
+    sees_prompt = np.arange(prompt_rows.shape[1]) < prompt_lengths[:, None]
+    mask = np.concatenate(
+        [
+            np.repeat(sees_prompt[:, None], num_queries, axis=1),
+            np.repeat(np.tri(num_queries, dtype=np.bool_)[None], len(chosen), axis=0),
+        ],
+        axis=2,
+    )
+    return own_rows, lengths, np.concatenate([prompt_rows, own_rows], axis=1), mask
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    layout: Layout,
+    **ignored: Any,
+) -> tuple[Tensor, None]:
+    """query [1, H, T, D], key and value [1, fewer heads, T, D] -> [1, T, H, D], as transformers calls it.
+
+    Dropout is ignored: the policy that is trained is the one that sampled.
+    """
+    del module, attention_mask, ignored
+    if layout.block_mask is not None:
+        kernel = _compiled_flex() if query.is_cuda else flex_attention
+        output = kernel(query, key, value, block_mask=layout.block_mask, scale=scaling, enable_gqa=True)
+        return output.transpose(1, 2), None
+    assert layout.slots is not None
+    outputs = [_attend(block, query, key, value, scaling) for block in layout.blocks]
+    return F.embedding(layout.slots, torch.cat(outputs)).view(1, len(layout.slots), query.shape[1], -1), None
+
+
+def _attend(block: Block, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """One block's outputs, [B * Q, H * D]."""
+    output = F.scaled_dot_product_attention(
+        _gather(query, block.query_rows),
+        _gather(key, block.key_rows),
+        _gather(value, block.key_rows),
+        attn_mask=block.mask,
+        is_causal=block.mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2).flatten(0, 1).flatten(1, 2)
+
+
+def _gather(states: Tensor, rows: Tensor) -> Tensor:
+    """[1, H, T, D] at rows [B, K] -> [B, H, K, D]. An embedding's backward is fast and deterministic on CPU."""
+    table = states[0].transpose(0, 1).flatten(1)
+    return F.embedding(rows, table).unflatten(2, (states.shape[1], states.shape[3])).transpose(1, 2)
+
+
+def _block_mask(packed: PackedBatch, device: torch.device) -> BlockMask:
+    num_tokens = len(packed.input_ids)
+    prompt_of = np.zeros(num_tokens, np.int64)
+    completion_of = np.full(num_tokens, -1)
+    for starts, lengths, prompts, completions in (
+        (packed.prompt_starts, packed.prompt_lengths, np.arange(len(packed.prompt_starts)), None),
+        (
+            packed.completion_starts,
+            packed.completion_lengths,
+            packed.completion_prompts,
+            np.arange(len(packed.completion_starts)),
+        ),
+    ):
+        rows = np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
+        prompt_of[rows] = np.repeat(prompts, lengths)
+        if completions is not None:
+            completion_of[rows] = np.repeat(completions, lengths)
+    sees = flex_mask(torch.from_numpy(prompt_of).to(device), torch.from_numpy(completion_of).to(device))
+    return create_block_mask(sees, B=None, H=None, Q_LEN=num_tokens, KV_LEN=num_tokens, device=str(device))
+
+
+def flex_mask(prompt_of: Tensor, completion_of: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """flex_attention's mask function from each token's prompt segment and completion segment (-1 in a prompt), [T]."""
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        in_reach = (completion_of[key] == -1) | (completion_of[key] == completion_of[query])
+        return (key <= query) & (prompt_of[key] == prompt_of[query]) & in_reach
+
+    return sees
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+AttentionInterface.register(ATTENTION, packed_attention)

@@ -1,0 +1,55 @@
+"""What a training back end offers to the actor that holds it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlflow.roles import StepOutcome
+from rlflow.types import FloatArray, TrainSample
+
+MicroBatch = Sequence[Sequence[TrainSample]]
+"""What goes through the model at once: pieces of groups, each with its samples."""
+
+
+class TrainerBackend(ABC):
+    """One rank of the trainer. Every method is collective: all ranks call it, with equally many micro-batches."""
+
+    @abstractmethod
+    def accumulate(self, groups: Sequence[MicroBatch]) -> None:
+        """Add the gradients (sums over loss tokens) of this rank's micro-batches to what the next step divides."""
+
+    @abstractmethod
+    def step(self) -> StepOutcome:
+        """Divide by the global number of loss tokens, clip, update, clear.
+
+        A gradient that is not finite updates nothing and is cleared. Raises ValueError when nothing was accumulated.
+        """
+
+    @abstractmethod
+    def logprobs(self, groups: Sequence[MicroBatch]) -> list[list[FloatArray]]:
+        """For each micro-batch, [L] under the current policy for each of its samples; 0 where there is no loss."""
+
+    @abstractmethod
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter, whole, by its Hugging Face name; tied ones once. All ranks iterate in the same order."""
+
+    @abstractmethod
+    def parameter_specs(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Name, the dtype that the engines hold, and shape of what `full_parameters` gives."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write this rank's share; the checkpoint is complete when every rank has returned."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Read a checkpoint written on any number of ranks. Raises RunError when it is incomplete."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the process group."""

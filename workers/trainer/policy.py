@@ -1,0 +1,186 @@
+"""A transformers causal language model as a policy: packed row in, log-probabilities of its loss tokens out.
+
+Shape letters: T tokens of the row, N loss tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from rlflow.batching import PackedBatch, pack
+from rlflow.config import Config
+from rlflow.errors import ConfigError
+from rlflow.types import FloatArray, TrainSample
+from rlflow.workers.trainer.attention import ATTENTION, attention_layout, check_attention
+
+_MAX_LOGITS = 2**26
+"""Logits that exist at once (256 MiB in float32); more loss tokens go through the head in chunks."""
+
+
+class Policy(nn.Module):
+    """The whole computation is inside `forward`, so that FSDP's hooks on the root see it."""
+
+    def __init__(self, model: PreTrainedModel, temperature: float, max_logits: int = _MAX_LOGITS) -> None:
+        """`model` was loaded with `attn_implementation=ATTENTION`; its logits are divided by `temperature`."""
+        super().__init__()
+        self.model = model
+        self._temperature = temperature
+        self._max_logits = max_logits
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or head.bias is not None:
+            raise ConfigError(
+                f"model.path names a {model.config.model_type} model whose output layer is not a linear layer without "
+                f"bias; got {head}; choose a model such as Llama, Qwen2 or Qwen3"
+            )
+
+    def forward(self, packed: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [N] (float32, with gradient) and entropies [N] (float32, without) of the loss tokens."""
+        device = next(self.model.parameters()).device
+        hidden = self.model.base_model(
+            input_ids=torch.from_numpy(packed.input_ids)[None].to(device),
+            position_ids=torch.from_numpy(packed.position_ids)[None].to(device),
+            use_cache=False,
+            layout=attention_layout(packed, device, use_flex=device.type == "cuda"),
+        ).last_hidden_state[0]
+        head = self.model.get_output_embeddings()
+        assert head is not None, "checked at construction"
+        # Tokens that one state predicts, such as the first ones of a group's completions, share its logits.
+        positions, row_of = (
+            torch.from_numpy(part).to(device) for part in np.unique(packed.loss_positions, return_inverse=True)
+        )
+        # An embedding gathers rows with a backward that is deterministic on CPU.
+        predictive = F.embedding(positions, hidden)
+        targets = torch.from_numpy(packed.targets).to(device)
+        return _TokenLogprobs.apply(predictive, head.weight, row_of, targets, self._temperature, self._max_logits)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """log softmax(hidden weight^T / temperature)[row_of, targets], with at most `max_logits` logits in memory.
+
+    When everything fits into one chunk, its probabilities are kept; otherwise backward computes each chunk again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, row_of: Tensor, targets: Tensor, temperature: float, max_logits: int
+    ) -> tuple[Tensor, Tensor]:
+        chunk = max(1, max_logits // len(weight))
+        logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
+        entropies = hidden.new_empty(len(hidden), dtype=torch.float32)
+        probabilities = None
+        for rows, tokens in _chunks(len(hidden), chunk, row_of):
+            log_softmax = _log_softmax(hidden[rows], weight, temperature)
+            logprobs[tokens] = log_softmax[row_of[tokens] - rows.start, targets[tokens]]
+            probabilities = log_softmax.exp()
+            entropies[rows] = -torch.linalg.vecdot(probabilities, log_softmax)
+        ctx.save_for_backward(hidden, weight, row_of, targets, probabilities if len(hidden) <= chunk else None)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        entropies = entropies[row_of]
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, row_of, targets, kept = ctx.saved_tensors
+        scaled = gradients[0] / ctx.temperature
+        hidden_gradient = torch.empty_like(hidden)
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+        for rows, tokens in _chunks(len(hidden), ctx.chunk, row_of):
+            probabilities = _log_softmax(hidden[rows], weight, ctx.temperature).exp_() if kept is None else kept
+            own_rows = row_of[tokens] - rows.start
+            of_row = scaled.new_zeros(len(probabilities)).index_add_(0, own_rows, scaled[tokens])
+            by_logit = probabilities * -of_row[:, None]
+            by_logit.view(-1).index_add_(0, own_rows * len(weight) + targets[tokens], scaled[tokens])
+            by_logit = by_logit.to(hidden.dtype)
+            hidden_gradient[rows] = by_logit @ weight
+            weight_gradient += by_logit.T @ hidden[rows]
+        return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None, None
+
+
+def _chunks(num_rows: int, chunk: int, row_of: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Runs of at most `chunk` rows, each with the tokens that belong to them."""
+    for start in range(0, num_rows, chunk):
+        yield slice(start, start + chunk), torch.nonzero((row_of >= start) & (row_of < start + chunk))[:, 0]
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    logits = F.linear(hidden, weight).float()
+    if temperature != 1:
+        logits = logits.div_(temperature)
+    return logits.log_softmax(dim=-1)
+
+
+def load_policy(config: Config, model_path: str) -> Policy:
+    """The model at `model_path` with float32 parameters on CPU.
+
+    Raises ConfigError for a model that cannot be trained packed.
+    """
+    disable_progress_bar()
+    check_attention(AutoConfig.from_pretrained(model_path), config.model.max_length)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation=ATTENTION)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # the policy that is trained is the one that sampled
+    return Policy(model, config.rollout.temperature)
+
+
+def split_logprobs(logprobs: Tensor, samples: Sequence[TrainSample]) -> list[FloatArray]:
+    """[N] of a packed row -> [L] for each of its samples, 0 where there is no loss."""
+    values = logprobs.float().cpu().numpy()
+    found: list[FloatArray] = []
+    start = 0
+    for sample in samples:
+        mask = sample.sample.loss_mask
+        row = np.zeros(len(mask), np.float32)
+        end = start + int(mask.sum())
+        row[mask] = values[start:end]
+        found.append(row)
+        start = end
+    return found
+
+
+class FrozenPolicy:
+    """A policy that never changes, whole in one process."""
+
+    def __init__(self, config: Config, model_path: str) -> None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._policy = load_policy(config, model_path).to(device, torch_dtype(config)).requires_grad_(False).eval()
+        self._max_tokens = config.trainer.micro_batch_tokens
+
+    def logprobs(self, groups: Sequence[Sequence[TrainSample]]) -> list[FloatArray]:
+        """[L] for each sample, groups laid end to end; 0 where there is no loss."""
+        found: list[FloatArray] = []
+        for samples in self._runs([sample for group in groups for sample in group]):
+            with torch.no_grad():
+                logprobs, _ = self._policy(pack([samples]))
+            found.extend(split_logprobs(logprobs, samples))
+        return found
+
+    def _runs(self, samples: Sequence[TrainSample]) -> Iterator[list[TrainSample]]:
+        run: list[TrainSample] = []
+        room = self._max_tokens
+        for sample in samples:
+            if run and sample.sample.num_tokens > room:
+                yield run
+                run, room = [], self._max_tokens
+            run.append(sample)
+            room -= sample.sample.num_tokens
+        if run:
+            yield run
+
+
+def torch_dtype(config: Config) -> torch.dtype:
+    """What the model computes in, and the dtype that the engines hold the weights in."""
+    return torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32

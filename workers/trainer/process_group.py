@@ -1,0 +1,53 @@
+"""How the ranks of a trainer find each other. A port that is opened listens on the address that was asked for, only."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import socket
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+
+def choose_device(rank: int) -> torch.device:
+    """The process's own GPU, or one of the visible ones by rank; the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(rendezvous: str, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
+    """Form the process group: NCCL on CUDA, gloo on CPU.
+
+    `rendezvous` is `tcp://host:port`, where rank 0 listens, or `file:///path` of a file that does not exist yet, for
+    ranks of one machine. Raises ValueError for anything else.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
+    address = urlsplit(rendezvous)
+    if address.scheme == "file":
+        is_local, store = True, FileStore(address.path, world_size)
+    elif address.scheme == "tcp" and address.hostname and address.port:
+        is_local = ipaddress.ip_address(socket.gethostbyname(address.hostname)).is_loopback
+        store = _tcp_store(address.hostname, address.port, rank, world_size, timeout)
+    else:
+        raise ValueError(f"rendezvous must be tcp://host:port or file:///path; got {rendezvous}")
+    if is_local:
+        # Otherwise the transports listen on the address of the machine's name.
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, "lo")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
+    """Rank 0 brings its own listener: the store's would listen on every interface."""
+    if rank > 0:
+        return TCPStore(host, port, world_size, False, timeout)
+    listener = socket.create_server((host, port))
+    return TCPStore(host, port, world_size, True, timeout, master_listen_fd=listener.detach())

@@ -1,0 +1,131 @@
+"""Checkpoints of sharded tensors, without pickle: what a rank holds is what it writes, and any layout can read it.
+
+    manifest.json         ranks, updates, kinds of tensors
+    rank_R.json           name -> global shape, dtype, rows that rank R holds
+    rank_R.safetensors    "<kind>/<name>" -> those rows
+
+Shards are cut along the first dimension. Kinds are `parameter` and, with the optimiser, `exp_avg` and `exp_avg_sq`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlflow.errors import RunError
+
+PARAMETER = "parameter"
+_FORMAT = 1
+
+
+@dataclass(kw_only=True, slots=True)
+class Shard:
+    """One rank's rows of a parameter and of everything that is laid out like it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    start: int
+    """First row of the shard."""
+    tensors: Mapping[str, Tensor]
+    """Kind -> the rows."""
+
+
+def shard_range(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """The rows [start, stop) of a rank: equal chunks, rounded up, the last ones shorter or empty, as FSDP2 cuts."""
+    chunk = -(-size // num_ranks)
+    return min(rank * chunk, size), min((rank + 1) * chunk, size)
+
+
+def write_shards(folder: Path, rank: int, num_ranks: int, shards: Sequence[Shard], updates: int) -> None:
+    """Write one rank's files; rank 0 writes the manifest too. `updates` counts the optimiser's steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    layout: dict[str, dict[str, Any]] = {}
+    for shard in shards:
+        stop = shard.start + len(shard.tensors[PARAMETER])
+        dtype = str(shard.tensors[PARAMETER].dtype).removeprefix("torch.")
+        layout[shard.name] = {"shape": shard.shape, "dtype": dtype, "start": shard.start, "stop": stop}
+        if stop > shard.start:
+            tensors |= {f"{kind}/{shard.name}": tensor.contiguous() for kind, tensor in shard.tensors.items()}
+    save_file(tensors, folder / f"rank_{rank}.safetensors")
+    (folder / f"rank_{rank}.json").write_text(json.dumps(layout), encoding="utf-8")
+    if rank == 0:
+        kinds = list(shards[0].tensors)
+        manifest = {"format": _FORMAT, "num_ranks": num_ranks, "updates": updates, "kinds": kinds}
+        (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+
+
+class ShardReader:
+    """Reads any rows of any tensor of a checkpoint, from the files that hold them.
+
+    Raises RunError when the checkpoint is incomplete or was written by another format.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        manifest = self._read_json("manifest.json")
+        if manifest["format"] != _FORMAT:
+            raise RunError(
+                f"checkpoint {folder} has format {manifest['format']}, but this rlflow reads format {_FORMAT}; "
+                "use the rlflow that wrote it"
+            )
+        self.updates: int = manifest["updates"]
+        self.kinds: list[str] = manifest["kinds"]
+        self._layouts = [self._read_json(f"rank_{rank}.json") for rank in range(manifest["num_ranks"])]
+        self._files = [self._open(f"rank_{rank}.safetensors") for rank in range(manifest["num_ranks"])]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every parameter, in the order of the model."""
+        return {name: tuple(entry["shape"]) for name, entry in self._layouts[0].items()}
+
+    def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a tensor."""
+        parts: list[Tensor] = []
+        read_to = start
+        for layout, file in zip(self._layouts, self._files, strict=True):
+            entry = layout[name]
+            first, last = max(read_to, entry["start"]), min(stop, entry["stop"])
+            if first == read_to < last:
+                parts.append(file.get_slice(f"{kind}/{name}")[first - entry["start"] : last - entry["start"]])
+                read_to = last
+        if read_to < stop:
+            raise RunError(f"checkpoint {self._folder} lacks rows {read_to} to {stop} of {name}; use an older one")
+        if not parts:
+            entry = self._layouts[0][name]
+            return torch.empty(0, *entry["shape"][1:], dtype=getattr(torch, entry["dtype"]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        try:
+            return json.loads((self._folder / name).read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            raise self._incomplete(name, error) from error
+
+    def _open(self, name: str) -> Any:
+        try:
+            return safe_open(self._folder / name, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise self._incomplete(name, error) from error
+
+    def _incomplete(self, name: str, error: Exception) -> RunError:
+        return RunError(
+            f"checkpoint {self._folder} cannot be read: {name}: {error}; use an older checkpoint, or start anew with "
+            "run.on_exists=fresh"
+        )
+
+
+def read_full(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of a checkpoint, whole, one after the other; tied ones once."""
+    reader = ShardReader(folder)
+    for name, shape in reader.shapes.items():
+        yield name, reader.read(PARAMETER, name, 0, shape[0])

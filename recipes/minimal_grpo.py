@@ -1,7 +1,9 @@
 """The whole algorithm on one page: synchronous GRPO in one process, without Ray, packing or streaming.
 
-Read it to learn what rlflow does; the tests use it as the oracle of the distributed path: with the same seed, one engine
-and staleness 0, the driver makes the same updates. It shares the types, the engine and the order of tasks and seeds with the
+Read it to learn what rlflow does; the tests use it as the oracle of the distributed path: with the same seed, one
+engine
+and staleness 0, the driver makes the same updates. It shares the types, the engine and the order of tasks and seeds
+with the
 driver; prompts, rewards, advantages, loss and update are written again here, in the plainest way.
 
     python -m rlflow.recipes.minimal_grpo model.path=tiny run.steps=3
@@ -13,6 +15,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from omegaconf import OmegaConf
@@ -20,9 +23,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from rlflow.config import Config, Correction, check
 from rlflow.driver import group_seed
-from rlflow.envs.base import EnvironmentSpec
 from rlflow.environments import load_environment
+from rlflow.envs.base import EnvironmentSpec, RewardFunction
 from rlflow.models import resolve_model
+from rlflow.plugins import load_object
 from rlflow.rollout.episode import episode_seed
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.sampler import TaskSampler
@@ -62,6 +66,9 @@ class MinimalGrpo:
         self.config = config
         model_path = resolve_model(config.model.path)
         self.spec: EnvironmentSpec = load_environment(config.env, config.reward)
+        self.reward: RewardFunction = (
+            cast(RewardFunction, load_object(config.reward.function)) if config.reward.function else self.spec.reward
+        )
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=torch.float32, attn_implementation="eager"
         )
@@ -111,9 +118,11 @@ class MinimalGrpo:
         ]
         completions = await asyncio.gather(*(self.engine.generate(request) for request in requests))
         texts = [self.tokenizer.decode(completion.ids, skip_special_tokens=True) for completion in completions]
-        rewards = [self.spec.reward(task, text) for text in texts]
+        rewards = [self.reward(task, text) for text in texts]
         assert all(reward is not None for reward in rewards), "the minimal loop needs a reward for every reply"
-        return Group(prompt_ids=prompt_ids, completions=completions, rewards=[float(reward or 0.0) for reward in rewards])
+        return Group(
+            prompt_ids=prompt_ids, completions=completions, rewards=[float(reward or 0.0) for reward in rewards]
+        )
 
     def update(self, step: int, groups: Sequence[Group]) -> Update:
         """One optimiser step on the mean over all sampled tokens of the clipped policy-gradient loss."""
@@ -146,7 +155,8 @@ class MinimalGrpo:
         return (per_token * mask).sum()
 
     def logprobs(self, group: Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Log-probabilities under the model, those that the engine recorded, and the mask of real tokens; each [G, L]."""
+        """Log-probabilities under the model, those that the engine recorded, and the mask of real tokens; each [G,
+        L]."""
         longest = max(len(completion.ids) for completion in group.completions)
 
         def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:

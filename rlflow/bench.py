@@ -29,7 +29,15 @@ def end_to_end(overrides: Sequence[str]) -> dict[str, Any]:
     if not any(argument.startswith("run.steps=") for argument in arguments):
         arguments.append("run.steps=12")
     with tempfile.TemporaryDirectory(prefix="rlflow-bench-") as folder:
-        command = [sys.executable, "-m", "rlflow.cli", "train", *arguments, f"run.dir={folder}/run", "run.checkpoint_every=0"]
+        command = [
+            sys.executable,
+            "-m",
+            "rlflow",
+            "train",
+            *arguments,
+            f"run.dir={folder}/run",
+            "run.checkpoint_every=0",
+        ]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=E2E_TIMEOUT_S, check=False)
         if done.returncode:
             raise RunError(f"the measured run ended with exit code {done.returncode}; its message is above")

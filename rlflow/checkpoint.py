@@ -1,10 +1,10 @@
 """Checkpoints on disk: written beside, checked, then renamed into place; the last K are kept.
 
-    checkpoints/step_N/
-        trainer/       the trainer's shards (its own format)
-        ready/         payloads of the groups that waited for the trainer
-        ledger.db      a copy of the ledger
-        state.json     step, version, sampler, ready groups, and the size of every other file
+checkpoints/step_N/
+    trainer/       the trainer's shards (its own format)
+    ready/         payloads of the groups that waited for the trainer
+    ledger.db      a copy of the ledger
+    state.json     step, version, sampler, ready groups, and the size of every other file
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ def read_state(folder: Path) -> RunState:
     try:
         content = json.loads((folder / "state.json").read_text())
     except (OSError, ValueError) as error:
-        raise RunError(f"checkpoint {folder} cannot be read: {error}; remove it to resume from the one before") from error
+        raise RunError(
+            f"checkpoint {folder} cannot be read: {error}; remove it to resume from the one before"
+        ) from error
     for name, size in content["sizes"].items():
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
@@ -152,7 +154,9 @@ def _state_from_json(content: dict[str, Any]) -> RunState:
         ReadyGroup(
             group_id=group["group_id"],
             task_id=group["task_id"],
-            episodes=[EpisodeSummary(**{**episode, "end": EpisodeEnd(episode["end"])}) for episode in group["episodes"]],
+            episodes=[
+                EpisodeSummary(**{**episode, "end": EpisodeEnd(episode["end"])}) for episode in group["episodes"]
+            ],
             payloads=[],
             advantages=group["advantages"],
             references=None,
@@ -160,5 +164,7 @@ def _state_from_json(content: dict[str, Any]) -> RunState:
         )
         for group in content["ready"]
     ]
-    sampler = SamplerState(**{**content["sampler"], "put_back": [tuple(item) for item in content["sampler"]["put_back"]]})
+    sampler = SamplerState(
+        **{**content["sampler"], "put_back": [tuple(item) for item in content["sampler"]["put_back"]]}
+    )
     return RunState(step=content["step"], version=content["version"], sampler=sampler, ready=ready)

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlflow.errors import ConfigError, RunError
@@ -17,6 +17,7 @@ _VERBS = {
     "export": "write a checkpoint as a folder for transformers and vLLM",
     "report": "write a run's report.html",
     "ledger": "count a run's groups by state",
+    "bench": "measure on this machine",
 }
 
 
@@ -57,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     verb["export"].add_argument("out", type=Path, metavar="OUT", help="the folder to write; it must not exist")
     verb["export"].add_argument("--step", type=int, metavar="N", help="the checkpoint's step; the last one by default")
     verb["export"].add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    verb["bench"].add_argument("name", choices=("e2e",), help="e2e: a whole run's steady state")
+    verb["bench"].add_argument("overrides", nargs="*", metavar="key=value", help="settings of the measured run")
+    verb["bench"].add_argument("--json", action="store_true", help="as one JSON object on the last line")
     verb["ledger"].add_argument("--json", action="store_true", help="as one JSON object")
     return parser
 
@@ -64,6 +68,11 @@ def _parser() -> argparse.ArgumentParser:
 def _run_verb(options: argparse.Namespace) -> int:
     if options.verb == "recipes":
         _recipes(options.name)
+        return 0
+    if options.verb == "bench":
+        from rlflow.bench import end_to_end
+
+        _print_figures(end_to_end(options.overrides), as_json=options.json)
         return 0
     if not options.run.is_dir():
         raise ConfigError(f"{options.run} is not a run's directory; give the run.dir that `rlflow train` printed")
@@ -97,12 +106,15 @@ def _ledger(run: Path, *, as_json: bool) -> None:
     path = run / "ledger.db"
     if not path.is_file():
         raise ConfigError(f"{run} has no ledger.db; give the directory of a run that has started")
-    counts = counts_by_state(path)
+    _print_figures(counts_by_state(path), as_json=as_json)
+
+
+def _print_figures(figures: Mapping[str, float], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(counts))
+        print(json.dumps(figures))
         return
-    for state, count in counts.items():
-        print(f"{state:24} {count:8}")
+    for name, value in figures.items():
+        print(f"{name:24} {value:10g}")
 
 
 def _complete(words: list[str]) -> int:

@@ -1,6 +1,7 @@
 """Every setting, its default and every cross-check.
 
-Hydra composes the YAML under `recipes/` into these classes. `check` is called once, before anything starts; each message
+Hydra composes the YAML under `recipes/` into these classes. `check` is called once, before anything starts; each
+message
 names the field, the value found and the cure.
 """
 
@@ -97,7 +98,8 @@ class AlgorithmConfig:
     clip_high: float | None = 0.28
     """Upper clip; larger than `clip_low` keeps rare tokens alive (DAPO)."""
     correction: Correction = Correction.none
-    """`none`: the behaviour policy is the proximal policy, its drift is bounded by the clip. `tis`: the trainer's policy
+    """`none`: the behaviour policy is the proximal policy, its drift is bounded by the clip. `tis`: the trainer's
+    policy
     is the proximal policy, drift is corrected by a truncated importance weight, and the clips must be null."""
     tis_cap: float | None = None
     """Largest importance weight of `tis`; required there (2.0 is usual)."""
@@ -254,26 +256,33 @@ def _check_algorithm(config: Config) -> None:
     algorithm = config.algorithm
     if algorithm.group_size < 2:
         raise ConfigError(
-            f"algorithm.group_size must be at least 2 for algorithm.advantage={algorithm.advantage.value}, which compares "
+            f"algorithm.group_size must be at least 2 for algorithm.advantage={algorithm.advantage.value}, which "
+            f"compares "
             f"the episodes of a group; got {algorithm.group_size}"
         )
     if algorithm.correction is Correction.tis:
         if algorithm.clip_low is not None or algorithm.clip_high is not None:
             raise ConfigError(
-                "algorithm.clip_low and algorithm.clip_high have no effect with algorithm.correction=tis: with one update "
+                "algorithm.clip_low and algorithm.clip_high have no effect with algorithm.correction=tis: with one "
+                "update "
                 "a batch the ratio to the proximal policy is 1; "
                 f"got {algorithm.clip_low} and {algorithm.clip_high}; set both to null"
             )
         if algorithm.tis_cap is None or algorithm.tis_cap < 1:
-            raise ConfigError(f"algorithm.tis_cap must be at least 1 with algorithm.correction=tis; got {algorithm.tis_cap}")
+            raise ConfigError(
+                f"algorithm.tis_cap must be at least 1 with algorithm.correction=tis; got {algorithm.tis_cap}"
+            )
         return
     if algorithm.tis_cap is not None:
         raise ConfigError(
-            f"algorithm.tis_cap has no effect with algorithm.correction=none; got {algorithm.tis_cap}; set it to null, or "
+            f"algorithm.tis_cap has no effect with algorithm.correction=none; got {algorithm.tis_cap}; set it to "
+            f"null, or "
             "algorithm.correction=tis"
         )
     if algorithm.clip_low is None or algorithm.clip_high is None:
-        raise ConfigError("algorithm.clip_low and algorithm.clip_high must be set with algorithm.correction=none; got null")
+        raise ConfigError(
+            "algorithm.clip_low and algorithm.clip_high must be set with algorithm.correction=none; got null"
+        )
     if not 0 < algorithm.clip_low < 1:
         raise ConfigError(f"algorithm.clip_low must be between 0 and 1; got {algorithm.clip_low}")
     if algorithm.clip_high <= 0:
@@ -283,7 +292,8 @@ def _check_algorithm(config: Config) -> None:
 def _check_lengths(config: Config) -> None:
     if config.rollout.max_new_tokens >= config.model.max_length:
         raise ConfigError(
-            f"rollout.max_new_tokens ({config.rollout.max_new_tokens}) leaves no room for a prompt within model.max_length "
+            f"rollout.max_new_tokens ({config.rollout.max_new_tokens}) leaves no room for a prompt within "
+            f"model.max_length "
             f"({config.model.max_length}); lower the first or raise the second"
         )
     if config.trainer.micro_batch_tokens < config.model.max_length:

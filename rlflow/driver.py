@@ -149,7 +149,11 @@ class Driver:
         self._progress.step, self._progress.version = state.step, state.version
         self._saved_step = state.step
         self._sampler.restore(state.sampler)
-        await within("loading the checkpoint", self._config.deadlines.checkpoint_s, self._workers.trainer.load(folder / "trainer"))
+        await within(
+            "loading the checkpoint",
+            self._config.deadlines.checkpoint_s,
+            self._workers.trainer.load(folder / "trainer"),
+        )
         payloads = await self._load_ready_payloads(folder, sum(len(group.episodes) for group in state.ready))
         for group in state.ready:
             group.payloads = [payloads.pop(0) for _ in group.episodes]
@@ -173,7 +177,9 @@ class Driver:
             payloads = [payload for group in ready for payload in group.payloads]
             if payloads:
                 await within(
-                    "saving the ready groups", deadline, self._workers.runners.save_payloads(payloads, partial / "ready")
+                    "saving the ready groups",
+                    deadline,
+                    self._workers.runners.save_payloads(payloads, partial / "ready"),
                 )
             self._ledger.backup(partial / "ledger.db")
             state = RunState(
@@ -188,7 +194,8 @@ class Driver:
         counts = ", ".join(f"{name} {count}" for name, count in self._ledger.counts().items() if count)
         ids = ", ".join(str(group_id) for group_id in sorted(self._tasks))
         return (
-            f"step {self._progress.step + 1} of {self._config.run.steps}, version {self._progress.version}; groups: {counts}; "
+            f"step {self._progress.step + 1} of {self._config.run.steps}, version {self._progress.version}; groups: "
+            f"{counts}; "
             f"under way: {ids or 'none'}; ready: {len(self._ready)}"
         )
 
@@ -256,7 +263,9 @@ class Driver:
         if self._workers.reference is None:
             return None
         return await within(
-            "the reference log-probabilities", self._config.deadlines.train_s, self._workers.reference.logprobs(payloads)
+            "the reference log-probabilities",
+            self._config.deadlines.train_s,
+            self._workers.reference.logprobs(payloads),
         )
 
     def _lose(self, group_id: int, reason: DropReason, detail: str) -> None:
@@ -315,7 +324,8 @@ class Driver:
         self._progress.skipped_in_a_row += 1
         if self._progress.skipped_in_a_row >= MAX_SKIPPED_UPDATES:
             raise RunError(
-                f"the gradient was not finite {MAX_SKIPPED_UPDATES} times in a row (last norm {outcome.grad_norm}); lower "
+                f"the gradient was not finite {MAX_SKIPPED_UPDATES} times in a row (last norm {outcome.grad_norm}); "
+                f"lower "
                 "trainer.learning_rate, or resume from an earlier checkpoint"
             )
 
@@ -354,8 +364,12 @@ class Driver:
         """Put the trainer's weights into the engines as the current version."""
         self._observer.phase("weights")
         deadline = self._config.deadlines.weights_s
-        staged = await within("staging the weights", deadline, self._workers.trainer.stage_weights(self._progress.version))
-        loaded = await within("loading the weights into the engines", deadline, self._workers.engines.load_weights(staged))
+        staged = await within(
+            "staging the weights", deadline, self._workers.trainer.stage_weights(self._progress.version)
+        )
+        loaded = await within(
+            "loading the weights into the engines", deadline, self._workers.engines.load_weights(staged)
+        )
         self._collected.spans += [*staged.spans, *loaded.spans]
         return loaded
 
@@ -394,7 +408,8 @@ class Driver:
                 self._drop(group_id, DropReason.CANCELLED, "the run ended")
 
     async def _save_after(self, error: RunError) -> None:
-        """Keep the steps since the last checkpoint, if the trainer still answers; the groups in hand are played again."""
+        """Keep the steps since the last checkpoint, if the trainer still answers; the groups in hand are played
+        again."""
         try:
             await self._cancel_unfinished()
             await self.save()
@@ -425,7 +440,11 @@ def judge(task_id: str, played: PlayedGroup) -> ReadyGroup | None:
 
     An episode that failed is left out of the group's statistics, as if it had not been played.
     """
-    kept = [(summary, payload) for summary, payload in zip(played.episodes, played.payloads, strict=True) if summary.is_trainable]
+    kept = [
+        (summary, payload)
+        for summary, payload in zip(played.episodes, played.payloads, strict=True)
+        if summary.is_trainable
+    ]
     if len(kept) < 2:
         return None
     rewards = [summary.reward for summary, _ in kept if summary.reward is not None]

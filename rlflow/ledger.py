@@ -4,7 +4,8 @@
         |          |          |        |         |
         +----------+----------+--------+---------+--> dropped(reason)
 
-Every admitted group ends exactly once. Rows live in SQLite, so that a person can ask what became of a task while the run
+Every admitted group ends exactly once. Rows live in SQLite, so that a person can ask what became of a task while the
+run
 goes on and after it; memory holds the live groups and one count a state, so that it does not grow with the run.
 """
 
@@ -119,7 +120,9 @@ class Ledger:
 
     def task_of(self, group_id: int) -> tuple[str, int]:
         """(task id, pass) of a group."""
-        task_id, task_pass = self._database.execute("SELECT task, pass FROM groups WHERE id = ?", (group_id,)).fetchone()
+        task_id, task_pass = self._database.execute(
+            "SELECT task, pass FROM groups WHERE id = ?", (group_id,)
+        ).fetchone()
         return task_id, task_pass
 
     def num_failures(self, task_id: str, task_pass: int) -> int:

@@ -126,4 +126,3 @@ class Workers:
     engines: Engines
     trainer: Trainer
     reference: Reference | None
-

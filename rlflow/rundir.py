@@ -19,7 +19,8 @@ from rlflow.config import Config, OnExists, value_of
 from rlflow.errors import ConfigError
 
 _FIXED = ("model.path", "env.name", "env.args", "run.seed", "algorithm.groups_per_step")
-"""Settings that a resumed run must share with its beginning: its weights, its tasks, their order and how many a step uses."""
+"""Settings that a resumed run must share with its beginning: its weights, its tasks, their order and how many a step
+uses."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -44,7 +45,8 @@ class RunDir:
 def claim(config: Config) -> Iterator[RunDir]:
     """Prepare `run.dir` as `run.on_exists` says and hold its lock.
 
-    Raises ConfigError when another process writes the directory, when it holds a run that must not be touched, or when it
+    Raises ConfigError when another process writes the directory, when it holds a run that must not be touched, or
+    when it
     cannot be resumed with these settings.
     """
     path = Path(config.run.dir or f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
@@ -61,7 +63,8 @@ def _prepare(config: Config, path: Path) -> RunDir:
     begun = (path / "config.yaml").exists()
     if begun and config.run.on_exists is OnExists.fail:
         raise ConfigError(
-            f"run.dir {path} already holds a run and run.on_exists is fail; choose another run.dir, or run.on_exists=resume"
+            f"run.dir {path} already holds a run and run.on_exists is fail; choose another run.dir, or "
+            f"run.on_exists=resume"
         )
     if begun and config.run.on_exists is OnExists.fresh:
         _set_aside(path)
@@ -92,7 +95,8 @@ def _check_same_run(config: Config, path: Path) -> None:
         section, name = key.split(".")
         if before[section][name] != now[section][name]:
             raise ConfigError(
-                f"{key} is {value_of(config, key)!r}, but the run in {path} was begun with {before[section][name]!r}; give it "
+                f"{key} is {value_of(config, key)!r}, but the run in {path} was begun with "
+                f"{before[section][name]!r}; give it "
                 "the same value to resume, choose another run.dir, or set run.on_exists=fresh"
             )
 

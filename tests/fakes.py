@@ -18,7 +18,17 @@ from rlflow.errors import WorkerError
 from rlflow.ledger import DropReason, Ledger
 from rlflow.roles import LoadOutcome, Mean, StagedWeights, StepOutcome, Workers
 from rlflow.sampler import TaskSampler
-from rlflow.types import EpisodeEnd, EpisodeSummary, GroupOrder, Message, PayloadRef, PlayedGroup, ReadyGroup, Span, Task
+from rlflow.types import (
+    EpisodeEnd,
+    EpisodeSummary,
+    GroupOrder,
+    Message,
+    PayloadRef,
+    PlayedGroup,
+    ReadyGroup,
+    Span,
+    Task,
+)
 
 T = TypeVar("T")
 
@@ -215,7 +225,13 @@ class World:
 
 
 def make_world(
-    folder: Path, *, steps: int = 4, max_versions: int = 0, num_tasks: int = 50, seed: int = 0, ledger: Path | None = None
+    folder: Path,
+    *,
+    steps: int = 4,
+    max_versions: int = 0,
+    num_tasks: int = 50,
+    seed: int = 0,
+    ledger: Path | None = None,
 ) -> World:
     config = Config()
     config.run.steps, config.run.seed, config.run.checkpoint_every = steps, seed, 0

@@ -66,9 +66,8 @@ def test_a_full_disk_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"no disk space left for a checkpoint in .*run the same command again"):
         with disk_errors("a checkpoint", tmp_path / "not" / "yet"):
             raise OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(PermissionError):
-        with disk_errors("a checkpoint", tmp_path):
-            raise PermissionError(errno.EACCES, "Permission denied")
+    with pytest.raises(PermissionError), disk_errors("a checkpoint", tmp_path):
+        raise PermissionError(errno.EACCES, "Permission denied")
 
 
 def make_config(path: Path, on_exists: OnExists = OnExists.resume) -> Config:
@@ -78,10 +77,9 @@ def make_config(path: Path, on_exists: OnExists = OnExists.resume) -> Config:
 
 
 def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
-    with claim(make_config(tmp_path)):
-        with pytest.raises(ConfigError, match="another rlflow process is writing"):
-            with claim(make_config(tmp_path)):
-                raise AssertionError("both hold the lock")
+    with claim(make_config(tmp_path)), pytest.raises(ConfigError, match="another rlflow process is writing"):
+        with claim(make_config(tmp_path)):
+            raise AssertionError("both hold the lock")
     with claim(make_config(tmp_path)):
         pass
 
@@ -107,6 +105,5 @@ def test_a_run_is_not_resumed_with_other_tasks(tmp_path: Path) -> None:
         write(run_dir.checkpoints, 4)
     config = make_config(tmp_path)
     config.run.seed = 5
-    with pytest.raises(ConfigError, match="run.seed is 5, but the run in .* was begun with 0"):
-        with claim(config):
-            raise AssertionError("resumed another run")
+    with pytest.raises(ConfigError, match="run.seed is 5, but the run in .* was begun with 0"), claim(config):
+        raise AssertionError("resumed another run")

@@ -47,7 +47,7 @@ def tiny_mixture(seed: int) -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
             vocab_size=128,
-            hidden_size=64,
+            hidden_size=128,
             intermediate_size=128,
             moe_intermediate_size=64,
             num_experts=4,
@@ -55,7 +55,6 @@ def tiny_mixture(seed: int) -> Qwen3MoeForCausalLM:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=32,
             max_position_embeddings=512,
             tie_word_embeddings=False,
             initializer_range=0.3,

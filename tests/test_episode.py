@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlflow.config import Config
-from rlflow.envs.base import Environment, EnvironmentSpec, EnvironmentStep, SingleTurn
+from rlflow.envs.base import Environment, EnvironmentStep, SingleTurn
 from rlflow.rollout.episode import (
     EpisodeLimits,
     PlayedEpisode,
@@ -386,11 +386,10 @@ class ThirdFails:
 
 
 def runner(actors: FakeActors, build: ThirdFails) -> EpisodeRunner:
-    spec = EnvironmentSpec(tasks=lambda: [TASK], build=build, reward=lambda task, completion: None)
     return EpisodeRunner(
         Config(),
         "",
-        spec,
+        build,
         [actors],  # pyright: ignore[reportArgumentType]
         actors,  # pyright: ignore[reportArgumentType]
         renderer=LetterRenderer(),

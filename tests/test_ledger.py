@@ -75,7 +75,9 @@ class AnyLife(RuleBasedStateMachine):
     @rule(data=st.data())
     def advance(self, data: st.DataObject) -> None:
         group_id = data.draw(st.sampled_from(self.ledger.live()))
-        position = next(i for i, state in enumerate([GroupState.ADMITTED, *LIFE]) if group_id in self.ledger.live(state))
+        position = next(
+            i for i, state in enumerate([GroupState.ADMITTED, *LIFE]) if group_id in self.ledger.live(state)
+        )
         self.ledger.advance(group_id, LIFE[position])
 
     @precondition(lambda self: self.ledger.num_live)

@@ -28,7 +28,12 @@ from rlflow.types import ReadyGroup
 )
 def test_admission_budget(step: int, max_versions: int, num_trained: int, num_live: int, budget: int) -> None:
     found = admission_budget(
-        step=step, num_steps=10, groups_per_step=8, max_versions=max_versions, num_trained=num_trained, num_live=num_live
+        step=step,
+        num_steps=10,
+        groups_per_step=8,
+        max_versions=max_versions,
+        num_trained=num_trained,
+        num_live=num_live,
     )
     assert found == budget
 
@@ -66,7 +71,9 @@ def test_each_pass_offers_each_task_once_in_an_order_of_its_own() -> None:
 
 
 @given(num_before=st.integers(0, 25), put_back=st.lists(st.integers(0, 6), max_size=4), num_after=st.integers(1, 20))
-def test_a_restored_sampler_goes_on_as_the_first_would_have(num_before: int, put_back: list[int], num_after: int) -> None:
+def test_a_restored_sampler_goes_on_as_the_first_would_have(
+    num_before: int, put_back: list[int], num_after: int
+) -> None:
     sampler = TaskSampler(make_tasks(7), seed=1)
     for _ in range(num_before):
         sampler.next()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,15 +18,17 @@ from rlflow.types import Sample, TrainSample
 VOCABULARY = 67
 
 
-def tiny_llama(**changes: object) -> PreTrainedConfig:
-    return LlamaConfig(**_SIZES | {"tie_word_embeddings": True} | changes)
+def tiny_llama(**changes: Any) -> PreTrainedConfig:
+    options: dict[str, Any] = {**_SIZES, "tie_word_embeddings": True, **changes}
+    return LlamaConfig(**options)
 
 
-def tiny_qwen3(**changes: object) -> PreTrainedConfig:
-    return Qwen3Config(**_SIZES | {"tie_word_embeddings": False} | changes)
+def tiny_qwen3(**changes: Any) -> PreTrainedConfig:
+    options: dict[str, Any] = {**_SIZES, "tie_word_embeddings": False, **changes}
+    return Qwen3Config(**options)
 
 
-_SIZES: dict[str, object] = {
+_SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from rlflow.config import Config
-from rlflow.envs.base import EnvironmentSpec
+from rlflow.envs.base import Environment
 from rlflow.rollout import payloads as payload_files
 from rlflow.rollout.client import EngineClient, EngineHandle
 from rlflow.rollout.episode import (
@@ -59,7 +59,7 @@ class EpisodeRunner:
         self,
         config: Config,
         model_path: str,
-        spec: EnvironmentSpec,
+        build: Callable[[], Environment],
         engines: Sequence[EngineHandle],
         reward: RewardHandle,
         *,
@@ -68,7 +68,7 @@ class EpisodeRunner:
     ) -> None:
         self._limits = EpisodeLimits.of(config)
         self._is_seeded = config.rollout.seeded
-        self._spec = spec
+        self._build = build
         self._reward = reward
         self._client = EngineClient(engines, cancel=cancel or _ray_cancel)
         self._renderer = renderer or _load_renderer(model_path)
@@ -127,7 +127,7 @@ class EpisodeRunner:
 
     async def _play(self, order: GroupOrder, index: int) -> PlayedEpisode:
         try:
-            environment = self._spec.build()
+            environment = self._build()
         except Exception as error:
             return environment_failed("build", error)
         return await play_episode(

@@ -1,4 +1,5 @@
-"""The driver's Protocols, answered by Ray actors. Ray's errors end here: what leaves is a WorkerError or the cause itself."""
+"""The driver's Protocols, answered by Ray actors. Ray's errors end here: what leaves is a WorkerError or the cause
+itself."""
 
 from __future__ import annotations
 

@@ -59,7 +59,8 @@ def ray_cluster(config: Config) -> Iterator[None]:
         ray.init(**options)
     except ConnectionError as error:
         raise ConfigError(
-            f"cluster.address is {config.cluster.address!r}, but no Ray cluster answers there: {error}; start one, or leave "
+            f"cluster.address is {config.cluster.address!r}, but no Ray cluster answers there: {error}; start one, "
+            f"or leave "
             "it null to start Ray on this machine"
         ) from error
     try:
@@ -92,7 +93,7 @@ async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec) ->
     runners = [
         ray.remote(EpisodeRunner)
         .options(num_cpus=0, max_concurrency=MANY_CALLS, max_restarts=-1)
-        .remote(config, model_path, spec, engines, reward)
+        .remote(config, model_path, spec.build, engines, reward)
         for _ in range(-(-config.rollout.engines // ENGINES_PER_RUNNER))
     ]
     reference = None

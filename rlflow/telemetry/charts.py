@@ -23,8 +23,8 @@ Values: TypeAlias = list[float | None]
 
 MAX_BUCKETS = 320
 HEIGHT = 200
-WIDTH, WIDE = 560, 1150
-LEFT, RIGHT, TOP, BOTTOM = 48, 12, 10, 24
+WIDTH, WIDE = 548, 1148
+LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 24
 _MIN_FOR_OUTLIERS = 50
 
 
@@ -112,7 +112,7 @@ def stack(series: Sequence[Series]) -> list[Values]:
 
 
 def axis(chart: Chart) -> tuple[float, float]:
-    """Lower and upper end of the value axis. Rare spikes far outside the rest are cut off, the pointer still tells them."""
+    """Lower and upper end of the value axis; rare spikes far from the rest are cut off, but the pointer tells them."""
     drawn = stack(chart.series) if chart.stacked else [one.values for one in chart.series]
     bands = [] if chart.stacked else [edge for one in chart.series for edge in (one.low, one.high)]
     values = sorted(value for line in [*drawn, *bands] for value in line if value is not None)
@@ -129,7 +129,7 @@ def axis(chart: Chart) -> tuple[float, float]:
     return low, high if chart.top is None else chart.top
 
 
-def ticks(low: float, high: float, count: int = 4) -> list[float]:
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """About `count` round numbers between the ends."""
     raw = (high - low) / count
     scale = 10.0 ** math.floor(math.log10(raw))
@@ -167,10 +167,10 @@ def draw(chart: Chart, buckets: Sequence[Bucket]) -> str:
     label = html.escape(f"{chart.title} by step")
     clip = f"clip-{chart.key}"
     inner_width, inner_height = place.width - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+    room = f'x="{LEFT - 4}" y="{TOP - 4}" width="{inner_width + 8}" height="{inner_height + 5}"'
     return (
         f'<svg viewBox="0 0 {place.width} {HEIGHT}" role="img" aria-label="{label}" data-chart="{chart.key}">'
-        f'<clipPath id="{clip}"><rect x="{LEFT - 4}" y="{TOP - 4}" width="{inner_width + 8}" height="{inner_height + 5}"/>'
-        "</clipPath>"
+        f'<clipPath id="{clip}"><rect {room}/></clipPath>'
         f"{_grid(place)}{_steps(place, buckets)}"
         f'<g clip-path="url(#{clip})">{marks}</g>'
         f'<g class="pointer"><line x1="0" x2="0" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>{_dots(chart)}</g></svg>'
@@ -188,7 +188,10 @@ def _grid(place: _Frame) -> str:
 
 def _tick(value: float) -> str:
     # Steps of round numbers leave dust such as 0.30000000000000004, and 1e-17 for zero.
-    return number(float(f"{value:.6g}")) if abs(value) > 1e-12 else "0"
+    if abs(value) < 1e-12:
+        return "0"
+    # Neighbouring ticks need three digits to differ, whatever their size.
+    return number(float(f"{value:.6g}")) if abs(value) >= 1e-3 else f"{value:.3g}"
 
 
 def _steps(place: _Frame, buckets: Sequence[Bucket]) -> str:

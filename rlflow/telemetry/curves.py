@@ -54,6 +54,9 @@ class _Curves:
     def freshness(self) -> list[Chart]:
         staleness = self._several("staleness", "Staleness", {"mean": "mean", "max": "oldest token"})
         staleness.note = "versions behind the update"
+        oldest = staleness.series[1]
+        # The mean of several maxima would hide the one that comes near the bound.
+        oldest.values = make_series("", column(self._records, "staleness/max"), self._buckets).high or oldest.values
         mismatch = self._one(
             "sampling/logp_difference_mean", "Engine against trainer", "mean |log-probability difference|"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -46,12 +47,13 @@ class RunObserver:
         self._console.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._console.__exit__(kind, error, trace)
-        self._file.close()
-        self._trace.close()
-        for tracker in self._trackers:
-            tracker.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with ExitStack() as closing:
+            for each in (self._file, self._trace, *self._trackers):
+                closing.callback(each.close)
+            self._console.__exit__(kind, error, trace)
 
     def message(self, text: str) -> None:
         self._console.message(text)
@@ -98,7 +100,8 @@ class RunObserver:
         limit = MISMATCH_ALARM[self._config.model.dtype.value]
         if difference is not None and difference > limit and record["staleness/max"] == 0:
             self._console.alarm(
-                f"step {report.step}: engine and trainer disagree at the same version: mean |log-probability difference| "
+                f"step {report.step}: engine and trainer disagree at the same version: mean |log-probability "
+                f"difference| "
                 f"{difference:.2g}, expected below {limit:g}"
             )
 

@@ -14,7 +14,8 @@ STYLE = """
 --rule:#2c2f34;--grid:#272a2e;--accent:#7ba9f7;--good:#5fc58c;--bad:#f2867e;--code:#141618;
 --c1:#6b9ff5;--c2:#ef9546;--c3:#3fbf9b;--c4:#bf86e0;--c5:#d8ac3c;--c6:#e8799a}}
 *{box-sizing:border-box}
-body{margin:0;background:var(--page);color:var(--ink);font:15px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;
+body{margin:0;background:var(--page);color:var(--ink);
+font:15px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;
 -webkit-font-smoothing:antialiased}
 main{max-width:1240px;margin:0 auto;padding:48px 28px 80px}
 header p{margin:0;color:var(--soft)}

@@ -43,8 +43,8 @@ MAX_MESSAGE_CHARACTERS = 4000
 def write_report(run_dir: Path) -> Path:
     """Write report.html of a run, finished or not; returns its path.
 
-    Raises RunError when the directory has no metrics, when one of its files is not what a run writes, or when the disk is
-    full.
+    Raises RunError when the directory has no metrics, when one of its files is not what a run writes, or when the disk
+    is full.
     """
     records = metrics.read(run_dir / "metrics.jsonl")
     path = run_dir / "report.html"
@@ -111,10 +111,11 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _header(name: str, records: Records, config: Mapping[str, Any]) -> str:
     step, planned = (records[-1]["step"] if records else 0), _setting(config, "run", "steps")
+    counted = f"{step} step" if step == 1 else f"{step} steps"
     if not isinstance(planned, int):
-        status, kind = f"{step} steps", ""
+        status, kind = counted, ""
     elif step >= planned:
-        status, kind = f"complete: {step} steps", "done"
+        status, kind = f"complete: {counted}", "done"
     else:
         status, kind = f"{step} of {planned} steps", "short"
     named = {"model": _setting(config, "model", "path"), "environment": _setting(config, "env", "name")}

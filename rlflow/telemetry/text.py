@@ -51,7 +51,7 @@ def number(value: float | int | None) -> str:
     if size < 1e4 and value == int(value):
         return str(int(value))
     if size < 1e-3 or size >= 1e13:
-        return f"{value:.1e}"
+        return f"{value:.2g}"
     return f"{value:.3g}" if size < 1000 else f"{value:.0f}"
 
 

@@ -49,8 +49,8 @@ class TensorBoardTracker:
         self._events = import_module("tensorboard.compat.proto.event_pb2")
         self._summaries = import_module("tensorboard.compat.proto.summary_pb2")
         self._folder = folder
-        # Two files of one second and process would be one file; a resume in a container often has the same process id.
-        unique = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+        # TensorBoard reads the files in the order of their names; seconds would not tell a quick resume from its start.
+        unique = f"{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
         with disk_errors("TensorBoard", folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._writer = records.RecordWriter((folder / f"events.out.tfevents.{unique}").open("wb"))
@@ -84,14 +84,20 @@ class WandbTracker:
 
     def __init__(self, project: str, run_dir: Path, flat_config: Mapping[str, Any]) -> None:
         wandb = _require("wandb", "trackers.wandb_project", "rlflow[wandb]")
-        self._run = wandb.init(
-            project=project,
-            name=run_dir.name,
-            dir=str(run_dir),
-            config=dict(flat_config),
-            id=_remembered(run_dir / "wandb_run_id", uuid.uuid4().hex),
-            resume="allow",
-        )
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=run_dir.name,
+                dir=str(run_dir),
+                config=dict(flat_config),
+                id=_remembered(run_dir / "wandb_run_id", uuid.uuid4().hex),
+                resume="allow",
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                f"trackers.wandb_project={project}: Weights & Biases does not start ({error}); log in with "
+                "`wandb login`, or set WANDB_MODE=offline"
+            ) from error
         # The service counts its own steps upwards only; a resume that repeats steps needs ours on the axis.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -108,6 +114,15 @@ class MlflowTracker:
 
     def __init__(self, experiment: str, run_dir: Path, flat_config: Mapping[str, Any]) -> None:
         self._mlflow = _require("mlflow", "trackers.mlflow_experiment", "rlflow[mlflow]")
+        try:
+            self._start(experiment, run_dir, flat_config)
+        except self._mlflow.MlflowException as error:
+            raise ConfigError(
+                f"trackers.mlflow_experiment={experiment}: MLflow does not take the run ({error}); set "
+                "MLFLOW_TRACKING_URI to the address of a tracking server that answers"
+            ) from error
+
+    def _start(self, experiment: str, run_dir: Path, flat_config: Mapping[str, Any]) -> None:
         self._mlflow.set_experiment(experiment)
         remembered = run_dir / "mlflow_run_id"
         if remembered.exists():

@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -84,7 +84,8 @@ class ArenaEngine(WeightTransferEngine[ArenaInit, ArenaUpdate]):
             # The reloader keeps views of what it was given until a fused layer is complete: hold the map until finish.
             self._arena = ArenaView(update_info.path, update_info.num_bytes, update_info.version)
         self._arena.check()
-        loaded = self.model.load_weights(self._arena.tensors(slots_of(update_info.slots)))
+        model: Any = self.model
+        loaded: set[str] | None = model.load_weights(self._arena.tensors(slots_of(update_info.slots)))
         if loaded is None:
             raise ValueError(f"{type(self.model).__name__} does not report what it loaded; it is not supported")
         self._loaded |= loaded
@@ -184,7 +185,8 @@ def abort_reload(model: torch.nn.Module) -> None:
         info = layerwise.get_layerwise_info(layer)
         if not info.can_load():
             continue
-        for tensor in layerwise.get_layer_tensors(layer).values():
+        tensors: list[Any] = [*layer._parameters.values(), *layer._buffers.values()]
+        for tensor in tensors:
             if hasattr(tensor, "weight_loader"):
                 tensor.weight_loader = layerwise._get_original_loader(tensor)
         if info.kernel_tensors is not None:

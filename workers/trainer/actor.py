@@ -115,12 +115,8 @@ class _Fetcher:
         ]
 
 
-def _train_samples(
-    payload: EpisodePayload, advantage: float, references: list[FloatArray] | None
-) -> list[TrainSample]:
+def _train_samples(payload: EpisodePayload, advantage: float, references: list[FloatArray] | None) -> list[TrainSample]:
     return [
-        TrainSample(
-            sample=sample, advantage=advantage, reference_logprobs=references[index] if references else None
-        )
+        TrainSample(sample=sample, advantage=advantage, reference_logprobs=references[index] if references else None)
         for index, sample in enumerate(payload.samples)
     ]

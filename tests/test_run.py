@@ -1,0 +1,170 @@
+"""Whole runs of the tiny model: real vLLM, Ray and FSDP2, started as a person starts them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlflow.config import Config
+from rlflow.ledger import counts_by_state
+from rlflow.recipes.minimal_grpo import MinimalGrpo
+from rlflow.telemetry import metrics
+from rlflow.telemetry.metrics import REQUIRED
+from rlflow.workers.trainer.shards import read_full
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT_S = 400
+
+
+def command(run: Path, *overrides: str) -> list[str]:
+    return [sys.executable, "-m", "rlflow", "train", "recipe=smoke", f"run.dir={run}", *overrides]
+
+
+def train(run: Path, *overrides: str) -> str:
+    """Run to the end; what it printed."""
+    done = subprocess.run(command(run, *overrides), capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@contextmanager
+def running(run: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """A run in a session of its own, so that a signal to it reaches nothing else."""
+    process = subprocess.Popen(command(run, *overrides), stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=TIMEOUT_S)
+
+
+def wait_for(process: subprocess.Popen[str], start: str) -> None:
+    """Read its output up to the line that begins so."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(start):
+            return
+    raise AssertionError(f"the run ended without printing {start!r}")
+
+
+def trained_tasks(run: Path) -> list[str]:
+    database = sqlite3.connect(run / "ledger.db")
+    rows = database.execute("SELECT task FROM groups WHERE state = 'trained'").fetchall()
+    database.close()
+    return [task for (task,) in rows]
+
+
+def test_the_reward_rises(tmp_path: Path) -> None:
+    """The tiny model starts from random bytes and learns to type digits; also: the files of a run and its export."""
+    run = tmp_path / "run"
+    out = train(
+        run, "run.steps=40", "algorithm.groups_per_step=4", "algorithm.group_size=8", "trainer.learning_rate=3e-3"
+    )
+    records = metrics.read(run / "metrics.jsonl")
+    rewards = [record["reward"] for record in records]
+    print("rewards", [round(reward, 3) for reward in rewards])
+    assert len(rewards) == 40
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.25
+    assert all(name in record for record in records for name in REQUIRED)
+    assert max(record["sampling/logp_difference_mean"] for record in records) < 1e-4
+    assert f"report: {run / 'report.html'}" in out
+    assert "<svg" in (run / "report.html").read_text()
+    assert json.loads((run / "trace.json").read_text())
+    assert (run / "samples" / "step_1.json").is_file()
+    assert counts_by_state(run / "ledger.db")["trained"] == 160
+    exported = tmp_path / "exported"
+    subprocess.run(
+        [sys.executable, "-m", "rlflow", "export", str(run), str(exported), "--dtype", "float32"],
+        check=True,
+        timeout=TIMEOUT_S,
+    )
+    weights = load_file(exported / "model.safetensors")
+    parameters = dict(read_full(run / "checkpoints" / "step_40" / "trainer"))
+    assert parameters.keys() == weights.keys()
+    assert all(torch.equal(parameters[name], weights[name]) for name in parameters)
+
+
+def test_the_driver_makes_the_updates_of_the_twin(tmp_path: Path) -> None:
+    """Synchronous training with one engine is the single-file loop, update for update."""
+    run = tmp_path / "run"
+    train(run, "run.steps=3", "run.seed=7")
+    config = Config()
+    config.run.steps, config.run.seed = 3, 7
+    config.model.path, config.model.max_length = "tiny", 256
+    config.reward.function = "rlflow.envs.arithmetic.reward:share_of_digits"
+    config.algorithm.groups_per_step, config.algorithm.group_size = 2, 4
+    config.rollout.max_new_tokens, config.rollout.kv_cache_gb = 8, 0.1
+    config.trainer.learning_rate = 1e-3
+    twin = MinimalGrpo(config)
+    before = {name: parameter.detach().clone() for name, parameter in twin.model.named_parameters()}
+    updates = asyncio.run(twin.run())
+    records = metrics.read(run / "metrics.jsonl")
+    assert [update.reward for update in updates] == pytest.approx([record["reward"] for record in records], abs=1e-7)
+    assert [update.grad_norm for update in updates] == pytest.approx(
+        [record["grad_norm"] for record in records], rel=1e-4
+    )
+    trained = dict(read_full(run / "checkpoints" / "step_3" / "trainer"))
+    differences = {
+        name: (parameter.detach() - trained[name]).abs().max().item()
+        for name, parameter in twin.model.named_parameters()
+    }
+    moved = max(
+        (parameter.detach() - before[name]).abs().max().item() for name, parameter in twin.model.named_parameters()
+    )
+    print(
+        f"largest difference of any parameter after 3 updates: {max(differences.values()):.2e}; largest move "
+        f"{moved:.2e}"
+    )
+    assert moved > 1e-3
+    assert max(differences.values()) < 1e-4
+
+
+def test_a_killed_run_resumes_and_trains_every_task_once(tmp_path: Path) -> None:
+    """Also: one version of staleness, the truncated correction, two ranks, KL to a reference."""
+    run = tmp_path / "run"
+    settings = [
+        "run.steps=8", "run.checkpoint_every=3", "env.args.size=16", "staleness.max_versions=1", "algorithm=tis",
+        "algorithm.kl_coefficient=0.01", "trainer.ranks=2",
+    ]  # fmt: skip
+    with running(run, *settings) as process:
+        wait_for(process, "step 5/8")
+        process.kill()
+        assert process.wait(timeout=TIMEOUT_S) == -signal.SIGKILL
+    assert "resumed at step 3 of 8, version 3" in train(run, *settings)
+    counts = counts_by_state(run / "ledger.db")
+    total = counts.pop("admitted_total")
+    assert sum(counts.values()) == total
+    assert (counts["trained"], counts["ready"], counts["running"]) == (16, 0, 0)
+    # Sixteen tasks, eight steps of two groups: one pass.
+    assert sorted(trained_tasks(run)) == sorted(f"chain_sum/0/{index}" for index in range(16))
+    records = metrics.read(run / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 9))
+    assert all(record["staleness/max"] <= 1 for record in records)
+    assert all(record["kl"] is not None for record in records)
+    assert "already has 8 of 8 steps" in train(run, *settings)
+
+
+def test_a_signal_finishes_the_step_and_saves(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with running(run, "run.steps=100000", "run.checkpoint_every=0") as process:
+        wait_for(process, "step 2/")
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=TIMEOUT_S) == 0
+    step = metrics.read(run / "metrics.jsonl")[-1]["step"]
+    assert (run / "checkpoints" / f"step_{step}" / "state.json").is_file()
+    assert counts_by_state(run / "ledger.db")["trained"] == 2 * step
+    assert (run / "report.html").is_file()

@@ -36,7 +36,7 @@ class Environment(ABC):
     @abstractmethod
     async def step(self, reply: Message) -> EnvironmentStep: ...
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027  optional: most environments hold nothing
         """Give back what the episode held. Called exactly once, also after errors and cancellation."""
 
 

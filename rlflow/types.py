@@ -20,7 +20,7 @@ IntArray: TypeAlias = NDArray[np.int32]
 FloatArray: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]
 
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 PayloadRef: TypeAlias = object
 """A handle to an EpisodePayload (a Ray ObjectRef in a real run, anything in a test). The driver never opens it."""
 

@@ -63,9 +63,9 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"no disk space left for a checkpoint in .*run the same command again"):
-        with disk_errors("a checkpoint", tmp_path / "not" / "yet"):
-            raise OSError(errno.ENOSPC, "No space left on device")
+    full = r"no disk space left for a checkpoint in .*run the same command again"
+    with pytest.raises(RunError, match=full), disk_errors("a checkpoint", tmp_path / "not" / "yet"):
+        raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(PermissionError), disk_errors("a checkpoint", tmp_path):
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -77,9 +77,9 @@ def make_config(path: Path, on_exists: OnExists = OnExists.resume) -> Config:
 
 
 def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
-    with claim(make_config(tmp_path)), pytest.raises(ConfigError, match="another rlflow process is writing"):
-        with claim(make_config(tmp_path)):
-            raise AssertionError("both hold the lock")
+    busy = pytest.raises(ConfigError, match="another rlflow process is writing")
+    with claim(make_config(tmp_path)), busy, claim(make_config(tmp_path)):
+        raise AssertionError("both hold the lock")
     with claim(make_config(tmp_path)):
         pass
 
@@ -89,9 +89,9 @@ def test_on_exists(tmp_path: Path) -> None:
     with claim(make_config(run, OnExists.fail)) as run_dir:
         assert run_dir.resume_from is None
         write(run_dir.checkpoints, 4)
-    with pytest.raises(ConfigError, match="already holds a run and run.on_exists is fail"):
-        with claim(make_config(run, OnExists.fail)):
-            raise AssertionError("claimed a run that exists")
+    refused = pytest.raises(ConfigError, match=r"already holds a run and run\.on_exists is fail")
+    with refused, claim(make_config(run, OnExists.fail)):
+        raise AssertionError("claimed a run that exists")
     with claim(make_config(run)) as run_dir:
         assert run_dir.resume_from == run / "checkpoints" / "step_4"
         assert run_dir.ledger.is_file()

@@ -31,7 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from rlflow.compose import train
 
             return train(words[1:], _report)
-        return _run_verb(_parser().parse_args(words))
+        parser = _parser()
+        options, overrides = parser.parse_known_args(words)
+        if unknown := [word for word in overrides if options.verb != "bench" or "=" not in word or word[0] == "-"]:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return _run_verb(options, overrides)
     except (ConfigError, RunError) as error:
         return _report(error)
 
@@ -59,20 +63,20 @@ def _parser() -> argparse.ArgumentParser:
     verb["export"].add_argument("--step", type=int, metavar="N", help="the checkpoint's step; the last one by default")
     verb["export"].add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     verb["bench"].add_argument("name", choices=("e2e",), help="e2e: a whole run's steady state")
-    verb["bench"].add_argument("overrides", nargs="*", metavar="key=value", help="settings of the measured run")
+    verb["bench"].epilog = "Further arguments (key=value) are settings of the measured run."
     verb["bench"].add_argument("--json", action="store_true", help="as one JSON object on the last line")
     verb["ledger"].add_argument("--json", action="store_true", help="as one JSON object")
     return parser
 
 
-def _run_verb(options: argparse.Namespace) -> int:
+def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.verb == "recipes":
         _recipes(options.name)
         return 0
     if options.verb == "bench":
         from rlflow.bench import end_to_end
 
-        _print_figures(end_to_end(options.overrides), as_json=options.json)
+        _print_figures(end_to_end(overrides), as_json=options.json)
         return 0
     if not options.run.is_dir():
         raise ConfigError(f"{options.run} is not a run's directory; give the run.dir that `rlflow train` printed")

@@ -32,6 +32,8 @@ def train(config: Config) -> int:
     """
     check(config)
     spec = load_environment(config.env, config.reward)
+    # Before anything is started: a wrong row of the data set ends here.
+    sampler = TaskSampler(spec.tasks(), config.run.seed)
     model_path = resolve_model(config.model.path)
     with claim(config) as run_dir:
         state = read_state(run_dir.resume_from) if run_dir.resume_from else None
@@ -39,7 +41,7 @@ def train(config: Config) -> int:
             print(f"{run_dir.path} already has {state.step} of {config.run.steps} steps; raise run.steps to go on")
             return 0
         with ray_cluster(config), RunObserver(config, run_dir, state) as observer:
-            asyncio.run(_train(config, spec, model_path, run_dir, state, observer))
+            asyncio.run(_train(config, spec, sampler, model_path, run_dir, state, observer))
             observer.finish()
     return 0
 
@@ -47,6 +49,7 @@ def train(config: Config) -> int:
 async def _train(
     config: Config,
     spec: EnvironmentSpec,
+    sampler: TaskSampler,
     model_path: str,
     run_dir: RunDir,
     state: RunState | None,
@@ -60,7 +63,7 @@ async def _train(
             return
         ledger = Ledger(run_dir.ledger)
         try:
-            await _drive(config, spec, run_dir, state, observer, fleet, ledger, stopper)
+            await _drive(config, sampler, run_dir, state, observer, fleet, ledger, stopper)
         finally:
             ledger.close()
             await stop_fleet(fleet)
@@ -70,7 +73,7 @@ async def _train(
 
 async def _drive(
     config: Config,
-    spec: EnvironmentSpec,
+    sampler: TaskSampler,
     run_dir: RunDir,
     state: RunState | None,
     observer: RunObserver,
@@ -82,7 +85,7 @@ async def _drive(
     driver = Driver(
         config=config,
         workers=fleet.workers,
-        sampler=TaskSampler(spec.tasks(), config.run.seed),
+        sampler=sampler,
         ledger=ledger,
         checkpoints=run_dir.checkpoints,
         observer=observer,

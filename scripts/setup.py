@@ -155,7 +155,8 @@ def install(venv: Path, lock: Path, editable: bool) -> None:
     uv = [str(venv / "bin" / "uv")]
     into = [*uv, "pip", "install", "--python", str(python), "--no-deps", *package_options(settings)]
     step = f"installing the packages of {lock.name}, which may take some minutes the first time"
-    run(step, [*into, "-r", str(lock)], _NO_PACKAGES, environment)
+    # Compiled now, once, and not by each of the processes that a run starts at the same time.
+    run(step, [*into, "--compile-bytecode", "-r", str(lock)], _NO_PACKAGES, environment)
     if editable:
         local = [*into, "--no-build-isolation", "--editable", str(ROOT)]
         run("installing rlflow", local, "check pyproject.toml", environment)

@@ -390,7 +390,7 @@ def runner(actors: FakeActors, build: ThirdFails) -> EpisodeRunner:
         Config(),
         "",
         build,
-        [actors],  # pyright: ignore[reportArgumentType]
+        actors,  # pyright: ignore[reportArgumentType]
         actors,  # pyright: ignore[reportArgumentType]
         renderer=LetterRenderer(),
         cancel=lambda call: None,

@@ -107,7 +107,7 @@ def test_logprobs_and_entropies_are_those_of_the_model(tmp_path: Path) -> None:
         np.testing.assert_allclose(values, expected, atol=1e-5)
 
     uniform = load_policy(config, path)
-    torch.nn.init.zeros_(uniform.model.get_input_embeddings().weight)  # tied: all logits are 0
+    torch.nn.init.zeros_(uniform.model.get_parameter("model.embed_tokens.weight"))  # tied: all logits are 0
     _, entropies = uniform(pack(groups))
     torch.testing.assert_close(entropies, torch.full_like(entropies, float(np.log(67))))
 
@@ -136,20 +136,20 @@ def attend(groups: Sequence[Sequence[TrainSample]], device: torch.device, use_fl
     packed = pack(groups)
     torch.manual_seed(0)
     states = [torch.randn(1, heads, len(packed.input_ids), 16, device=device) for heads in (4, 2, 2)]
-    states = [state.requires_grad_() for state in states]
+    query, key, value = (state.requires_grad_() for state in states)
     layout = attention_layout(packed, device, use_flex)
-    output, _ = packed_attention(torch.nn.Identity(), *states, None, scaling=0.25, layout=layout)
+    output, _ = packed_attention(torch.nn.Identity(), query, key, value, None, scaling=0.25, layout=layout)
     weights = torch.arange(output.numel(), device=device).reshape(output.shape).sin()
-    return [output.detach(), *torch.autograd.grad((output * weights).sum(), states)]
+    return [output.detach(), *torch.autograd.grad((output * weights).sum(), [query, key, value])]
 
 
 def test_the_flex_mask_equals_the_blocks() -> None:
     # Eager flex attention on CPU has no backward; outputs decide about the mask.
     packed = pack(tiny_groups())
-    states = [torch.randn(1, heads, len(packed.input_ids), 16) for heads in (4, 2, 2)]
+    query, key, value = (torch.randn(1, heads, len(packed.input_ids), 16) for heads in (4, 2, 2))
     outputs = [
         packed_attention(
-            torch.nn.Identity(), *states, None, scaling=0.25, layout=attention_layout(packed, CPU, use_flex)
+            torch.nn.Identity(), query, key, value, None, scaling=0.25, layout=attention_layout(packed, CPU, use_flex)
         )[0]
         for use_flex in (False, True)
     ]

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
 from training import largest_relative_difference, plain_gradients, save_model, tiny_config, tiny_groups, tiny_llama
 from transformers import AutoModelForCausalLM
 
@@ -287,7 +287,7 @@ def _train_rank(rank: int, config: Config, model_path: str, world_size: int, ren
 def test_two_ranks_train_as_one(model_path: str, tmp_path: Path) -> None:
     config = tiny_config()
     rendezvous = f"file://{tmp_path}/rendezvous"
-    mp.start_processes(_train_rank, (config, model_path, 2, rendezvous, tmp_path), nprocs=2, start_method="spawn")
+    spawn(_train_rank, (config, model_path, 2, rendezvous, tmp_path), nprocs=2)
     groups = tiny_groups()
     difference = largest_relative_difference(
         load_file(tmp_path / "gradients.safetensors"), plain_gradients(model_path, groups, config)
@@ -348,9 +348,29 @@ def test_two_ranks_go_on_from_one_in_bfloat16(model_path: str, tmp_path: Path) -
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         rendezvous = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    mp.start_processes(_load_rank, (config, model_path, rendezvous, tmp_path), nprocs=2, start_method="spawn")
+    spawn(_load_rank, (config, model_path, rendezvous, tmp_path), nprocs=2)
     found = load_file(tmp_path / "two.safetensors")
     for name, tensor in single.full_parameters():
         assert found[name].dtype == torch.float32
         # Adam's step is at most 1e-2; bfloat16 gradients may turn the sign of the smallest ones.
         assert (found[name] - tensor).abs().mean() < 2e-3, name
+
+
+def test_observing_groups_without_gradient_is_accumulating_them(model_path: str) -> None:
+    """Same parameters and figures, also in a step that has nothing else and moves by momentum alone."""
+    first, second = one_rank(tiny_config(), model_path), one_rank(tiny_config(), model_path)
+    silent = tiny_groups(num_groups=1)
+    for group in silent:
+        for sample in group:
+            sample.advantage = 0.0
+    for with_gradient in (tiny_groups(), []):
+        first.accumulate([with_gradient, silent])
+        second.accumulate([with_gradient])
+        second.observe([silent])
+        expected, found = first.step(), second.step()
+        assert found.metrics == expected.metrics
+        assert found.grad_norm == expected.grad_norm
+        assert found.applied
+        wanted = parameters(first)
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in second.full_parameters())
+    assert found.grad_norm == 0.0

@@ -60,9 +60,8 @@ class EpisodeRunner:
         config: Config,
         model_path: str,
         build: Callable[[], Environment],
-        engines: Sequence[EngineHandle],
         reward: RewardHandle,
-        *,
+        *engines: EngineHandle,
         renderer: ChatRenderer | None = None,
         cancel: Callable[[object], None] | None = None,
     ) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import ray
 from rlflow.cluster.calls import RayEngines, RayReference, RayRunners, RayTrainer, answer
 from rlflow.config import Config
 from rlflow.deadlines import within
-from rlflow.envs.base import EnvironmentSpec
+from rlflow.envs.base import Environment, EnvironmentSpec
 from rlflow.errors import ConfigError
 from rlflow.roles import Workers
 from rlflow.workers.episode import EpisodeRunner
@@ -24,8 +25,20 @@ from rlflow.workers.rollout import RolloutEngine
 from rlflow.workers.trainer.actor import TrainerWorker
 
 ENGINES_PER_RUNNER = 8
+REWARD = "reward"
+CONNECT_TIMEOUT_S = 10.0
 MANY_CALLS = 4096
 """Calls that an asynchronous actor may have open; the admission budget bounds them long before."""
+
+
+class RunnerActor(EpisodeRunner):
+    """An episode runner that finds the other actors by name: Ray cannot restart an actor that was given handles."""
+
+    def __init__(
+        self, config: Config, model_path: str, build: Callable[[], Environment], reward: str, engines: list[str]
+    ) -> None:
+        found = [ray.get_actor(name) for name in engines]
+        super().__init__(config, model_path, build, ray.get_actor(reward), *found)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,11 +66,12 @@ def ray_cluster(config: Config) -> Iterator[None]:
         # "local" also where a Ray cluster happens to run on this machine: a run joins one only when told to.
         options |= {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         options["object_store_memory"] = int(max(256, min(config.staleness.max_ready_mb * 1.5, 4096))) << 20
-    else:
-        options["address"] = config.cluster.address
     try:
+        if config.cluster.address is not None:
+            _check_answers(config.cluster.address)
+            options["address"] = config.cluster.address
         ray.init(**options)
-    except ConnectionError as error:
+    except (ConnectionError, TimeoutError, socket.gaierror) as error:
         raise ConfigError(
             f"cluster.address is {config.cluster.address!r}, but no Ray cluster answers there: {error}; start one, "
             f"or leave "
@@ -73,11 +87,17 @@ async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec) ->
     """Create every actor at once and wait until all of them are ready."""
     gpus = _gpus(config)
     threads = config.cluster.cpu_threads or _threads(config)
+    engine_names = [f"engine {index}" for index in range(config.rollout.engines)]
     engines = [
         ray.remote(RolloutEngine)
-        .options(num_cpus=0, num_gpus=config.rollout.tensor_parallel if gpus else 0, max_concurrency=MANY_CALLS)
+        .options(
+            name=name,
+            num_cpus=0,
+            num_gpus=config.rollout.tensor_parallel if gpus else 0,
+            max_concurrency=MANY_CALLS,
+        )
         .remote(config, model_path, index, threads)
-        for index in range(config.rollout.engines)
+        for index, name in enumerate(engine_names)
     ]
     trainers = [
         ray.remote(TrainerWorker)
@@ -87,13 +107,13 @@ async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec) ->
     ]
     reward = (
         ray.remote(RewardWorker)
-        .options(num_cpus=0, max_concurrency=MANY_CALLS, max_restarts=-1)
+        .options(name=REWARD, num_cpus=0, max_concurrency=MANY_CALLS, max_restarts=-1)
         .remote(config.reward, config.reward.function or spec.reward)
     )
     runners = [
-        ray.remote(EpisodeRunner)
+        ray.remote(RunnerActor)
         .options(num_cpus=0, max_concurrency=MANY_CALLS, max_restarts=-1)
-        .remote(config, model_path, spec.build, engines, reward)
+        .remote(config, model_path, spec.build, REWARD, engine_names)
         for _ in range(-(-config.rollout.engines // ENGINES_PER_RUNNER))
     ]
     reference = None
@@ -145,6 +165,13 @@ async def stop_fleet(fleet: Fleet) -> None:
 async def _settled(reference: Any) -> None:
     """Wait for a call whose failure no longer matters: the actor is being ended."""
     await asyncio.gather(reference, return_exceptions=True)
+
+
+def _check_answers(address: str) -> None:
+    """Raise ConnectionError when nothing listens at host:port; Ray itself would try for more than a minute."""
+    host, separator, port = address.rpartition(":")
+    if separator and port.isdigit() and "://" not in host:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
 def _gpus(config: Config) -> int:

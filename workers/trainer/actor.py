@@ -7,12 +7,15 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlflow.batching import plan_micro_batches
 from rlflow.config import Config
 from rlflow.roles import StagedWeights, StepOutcome
 from rlflow.types import EpisodePayload, FloatArray, ReadyGroup, Span, TrainSample
+
+if TYPE_CHECKING:
+    from rlflow.workers.trainer.base import MicroBatch
 
 
 class TrainerWorker:
@@ -46,15 +49,25 @@ class TrainerWorker:
     def accumulate(self, groups: list[ReadyGroup]) -> Span:
         """Add the gradients of this rank's share of `groups`. Every rank plans the same shares from the metadata."""
         start_s = time.time()
-        plans = plan_micro_batches(
-            [group.episodes for group in groups], self._world_size, self._config.trainer.micro_batch_tokens
-        )
-        fetch = _Fetcher(groups)
-        micro_batches = [
-            [fetch.samples(piece.group, piece.episodes) for piece in plan.pieces] for plan in plans[self._rank]
-        ]
-        self._backend.accumulate(micro_batches)
+        silent, loud = [], []
+        for group in groups:
+            (silent if self._has_no_gradient(group) else loud).append(group)
+        self._backend.accumulate(self._share(loud))
+        self._backend.observe(self._share(silent))
         return self._span("train", start_s)
+
+    def _has_no_gradient(self, group: ReadyGroup) -> bool:
+        """Whether the loss of every token is zero for every policy: no episode was better than another, no KL term."""
+        return not any(group.advantages) and self._config.algorithm.kl_coefficient == 0
+
+    def _share(self, groups: list[ReadyGroup]) -> list[MicroBatch]:
+        """This rank's micro-batches of `groups`; none when there are no groups."""
+        if not groups:
+            return []
+        episodes = [group.episodes for group in groups]
+        plans = plan_micro_batches(episodes, self._world_size, self._config.trainer.micro_batch_tokens)
+        fetch = _Fetcher(groups)
+        return [[fetch.samples(piece.group, piece.episodes) for piece in plan.pieces] for plan in plans[self._rank]]
 
     def step(self) -> StepOutcome:
         start_s = time.time()
@@ -87,6 +100,7 @@ class TrainerWorker:
         self._backend.load(folder)
 
     def close(self) -> None:
+        self._backend.close()
         if self._arena is not None:
             self._arena.close()
 
@@ -95,7 +109,7 @@ class TrainerWorker:
 
 
 class _Fetcher:
-    """Reads the payloads that are asked for, all groups' handles in one call each."""
+    """Reads payloads from the object store as training samples."""
 
     def __init__(self, groups: Sequence[ReadyGroup]) -> None:
         self._groups = groups

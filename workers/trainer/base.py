@@ -24,6 +24,10 @@ class TrainerBackend(ABC):
         """Add the gradients (sums over loss tokens) of this rank's micro-batches to what the next step divides."""
 
     @abstractmethod
+    def observe(self, groups: Sequence[MicroBatch]) -> None:
+        """Count micro-batches whose gradient is known to be zero: like `accumulate`, without the backward pass."""
+
+    @abstractmethod
     def step(self) -> StepOutcome:
         """Divide by the global number of loss tokens, clip, update, clear.
 

@@ -71,18 +71,26 @@ class FsdpTrainer(TrainerBackend):
 
     def accumulate(self, groups: Sequence[MicroBatch]) -> None:
         for micro_batch in groups:
-            packed = pack(micro_batch)
-            logprobs, entropies = self._policy(packed)
-            objective = token_objective(logprobs, entropies, packed, self._config.algorithm)
-            objective.loss.backward()
-            self._sums += objective.sums
+            self._objective(micro_batch).backward()
+
+    def observe(self, groups: Sequence[MicroBatch]) -> None:
+        with torch.no_grad():
+            for micro_batch in groups:
+                self._objective(micro_batch)
+
+    def _objective(self, micro_batch: MicroBatch) -> Tensor:
+        packed = pack(micro_batch)
+        logprobs, entropies = self._policy(packed)
+        objective = token_objective(logprobs, entropies, packed, self._config.algorithm)
+        self._sums += objective.sums
+        return objective.loss
 
     def step(self) -> StepOutcome:
         sums = self._all_reduce(self._sums)
         num_tokens = float(sums[-1])
         if num_tokens == 0:
             raise ValueError("a step needs at least one accumulated loss token; got none")
-        gradients = [_local(p.grad) for p in self._parameters.values() if p.grad is not None]
+        gradients = [_local(_gradient(parameter)) for parameter in self._parameters.values()]
         grad_norm = self._norm(gradients) / num_tokens
         learning_rate = self._learning_rate()
         is_finite = math.isfinite(grad_norm)
@@ -198,6 +206,13 @@ def _shard(policy: Policy, device: torch.device, world_size: int, dtype: torch.d
 def _named_parameters(policy: Policy) -> dict[str, nn.Parameter]:
     """By Hugging Face name; tied parameters once."""
     return dict(policy.model.named_parameters())
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient, made zero where nothing had one, so that the optimiser's momentum acts all the same."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 def _local(tensor: Tensor) -> Tensor:

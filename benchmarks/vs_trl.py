@@ -186,7 +186,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="runs of each system")
     parser.add_argument("--modes", nargs="+", choices=["transformers", "vllm"], default=["transformers", "vllm"])
     parser.add_argument("--max-new-tokens", type=int, default=16)
-    parser.add_argument("--learning-rate", type=float, default=2e-5)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--trl-python", type=Path, help="the Python of an environment that has TRL; made if not given")
     arguments = parser.parse_args()
     if arguments.steps <= WARM_UP_STEPS or arguments.rounds < 1:

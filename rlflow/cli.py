@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run_verb(options, overrides)
     except (ConfigError, RunError) as error:
         return _report(error)
+    except KeyboardInterrupt:  # before a run has begun; a run handles the signal by itself
+        return 130
 
 
 def _report(error: ConfigError | RunError) -> int:
@@ -45,7 +47,7 @@ def _report(error: ConfigError | RunError) -> int:
         import traceback
 
         traceback.print_exception(error)
-    print(f"rlflow: error: {error}", file=sys.stderr, flush=True)
+    print("\n".join([f"rlflow: error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
     return 2 if isinstance(error, ConfigError) else 1
 
 

@@ -227,6 +227,7 @@ class Driver:
         except (WorkerError, DeadlineError) as error:
             self._lose(group_id, DropReason.FAILED, str(error))
         except Exception as error:
+            # Raised again by the main task, which waits for this group: here nobody would hear it.
             self._failure = error
         finally:
             del self._tasks[group_id]

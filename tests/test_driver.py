@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -12,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlflow.checkpoint import read_state
+from rlflow.driver import StepReport
 from rlflow.errors import RunError, WorkerError
 from rlflow.ledger import DropReason, Ledger
-from rlflow.types import EpisodeEnd, GroupOrder
+from rlflow.types import EpisodeEnd, GroupOrder, PlayedGroup
 
 
 def assert_conserved(world: World) -> None:
@@ -235,3 +238,53 @@ def test_stopped_and_resumed_runs_conserve_every_task(
         "SELECT task, pass, COUNT(*) FROM groups WHERE state = 'trained' GROUP BY task, pass"
     ).fetchall()
     assert all(count == 1 for _, _, count in rows)
+
+
+class Sealed:
+    """A payload handle that nobody may open."""
+
+    def __getattribute__(self, name: str) -> object:
+        raise AssertionError(f"the driver looked at {name} of a payload")
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise AssertionError("the driver copied a payload")
+
+
+def test_the_driver_never_opens_a_payload(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=3, max_versions=1)
+    play = world.runners.play
+
+    async def sealed(order: GroupOrder) -> PlayedGroup:
+        played = await play(order)
+        played.payloads = [Sealed() for _ in played.payloads]
+        return played
+
+    world.driver._workers.runners.play = sealed  # type: ignore[method-assign]
+    run_virtually(world.driver.run())
+    assert world.trainer.version == 3
+    assert all(type(payload) is Sealed for report in world.observer.reports for _, _, payload in report.payloads)
+
+
+def test_the_driver_does_not_grow_with_the_run(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=1200, max_versions=2, num_tasks=20)
+    sizes: dict[int, int] = {}
+
+    def forget(report: StepReport) -> None:
+        """Drop what the fakes remember, so that only the driver is measured."""
+        observer, runners, trainer = world.observer, world.runners, world.trainer
+        remembered = (observer.reports, observer.drops, runners.orders, trainer.trained, trainer.staleness)
+        for each in (*remembered, world.engines.loaded):
+            each.clear()
+        if report.step in (200, 1200):
+            gc.collect()
+            sizes[report.step] = tracemalloc.get_traced_memory()[0]
+
+    world.observer.on_step = forget
+    tracemalloc.start()
+    try:
+        run_virtually(world.driver.run())
+    finally:
+        tracemalloc.stop()
+    print(f"traced bytes after 200 and 1200 steps: {sizes}")
+    assert sizes[1200] - sizes[200] < 50_000
+    assert world.ledger.num_trained == 3600

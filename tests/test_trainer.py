@@ -90,9 +90,11 @@ def test_metrics_are_means_over_loss_tokens(model_path: str) -> None:
         "kl",
         "clip_fraction",
         "sampling/logp_difference_mean",
+        "sampling/logp_difference_max",
         "ratio/mean",
         "num_tokens",
     }
+    assert metrics.pop("sampling/logp_difference_max").value == pytest.approx(np.abs(difference).max(), rel=1e-4)
     assert all(metric.count == mask.sum() for metric in metrics.values())
     assert metrics["num_tokens"].total == mask.sum()
     assert metrics["sampling/logp_difference_mean"].value == pytest.approx(np.abs(difference).mean(), rel=1e-4)

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from rlflow.checkpoint import RunState
 from rlflow.config import Config
+from rlflow.deadlines import within
 from rlflow.driver import StepReport
 from rlflow.ledger import DropReason
 from rlflow.roles import Runners
@@ -112,7 +113,8 @@ class RunObserver:
 
     async def _shown(self, task_id: str, episode: EpisodeSummary, payload: PayloadRef) -> samples.ShownEpisode:
         assert self.runners is not None, "set runners before the first step"
-        messages = await self.runners.transcript(payload)
+        reading = self.runners.transcript(payload)
+        messages = await within("reading an episode to show", self._config.deadlines.group_s, reading)
         return samples.ShownEpisode(task_id=task_id, reward=episode.reward, end=episode.end, messages=messages)
 
 

@@ -68,6 +68,7 @@ class FsdpTrainer(TrainerBackend):
         )
         self._updates = 0
         self._sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=self._device)
+        self._largest_difference = torch.zeros((), dtype=torch.float64, device=self._device)
 
     def accumulate(self, groups: Sequence[MicroBatch]) -> None:
         for micro_batch in groups:
@@ -83,6 +84,7 @@ class FsdpTrainer(TrainerBackend):
         logprobs, entropies = self._policy(packed)
         objective = token_objective(logprobs, entropies, packed, self._config.algorithm)
         self._sums += objective.sums
+        self._largest_difference = torch.maximum(self._largest_difference, objective.largest_difference)
         return objective.loss
 
     def step(self) -> StepOutcome:
@@ -103,12 +105,14 @@ class FsdpTrainer(TrainerBackend):
             self._optimizer.step()
             self._updates += 1
         self._optimizer.zero_grad(set_to_none=True)
+        largest_difference = self._all_reduce(self._largest_difference, dist.ReduceOp.MAX)
         self._sums.zero_()
+        self._largest_difference.zero_()
         return StepOutcome(
             applied=is_finite,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            metrics=read_metrics(sums, self._config.algorithm),
+            metrics=read_metrics(sums, largest_difference, self._config.algorithm),
         )
 
     def logprobs(self, groups: Sequence[MicroBatch]) -> list[list[FloatArray]]:
@@ -181,10 +185,10 @@ class FsdpTrainer(TrainerBackend):
         norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
         return float(self._all_reduce(norms.double().square().sum()).sqrt())
 
-    def _all_reduce(self, values: Tensor) -> Tensor:
+    def _all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         total = values.clone()
         if self._is_sharded:
-            dist.all_reduce(total)
+            dist.all_reduce(total, operation)
         return total
 
 

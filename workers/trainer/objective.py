@@ -23,6 +23,8 @@ class Objective(NamedTuple):
     """Scalar, summed over the loss tokens; its gradient is the gradient's contribution before the division."""
     sums: Tensor
     """[NUM_SUMS] float64 without gradient: the metrics' sums, then the number of loss tokens."""
+    largest_difference: Tensor
+    """Scalar float64: the largest |current - behaviour| log-probability, 0 without loss tokens."""
 
 
 def token_objective(logprobs: Tensor, entropies: Tensor, packed: PackedBatch, algorithm: AlgorithmConfig) -> Objective:
@@ -48,10 +50,11 @@ def token_objective(logprobs: Tensor, entropies: Tensor, packed: PackedBatch, al
     ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     columns = [loss, entropies, kl, is_clipped, difference.abs(), ratio, torch.ones_like(loss)]
     sums = torch.stack([column.detach().double().sum() for column in columns])
-    return Objective(loss=loss.sum(), sums=sums)
+    largest = difference.abs().double().amax() if len(difference) else sums.new_zeros(())
+    return Objective(loss=loss.sum(), sums=sums, largest_difference=largest)
 
 
-def read_metrics(sums: Tensor, algorithm: AlgorithmConfig) -> dict[str, Mean]:
+def read_metrics(sums: Tensor, largest_difference: Tensor, algorithm: AlgorithmConfig) -> dict[str, Mean]:
     """The metrics of a step from the sums [NUM_SUMS] over all rows and ranks, without those that the algorithm lacks.
 
     `ratio/mean` is the current policy over the one that sampled, before any clip or cap. `num_tokens` counts loss
@@ -63,6 +66,7 @@ def read_metrics(sums: Tensor, algorithm: AlgorithmConfig) -> dict[str, Mean]:
         del metrics["kl"]
     if algorithm.correction is Correction.tis:
         del metrics["clip_fraction"]
+    metrics["sampling/logp_difference_max"] = Mean(total=largest_difference.item(), count=1)
     return metrics | {"num_tokens": Mean(total=count, count=count)}
 
 

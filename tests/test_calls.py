@@ -1,0 +1,75 @@
+"""Ray's errors end at rlflow.cluster.calls: what the driver sees is a WorkerError, or the cause itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from rlflow.cluster.calls import answer
+from rlflow.cluster.start import ray_cluster
+from rlflow.config import Config
+from rlflow.errors import ConfigError, DeadlineError, WorkerError
+
+pytestmark = pytest.mark.slow
+
+
+class Faulty:
+    def config(self) -> None:
+        raise ConfigError("model.path is wrong")
+
+    def deadline(self) -> None:
+        raise DeadlineError("loading", 3.0, "wait longer")
+
+    def bug(self) -> None:
+        raise KeyError("lost")
+
+    def die(self) -> None:
+        os._exit(1)
+
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+
+def test_a_cluster_that_does_not_answer_is_a_config_error() -> None:
+    config = Config()
+    config.cluster.address = "127.0.0.1:1"
+    refused = pytest.raises(ConfigError, match=r"cluster\.address is '127\.0\.0\.1:1', but no Ray cluster answers")
+    with refused, ray_cluster(config):
+        raise AssertionError("joined a cluster that is not there")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with ray_cluster(Config()):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "message"),
+    [
+        ("config", ConfigError, r"^model\.path is wrong$"),
+        ("deadline", DeadlineError, r"^loading did not finish within its deadline of 3 s; wait longer$"),
+        ("bug", WorkerError, r"^the clerk failed: KeyError: 'lost'$"),
+        ("die", WorkerError, r"^the clerk died: "),
+    ],
+)
+async def test_what_a_worker_raises(cluster: None, method: str, kind: type[Exception], message: str) -> None:
+    actor = ray.remote(Faulty).options(num_cpus=0).remote()
+    with pytest.raises(kind, match=message):
+        await answer("clerk", getattr(actor, method).remote())
+
+
+async def test_a_cancelled_wait_cancels_the_call(cluster: None) -> None:
+    actor = ray.remote(Faulty).options(num_cpus=0, max_concurrency=2).remote()
+    reference = actor.wait.remote()
+    waiting = asyncio.create_task(answer("clerk", reference))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    with pytest.raises(ray.exceptions.TaskCancelledError):
+        await asyncio.wait_for(asyncio.ensure_future(reference), timeout=60)

@@ -21,7 +21,7 @@ from rlflow.algorithms.advantage import grpo
 from rlflow.checkpoint import CheckpointStore, RunState, disk_errors
 from rlflow.config import Config
 from rlflow.deadlines import within
-from rlflow.errors import DeadlineError, RunError, WorkerError
+from rlflow.errors import RunError
 from rlflow.ledger import DropReason, GroupState, Ledger
 from rlflow.roles import LoadOutcome, StepOutcome, Workers
 from rlflow.sampler import TaskSampler
@@ -224,7 +224,7 @@ class Driver:
         """The life of one group up to the ready queue. Never raises: what is not a lost group stops the run."""
         try:
             await self._play(group_id, task)
-        except (WorkerError, DeadlineError) as error:
+        except RunError as error:
             self._lose(group_id, DropReason.FAILED, str(error))
         except Exception as error:
             # Raised again by the main task, which waits for this group: here nobody would hear it.

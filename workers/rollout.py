@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlflow.config import Config
-from rlflow.errors import DeadlineError, RunError
+from rlflow.deadlines import within
+from rlflow.errors import RunError
 from rlflow.roles import StagedWeights
 from rlflow.rollout.engine_setup import (
     cache_shape,
@@ -198,14 +199,7 @@ class RolloutEngine:
         return self._llm
 
     async def _within(self, stage: str, seconds: float, work: Awaitable[T]) -> T:
-        limit = asyncio.timeout(seconds)
-        try:
-            async with limit:
-                return await work
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise DeadlineError(f"{stage} of rollout engine {self._index}", seconds) from error
+        return await within(f"{stage} of rollout engine {self._index}", seconds, work)
 
 
 class _Load:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
-
 from rlflow.config import Config
 from rlflow.types import EpisodePayload, FloatArray, TrainSample
+from rlflow.workers.compute import keep_memory, share_cpu
 
 
 class ReferenceWorker:
     """Wrapped by `ray.remote`; `start` loads the model that the run began with."""
 
     def __init__(self, config: Config, model_path: str, threads: int) -> None:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        share_cpu(threads)
+        keep_memory()
         self._config = config
         self._model_path = model_path
 

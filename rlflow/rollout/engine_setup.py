@@ -15,6 +15,7 @@ from typing import Any
 from rlflow.config import Config, Dtype
 from rlflow.errors import ConfigError
 from rlflow.weights.messages import BACKEND
+from rlflow.workers.compute import share_cpu
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of one cache block on a CPU: the smallest that its attention kernel takes."""
@@ -53,10 +54,8 @@ def set_environment(config: Config, threads: int, on_gpu: bool) -> None:
     )
     if on_gpu:
         return
+    share_cpu(threads)
     os.environ.update(
-        OMP_NUM_THREADS=str(threads),
-        # Threads that wait for work sleep: a spinning one would take a core from the trainer.
-        OMP_WAIT_POLICY="PASSIVE",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         # Compiling costs more than it gains here, and the first logprob request would wait for it.
         TORCHDYNAMO_DISABLE="1",

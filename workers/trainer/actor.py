@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from rlflow.batching import plan_micro_batches
 from rlflow.config import Config
 from rlflow.roles import StagedWeights, StepOutcome
 from rlflow.types import EpisodePayload, FloatArray, ReadyGroup, Span, TrainSample
+from rlflow.workers.compute import keep_memory, share_cpu
 
 if TYPE_CHECKING:
     from rlflow.workers.trainer.base import MicroBatch
@@ -22,9 +22,8 @@ class TrainerWorker:
     """Wrapped by `ray.remote`. `start` builds the back end; every other call needs it."""
 
     def __init__(self, config: Config, model_path: str, rank: int, world_size: int, threads: int) -> None:
-        # Before torch is imported: it reads them once.
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        share_cpu(threads)
+        keep_memory()
         self._config = config
         self._model_path = model_path
         self._rank = rank

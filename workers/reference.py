@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from rlflow.compute import keep_memory, share_cpu
 from rlflow.config import Config
 from rlflow.types import EpisodePayload, FloatArray, TrainSample
-from rlflow.workers.compute import keep_memory, share_cpu
 
 
 class ReferenceWorker:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlflow.compute import share_cpu
 from rlflow.config import Config, Dtype
 from rlflow.errors import ConfigError
 from rlflow.weights.messages import BACKEND
-from rlflow.workers.compute import share_cpu
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of one cache block on a CPU: the smallest that its attention kernel takes."""

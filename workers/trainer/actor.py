@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.batching import plan_micro_batches
+from rlflow.compute import keep_memory, share_cpu
 from rlflow.config import Config
 from rlflow.roles import StagedWeights, StepOutcome
 from rlflow.types import EpisodePayload, FloatArray, ReadyGroup, Span, TrainSample
-from rlflow.workers.compute import keep_memory, share_cpu
 
 if TYPE_CHECKING:
     from rlflow.workers.trainer.base import MicroBatch

@@ -103,9 +103,9 @@ class MinimalGrpo:
 
     async def play(self, group_id: int, task: Task) -> Group:
         """Sample G replies to the same prompt and score each."""
-        prompt_ids = self.tokenizer.apply_chat_template(
-            list(task.prompt), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        conversation = [{"role": message["role"], "content": message["content"]} for message in task.prompt]
+        text = self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        prompt_ids = self.tokenizer.encode(str(text), add_special_tokens=False)
         seed = group_seed(self.config.run.seed, group_id)
         requests = [
             GenerateRequest(
@@ -117,7 +117,7 @@ class MinimalGrpo:
             for index in range(self.config.algorithm.group_size)
         ]
         completions = await asyncio.gather(*(self.engine.generate(request) for request in requests))
-        texts = [self.tokenizer.decode(completion.ids, skip_special_tokens=True) for completion in completions]
+        texts = [str(self.tokenizer.decode(each.ids, skip_special_tokens=True)) for each in completions]
         rewards = [self.reward(task, text) for text in texts]
         assert all(reward is not None for reward in rewards), "the minimal loop needs a reward for every reply"
         return Group(

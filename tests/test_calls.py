@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import TaskCancelledError
 
 from rlflow.cluster.calls import answer
 from rlflow.cluster.start import ray_cluster
@@ -64,12 +66,12 @@ async def test_what_a_worker_raises(cluster: None, method: str, kind: type[Excep
 
 
 async def test_a_cancelled_wait_cancels_the_call(cluster: None) -> None:
-    actor = ray.remote(Faulty).options(num_cpus=0, max_concurrency=2).remote()
+    actor: Any = ray.remote(Faulty).options(num_cpus=0, max_concurrency=2).remote()
     reference = actor.wait.remote()
     waiting = asyncio.create_task(answer("clerk", reference))
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    with pytest.raises(ray.exceptions.TaskCancelledError):
+    with pytest.raises(TaskCancelledError):
         await asyncio.wait_for(asyncio.ensure_future(reference), timeout=60)

@@ -178,6 +178,7 @@ def test_stopped_and_resumed_runs_conserve_every_task(
     folder = tmp_path_factory.mktemp("run")
     steps, num_tasks, ledger = 12, 9, folder / "ledger.db"
     kills = [*sorted(stop_at), None]
+    world = make_world(folder)
     for attempt, kill in enumerate(kills):
         world = make_world(
             folder, steps=steps, max_versions=max_versions, num_tasks=num_tasks, seed=seed + attempt, ledger=ledger

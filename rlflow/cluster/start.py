@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import ray
 
@@ -18,7 +18,8 @@ from rlflow.deadlines import within
 from rlflow.envs.base import Environment, EnvironmentSpec
 from rlflow.errors import ConfigError
 from rlflow.roles import Workers
-from rlflow.workers.episode import EpisodeRunner
+from rlflow.rollout.client import EngineHandle
+from rlflow.workers.episode import EpisodeRunner, RewardHandle
 from rlflow.workers.reference import ReferenceWorker
 from rlflow.workers.reward import RewardWorker
 from rlflow.workers.rollout import RolloutEngine
@@ -37,8 +38,8 @@ class RunnerActor(EpisodeRunner):
     def __init__(
         self, config: Config, model_path: str, build: Callable[[], Environment], reward: str, engines: list[str]
     ) -> None:
-        found = [ray.get_actor(name) for name in engines]
-        super().__init__(config, model_path, build, ray.get_actor(reward), *found)
+        found = [cast(EngineHandle, ray.get_actor(name)) for name in engines]
+        super().__init__(config, model_path, build, cast(RewardHandle, ray.get_actor(reward)), *found)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,6 +47,8 @@ def test_a_cluster_that_does_not_answer_is_a_config_error() -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
+    # The workers cannot import this file, so the class travels whole.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with ray_cluster(Config()):
         yield
 

@@ -1,10 +1,8 @@
 """The whole algorithm on one page: synchronous GRPO in one process, without Ray, packing or streaming.
 
 Read it to learn what rlflow does; the tests use it as the oracle of the distributed path: with the same seed, one
-engine
-and staleness 0, the driver makes the same updates. It shares the types, the engine and the order of tasks and seeds
-with the
-driver; prompts, rewards, advantages, loss and update are written again here, in the plainest way.
+engine and staleness 0, the driver makes the same updates. It shares the types, the engine and the order of tasks and
+seeds with the driver; prompts, rewards, advantages, loss and update are written again here, in the plainest way.
 
     python -m rlflow.recipes.minimal_grpo model.path=tiny run.steps=3
 """

@@ -9,13 +9,10 @@ checkpoints/step_N/
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -104,27 +101,6 @@ def read_state(folder: Path) -> RunState:
                 "remove the folder to resume from the one before"
             )
     return _state_from_json(content["state"])
-
-
-@contextmanager
-def disk_errors(what: str, folder: Path) -> Iterator[None]:
-    """Turn "no space" into an error that says what to free, and how the run goes on."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        free_mb = shutil.disk_usage(_existing(folder)).free >> 20
-        raise RunError(
-            f"no disk space left for {what} in {folder} ({free_mb} MB free); free some and run the same command again: "
-            "it resumes from the last complete checkpoint"
-        ) from error
-
-
-def _existing(folder: Path) -> Path:
-    while not folder.exists():
-        folder = folder.parent
-    return folder
 
 
 def _sync(path: Path) -> None:

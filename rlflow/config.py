@@ -1,8 +1,7 @@
 """Every setting, its default and every cross-check.
 
 Hydra composes the YAML under `recipes/` into these classes. `check` is called once, before anything starts; each
-message
-names the field, the value found and the cure.
+message names the field, the value found and the cure.
 """
 
 from __future__ import annotations
@@ -99,8 +98,7 @@ class AlgorithmConfig:
     """Upper clip; larger than `clip_low` keeps rare tokens alive (DAPO)."""
     correction: Correction = Correction.none
     """`none`: the behaviour policy is the proximal policy, its drift is bounded by the clip. `tis`: the trainer's
-    policy
-    is the proximal policy, drift is corrected by a truncated importance weight, and the clips must be null."""
+    policy is the proximal policy, drift is corrected by a truncated importance weight, and the clips must be null."""
     tis_cap: float | None = None
     """Largest importance weight of `tis`; required there (2.0 is usual)."""
     kl_coefficient: float = 0.0
@@ -257,15 +255,13 @@ def _check_algorithm(config: Config) -> None:
     if algorithm.group_size < 2:
         raise ConfigError(
             f"algorithm.group_size must be at least 2 for algorithm.advantage={algorithm.advantage.value}, which "
-            f"compares "
-            f"the episodes of a group; got {algorithm.group_size}"
+            f"compares the episodes of a group; got {algorithm.group_size}"
         )
     if algorithm.correction is Correction.tis:
         if algorithm.clip_low is not None or algorithm.clip_high is not None:
             raise ConfigError(
                 "algorithm.clip_low and algorithm.clip_high have no effect with algorithm.correction=tis: with one "
-                "update "
-                "a batch the ratio to the proximal policy is 1; "
+                "update a batch the ratio to the proximal policy is 1; "
                 f"got {algorithm.clip_low} and {algorithm.clip_high}; set both to null"
             )
         if algorithm.tis_cap is None or algorithm.tis_cap < 1:

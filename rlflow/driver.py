@@ -18,9 +18,10 @@ from typing import Protocol
 
 from rlflow import staleness
 from rlflow.algorithms.advantage import grpo
-from rlflow.checkpoint import CheckpointStore, RunState, disk_errors
+from rlflow.checkpoint import CheckpointStore, RunState
 from rlflow.config import Config
 from rlflow.deadlines import within
+from rlflow.disk import disk_errors
 from rlflow.errors import RunError
 from rlflow.ledger import DropReason, GroupState, Ledger
 from rlflow.roles import LoadOutcome, StepOutcome, Workers
@@ -326,8 +327,7 @@ class Driver:
         if self._progress.skipped_in_a_row >= MAX_SKIPPED_UPDATES:
             raise RunError(
                 f"the gradient was not finite {MAX_SKIPPED_UPDATES} times in a row (last norm {outcome.grad_norm}); "
-                f"lower "
-                "trainer.learning_rate, or resume from an earlier checkpoint"
+                "lower trainer.learning_rate, or resume from an earlier checkpoint"
             )
 
     async def _take(self, count: int) -> list[ReadyGroup]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from rlflow.checkpoint import CheckpointStore, disk_errors, read_state
+from rlflow.checkpoint import CheckpointStore, read_state
+from rlflow.disk import disk_errors
 from rlflow.errors import ConfigError
 from rlflow.models import resolve_model
 

@@ -5,8 +5,7 @@
         +----------+----------+--------+---------+--> dropped(reason)
 
 Every admitted group ends exactly once. Rows live in SQLite, so that a person can ask what became of a task while the
-run
-goes on and after it; memory holds the live groups and one count a state, so that it does not grow with the run.
+run goes on and after it; memory holds the live groups and one count a state, so that it does not grow with the run.
 """
 
 from __future__ import annotations

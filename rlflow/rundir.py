@@ -45,9 +45,8 @@ class RunDir:
 def claim(config: Config) -> Iterator[RunDir]:
     """Prepare `run.dir` as `run.on_exists` says and hold its lock.
 
-    Raises ConfigError when another process writes the directory, when it holds a run that must not be touched, or
-    when it
-    cannot be resumed with these settings.
+    Raises ConfigError when another process writes the directory, when it holds a run that must not be touched, or when
+    it cannot be resumed with these settings.
     """
     path = Path(config.run.dir or f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     try:

@@ -13,9 +13,8 @@ def admission_budget(
     """How many groups may start now.
 
     While step `step` (counted from 0) is being filled, groups for it and for the `max_versions` steps after it may
-    exist;
-    a group that is dropped gives its place back. AReaL (2505.24298, section 4.1) bounds the same sum, there without
-    drops.
+    exist; a group that is dropped gives its place back. AReaL (2505.24298, section 4.1) bounds the same sum, there
+    without drops.
     """
     last_step = min(step + 1 + max_versions, num_steps)
     return max(0, last_step * groups_per_step - num_trained - num_live)

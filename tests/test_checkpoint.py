@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import errno
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from fakes import make_episode
+from safetensors import SafetensorError
 
-from rlflow.checkpoint import CheckpointStore, RunState, disk_errors, read_state
+from rlflow.checkpoint import CheckpointStore, RunState, read_state
 from rlflow.config import Config, OnExists
+from rlflow.disk import disk_errors
 from rlflow.errors import ConfigError, RunError
 from rlflow.ledger import Ledger
 from rlflow.rundir import claim
@@ -68,6 +73,25 @@ def test_a_full_disk_says_what_to_do(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(PermissionError), disk_errors("a checkpoint", tmp_path):
         raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_a_full_disk_under_safetensors_says_what_to_do(tmp_path: Path) -> None:
+    full = r"no disk space left for a checkpoint in .*run the same command again"
+    with pytest.raises(RunError, match=full), disk_errors("a checkpoint", tmp_path):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    with pytest.raises(SafetensorError), disk_errors("a checkpoint", tmp_path):
+        raise SafetensorError("Error while serializing: I/O error: Permission denied (os error 13)")
+
+
+def test_safetensors_names_the_error_number_of_a_failed_write(tmp_path: Path) -> None:
+    """What the mapping above leans on. A limit on the size of files stands in for a full disk: number 27, not 28."""
+    script = (
+        "import resource, numpy, safetensors.numpy\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        f"safetensors.numpy.save_file({{'a': numpy.zeros(9999)}}, {str(tmp_path / 'a.safetensors')!r})"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert re.search(r"SafetensorError: .*\(os error 27\)", ended.stderr)
 
 
 def make_config(path: Path, on_exists: OnExists = OnExists.resume) -> Config:

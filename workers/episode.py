@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from rlflow.config import Config
+from rlflow.disk import disk_errors
 from rlflow.envs.base import Environment
 from rlflow.rollout import payloads as payload_files
 from rlflow.rollout.client import EngineClient, EngineHandle
@@ -102,7 +103,8 @@ class EpisodeRunner:
         return payload.messages
 
     async def save_payloads(self, path: Path, *payloads: EpisodePayload) -> None:
-        await asyncio.to_thread(payload_files.save_payloads, path, payloads)
+        with disk_errors("a checkpoint", path.parent):
+            await asyncio.to_thread(payload_files.save_payloads, path, payloads)
 
     async def load_payloads(self, path: Path) -> tuple[int | EpisodePayload, ...]:
         """The number of payloads in a file, then the payloads in the order in which they were saved.

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
-from rlflow.checkpoint import disk_errors
+from rlflow.disk import disk_errors
 from rlflow.errors import RunError
 from rlflow.ledger import DropReason
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from rlflow.checkpoint import disk_errors
+from rlflow.disk import disk_errors
 from rlflow.errors import RunError
 from rlflow.ledger import DropReason
 from rlflow.telemetry import metrics, samples

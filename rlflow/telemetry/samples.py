@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlflow.checkpoint import disk_errors
+from rlflow.disk import disk_errors
 from rlflow.errors import RunError
 from rlflow.telemetry.text import number, printable, shorten
 from rlflow.types import EpisodeEnd, Message

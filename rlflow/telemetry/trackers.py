@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from rlflow.checkpoint import disk_errors
 from rlflow.config import TrackersConfig
+from rlflow.disk import disk_errors
 from rlflow.errors import ConfigError
 from rlflow.telemetry.metrics import StepRecord, finite
 

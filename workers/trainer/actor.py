@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlflow.batching import plan_micro_batches
 from rlflow.compute import keep_memory, share_cpu
 from rlflow.config import Config
+from rlflow.disk import disk_errors
 from rlflow.roles import StagedWeights, StepOutcome
 from rlflow.types import EpisodePayload, FloatArray, ReadyGroup, Span, TrainSample
 
@@ -93,7 +94,8 @@ class TrainerWorker:
         )
 
     def save(self, folder: Path) -> None:
-        self._backend.save(folder)
+        with disk_errors("a checkpoint", folder):
+            self._backend.save(folder)
 
     def load(self, folder: Path) -> None:
         self._backend.load(folder)

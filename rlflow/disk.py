@@ -1,0 +1,43 @@
+"""What a person is told when the disk is full."""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from rlflow.errors import RunError
+
+
+@contextmanager
+def disk_errors(what: str, folder: Path) -> Iterator[None]:
+    """Turn "no space" into an error that says what to free, and how the run goes on."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if _error_number(error) not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free_mb = shutil.disk_usage(_existing(folder)).free >> 20
+        raise RunError(
+            f"no disk space left for {what} in {folder} ({free_mb} MB free); free some and run the same command again: "
+            "it resumes from the last complete checkpoint"
+        ) from error
+
+
+def _error_number(error: OSError | SafetensorError) -> int | None:
+    """The system's error number; safetensors gives it only in its text."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
+
+
+def _existing(folder: Path) -> Path:
+    while not folder.exists():
+        folder = folder.parent
+    return folder

@@ -59,3 +59,5 @@ class EnvironmentSpec:
     build: Callable[[], Environment]
     """Called in the episode runner, once an episode."""
     reward: RewardFunction
+    evaluation_tasks: Callable[[], Sequence[Task]] | None = None
+    """Held out from `tasks`; needed by `eval.every` only."""

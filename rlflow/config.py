@@ -40,6 +40,33 @@ class Correction(StrEnum):
     tis = "tis"
 
 
+class Order(StrEnum):
+    """Which ready group is trained first."""
+
+    oldest_first = "oldest_first"
+    ready_first = "ready_first"
+
+
+class Late(StrEnum):
+    """What becomes of a group with tokens older than the bound."""
+
+    requeue = "requeue"
+    mask = "mask"
+    train = "train"
+
+
+class Update(StrEnum):
+    """How engines take new weights."""
+
+    rolling = "rolling"
+    all = "all"
+
+
+class Placement(StrEnum):
+    colocated = "colocated"
+    separate = "separate"
+
+
 class Backend(StrEnum):
     fsdp = "fsdp"
 
@@ -116,6 +143,10 @@ class RolloutConfig:
     """Requests that one engine decodes at the same time."""
     kv_cache_gb: float = 0.5
     episode_timeout_s: float = 300.0
+    update: Update = Update.rolling
+    """`rolling`: a quarter of the engines at a time, so that the others go on sampling; `all`: at once."""
+    drain: bool = False
+    """Let an engine finish its requests before it takes new weights, instead of pausing them half-way."""
     seeded: bool = True
     """Seed each request, so that a synchronous run repeats token for token. Costs decode speed on a GPU."""
 
@@ -140,6 +171,12 @@ class TrainerConfig:
 class StalenessConfig:
     max_versions: int = 0
     """No token enters a gradient that was sampled more than this many versions before the update. 0 is synchronous."""
+    order: Order = Order.oldest_first
+    """`oldest_first` keeps places in each step for the groups that would be too old for the next one, and waits for
+    them: no episode is lost for being slow. `ready_first` waits for nobody, until a task has been late once."""
+    late: Late = Late.requeue
+    """Of groups that are too old when they are ready, under `ready_first`. `requeue`: dropped, the task is played
+    again. `mask`: the tokens that are too old are left out. `train`: trained all the same, with a correction only."""
     max_ready_mb: float = 1024.0
     """Bytes of finished groups that may wait for the trainer; above it no group is admitted."""
 
@@ -156,9 +193,22 @@ class DeadlinesConfig:
 
 
 @dataclass
+class EvalConfig:
+    """Played beside training, on one engine that stays at one version."""
+
+    every: int = 0
+    """Steps between two evaluations; 0 evaluates never. The environment must offer evaluation tasks."""
+    episodes: int = 1
+    """Episodes of each task, at temperature `rollout.temperature`."""
+
+
+@dataclass
 class ClusterConfig:
     address: str | None = None
     """A running Ray cluster to join; None starts one on this machine, on loopback."""
+    placement: Placement = Placement.separate
+    """`separate`: engines and trainer have devices of their own and overlap. `colocated`: they share them in turn; the
+    engines sleep while the trainer works, and a step is trained when its last group is ready."""
     cpu_threads: int | None = None
     """Threads of each engine and trainer process on a machine without a GPU; None shares the cores out."""
 
@@ -183,6 +233,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
 

@@ -302,7 +302,7 @@ class Driver:
             spans = await within(
                 "accumulating gradients",
                 self._config.deadlines.train_s,
-                self._workers.trainer.accumulate(taken),
+                self._workers.trainer.accumulate(taken, None),
                 "raise deadlines.train_s if a step takes this long",
             )
             self._collected.spans += spans

@@ -15,6 +15,10 @@ class WorkerError(RunError):
     """A call to a worker failed; the call may be tried again."""
 
 
+class StaleGroup(RunError):
+    """A group was ended because it holds tokens that no update may use any more."""
+
+
 class DeadlineError(RunError):
     """A named wait took longer than its deadline."""
 

@@ -81,6 +81,13 @@ class Runners(Protocol):
         """Play and score one group. Failures of an episode are in its summary; an exception means the group is lost."""
         ...
 
+    async def cancel_stale(self, oldest_version: int) -> None:
+        """End every group under way that holds a token sampled before `oldest_version`: its `play` raises StaleGroup.
+
+        Groups that have sampled nothing yet, and groups pinned to an engine, go on.
+        """
+        ...
+
     async def transcript(self, payload: PayloadRef) -> list[Message]:
         """The conversation of one episode, for people to read."""
         ...
@@ -92,13 +99,42 @@ class Runners(Protocol):
 
 class Engines(Protocol):
     async def load_weights(self, staged: StagedWeights) -> LoadOutcome:
-        """Put a complete version into every engine; an engine samples under it, or under the one before, only."""
+        """Put a complete version into every engine; an engine samples under it, or under the one before, only.
+
+        Returns when every engine that takes rollout requests has it. `staged` must stay readable until the next call:
+        an engine that joins later is sent it first. Waits for a pinned engine only where there is no other.
+        """
+        ...
+
+    async def sleep(self) -> None:
+        """Stop sampling and free the memory for a trainer on the same devices, until the next `load_weights`.
+
+        Requests under way are kept and go on then.
+        """
+        ...
+
+    async def pin(self) -> int:
+        """Set one engine aside, with the version that it holds now; returns its index.
+
+        It takes no new version until `unpin`, and no requests but those that name it, unless it is the only one.
+        """
+        ...
+
+    async def unpin(self, engine: int) -> None:
+        """Give a pinned engine back; it is sent the current version first."""
+        ...
+
+    def describe(self) -> list[str]:
+        """One line an engine: its state, its version, what it is doing."""
         ...
 
 
 class Trainer(Protocol):
-    async def accumulate(self, groups: Sequence[ReadyGroup]) -> list[Span]:
-        """Add these groups' gradients (sums) to what the next step divides."""
+    async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
+        """Add these groups' gradients (sums) to what the next step divides.
+
+        Tokens sampled before `oldest_version` are masked; None masks nothing.
+        """
         ...
 
     async def step(self) -> StepOutcome:

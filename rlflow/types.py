@@ -167,6 +167,8 @@ class GroupOrder:
     num_episodes: int
     seed: int
     """Episode i of the group samples with a seed derived from (seed, i)."""
+    engine: int | None = None
+    """The engine that plays it, pinned to one version for an evaluation; None lets the client choose."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import selectors
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
 from rlflow.checkpoint import CheckpointStore
 from rlflow.config import Config
@@ -18,6 +16,7 @@ from rlflow.errors import WorkerError
 from rlflow.ledger import DropReason, Ledger
 from rlflow.roles import LoadOutcome, Mean, StagedWeights, StepOutcome, Workers
 from rlflow.sampler import TaskSampler
+from rlflow.simulate.clock import run_virtually as run_virtually
 from rlflow.types import (
     EpisodeEnd,
     EpisodeSummary,
@@ -29,40 +28,6 @@ from rlflow.types import (
     Span,
     Task,
 )
-
-T = TypeVar("T")
-
-
-class _NoWaitSelector(selectors.SelectSelector):
-    """Asks for events without waiting; the loop advances its clock by the time it would have waited."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.clock = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        events = super().select(0)
-        if not events:
-            assert timeout is not None, "deadlock: nothing is scheduled and nothing is ready"
-            self.clock += max(0.0, timeout)
-        return events
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop on which sleeping takes no time."""
-
-    def __init__(self) -> None:
-        self._virtual = _NoWaitSelector()
-        super().__init__(self._virtual)
-
-    def time(self) -> float:
-        return self._virtual.clock
-
-
-def run_virtually(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Like asyncio.run, on the virtual clock."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(coroutine)
 
 
 def make_tasks(count: int) -> list[Task]:
@@ -93,6 +58,18 @@ class FakeEngines:
         self.version = staged.version
         self.loaded.append(staged.version)
         return LoadOutcome(pause_s=self.load_s)
+
+    async def sleep(self) -> None:
+        pass
+
+    async def pin(self) -> int:
+        return 0
+
+    async def unpin(self, engine: int) -> None:
+        pass
+
+    def describe(self) -> list[str]:
+        return [f"engine 0: version {self.version}"]
 
 
 @dataclass
@@ -126,6 +103,9 @@ class FakeRunners:
         payloads: list[PayloadRef] = [f"{order.task.id}/{order.group_id}/{i}" for i in range(order.num_episodes)]
         return PlayedGroup(group_id=order.group_id, episodes=episodes, payloads=payloads, num_bytes=100)
 
+    async def cancel_stale(self, oldest_version: int) -> None:
+        pass
+
     async def transcript(self, payload: PayloadRef) -> list[Message]:
         return [{"role": "assistant", "content": str(payload)}]
 
@@ -154,7 +134,7 @@ class FakeTrainer:
     calls: int = 0
     train_s: float = 0.2
 
-    async def accumulate(self, groups: Sequence[ReadyGroup]) -> list[Span]:
+    async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
         self.calls += 1
         if self.calls == self.dies_at:
             raise WorkerError("the trainer died")

@@ -89,8 +89,8 @@ class RayTrainer:
     def __init__(self, actors: Sequence[Any]) -> None:
         self._actors = actors
 
-    async def accumulate(self, groups: Sequence[ReadyGroup]) -> list[Span]:
-        return await _all("trainer", [actor.accumulate.remote(list(groups)) for actor in self._actors])
+    async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
+        return await _all("trainer", [actor.accumulate.remote(list(groups), oldest_version) for actor in self._actors])
 
     async def step(self) -> StepOutcome:
         outcomes = await _all("trainer", [actor.step.remote() for actor in self._actors])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-FinishReason: TypeAlias = Literal["stop", "length"]
+FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+"""`abort`: the engine gave the request back unfinished; the client goes on elsewhere from the tokens it has."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -21,6 +22,8 @@ class GenerateRequest:
     max_new_tokens: int
     prefix_key: str | None
     """Equal for requests that share a prompt and arrive together; None where nothing is shared."""
+    engine: int | None = None
+    """The only engine that may answer; None lets the client choose."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -46,7 +46,7 @@ class TrainerWorker:
         self._backend = FsdpTrainer(self._config, self._model_path, self._rank, self._world_size, rendezvous)
         self._arena = Arena(self._backend.parameter_specs()) if self._rank == 0 else None
 
-    def accumulate(self, groups: list[ReadyGroup]) -> Span:
+    def accumulate(self, groups: list[ReadyGroup], oldest_version: int | None) -> Span:
         """Add the gradients of this rank's share of `groups`. Every rank plans the same shares from the metadata."""
         start_s = time.time()
         silent, loud = [], []

@@ -75,8 +75,7 @@ def ray_cluster(config: Config) -> Iterator[None]:
     except (ConnectionError, TimeoutError, socket.gaierror) as error:
         raise ConfigError(
             f"cluster.address is {config.cluster.address!r}, but no Ray cluster answers there: {error}; start one, "
-            f"or leave "
-            "it null to start Ray on this machine"
+            "set RAY_AUTH_MODE=token if it asks for a token, or leave it null to start Ray on this machine"
         ) from error
     try:
         yield

@@ -20,9 +20,9 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlflow.config import Config, Correction, check
-from rlflow.driver import group_seed
 from rlflow.environments import load_environment
 from rlflow.envs.base import EnvironmentSpec, RewardFunction
+from rlflow.intake import group_seed
 from rlflow.models import resolve_model
 from rlflow.plugins import load_object
 from rlflow.rollout.episode import episode_seed

@@ -163,6 +163,8 @@ class TrainerConfig:
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 4096
     """Tokens that go through the model at once on one rank; changes memory and speed, never the gradient."""
+    streaming: bool = True
+    """Accumulate gradients of groups as they get ready; false waits for all groups of the step, for comparison."""
     gradient_checkpointing: bool = False
     save_optimizer: bool = True
 
@@ -253,6 +255,7 @@ _POSITIVE = (
     "rollout.max_running",
     "rollout.kv_cache_gb",
     "rollout.episode_timeout_s",
+    "eval.episodes",
     "trainer.ranks",
     "trainer.learning_rate",
     "trainer.max_grad_norm",
@@ -271,6 +274,7 @@ _NOT_NEGATIVE = (
     "trainer.warmup_steps",
     "trainer.weight_decay",
     "staleness.max_versions",
+    "eval.every",
 )
 
 
@@ -293,6 +297,7 @@ def check(config: Config) -> None:
         if value < 0:
             raise ConfigError(f"{key} must not be negative; got {value}")
     _check_algorithm(config)
+    _check_staleness(config)
     _check_lengths(config)
     for key in ("trainer.beta1", "trainer.beta2"):
         if not 0 <= value_of(config, key) < 1:
@@ -323,8 +328,7 @@ def _check_algorithm(config: Config) -> None:
     if algorithm.tis_cap is not None:
         raise ConfigError(
             f"algorithm.tis_cap has no effect with algorithm.correction=none; got {algorithm.tis_cap}; set it to "
-            f"null, or "
-            "algorithm.correction=tis"
+            "null, or algorithm.correction=tis"
         )
     if algorithm.clip_low is None or algorithm.clip_high is None:
         raise ConfigError(
@@ -336,12 +340,35 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(f"algorithm.clip_high must be positive; got {algorithm.clip_high}")
 
 
+def _check_staleness(config: Config) -> None:
+    staleness = config.staleness
+    if staleness.max_versions == 0 and staleness.order is not Order.oldest_first:
+        raise ConfigError(
+            f"staleness.order={staleness.order.value} has no effect with staleness.max_versions=0, where all groups of "
+            "a step are of one version; set it to oldest_first, or raise staleness.max_versions"
+        )
+    if staleness.late is not Late.requeue and staleness.order is Order.oldest_first:
+        raise ConfigError(
+            f"staleness.late={staleness.late.value} has no effect with staleness.order=oldest_first, under which no "
+            "group is late; set it to requeue, or staleness.order to ready_first"
+        )
+    if staleness.late is Late.train and config.algorithm.correction is Correction.none:
+        raise ConfigError(
+            "staleness.late=train trains on tokens of any age, which needs a correction; set algorithm.correction=tis, "
+            "or staleness.late to mask or requeue"
+        )
+    if config.cluster.placement is Placement.colocated and not config.trainer.streaming:
+        raise ConfigError(
+            "trainer.streaming=false has no effect with cluster.placement=colocated, which trains a step when its last "
+            "group is ready; leave it true"
+        )
+
+
 def _check_lengths(config: Config) -> None:
     if config.rollout.max_new_tokens >= config.model.max_length:
         raise ConfigError(
             f"rollout.max_new_tokens ({config.rollout.max_new_tokens}) leaves no room for a prompt within "
-            f"model.max_length "
-            f"({config.model.max_length}); lower the first or raise the second"
+            f"model.max_length ({config.model.max_length}); lower the first or raise the second"
         )
     if config.trainer.micro_batch_tokens < config.model.max_length:
         raise ConfigError(

@@ -1,35 +1,36 @@
 """THE training loop. It steers workers through the Protocols of `roles.py` and holds metadata only.
 
-    sampler -> admit -> play and score -> judge -> ready -> accumulate -> step -> publish weights -> admit ...
+    intake (sampler -> ... -> ready queue) -> take -> accumulate -> step -> stage weights -> engines load -> admit ...
 
-Two things happen at once: each live group has an asyncio task that takes it from admission to the ready queue, and the
-main task takes ready groups into steps. Both meet in the ledger, in the ready queue and in one event. Synchronous
-training is `max_versions` 0 in this same loop: the admission budget then opens only when a step is over.
+Three things happen at once: the live groups (`intake.py`), the main task here, which takes ready groups into steps, and
+the engines' loading of the version before. Synchronous training is `max_versions` 0 in this same loop: the admission
+budget then opens only when the engines have the new version.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from rlflow import staleness
-from rlflow.algorithms.advantage import grpo
 from rlflow.checkpoint import CheckpointStore, RunState
-from rlflow.config import Config
+from rlflow.config import Config, Late, Placement
 from rlflow.deadlines import within
 from rlflow.disk import disk_errors
 from rlflow.errors import RunError
-from rlflow.ledger import DropReason, GroupState, Ledger
-from rlflow.roles import LoadOutcome, StepOutcome, Workers
+from rlflow.evaluation import Evaluation, evaluate
+from rlflow.intake import Intake, Listener, Progress
+from rlflow.ledger import GroupState, Ledger
+from rlflow.roles import LoadOutcome, StagedWeights, StepOutcome, Workers
 from rlflow.sampler import TaskSampler
-from rlflow.types import EpisodeSummary, GroupOrder, PayloadRef, PlayedGroup, ReadyGroup, Span, Task
+from rlflow.types import EpisodeSummary, PayloadRef, ReadyGroup, Span, Task
 
-MAX_TASK_FAILURES = 3
-"""Groups of one task that may fail in one pass before the task is given up."""
+T = TypeVar("T")
+
 MAX_SKIPPED_UPDATES = 3
 """Updates in a row that may be skipped for a gradient that is not finite."""
 
@@ -52,7 +53,8 @@ class StepReport:
     payloads: list[tuple[str, EpisodeSummary, PayloadRef]]
     """(task id, summary, handle) of the worst and the best trained episode."""
     outcome: StepOutcome
-    loaded: LoadOutcome
+    pause_s: float
+    """Longest time that an engine did not sample for new weights, of the loads that ended since the last report."""
     spans: list[Span]
     counts: dict[str, int]
     num_ready: int
@@ -60,34 +62,25 @@ class StepReport:
     """Groups of the step whose episodes all had the same reward."""
 
 
-class Observer(Protocol):
+class Observer(Listener, Protocol):
     """Told what happens; must not fail the run for a reason of its own, other than a full disk."""
 
     def phase(self, name: str) -> None: ...
 
-    def dropped(self, group_id: int, reason: DropReason, detail: str) -> None: ...
-
     async def step(self, report: StepReport) -> None: ...
+
+    def evaluated(self, evaluation: Evaluation) -> None: ...
 
     def saved(self, folder: Path) -> None: ...
 
 
 @dataclass(slots=True)
-class _Progress:
-    """Counters of the loop."""
+class _Background:
+    """What goes on beside the main task, and what it left for the next report."""
 
-    step: int = 0
-    version: int = 0
-    skipped_in_a_row: int = 0
-    lost_in_a_row: int = 0
-    """Groups that gave nothing to train on since the last one that did."""
-
-
-@dataclass(slots=True)
-class _Collected:
-    """What has been gathered since the last report."""
-
-    episodes: list[EpisodeSummary] = field(default_factory=list)
+    loading: asyncio.Task[None] | None = None
+    evaluating: asyncio.Task[Evaluation] | None = None
+    pause_s: float = 0.0
     spans: list[Span] = field(default_factory=list)
 
 
@@ -103,23 +96,22 @@ class Driver:
         ledger: Ledger,
         checkpoints: CheckpointStore,
         observer: Observer,
+        evaluation_tasks: Sequence[Task] = (),
         now: Callable[[], float] = time.time,
     ) -> None:
         self._config = config
         self._workers = workers
-        self._sampler = sampler
         self._ledger = ledger
         self._checkpoints = checkpoints
         self._observer = observer
+        self._evaluation_tasks = evaluation_tasks
         self._now = now
-        self._progress = _Progress()
-        self._collected = _Collected()
-        self._ready: list[ReadyGroup] = []
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._changed = asyncio.Event()
-        self._failure: BaseException | None = None
-        self._stop_requested = False
-        self._closing = False
+        self._progress = Progress()
+        self._intake = Intake(
+            config=config, workers=workers, sampler=sampler, ledger=ledger, listener=observer, progress=self._progress
+        )
+        self._background = _Background()
+        self._skipped_in_a_row = 0
         self._saved_step = -1
 
     # -- from outside
@@ -127,14 +119,13 @@ class Driver:
     async def run(self) -> None:
         try:
             await self._publish()
-            self._admit()
-            while self._progress.step < self._config.run.steps and not self._stop_requested:
+            await self._loaded()
+            while self._progress.step < self._config.run.steps and not self._progress.stop_requested:
                 await self._train_one_step()
                 every = self._config.run.checkpoint_every
                 if every and self._progress.step % every == 0:
                     await self.save()
-            await self._cancel_unfinished()
-            await self.save()
+            await self._finish()
         except RunError as error:
             await self._save_after(error)
             raise
@@ -143,241 +134,187 @@ class Driver:
 
     def request_stop(self) -> None:
         """Finish the step in hand, save, return."""
-        self._stop_requested = True
+        self._progress.stop_requested = True
 
     async def restore(self, folder: Path, state: RunState) -> None:
         """Take up a checkpoint. The ledger passed to the constructor is already the checkpoint's."""
-        self._progress.step, self._progress.version = state.step, state.version
-        self._saved_step = state.step
-        self._sampler.restore(state.sampler)
-        await within(
-            "loading the checkpoint",
-            self._config.deadlines.checkpoint_s,
-            self._workers.trainer.load(folder / "trainer"),
-        )
-        payloads = await self._load_ready_payloads(folder, sum(len(group.episodes) for group in state.ready))
-        for group in state.ready:
-            group.payloads = [payloads.pop(0) for _ in group.episodes]
-            group.references = await self._references(group.payloads)
-        self._ready = state.ready
-        kept = {group.group_id for group in state.ready}
-        for group_id in self._ledger.live():
-            if group_id not in kept:
-                self._drop(group_id, DropReason.CANCELLED, "was under way when the run stopped")
+        progress = self._progress
+        progress.step = progress.served_step = self._saved_step = state.step
+        progress.version = progress.served_version = state.version
+        self._intake.sampler.restore(state.sampler)
+        deadline = self._config.deadlines.checkpoint_s
+        await within("loading the checkpoint", deadline, self._workers.trainer.load(folder / "trainer"))
+        count = sum(len(group.episodes) for group in state.ready)
+        if count:
+            loading = self._workers.runners.load_payloads(folder / "ready", count)
+            payloads = iter(await within("loading the ready groups", deadline, loading))
+            for group in state.ready:
+                group.payloads = [next(payloads) for _ in group.episodes]
+        await self._intake.restore(state.ready)
 
     async def save(self) -> None:
         """Write a checkpoint of this moment, unless this step has one."""
-        if self._saved_step == self._progress.step:
+        progress = self._progress
+        if self._saved_step == progress.step:
             return
         self._observer.phase("saving")
         deadline = self._config.deadlines.checkpoint_s
         with disk_errors("a checkpoint", self._checkpoints.folder):
-            partial = self._checkpoints.begin(self._progress.step)
+            partial = self._checkpoints.begin(progress.step)
             await within("saving the trainer", deadline, self._workers.trainer.save(partial / "trainer"))
-            ready = list(self._ready)
+            ready = self._intake.ready.groups
             payloads = [payload for group in ready for payload in group.payloads]
             if payloads:
-                await within(
-                    "saving the ready groups",
-                    deadline,
-                    self._workers.runners.save_payloads(payloads, partial / "ready"),
-                )
+                saving = self._workers.runners.save_payloads(payloads, partial / "ready")
+                await within("saving the ready groups", deadline, saving)
             self._ledger.backup(partial / "ledger.db")
-            state = RunState(
-                step=self._progress.step, version=self._progress.version, sampler=self._sampler.state, ready=ready
-            )
+            sampler = self._intake.sampler.state
+            state = RunState(step=progress.step, version=progress.version, sampler=sampler, ready=ready)
             folder = self._checkpoints.commit(partial, state)
-        self._saved_step = self._progress.step
+        self._saved_step = progress.step
         self._observer.saved(folder)
 
     def describe(self) -> str:
-        """What every live group is doing, for the message of a run that stalls."""
-        counts = ", ".join(f"{name} {count}" for name, count in self._ledger.counts().items() if count)
-        ids = ", ".join(str(group_id) for group_id in sorted(self._tasks))
-        return (
-            f"step {self._progress.step + 1} of {self._config.run.steps}, version {self._progress.version}; groups: "
-            f"{counts}; "
-            f"under way: {ids or 'none'}; ready: {len(self._ready)}"
-        )
-
-    # -- from admission to the ready queue
-
-    def _admit(self) -> None:
-        """Start as many groups as the staleness bound and the ready queue allow."""
-        if self._closing or self._failure is not None:
-            return
-        if sum(group.num_bytes for group in self._ready) > self._config.staleness.max_ready_mb * 2**20:
-            return
-        budget = staleness.admission_budget(
-            step=self._progress.step,
-            num_steps=self._progress.step + 1 if self._stop_requested else self._config.run.steps,
-            groups_per_step=self._config.algorithm.groups_per_step,
-            max_versions=self._config.staleness.max_versions,
-            num_trained=self._ledger.num_trained,
-            num_live=self._ledger.num_live,
-        )
-        for _ in range(budget):
-            task, task_pass = self._sampler.next()
-            group_id = self._ledger.admit(task.id, task_pass=task_pass, version=self._progress.version)
-            self._tasks[group_id] = asyncio.create_task(self._live(group_id, task), name=f"group {group_id}")
-
-    async def _live(self, group_id: int, task: Task) -> None:
-        """The life of one group up to the ready queue. Never raises: what is not a lost group stops the run."""
-        try:
-            await self._play(group_id, task)
-        except RunError as error:
-            self._lose(group_id, DropReason.FAILED, str(error))
-        except Exception as error:
-            # Raised again by the main task, which waits for this group: here nobody would hear it.
-            self._failure = error
-        finally:
-            del self._tasks[group_id]
-            self._admit()
-            self._changed.set()
-
-    async def _play(self, group_id: int, task: Task) -> None:
-        self._ledger.advance(group_id, GroupState.RUNNING)
-        order = GroupOrder(
-            group_id=group_id,
-            task=task,
-            num_episodes=self._config.algorithm.group_size,
-            seed=group_seed(self._config.run.seed, group_id),
-        )
-        played = await within(
-            f"playing group {group_id} (task {task.id})",
-            self._config.deadlines.group_s,
-            self._workers.runners.play(order),
-            "raise deadlines.group_s if episodes take this long",
-        )
-        self._ledger.advance(group_id, GroupState.SCORED)
-        self._collected.episodes += played.episodes
-        self._collected.spans += played.spans
-        ready = judge(task.id, played)
-        if ready is None:
-            self._lose(group_id, DropReason.NO_VERDICT, _why_no_verdict(played.episodes))
-            return
-        ready.references = await self._references(ready.payloads)
-        self._ledger.advance(group_id, GroupState.READY)
-        self._ready.append(ready)
-        self._progress.lost_in_a_row = 0
-
-    async def _references(self, payloads: Sequence[PayloadRef]) -> list[object] | None:
-        if self._workers.reference is None:
-            return None
-        return await within(
-            "the reference log-probabilities",
-            self._config.deadlines.train_s,
-            self._workers.reference.logprobs(payloads),
-        )
-
-    def _lose(self, group_id: int, reason: DropReason, detail: str) -> None:
-        """A group that gave nothing; many of them in a row mean that something is broken, and the run stops."""
-        self._drop(group_id, reason, detail)
-        self._progress.lost_in_a_row += 1
-        limit = max(16, 2 * self._config.algorithm.groups_per_step)
-        if self._progress.lost_in_a_row >= limit:
-            self._failure = RunError(
-                f"{limit} groups in a row gave nothing to train on; the last one was dropped as {reason}: {detail}"
-            )
-
-    def _drop(self, group_id: int, reason: DropReason, detail: str) -> None:
-        self._ledger.drop(group_id, reason, detail)
-        self._observer.dropped(group_id, reason, detail)
-        if not reason.puts_task_back:
-            return
-        task_id, task_pass = self._ledger.task_of(group_id)
-        if reason is DropReason.FAILED and self._ledger.num_failures(task_id, task_pass) >= MAX_TASK_FAILURES:
-            return
-        self._sampler.put_back(task_id, task_pass)
+        """Where the run stands and what everything in it is doing, for the message of a run that stalls."""
+        progress = self._progress
+        head = f"step {progress.step + 1} of {self._config.run.steps}, version {progress.version}"
+        return "\n".join([f"{head}; {self._intake.why_nothing_is_ready()}", *self._workers.engines.describe()])
 
     # -- from the ready queue into the weights
 
     async def _train_one_step(self) -> None:
         start_s, trained_version = self._now(), self._progress.version
-        groups: list[ReadyGroup] = []
-        while len(groups) < self._config.algorithm.groups_per_step:
-            self._observer.phase("waiting for episodes" if not self._ready else "training")
-            taken = await self._take(self._config.algorithm.groups_per_step - len(groups))
-            self._observer.phase("training")
-            spans = await within(
-                "accumulating gradients",
-                self._config.deadlines.train_s,
-                self._workers.trainer.accumulate(taken, None),
-                "raise deadlines.train_s if a step takes this long",
-            )
-            self._collected.spans += spans
-            groups += taken
-        outcome = await within("the optimiser step", self._config.deadlines.train_s, self._workers.trainer.step())
-        self._collected.spans += outcome.spans
+        groups = await self._accumulate_step()
+        outcome = await self._call_trainer("the optimiser step", self._workers.trainer.step())
+        self._background.spans += outcome.spans
         self._count_update(outcome)
         for group in groups:
             self._ledger.advance(group.group_id, GroupState.TRAINED, version=trained_version)
-        loaded = await self._publish() if outcome.applied else LoadOutcome(pause_s=0.0)
         self._progress.step += 1
-        await self._report(start_s, trained_version, groups, outcome, loaded)
-        if not self._stop_requested:
-            self._admit()
+        if outcome.applied or self._is_colocated:
+            await self._publish()
+        else:
+            self._progress.served_step = self._progress.step
+        await self._start_evaluation()
+        await self._report(start_s, trained_version, groups, outcome)
+        if not self._progress.stop_requested:
+            self._intake.admit()
+
+    async def _accumulate_step(self) -> list[ReadyGroup]:
+        """One step's groups, their gradients accumulated: as they come, or together at the end."""
+        together = self._is_colocated or not self._config.trainer.streaming
+        size = self._config.algorithm.groups_per_step
+        groups: list[ReadyGroup] = []
+        while len(groups) < size:
+            self._observer.phase("waiting for episodes" if not len(self._intake.ready) else "training")
+            taken = await self._intake.take(size - len(groups))
+            groups += taken
+            if not together:
+                await self._accumulate(taken)
+        if self._is_colocated:
+            sleeping = self._workers.engines.sleep()
+            await within("putting the engines to sleep", self._config.deadlines.weights_s, sleeping)
+        if together:
+            await self._accumulate(groups)
+        return groups
+
+    async def _accumulate(self, groups: list[ReadyGroup]) -> None:
+        self._observer.phase("training")
+        masks = self._config.staleness.late is Late.mask
+        accumulating = self._workers.trainer.accumulate(groups, self._oldest_allowed if masks else None)
+        hint = "raise deadlines.train_s if a step takes this long"
+        self._background.spans += await self._call_trainer("accumulating gradients", accumulating, hint)
 
     def _count_update(self, outcome: StepOutcome) -> None:
         if outcome.applied:
             self._progress.version += 1
-            self._progress.skipped_in_a_row = 0
+            self._skipped_in_a_row = 0
             return
-        self._progress.skipped_in_a_row += 1
-        if self._progress.skipped_in_a_row >= MAX_SKIPPED_UPDATES:
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= MAX_SKIPPED_UPDATES:
             raise RunError(
                 f"the gradient was not finite {MAX_SKIPPED_UPDATES} times in a row (last norm {outcome.grad_norm}); "
                 "lower trainer.learning_rate, or resume from an earlier checkpoint"
             )
 
-    async def _take(self, count: int) -> list[ReadyGroup]:
-        """Up to `count` ready groups, at least one, none of them too old."""
-        while True:
-            if self._failure is not None:
-                raise self._failure
-            fresh = [group for group in staleness.take_order(self._ready) if not self._drop_if_stale(group)]
-            taken, self._ready = fresh[:count], fresh[count:]
-            if taken:
-                for group in taken:
-                    self._ledger.advance(group.group_id, GroupState.TRAINING)
-                return taken
-            self._admit()
-            self._changed.clear()
-            await within(
-                "waiting for a group to train on",
-                # Every live group ends within its own deadline, so that a longer wait is a fault of this loop.
-                self._config.deadlines.group_s + self._config.deadlines.train_s,
-                self._changed.wait(),
-            )
+    # -- from the trainer into the engines
 
-    def _drop_if_stale(self, group: ReadyGroup) -> bool:
-        stale = staleness.is_stale(
-            oldest_version=group.oldest_version,
-            version=self._progress.version,
-            max_versions=self._config.staleness.max_versions,
-        )
-        if stale:
-            detail = f"oldest token of version {group.oldest_version}, update of version {self._progress.version}"
-            self._drop(group.group_id, DropReason.STALE, detail)
-        return stale
+    async def _publish(self) -> None:
+        """Hand the trainer's weights to the engines as the current version; they load while training goes on.
 
-    async def _publish(self) -> LoadOutcome:
-        """Put the trainer's weights into the engines as the current version."""
+        Where nothing can go on without them, this waits for the engines.
+        """
+        await self._loaded()  # the engines still read the version before from where this one will be
         self._observer.phase("weights")
+        staging = self._workers.trainer.stage_weights(self._progress.version)
+        staged = await within("staging the weights", self._config.deadlines.weights_s, staging)
+        self._background.spans += staged.spans
+        self._background.loading = asyncio.create_task(self._load(staged, self._progress.step), name="load weights")
+        if self._config.staleness.max_versions == 0 or self._is_colocated:
+            await self._loaded()
+
+    async def _load(self, staged: StagedWeights, step: int) -> None:
+        """Never raises: a failure reaches the main task through the intake."""
+        try:
+            loaded = await self._load_engines(staged)
+        except Exception as error:
+            self._intake.fail(error)
+            return
+        self._background.pause_s = max(self._background.pause_s, loaded.pause_s)
+        self._background.spans += loaded.spans
+        self._progress.served_step, self._progress.served_version = step, staged.version
+        self._intake.admit()
+
+    async def _load_engines(self, staged: StagedWeights) -> LoadOutcome:
         deadline = self._config.deadlines.weights_s
-        staged = await within(
-            "staging the weights", deadline, self._workers.trainer.stage_weights(self._progress.version)
-        )
-        loaded = await within(
-            "loading the weights into the engines", deadline, self._workers.engines.load_weights(staged)
-        )
-        self._collected.spans += [*staged.spans, *loaded.spans]
-        return loaded
+        if self._config.staleness.late is Late.requeue:
+            # First, so that no engine is paused for, or carries over, tokens that nobody will train on.
+            self._intake.drop_late()
+            cancelling = self._workers.runners.cancel_stale(self._oldest_allowed)
+            await within("ending the groups that are too old", deadline, cancelling)
+        loading = self._workers.engines.load_weights(staged)
+        return await within("loading the weights into the engines", deadline, loading)
+
+    async def _loaded(self) -> None:
+        """Wait until the engines have what was last handed to them."""
+        if self._background.loading is not None:
+            await self._background.loading
+            self._background.loading = None
+        self._intake.raise_failure()
+
+    # -- evaluation and report
+
+    async def _start_evaluation(self) -> None:
+        every = self._config.eval.every
+        if not every or self._progress.step % every:
+            return
+        await self._evaluated()
+        await self._loaded()
+        evaluating = evaluate(self._config, self._workers, self._evaluation_tasks, self._progress.step)
+        self._background.evaluating = asyncio.create_task(evaluating, name="evaluation")
+
+    async def _evaluated(self) -> None:
+        """Wait for the evaluation under way, if there is one, and tell its result."""
+        if self._background.evaluating is not None:
+            self._observer.phase("evaluating")
+            await asyncio.wait([self._background.evaluating])
+            self._tell_evaluation()
+
+    def _tell_evaluation(self) -> None:
+        """Pass on the result of an evaluation that has ended; raises what made it fail."""
+        task = self._background.evaluating
+        if task is not None and task.done():
+            self._background.evaluating = None
+            self._background.spans += task.result().spans
+            self._observer.evaluated(task.result())
 
     async def _report(
-        self, start_s: float, trained_version: int, groups: list[ReadyGroup], outcome: StepOutcome, loaded: LoadOutcome
+        self, start_s: float, trained_version: int, groups: list[ReadyGroup], outcome: StepOutcome
     ) -> None:
-        collected, self._collected = self._collected, _Collected()
+        collected, background = self._intake.collected.take(), self._background
+        self._tell_evaluation()
+        pause_s, background.pause_s = background.pause_s, 0.0
+        spans, background.spans = [*collected.spans, *background.spans], []
         await self._observer.step(
             StepReport(
                 step=self._progress.step,
@@ -389,28 +326,29 @@ class Driver:
                 episodes=collected.episodes,
                 payloads=_worst_and_best(groups),
                 outcome=outcome,
-                loaded=loaded,
-                spans=collected.spans,
+                pause_s=pause_s,
+                spans=spans,
                 counts=self._ledger.counts(),
-                num_ready=len(self._ready),
+                num_ready=len(self._intake.ready),
                 num_zero_std=sum(_has_equal_rewards(group) for group in groups),
             )
         )
 
     # -- the end
 
+    async def _finish(self) -> None:
+        await self._evaluated()
+        await self._loaded()
+        await self._cancel_unfinished()
+        await self.save()
+
     async def _cancel_unfinished(self) -> None:
         """End the groups that no step will use; with a later resume in mind, ready groups stay."""
         await self._end_tasks()
-        waiting = {group.group_id for group in self._ready} if self._progress.step < self._config.run.steps else set()
-        self._ready = [group for group in self._ready if group.group_id in waiting]
-        for group_id in self._ledger.live():
-            if group_id not in waiting:
-                self._drop(group_id, DropReason.CANCELLED, "the run ended")
+        self._intake.cancel_unfinished(keep_ready=self._progress.step < self._config.run.steps)
 
     async def _save_after(self, error: RunError) -> None:
-        """Keep the steps since the last checkpoint, if the trainer still answers; the groups in hand are played
-        again."""
+        """Keep the steps since the last checkpoint, if the trainer still answers."""
         try:
             await self._cancel_unfinished()
             await self.save()
@@ -418,53 +356,26 @@ class Driver:
             error.add_note(f"the steps since the last checkpoint could not be saved: {second}")
 
     async def _end_tasks(self) -> None:
-        self._closing = True
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._intake.close()
+        for task in (self._background.loading, self._background.evaluating):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
 
-    async def _load_ready_payloads(self, folder: Path, count: int) -> list[PayloadRef]:
-        if not count:
-            return []
-        load = self._workers.runners.load_payloads(folder / "ready", count)
-        return await within("loading the ready groups", self._config.deadlines.checkpoint_s, load)
+    # -- shorthands
 
+    @property
+    def _is_colocated(self) -> bool:
+        return self._config.cluster.placement is Placement.colocated
 
-def group_seed(run_seed: int, group_id: int) -> int:
-    """The sampling seed of a group: different for every group of a run and for every run seed; 31 bits."""
-    return (run_seed * 7_368_787 + group_id * 104_729) % 2**31
+    @property
+    def _oldest_allowed(self) -> int:
+        return staleness.oldest_allowed(
+            version=self._progress.version, max_versions=self._config.staleness.max_versions
+        )
 
-
-def judge(task_id: str, played: PlayedGroup) -> ReadyGroup | None:
-    """The trainable part of a group with its advantages; None when fewer than two episodes have a verdict.
-
-    An episode that failed is left out of the group's statistics, as if it had not been played.
-    """
-    kept = [
-        (summary, payload)
-        for summary, payload in zip(played.episodes, played.payloads, strict=True)
-        if summary.is_trainable
-    ]
-    if len(kept) < 2:
-        return None
-    rewards = [summary.reward for summary, _ in kept if summary.reward is not None]
-    return ReadyGroup(
-        group_id=played.group_id,
-        task_id=task_id,
-        episodes=[summary for summary, _ in kept],
-        payloads=[payload for _, payload in kept],
-        advantages=grpo.advantages(rewards),
-        references=None,
-        num_bytes=played.num_bytes,
-    )
-
-
-def _why_no_verdict(episodes: Sequence[EpisodeSummary]) -> str:
-    failed = [episode for episode in episodes if not episode.is_trainable]
-    first = f": {failed[0].detail}" if failed and failed[0].detail else ""
-    ends = ", ".join(sorted({episode.end.value for episode in failed}))
-    return f"{len(failed)} of {len(episodes)} episodes have no verdict ({ends}){first}"
+    async def _call_trainer(self, what: str, call: Awaitable[T], hint: str = "") -> T:
+        return await within(what, self._config.deadlines.train_s, call, hint)
 
 
 def _has_equal_rewards(group: ReadyGroup) -> bool:

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from rlflow.config import EnvConfig, RewardConfig
+from rlflow.config import Config, EnvConfig, RewardConfig
 from rlflow.envs.base import EnvironmentSpec
 from rlflow.envs.jsonl.reward import no_reward
 from rlflow.errors import ConfigError
@@ -37,7 +37,24 @@ def load_environment(config: EnvConfig, reward: RewardConfig) -> EnvironmentSpec
         )
     if reward.function is not None:
         _check_reward(reward.function)
-    return replace(spec, tasks=partial(checked_tasks, config.name, spec.tasks))
+    held_out = spec.evaluation_tasks
+    return replace(
+        spec,
+        tasks=partial(checked_tasks, config.name, spec.tasks),
+        evaluation_tasks=held_out and partial(checked_tasks, f"{config.name}, evaluation", held_out),
+    )
+
+
+def held_out_tasks(config: Config, spec: EnvironmentSpec) -> Sequence[Task]:
+    """What `eval.every` plays, nothing when that is 0; ConfigError when the environment has nothing to play."""
+    if not config.eval.every:
+        return ()
+    if spec.evaluation_tasks is None:
+        raise ConfigError(
+            f"eval.every is {config.eval.every}, but env.name={config.env.name} with these env.args has no evaluation "
+            "tasks; give it some (`evaluation_tasks` of its EnvironmentSpec), or set eval.every to 0"
+        )
+    return spec.evaluation_tasks()
 
 
 def checked_tasks(name: str, tasks: Callable[[], Sequence[Task]]) -> Sequence[Task]:

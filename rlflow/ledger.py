@@ -124,11 +124,10 @@ class Ledger:
         ).fetchone()
         return task_id, task_pass
 
-    def num_failures(self, task_id: str, task_pass: int) -> int:
-        """How often a group of this task failed in this pass."""
+    def num_drops_of(self, task_id: str, task_pass: int, reason: DropReason) -> int:
+        """How often a group of this task was dropped for this reason in this pass."""
         row = self._database.execute(
-            "SELECT COUNT(*) FROM groups WHERE task = ? AND pass = ? AND reason = ?",
-            (task_id, task_pass, DropReason.FAILED),
+            "SELECT COUNT(*) FROM groups WHERE task = ? AND pass = ? AND reason = ?", (task_id, task_pass, reason)
         ).fetchone()
         return row[0]
 

@@ -6,14 +6,15 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlflow.checkpoint import RunState, read_state
 from rlflow.cluster.start import Fleet, ray_cluster, start_fleet, stop_fleet
 from rlflow.config import Config, check
 from rlflow.driver import Driver
-from rlflow.environments import load_environment
+from rlflow.environments import held_out_tasks, load_environment
 from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import DeadlineError
 from rlflow.ledger import Ledger
@@ -21,8 +22,22 @@ from rlflow.models import resolve_model
 from rlflow.rundir import RunDir, claim
 from rlflow.sampler import TaskSampler
 from rlflow.telemetry.observer import RunObserver
+from rlflow.types import Task
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Run:
+    """What is known before anything is started."""
+
+    config: Config
+    spec: EnvironmentSpec
+    sampler: TaskSampler
+    evaluation_tasks: Sequence[Task]
+    model_path: str
+    run_dir: RunDir
+    state: RunState | None
 
 
 def train(config: Config) -> int:
@@ -34,36 +49,38 @@ def train(config: Config) -> int:
     spec = load_environment(config.env, config.reward)
     # Before anything is started: a wrong row of the data set ends here.
     sampler = TaskSampler(spec.tasks(), config.run.seed)
+    evaluation_tasks = held_out_tasks(config, spec)
     model_path = resolve_model(config.model.path)
     with claim(config) as run_dir:
         state = read_state(run_dir.resume_from) if run_dir.resume_from else None
         if state is not None and state.step >= config.run.steps:
             print(f"{run_dir.path} already has {state.step} of {config.run.steps} steps; raise run.steps to go on")
             return 0
+        run = _Run(
+            config=config,
+            spec=spec,
+            sampler=sampler,
+            evaluation_tasks=evaluation_tasks,
+            model_path=model_path,
+            run_dir=run_dir,
+            state=state,
+        )
         with ray_cluster(config), RunObserver(config, run_dir, state) as observer:
-            asyncio.run(_train(config, spec, sampler, model_path, run_dir, state, observer))
+            asyncio.run(_train(run, observer))
             observer.finish()
     return 0
 
 
-async def _train(
-    config: Config,
-    spec: EnvironmentSpec,
-    sampler: TaskSampler,
-    model_path: str,
-    run_dir: RunDir,
-    state: RunState | None,
-    observer: RunObserver,
-) -> None:
+async def _train(run: _Run, observer: RunObserver) -> None:
     stopper = _Stopper(observer.message)
     observer.phase("starting")
     try:
-        fleet = await stopper.until_stopped(start_fleet(config, model_path, spec))
+        fleet = await stopper.until_stopped(start_fleet(run.config, run.model_path, run.spec))
         if fleet is None:
             return
-        ledger = Ledger(run_dir.ledger)
+        ledger = Ledger(run.run_dir.ledger)
         try:
-            await _drive(config, sampler, run_dir, state, observer, fleet, ledger, stopper)
+            await _drive(run, observer, fleet, ledger, stopper)
         finally:
             ledger.close()
             await stop_fleet(fleet)
@@ -71,30 +88,23 @@ async def _train(
         stopper.restore()
 
 
-async def _drive(
-    config: Config,
-    sampler: TaskSampler,
-    run_dir: RunDir,
-    state: RunState | None,
-    observer: RunObserver,
-    fleet: Fleet,
-    ledger: Ledger,
-    stopper: _Stopper,
-) -> None:
+async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, ledger: Ledger, stopper: _Stopper) -> None:
     observer.runners = fleet.workers.runners
     driver = Driver(
-        config=config,
+        config=run.config,
         workers=fleet.workers,
-        sampler=sampler,
+        sampler=run.sampler,
         ledger=ledger,
-        checkpoints=run_dir.checkpoints,
+        checkpoints=run.run_dir.checkpoints,
         observer=observer,
+        evaluation_tasks=run.evaluation_tasks,
     )
     stopper.on_stop = driver.request_stop
     try:
-        if state is not None and run_dir.resume_from is not None:
-            await driver.restore(run_dir.resume_from, state)
-            observer.message(f"resumed at step {state.step} of {config.run.steps}, version {state.version}")
+        if run.state is not None and run.run_dir.resume_from is not None:
+            await driver.restore(run.run_dir.resume_from, run.state)
+            done = f"{run.state.step} of {run.config.run.steps}"
+            observer.message(f"resumed at step {done}, version {run.state.version}")
         await driver.run()
     except DeadlineError as error:
         error.add_note(driver.describe())

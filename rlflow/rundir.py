@@ -40,6 +40,10 @@ class RunDir:
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
+    @property
+    def evaluations(self) -> Path:
+        return self.path / "evaluations.jsonl"
+
 
 @contextmanager
 def claim(config: Config) -> Iterator[RunDir]:

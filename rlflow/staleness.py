@@ -1,30 +1,43 @@
-"""Who may start, who goes first, who is too old: pure functions of counts and versions."""
+"""Who may start and who is too old: pure functions of counts and versions.
+
+Who goes first is `ready.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
-from rlflow.types import ReadyGroup
+from rlflow.config import Late
+from rlflow.types import ReadyGroup, Sample
 
 
 def admission_budget(
-    *, step: int, num_steps: int, groups_per_step: int, max_versions: int, num_trained: int, num_live: int
+    *, served_step: int, num_steps: int, groups_per_step: int, max_versions: int, num_trained: int, num_live: int
 ) -> int:
     """How many groups may start now.
 
-    While step `step` (counted from 0) is being filled, groups for it and for the `max_versions` steps after it may
-    exist; a group that is dropped gives its place back. AReaL (2505.24298, section 4.1) bounds the same sum, there
-    without drops.
+    The engines hold the version that step `served_step` (counted from 0) updates: groups for it and for the
+    `max_versions` steps after it may exist; a group that is dropped gives its place back. AReaL (2505.24298, section
+    4.1) bounds the same sum, there without drops.
     """
-    last_step = min(step + 1 + max_versions, num_steps)
+    last_step = min(served_step + 1 + max_versions, num_steps)
     return max(0, last_step * groups_per_step - num_trained - num_live)
 
 
-def is_stale(*, oldest_version: int, version: int, max_versions: int) -> bool:
-    """Whether an update of `version` must not use tokens of `oldest_version`."""
-    return version - oldest_version > max_versions
+def oldest_allowed(*, version: int, max_versions: int) -> int:
+    """The oldest version whose tokens an update of `version` may use."""
+    return version - max_versions
 
 
-def take_order(ready: Sequence[ReadyGroup]) -> list[ReadyGroup]:
-    """Oldest policy first, then admission order: nothing waits until it is too old while younger groups pass it."""
-    return sorted(ready, key=lambda group: (group.oldest_version, group.group_id))
+def is_too_late(group: ReadyGroup, *, oldest: int, late: Late) -> bool:
+    """Whether an update that allows tokens of version `oldest` and newer must do without the group."""
+    if late is Late.train:
+        return False
+    if late is Late.mask:
+        return group.newest_version < oldest
+    return group.oldest_version < oldest
+
+
+def without_old_tokens(sample: Sample, oldest: int) -> Sample:
+    """The sample with the tokens sampled before version `oldest` taken out of the loss; they stay as context."""
+    return replace(sample, loss_mask=sample.loss_mask & (sample.versions >= oldest))

@@ -200,6 +200,10 @@ class ReadyGroup:
     def oldest_version(self) -> int:
         return min(episode.oldest_version for episode in self.episodes)
 
+    @property
+    def newest_version(self) -> int:
+        return max(episode.newest_version for episode in self.episodes)
+
 
 @dataclass(kw_only=True, slots=True)
 class TrainSample:

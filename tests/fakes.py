@@ -12,7 +12,8 @@ from pathlib import Path
 from rlflow.checkpoint import CheckpointStore
 from rlflow.config import Config
 from rlflow.driver import Driver, StepReport
-from rlflow.errors import WorkerError
+from rlflow.errors import StaleGroup, WorkerError
+from rlflow.evaluation import Evaluation
 from rlflow.ledger import DropReason, Ledger
 from rlflow.roles import LoadOutcome, Mean, StagedWeights, StepOutcome, Workers
 from rlflow.sampler import TaskSampler
@@ -34,7 +35,9 @@ def make_tasks(count: int) -> list[Task]:
     return [Task(id=f"t{i}", prompt=({"role": "user", "content": f"{i}"},), answer=str(i)) for i in range(count)]
 
 
-def make_episode(reward: float | None, version: int, end: EpisodeEnd = EpisodeEnd.COMPLETED) -> EpisodeSummary:
+def make_episode(
+    reward: float | None, version: int, end: EpisodeEnd = EpisodeEnd.COMPLETED, newest_version: int | None = None
+) -> EpisodeSummary:
     return EpisodeSummary(
         end=end,
         reward=reward,
@@ -42,8 +45,21 @@ def make_episode(reward: float | None, version: int, end: EpisodeEnd = EpisodeEn
         num_completion_tokens=2,
         num_loss_tokens=2,
         oldest_version=version,
-        newest_version=version,
+        newest_version=version if newest_version is None else newest_version,
         detail="" if end is EpisodeEnd.COMPLETED else f"made to be {end.value}",
+    )
+
+
+def make_ready(group_id: int, *versions: int) -> ReadyGroup:
+    """One episode for each version."""
+    return ReadyGroup(
+        group_id=group_id,
+        task_id=f"t{group_id}",
+        episodes=[make_episode(1.0, version) for version in versions],
+        payloads=[],
+        advantages=[],
+        references=None,
+        num_bytes=100,
     )
 
 
@@ -84,27 +100,32 @@ class FakeRunners:
     )
     duration_s: Callable[[random.Random], float] = lambda rng: rng.lognormvariate(0.0, 1.0)
     orders: list[GroupOrder] = field(default_factory=list)
-    playing: int = 0
+    started: dict[int, tuple[int, asyncio.Future[None]]] = field(default_factory=dict)
+    """Group under way -> the version of its first token, and what ends it when that is too old."""
     most_playing: int = 0
 
     async def play(self, order: GroupOrder) -> PlayedGroup:
         self.orders.append(order)
-        self.playing += 1
-        self.most_playing = max(self.most_playing, self.playing)
+        first, ended = self.engines.version, asyncio.get_running_loop().create_future()
+        self.started[order.group_id] = first, ended
+        self.most_playing = max(self.most_playing, len(self.started))
         try:
-            version = self.engines.version
-            await asyncio.sleep(self.duration_s(self.rng))
+            await asyncio.wait_for(ended, self.duration_s(self.rng))
+            raise StaleGroup(f"holds tokens of version {first}")
+        except TimeoutError:
             episodes = []
             for index in range(order.num_episodes):
                 reward, end = self.outcome(order, index)
-                episodes.append(make_episode(reward, version, end))
+                episodes.append(make_episode(reward, first, end, self.engines.version))
         finally:
-            self.playing -= 1
+            del self.started[order.group_id]
         payloads: list[PayloadRef] = [f"{order.task.id}/{order.group_id}/{i}" for i in range(order.num_episodes)]
         return PlayedGroup(group_id=order.group_id, episodes=episodes, payloads=payloads, num_bytes=100)
 
     async def cancel_stale(self, oldest_version: int) -> None:
-        pass
+        for version, ended in self.started.values():
+            if version < oldest_version and not ended.done():
+                ended.set_result(None)
 
     async def transcript(self, payload: PayloadRef) -> list[Message]:
         return [{"role": "assistant", "content": str(payload)}]
@@ -140,7 +161,8 @@ class FakeTrainer:
             raise WorkerError("the trainer died")
         await asyncio.sleep(self.train_s * len(groups))
         self.pending += groups
-        self.staleness += [self.version - group.oldest_version for group in groups]
+        oldest = -1 if oldest_version is None else oldest_version
+        self.staleness += [self.version - max(oldest, group.oldest_version) for group in groups]
         return []
 
     async def step(self) -> StepOutcome:
@@ -174,6 +196,8 @@ class FakeObserver:
     reports: list[StepReport] = field(default_factory=list)
     drops: list[tuple[int, DropReason, str]] = field(default_factory=list)
     saves: list[str] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
     on_step: Callable[[StepReport], None] = lambda report: None
 
     def phase(self, name: str) -> None:
@@ -181,6 +205,12 @@ class FakeObserver:
 
     def dropped(self, group_id: int, reason: DropReason, detail: str) -> None:
         self.drops.append((group_id, reason, detail))
+
+    def waiting(self, reason: str) -> None:
+        self.waits.append(reason)
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        self.evaluations.append(evaluation)
 
     async def step(self, report: StepReport) -> None:
         self.reports.append(report)

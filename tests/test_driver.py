@@ -184,8 +184,8 @@ def test_stopped_and_resumed_runs_conserve_every_task(
             folder, steps=steps, max_versions=max_versions, num_tasks=num_tasks, seed=seed + attempt, ledger=ledger
         )
         world.config.run.checkpoint_every = 2
-        world.driver._sampler._seed = seed  # the same order of tasks in each attempt, other latencies
-        world.driver._sampler._order = world.driver._sampler._shuffled(0)
+        world.driver._intake.sampler._seed = seed  # the same order of tasks in each attempt, other latencies
+        world.driver._intake.sampler._order = world.driver._intake.sampler._shuffled(0)
 
         def outcome(order: GroupOrder, index: int, world: World = world) -> tuple[float | None, EpisodeEnd]:
             if index == 0 and world.runners.rng.random() < failing:

@@ -48,8 +48,8 @@ def test_a_reopened_ledger_counts_the_same(tmp_path: Path) -> None:
         assert reopened.counts() == counts
         assert reopened.live() == [first]
         assert reopened.admit("c", task_pass=0, version=0) == 3
-        assert reopened.num_failures("b", 0) == 1
-        assert reopened.num_failures("b", 1) == 0
+        assert reopened.num_drops_of("b", 0, DropReason.FAILED) == 1
+        assert reopened.num_drops_of("b", 1, DropReason.FAILED) == 0
         reopened.close()
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from fakes import make_episode, make_tasks
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlflow.config import Late
 from rlflow.sampler import TaskSampler
-from rlflow.staleness import admission_budget, is_stale, take_order
-from rlflow.types import ReadyGroup
+from rlflow.staleness import admission_budget, is_too_late, oldest_allowed, without_old_tokens
+from rlflow.types import ReadyGroup, Sample
 
 
 @pytest.mark.parametrize(
-    ("step", "max_versions", "num_trained", "num_live", "budget"),
+    ("served_step", "max_versions", "num_trained", "num_live", "budget"),
     [
         (0, 0, 0, 0, 8),
         (0, 0, 0, 8, 0),
@@ -26,9 +28,9 @@ from rlflow.types import ReadyGroup
         (10, 0, 80, 0, 0),
     ],
 )
-def test_admission_budget(step: int, max_versions: int, num_trained: int, num_live: int, budget: int) -> None:
+def test_admission_budget(served_step: int, max_versions: int, num_trained: int, num_live: int, budget: int) -> None:
     found = admission_budget(
-        step=step,
+        served_step=served_step,
         num_steps=10,
         groups_per_step=8,
         max_versions=max_versions,
@@ -38,27 +40,46 @@ def test_admission_budget(step: int, max_versions: int, num_trained: int, num_li
     assert found == budget
 
 
-def test_staleness_counts_versions_before_the_update() -> None:
-    assert not is_stale(oldest_version=5, version=5, max_versions=0)
-    assert is_stale(oldest_version=4, version=5, max_versions=0)
-    assert not is_stale(oldest_version=4, version=5, max_versions=1)
-    assert is_stale(oldest_version=3, version=5, max_versions=1)
+def make_group(group_id: int, *versions: tuple[int, int]) -> ReadyGroup:
+    """One episode for each (oldest, newest) version."""
+    return ReadyGroup(
+        group_id=group_id,
+        task_id="t",
+        episodes=[make_episode(1.0, oldest, newest_version=newest) for oldest, newest in versions],
+        payloads=[],
+        advantages=[],
+        references=None,
+        num_bytes=10,
+    )
 
 
-def test_the_oldest_policy_goes_first_then_the_oldest_group() -> None:
-    groups = [
-        ReadyGroup(
-            group_id=group_id,
-            task_id="t",
-            episodes=[make_episode(0.0, version), make_episode(1.0, version + 1)],
-            payloads=[],
-            advantages=[],
-            references=None,
-            num_bytes=0,
-        )
-        for group_id, version in ((4, 2), (3, 1), (2, 2), (9, 1))
-    ]
-    assert [group.group_id for group in take_order(groups)] == [3, 9, 2, 4]
+@pytest.mark.parametrize(
+    ("late", "versions", "is_late"),
+    [
+        (Late.requeue, [(3, 5), (3, 3)], False),
+        (Late.requeue, [(4, 5), (2, 5)], True),
+        (Late.mask, [(1, 2), (1, 3)], False),
+        (Late.mask, [(1, 2), (2, 2)], True),
+        (Late.train, [(0, 0), (1, 1)], False),
+    ],
+)
+def test_what_is_too_late(late: Late, versions: list[tuple[int, int]], is_late: bool) -> None:
+    oldest = oldest_allowed(version=5, max_versions=2)
+    assert is_too_late(make_group(1, *versions), oldest=oldest, late=late) is is_late
+
+
+def test_old_tokens_leave_the_loss_and_stay_as_context() -> None:
+    sample = Sample(
+        prompt_ids=np.array([7], dtype=np.int32),
+        completion_ids=np.array([1, 2, 3, 4], dtype=np.int32),
+        loss_mask=np.array([True, True, False, True]),
+        logprobs=np.array([-1, -2, 0, -4], dtype=np.float32),
+        versions=np.array([2, 3, -1, 4], dtype=np.int32),
+    )
+    masked = without_old_tokens(sample, 3)
+    assert masked.loss_mask.tolist() == [False, True, False, True]
+    assert masked.completion_ids.tolist() == [1, 2, 3, 4]
+    assert sample.loss_mask.tolist() == [True, True, False, True]
 
 
 def test_each_pass_offers_each_task_once_in_an_order_of_its_own() -> None:

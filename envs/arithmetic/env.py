@@ -10,6 +10,8 @@ from rlflow.envs.arithmetic.data import make_dataset, make_tasks
 from rlflow.envs.arithmetic.reward import is_right
 from rlflow.envs.base import EnvironmentSpec, SingleTurn
 
+EVALUATION_SEED = 1_000_003
+"""Added to the seed of the training tasks."""
 SYSTEM_PROMPT = "You are a calculator. You reply with a single number."
 
 
@@ -19,6 +21,7 @@ def load(
     seed: int = 0,
     system_prompt: str = SYSTEM_PROMPT,
     options: Mapping[str, Any] | None = None,
+    evaluation_size: int = 64,
 ) -> EnvironmentSpec:
     """Questions of one reasoning-gym data set.
 
@@ -26,7 +29,9 @@ def load(
     size: number of tasks; seed: which ones.
     system_prompt: "" leaves it out.
     options: the data set's own options; None asks chain_sum for sums of two one-digit numbers.
+    evaluation_size: number of tasks for `eval.every`, from another seed.
     """
     make_dataset(dataset, size, seed, options)  # a wrong name or option shows now, not when the run is up
     tasks = partial(make_tasks, dataset, size, seed, system_prompt, options)
-    return EnvironmentSpec(tasks=tasks, build=SingleTurn, reward=is_right)
+    evaluation = partial(make_tasks, dataset, evaluation_size, seed + EVALUATION_SEED, system_prompt, options)
+    return EnvironmentSpec(tasks=tasks, build=SingleTurn, reward=is_right, evaluation_tasks=evaluation)

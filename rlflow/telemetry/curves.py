@@ -20,6 +20,18 @@ def column(records: Records, name: str) -> list[float | None]:
     return [float(value) if isinstance(value, int | float) and math.isfinite(value) else None for value in values]
 
 
+def hold_evaluations(records: Sequence[dict[str, Any]], evaluations: Records) -> None:
+    """Give each record the evaluation reward that was the latest when its step began."""
+    held: float | None = None
+    remaining = list(evaluations)
+    for record in records:
+        while remaining and remaining[0]["step"] < record["step"]:
+            held = remaining.pop(0)["eval/reward"]
+        record["eval/reward"] = held
+    if records and remaining:
+        records[-1]["eval/reward"] = remaining[-1]["eval/reward"]
+
+
 def sections(records: Records, buckets: Sequence[Bucket]) -> list[tuple[str, list[Chart]]]:
     """Headings, each with its charts."""
     curves = _Curves(records, buckets)
@@ -33,6 +45,7 @@ class _Curves:
         self._records, self._buckets = records, buckets
 
     def learning(self) -> list[Chart]:
+        evaluation = self._one("eval/reward", "Evaluation reward", "held-out tasks; the latest when a step began")
         kl = self._one("kl", "KL to the reference", "nats a token")
         cut_off = self._one("completions/clipped_ratio", "Completions cut off", "share that reached the length limit")
         no_signal = self._one("frac_reward_zero_std", "Groups without a signal", "share with equal rewards")
@@ -47,8 +60,8 @@ class _Curves:
             length,
             cut_off,
             no_signal,
-            # Only a run with a reference policy has it.
-            *([kl] if kl.has_values else []),
+            # Only a run that evaluates has the one, only one with a reference policy the other.
+            *(chart for chart in (evaluation, kl) if chart.has_values),
         ]
 
     def freshness(self) -> list[Chart]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -53,13 +54,16 @@ REQUIRED: tuple[str, ...] = (
     "utilisation/train",
 )
 """Names that every record has."""
+EVALUATION: tuple[str, ...] = ("step", "version", "eval/reward", "eval/episodes", "eval/failed")
+"""Names that every record of evaluations.jsonl has; `step` counts the steps done before it."""
 
 
 class MetricsFile:
     """Appends records; each one is handed to the system before `append` returns, so that a killed run keeps them."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, required: Sequence[str] = REQUIRED) -> None:
         self._path = path
+        self._required = required
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="ascii")
 
@@ -68,7 +72,7 @@ class MetricsFile:
 
         Raises AssertionError for a record that lacks a required name, RunError when the disk is full.
         """
-        missing = [name for name in REQUIRED if name not in record]
+        missing = [name for name in self._required if name not in record]
         assert not missing, f"the record of step {record.get('step')} lacks {', '.join(missing)}"
         line = json.dumps({name: finite(value) for name, value in record.items()}, allow_nan=False)
         with disk_errors("metrics", self._path.parent):

@@ -11,6 +11,7 @@ from rlflow.checkpoint import RunState
 from rlflow.config import Config
 from rlflow.deadlines import within
 from rlflow.driver import StepReport
+from rlflow.evaluation import Evaluation
 from rlflow.ledger import DropReason
 from rlflow.roles import Runners
 from rlflow.rundir import RunDir, plain
@@ -40,6 +41,10 @@ class RunObserver:
         self._rewards: list[float] = [record["reward"] for record in before]
         self._since_s: float | None = None
         self._file = MetricsFile(run_dir.metrics)
+        metrics.truncate_after(run_dir.evaluations, state.step if state else 0)
+        self._evaluations: MetricsFile | None = None
+        if config.eval.every:
+            self._evaluations = MetricsFile(run_dir.evaluations, required=metrics.EVALUATION)
         self._trace = Trace(run_dir.path / "trace.json")
         self._trackers = open_trackers(config.trackers, run_dir.path, flatten(plain(config)))
         self._console = Console(config.run.steps, run_dir.path)
@@ -52,8 +57,9 @@ class RunObserver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with ExitStack() as closing:
-            for each in (self._file, self._trace, *self._trackers):
-                closing.callback(each.close)
+            for each in (self._file, self._evaluations, self._trace, *self._trackers):
+                if each is not None:
+                    closing.callback(each.close)
             self._console.__exit__(kind, error, trace)
 
     def message(self, text: str) -> None:
@@ -65,6 +71,26 @@ class RunObserver:
     def dropped(self, group_id: int, reason: DropReason, detail: str) -> None:
         if reason in (DropReason.FAILED, DropReason.NO_VERDICT):
             self._console.alarm(f"group {group_id} dropped ({reason}): {detail}")
+
+    def waiting(self, reason: str) -> None:
+        self._console.message(f"no group to train on yet: {reason}")
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        assert self._evaluations is not None, "evaluations need eval.every"
+        record: StepRecord = {
+            "step": evaluation.step,
+            "version": evaluation.version,
+            "eval/reward": evaluation.reward,
+            "eval/episodes": evaluation.num_episodes,
+            "eval/failed": evaluation.num_failed,
+        }
+        self._evaluations.append(record)
+        for tracker in self._trackers:
+            tracker.log(evaluation.step, record)
+        self._console.message(
+            f"evaluation of version {evaluation.version}: reward {evaluation.reward:.3f} over "
+            f"{evaluation.num_episodes} episodes, {evaluation.num_failed} failed"
+        )
 
     def saved(self, folder: Path) -> None:
         self._console.message(f"saved {folder}")

@@ -42,7 +42,7 @@ def step_record(report: StepReport, *, since_s: float, num_tokens_before: int) -
         "throughput/tokens_per_s": num_tokens / step_time,
         "throughput/samples_per_s": len(trained) / step_time,
         **_staleness(report.trained_version, trained),
-        "weights/pause_s": report.loaded.pause_s,
+        "weights/pause_s": report.pause_s,
         "queue/ready": report.num_ready,
         "groups/admitted": report.counts["admitted_total"],
         "groups/trained": report.counts["trained"],

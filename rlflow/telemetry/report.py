@@ -29,7 +29,7 @@ from rlflow.telemetry.charts import (
     pointer_data,
     positions,
 )
-from rlflow.telemetry.curves import Records, column, sections
+from rlflow.telemetry.curves import Records, column, hold_evaluations, sections
 from rlflow.telemetry.page import folded, page, tile
 from rlflow.telemetry.samples import ShownEpisode
 from rlflow.telemetry.text import duration, number, printable, shorten
@@ -47,6 +47,9 @@ def write_report(run_dir: Path) -> Path:
     is full.
     """
     records = metrics.read(run_dir / "metrics.jsonl")
+    evaluations = run_dir / "evaluations.jsonl"
+    if evaluations.is_file():
+        hold_evaluations(records, metrics.read(evaluations))
     path = run_dir / "report.html"
     partial = run_dir / "report.html.partial"
     content = render(run_dir, records)

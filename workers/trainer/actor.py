@@ -13,6 +13,7 @@ from rlflow.compute import keep_memory, share_cpu
 from rlflow.config import Config
 from rlflow.disk import disk_errors
 from rlflow.roles import StagedWeights, StepOutcome
+from rlflow.staleness import without_old_tokens
 from rlflow.types import EpisodePayload, FloatArray, ReadyGroup, Span, TrainSample
 
 if TYPE_CHECKING:
@@ -52,21 +53,21 @@ class TrainerWorker:
         silent, loud = [], []
         for group in groups:
             (silent if self._has_no_gradient(group) else loud).append(group)
-        self._backend.accumulate(self._share(loud))
-        self._backend.observe(self._share(silent))
+        self._backend.accumulate(self._share(loud, oldest_version))
+        self._backend.observe(self._share(silent, oldest_version))
         return self._span("train", start_s)
 
     def _has_no_gradient(self, group: ReadyGroup) -> bool:
         """Whether the loss of every token is zero for every policy: no episode was better than another, no KL term."""
         return not any(group.advantages) and self._config.algorithm.kl_coefficient == 0
 
-    def _share(self, groups: list[ReadyGroup]) -> list[MicroBatch]:
+    def _share(self, groups: list[ReadyGroup], oldest_version: int | None) -> list[MicroBatch]:
         """This rank's micro-batches of `groups`; none when there are no groups."""
         if not groups:
             return []
         episodes = [group.episodes for group in groups]
         plans = plan_micro_batches(episodes, self._world_size, self._config.trainer.micro_batch_tokens)
-        fetch = _Fetcher(groups)
+        fetch = _Fetcher(groups, oldest_version)
         return [[fetch.samples(piece.group, piece.episodes) for piece in plan.pieces] for plan in plans[self._rank]]
 
     def step(self) -> StepOutcome:
@@ -110,10 +111,11 @@ class TrainerWorker:
 
 
 class _Fetcher:
-    """Reads payloads from the object store as training samples."""
+    """Reads payloads from the object store as training samples, without the tokens that are too old."""
 
-    def __init__(self, groups: Sequence[ReadyGroup]) -> None:
+    def __init__(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> None:
         self._groups = groups
+        self._oldest_version = oldest_version
 
     def samples(self, group_index: int, episodes: Sequence[int]) -> list[TrainSample]:
         import ray
@@ -126,12 +128,16 @@ class _Fetcher:
         return [
             sample
             for index, payload, reference in zip(episodes, payloads, references, strict=True)
-            for sample in _train_samples(payload, group.advantages[index], reference)
+            for sample in self._train_samples(payload, group.advantages[index], reference)
         ]
 
-
-def _train_samples(payload: EpisodePayload, advantage: float, references: list[FloatArray] | None) -> list[TrainSample]:
-    return [
-        TrainSample(sample=sample, advantage=advantage, reference_logprobs=references[index] if references else None)
-        for index, sample in enumerate(payload.samples)
-    ]
+    def _train_samples(
+        self, payload: EpisodePayload, advantage: float, references: list[FloatArray] | None
+    ) -> list[TrainSample]:
+        samples = payload.samples
+        if self._oldest_version is not None:
+            samples = [without_old_tokens(sample, self._oldest_version) for sample in samples]
+        return [
+            TrainSample(sample=sample, advantage=advantage, reference_logprobs=reference)
+            for sample, reference in zip(samples, references or [None] * len(samples), strict=True)
+        ]

@@ -1,0 +1,345 @@
+"""From the sampler to the ready queue: each live group has an asyncio task that takes it through its life.
+
+    sampler -> admit -> play and score -> judge -> reference -> ready queue -> take
+
+The main loop of `driver.py` calls `admit` when there may be room and `take` when it can train; they meet in the ledger,
+in the ready queue and in one event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rlflow import staleness
+from rlflow.algorithms.advantage import grpo
+from rlflow.config import Config, Order
+from rlflow.deadlines import within
+from rlflow.errors import DeadlineError, RunError, StaleGroup
+from rlflow.ledger import DropReason, GroupState, Ledger
+from rlflow.ready import ReadyQueue
+from rlflow.roles import Workers
+from rlflow.sampler import TaskSampler
+from rlflow.types import EpisodeSummary, GroupOrder, PayloadRef, PlayedGroup, ReadyGroup, Span, Task
+
+MAX_TASK_FAILURES = 3
+"""Groups of one task that may fail in one pass before the task is given up."""
+HEARTBEAT_S = 60.0
+"""Seconds without a group to train on after which people are told why, again and again."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the run is; the driver writes it, the intake reads it."""
+
+    step: int = 0
+    """Steps done."""
+    version: int = 0
+    """Of the trainer: updates applied."""
+    served_step: int = 0
+    """Steps that were done when the engines' version was made."""
+    served_version: int = 0
+    """A version that every engine has reached: the oldest that a new group can hold tokens of."""
+    stop_requested: bool = False
+
+
+@dataclass(slots=True)
+class Collected:
+    """What has been gathered since the last report."""
+
+    episodes: list[EpisodeSummary] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    def take(self) -> Collected:
+        """Hand over what there is, and begin anew."""
+        taken = Collected(episodes=self.episodes, spans=self.spans)
+        self.episodes, self.spans = [], []
+        return taken
+
+
+class Listener(Protocol):
+    """Told what happens to groups."""
+
+    def dropped(self, group_id: int, reason: DropReason, detail: str) -> None: ...
+
+    def waiting(self, reason: str) -> None:
+        """No group could be trained for another HEARTBEAT_S; `reason` says why."""
+        ...
+
+
+class Intake:
+    """Every group from its admission until the trainer takes it or it is dropped."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        workers: Workers,
+        sampler: TaskSampler,
+        ledger: Ledger,
+        listener: Listener,
+        progress: Progress,
+    ) -> None:
+        self.sampler = sampler
+        self.collected = Collected()
+        self.ready = ReadyQueue(
+            order=config.staleness.order,
+            max_versions=config.staleness.max_versions,
+            groups_per_step=config.algorithm.groups_per_step,
+        )
+        self._config = config
+        self._workers = workers
+        self._ledger = ledger
+        self._listener = listener
+        self._progress = progress
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self._lost_in_a_row = 0
+        self._failure: BaseException | None = None
+        self._closing = False
+
+    def admit(self) -> None:
+        """Start as many groups as the staleness bound and the ready queue allow."""
+        if self._closing or self._failure is not None:
+            return
+        for _ in range(self._budget()):
+            task, task_pass = self.sampler.next()
+            version = self._progress.served_version
+            group_id = self._ledger.admit(task.id, task_pass=task_pass, version=version)
+            self.ready.expect(group_id, version, was_late=self._was_late(task.id, task_pass))
+            self._tasks[group_id] = asyncio.create_task(self._live(group_id, task), name=f"group {group_id}")
+
+    async def take(self, places: int) -> list[ReadyGroup]:
+        """Groups for the update in hand, at least one and at most `places`, none of them too late.
+
+        Raises what made the run fail, and DeadlineError when no group can be trained for longer than groups live.
+        """
+        # Every live group ends within its own deadline, so that a longer wait is a fault of this loop.
+        left_s = self._config.deadlines.group_s + self._config.deadlines.train_s
+        while True:
+            self.raise_failure()
+            self.drop_late()
+            taken = self.ready.take(version=self._progress.version, places=places)
+            for group in taken:
+                self._ledger.advance(group.group_id, GroupState.TRAINING)
+            self.admit()
+            if taken:
+                return taken
+            self._changed.clear()
+            wait_s = min(HEARTBEAT_S, left_s)
+            try:
+                await within("waiting for a group to train on", wait_s, self._changed.wait())
+            except DeadlineError:
+                left_s -= wait_s
+                if left_s <= 0:
+                    raise
+                self._listener.waiting(self.why_nothing_is_ready())
+
+    def drop_late(self) -> None:
+        """Drop the ready groups that the update in hand must do without."""
+        oldest, late = self._oldest_allowed, self._config.staleness.late
+        for group in self.ready.remove(lambda group: staleness.is_too_late(group, oldest=oldest, late=late)):
+            detail = f"tokens of version {group.oldest_version}, update of version {self._progress.version}"
+            self._drop(group.group_id, DropReason.STALE, detail)
+
+    def fail(self, error: BaseException) -> None:
+        """Make `take` raise this."""
+        self._failure = self._failure or error
+        self._changed.set()
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    async def close(self) -> None:
+        """Cancel the groups under way, and admit no more."""
+        self._closing = True
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def cancel_unfinished(self, *, keep_ready: bool) -> None:
+        """After `close`: end the groups that no step of this process will use."""
+        kept = {group.group_id for group in self.ready.groups} if keep_ready else set()
+        self.ready.remove(lambda group: group.group_id not in kept)
+        for group_id in self._ledger.live():
+            if group_id not in kept:
+                self._drop(group_id, DropReason.CANCELLED, "the run ended")
+
+    async def restore(self, groups: Sequence[ReadyGroup]) -> None:
+        """Take up the ready groups of a checkpoint; what else was live is played again."""
+        kept = {group.group_id for group in groups}
+        for group in groups:
+            group.references = await self._references(group.payloads)
+            task_id, task_pass = self._ledger.task_of(group.group_id)
+            self.ready.expect(group.group_id, group.oldest_version, was_late=self._was_late(task_id, task_pass))
+            self.ready.put(group)
+        for group_id in self._ledger.live():
+            if group_id not in kept:
+                self._drop(group_id, DropReason.CANCELLED, "was under way when the run stopped")
+
+    def why_nothing_is_ready(self) -> str:
+        """In one line: where the groups are, and what keeps more of them from starting."""
+        counts = self._ledger.counts()
+        live = [GroupState.RUNNING, GroupState.SCORED, GroupState.READY, GroupState.TRAINING]
+        where = ", ".join(f"{counts[state]} {state}" for state in live if counts[state]) or "no group is live"
+        running = self._ledger.live(GroupState.RUNNING)
+        oldest = f"; the oldest under way is group {running[0]}" if running else ""
+        return f"{where}{oldest}; {self._why_none_starts()}"
+
+    def _why_none_starts(self) -> str:
+        if self._closing:
+            return "no group starts, because the run is ending"
+        if self._is_full:
+            return f"no group starts, because those that are ready hold {self.ready.num_bytes >> 20} MB"
+        if self._budget():
+            return "more may start"
+        bound = self._config.staleness.max_versions
+        return (
+            f"no group starts, because the engines have version {self._progress.served_version}, step "
+            f"{self._progress.step + 1} is not done and staleness.max_versions is {bound}"
+        )
+
+    # -- the life of one group
+
+    async def _live(self, group_id: int, task: Task) -> None:
+        """Never raises: what is not a lost group stops the run."""
+        try:
+            await self._play(group_id, task)
+        except StaleGroup as error:
+            self._drop(group_id, DropReason.STALE, str(error))
+        except RunError as error:
+            self._lose(group_id, DropReason.FAILED, str(error))
+        except Exception as error:
+            # Raised again by the main task, which waits for this group: here nobody would hear it.
+            self.fail(error)
+        finally:
+            del self._tasks[group_id]
+            self.admit()
+            self._changed.set()
+
+    async def _play(self, group_id: int, task: Task) -> None:
+        self._ledger.advance(group_id, GroupState.RUNNING)
+        order = GroupOrder(
+            group_id=group_id,
+            task=task,
+            num_episodes=self._config.algorithm.group_size,
+            seed=group_seed(self._config.run.seed, group_id),
+        )
+        played = await within(
+            f"playing group {group_id} (task {task.id})",
+            self._config.deadlines.group_s,
+            self._workers.runners.play(order),
+            "raise deadlines.group_s if episodes take this long",
+        )
+        self._ledger.advance(group_id, GroupState.SCORED)
+        self.collected.episodes += played.episodes
+        self.collected.spans += played.spans
+        ready = judge(task.id, played)
+        if ready is None:
+            self._lose(group_id, DropReason.NO_VERDICT, _why_no_verdict(played.episodes))
+            return
+        ready.references = await self._references(ready.payloads)
+        self._ledger.advance(group_id, GroupState.READY)
+        self.ready.put(ready)
+        self._lost_in_a_row = 0
+
+    async def _references(self, payloads: Sequence[PayloadRef]) -> list[object] | None:
+        if self._workers.reference is None:
+            return None
+        return await within(
+            "the reference log-probabilities",
+            self._config.deadlines.train_s,
+            self._workers.reference.logprobs(payloads),
+        )
+
+    def _lose(self, group_id: int, reason: DropReason, detail: str) -> None:
+        """A group that gave nothing; many of them in a row mean that something is broken, and the run stops."""
+        self._drop(group_id, reason, detail)
+        self._lost_in_a_row += 1
+        limit = max(16, 2 * self._config.algorithm.groups_per_step)
+        if self._lost_in_a_row >= limit:
+            last = f"the last one was dropped as {reason}: {detail}"
+            self.fail(RunError(f"{limit} groups in a row gave nothing to train on; {last}"))
+
+    def _drop(self, group_id: int, reason: DropReason, detail: str) -> None:
+        self.ready.forget(group_id)
+        self._ledger.drop(group_id, reason, detail)
+        self._listener.dropped(group_id, reason, detail)
+        if not reason.puts_task_back:
+            return
+        task_id, task_pass = self._ledger.task_of(group_id)
+        failed = reason is DropReason.FAILED
+        if failed and self._ledger.num_drops_of(task_id, task_pass, reason) >= MAX_TASK_FAILURES:
+            return
+        self.sampler.put_back(task_id, task_pass)
+
+    # -- what the rules need to know
+
+    def _budget(self) -> int:
+        if self._is_full:
+            return 0
+        progress = self._progress
+        return staleness.admission_budget(
+            served_step=progress.served_step,
+            num_steps=progress.step + 1 if progress.stop_requested else self._config.run.steps,
+            groups_per_step=self._config.algorithm.groups_per_step,
+            max_versions=self._config.staleness.max_versions,
+            num_trained=self._ledger.num_trained,
+            num_live=self._ledger.num_live,
+        )
+
+    @property
+    def _is_full(self) -> bool:
+        return self.ready.num_bytes > self._config.staleness.max_ready_mb * 2**20
+
+    @property
+    def _oldest_allowed(self) -> int:
+        return staleness.oldest_allowed(
+            version=self._progress.version, max_versions=self._config.staleness.max_versions
+        )
+
+    def _was_late(self, task_id: str, task_pass: int) -> bool:
+        """Whether the task has lost its place once for being slow; asked where only such tasks have a claim."""
+        if self._config.staleness.order is not Order.ready_first:
+            return False
+        return self._ledger.num_drops_of(task_id, task_pass, DropReason.STALE) > 0
+
+
+def group_seed(run_seed: int, group_id: int) -> int:
+    """The sampling seed of a group: different for every group of a run and for every run seed; 31 bits."""
+    return (run_seed * 7_368_787 + group_id * 104_729) % 2**31
+
+
+def judge(task_id: str, played: PlayedGroup) -> ReadyGroup | None:
+    """The trainable part of a group with its advantages; None when fewer than two episodes have a verdict.
+
+    An episode that failed is left out of the group's statistics, as if it had not been played.
+    """
+    kept = [
+        (summary, payload)
+        for summary, payload in zip(played.episodes, played.payloads, strict=True)
+        if summary.is_trainable
+    ]
+    if len(kept) < 2:
+        return None
+    rewards = [summary.reward for summary, _ in kept if summary.reward is not None]
+    return ReadyGroup(
+        group_id=played.group_id,
+        task_id=task_id,
+        episodes=[summary for summary, _ in kept],
+        payloads=[payload for _, payload in kept],
+        advantages=grpo.advantages(rewards),
+        references=None,
+        num_bytes=played.num_bytes,
+    )
+
+
+def _why_no_verdict(episodes: Sequence[EpisodeSummary]) -> str:
+    failed = [episode for episode in episodes if not episode.is_trainable]
+    first = f": {failed[0].detail}" if failed and failed[0].detail else ""
+    ends = ", ".join(sorted({episode.end.value for episode in failed}))
+    return f"{len(failed)} of {len(episodes)} episodes have no verdict ({ends}){first}"

@@ -201,7 +201,7 @@ class EvalConfig:
     every: int = 0
     """Steps between two evaluations; 0 evaluates never. The environment must offer evaluation tasks."""
     episodes: int = 1
-    """Episodes of each task, at temperature `rollout.temperature`."""
+    """Of each task, sampled as in training."""
 
 
 @dataclass

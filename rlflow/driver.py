@@ -290,8 +290,18 @@ class Driver:
             return
         await self._evaluated()
         await self._loaded()
-        evaluating = evaluate(self._config, self._workers, self._evaluation_tasks, self._progress.step)
+        pinning = self._workers.engines.pin()
+        evaluating = evaluate(
+            self._config,
+            self._workers,
+            self._evaluation_tasks,
+            engine=await within("setting an engine aside", self._config.deadlines.weights_s, pinning),
+            step=self._progress.step,
+            version=self._progress.version,
+        )
         self._background.evaluating = asyncio.create_task(evaluating, name="evaluation")
+        if self._is_colocated:
+            await self._evaluated()  # the engines are about to sleep
 
     async def _evaluated(self) -> None:
         """Wait for the evaluation under way, if there is one, and tell its result."""

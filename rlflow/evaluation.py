@@ -15,8 +15,6 @@ from rlflow.types import GroupOrder, PlayedGroup, Span, Task
 
 AT_ONCE = 64
 """Tasks played at the same time; the engine queues what it cannot run."""
-ATTEMPTS = 2
-"""An engine that is lost takes its evaluation along; it is begun again on another one."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,34 +24,41 @@ class Evaluation:
     step: int
     """Steps done when it began."""
     version: int
-    """Of every token."""
-    reward: float
-    """Mean over the episodes with a verdict."""
+    """The trainer's when it began; every token is of this version."""
+    reward: float | None
+    """Mean over the episodes with a verdict; None when there is none, and then `detail` says why."""
     num_episodes: int
+    """Episodes with a verdict."""
     num_failed: int
-    """Episodes without a verdict; they are not in `reward`."""
+    """Episodes without; they are not in `reward`."""
     spans: list[Span]
+    detail: str = ""
 
 
-async def evaluate(config: Config, workers: Workers, tasks: Sequence[Task], step: int) -> Evaluation:
-    """Play every task `eval.episodes` times, with the same seeds at every call.
+async def evaluate(
+    config: Config, workers: Workers, tasks: Sequence[Task], *, engine: int, step: int, version: int
+) -> Evaluation:
+    """Play every task `eval.episodes` times on `engine`, pinned at `version`, and unpin it; the seeds never change.
 
-    Raises RunError when no episode has a verdict, or when the engine or the runner is lost twice.
+    An engine or a runner that is lost takes the evaluation along: that is its result, and the run goes on.
     """
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            played = await _play_pinned(config, workers, tasks)
-        except RunError:
-            if attempt == ATTEMPTS:
-                raise
-        else:
-            return _summarize(played, step)
-    raise AssertionError("the last attempt returns or raises")
+    try:
+        played = await _play_pinned(config, workers, tasks, engine)
+    except RunError as error:
+        return Evaluation(
+            step=step,
+            version=version,
+            reward=None,
+            num_episodes=0,
+            num_failed=len(tasks) * config.eval.episodes,
+            spans=[],
+            detail=str(error),
+        )
+    return _summarize(played, step, version)
 
 
-async def _play_pinned(config: Config, workers: Workers, tasks: Sequence[Task]) -> list[PlayedGroup]:
+async def _play_pinned(config: Config, workers: Workers, tasks: Sequence[Task], engine: int) -> list[PlayedGroup]:
     deadlines = config.deadlines
-    engine = await within("setting an engine aside for the evaluation", deadlines.group_s, workers.engines.pin())
     places = asyncio.Semaphore(AT_ONCE)
 
     async def play(index: int, task: Task) -> PlayedGroup:
@@ -68,19 +73,18 @@ async def _play_pinned(config: Config, workers: Workers, tasks: Sequence[Task]) 
         await within("giving the evaluation's engine back", deadlines.weights_s, workers.engines.unpin(engine))
 
 
-def _summarize(played: Sequence[PlayedGroup], step: int) -> Evaluation:
+def _summarize(played: Sequence[PlayedGroup], step: int, version: int) -> Evaluation:
     episodes = [episode for group in played for episode in group.episodes]
-    judged = [episode for episode in episodes if episode.is_trainable]
-    if not judged:
-        first = episodes[0]
-        raise RunError(f"no episode of the evaluation has a verdict; the first ended as {first.end}: {first.detail}")
-    versions = {version for episode in judged for version in (episode.oldest_version, episode.newest_version)}
-    assert len(versions) == 1, f"the pinned engine sampled under versions {sorted(versions)}"
+    rewards = [episode.reward for episode in episodes if episode.is_trainable and episode.reward is not None]
+    versions = {v for e in episodes if e.is_trainable for v in (e.oldest_version, e.newest_version)}
+    assert versions <= {version}, f"an engine pinned at version {version} sampled under {sorted(versions)}"
+    first = episodes[0]
     return Evaluation(
         step=step,
-        version=versions.pop(),
-        reward=sum(episode.reward or 0.0 for episode in judged) / len(judged),
-        num_episodes=len(judged),
-        num_failed=len(episodes) - len(judged),
+        version=version,
+        reward=sum(rewards) / len(rewards) if rewards else None,
+        num_episodes=len(rewards),
+        num_failed=len(episodes) - len(rewards),
         spans=[span for group in played for span in group.spans],
+        detail="" if rewards else f"no episode has a verdict; the first ended as {first.end}: {first.detail}",
     )

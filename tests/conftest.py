@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 
+from hypothesis import settings
+
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -19,3 +21,6 @@ _ENVIRONMENT = {
 }
 
 os.environ.update(_ENVIRONMENT)
+
+settings.register_profile("default", max_examples=100)
+settings.register_profile("many", max_examples=2000)

@@ -68,21 +68,31 @@ class FakeEngines:
     version: int = -1
     loaded: list[int] = field(default_factory=list)
     load_s: float = 0.1
+    awake: asyncio.Event = field(default_factory=asyncio.Event)
+    pinned: bool = False
+    unpinned: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def load_weights(self, staged: StagedWeights) -> LoadOutcome:
+        if self.pinned:
+            await self.unpinned.wait()
         await asyncio.sleep(self.load_s)
+        self.awake.set()
         self.version = staged.version
         self.loaded.append(staged.version)
         return LoadOutcome(pause_s=self.load_s)
 
     async def sleep(self) -> None:
-        pass
+        self.awake.clear()
 
     async def pin(self) -> int:
+        assert not self.pinned
+        self.pinned = True
+        self.unpinned.clear()
         return 0
 
     async def unpin(self, engine: int) -> None:
-        pass
+        self.pinned = False
+        self.unpinned.set()
 
     def describe(self) -> list[str]:
         return [f"engine 0: version {self.version}"]
@@ -105,14 +115,16 @@ class FakeRunners:
     most_playing: int = 0
 
     async def play(self, order: GroupOrder) -> PlayedGroup:
-        self.orders.append(order)
+        if order.engine is None:
+            self.orders.append(order)
         first, ended = self.engines.version, asyncio.get_running_loop().create_future()
         self.started[order.group_id] = first, ended
-        self.most_playing = max(self.most_playing, len(self.started))
+        self.most_playing = max(self.most_playing, sum(group_id > 0 for group_id in self.started))
         try:
             await asyncio.wait_for(ended, self.duration_s(self.rng))
             raise StaleGroup(f"holds tokens of version {first}")
         except TimeoutError:
+            await self.engines.awake.wait()
             episodes = []
             for index in range(order.num_episodes):
                 reward, end = self.outcome(order, index)
@@ -123,8 +135,8 @@ class FakeRunners:
         return PlayedGroup(group_id=order.group_id, episodes=episodes, payloads=payloads, num_bytes=100)
 
     async def cancel_stale(self, oldest_version: int) -> None:
-        for version, ended in self.started.values():
-            if version < oldest_version and not ended.done():
+        for group_id, (version, ended) in self.started.items():
+            if group_id > 0 and version < oldest_version and not ended.done():
                 ended.set_result(None)
 
     async def transcript(self, payload: PayloadRef) -> list[Message]:
@@ -196,6 +208,7 @@ class FakeObserver:
     reports: list[StepReport] = field(default_factory=list)
     drops: list[tuple[int, DropReason, str]] = field(default_factory=list)
     saves: list[str] = field(default_factory=list)
+    most_ready: int = 0
     waits: list[str] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     on_step: Callable[[StepReport], None] = lambda report: None
@@ -214,6 +227,7 @@ class FakeObserver:
 
     async def step(self, report: StepReport) -> None:
         self.reports.append(report)
+        self.most_ready = max(self.most_ready, report.num_ready)
         self.on_step(report)
 
     def saved(self, folder: Path) -> None:
@@ -242,11 +256,14 @@ def make_world(
     num_tasks: int = 50,
     seed: int = 0,
     ledger: Path | None = None,
+    config: Config | None = None,
 ) -> World:
-    config = Config()
+    """`config` is taken over and its sizes are set; None makes one."""
+    config = config or Config()
     config.run.steps, config.run.seed, config.run.checkpoint_every = steps, seed, 0
     config.algorithm.groups_per_step, config.algorithm.group_size = 3, 4
     config.staleness.max_versions = max_versions
+    evaluation_tasks = make_tasks(2) if config.eval.every else []
     engines, trainer, observer = FakeEngines(), FakeTrainer(), FakeObserver()
     runners = FakeRunners(engines=engines, rng=random.Random(seed))
     opened, checkpoints = Ledger(ledger), CheckpointStore(folder / "checkpoints", keep=2)
@@ -257,6 +274,7 @@ def make_world(
         ledger=opened,
         checkpoints=checkpoints,
         observer=observer,
+        evaluation_tasks=evaluation_tasks,
     )
     return World(
         config=config,

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlflow.checkpoint import read_state
+from rlflow.config import Config, Late, Order, Placement, check
 from rlflow.driver import StepReport
 from rlflow.errors import RunError, WorkerError
 from rlflow.ledger import DropReason, Ledger
@@ -164,26 +165,60 @@ def test_a_failed_run_keeps_the_steps_since_its_last_checkpoint(tmp_path: Path) 
     assert saved.num_trained == 3 * step
 
 
-@settings(max_examples=150, deadline=None)
+@st.composite
+def settings_of_runs(draw: st.DrawFn) -> Config:
+    """Every combination of the scheduler's settings that `check` lets through."""
+    config = Config()
+    config.staleness.max_versions = draw(st.integers(0, 3))
+    config.trainer.streaming = draw(st.booleans())
+    config.eval.every = draw(st.sampled_from([0, 0, 3]))
+    if config.staleness.max_versions:
+        config.staleness.order = draw(st.sampled_from(Order))
+    if config.staleness.order is Order.ready_first:
+        config.staleness.late = draw(st.sampled_from([Late.requeue, Late.mask]))
+    if config.trainer.streaming:
+        config.cluster.placement = draw(st.sampled_from(Placement))
+    check(config)
+    return config
+
+
+@settings(deadline=None)
 @given(
+    config=settings_of_runs(),
     seed=st.integers(0, 2**31),
-    max_versions=st.integers(0, 3),
     stop_at=st.lists(st.integers(1, 11), max_size=3),
     failing=st.floats(0.0, 0.3),
+    load_s=st.floats(0.0, 3.0),
+    tail=st.floats(0.0, 2.0),
 )
 def test_stopped_and_resumed_runs_conserve_every_task(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, max_versions: int, stop_at: list[int], failing: float
+    tmp_path_factory: pytest.TempPathFactory,
+    config: Config,
+    seed: int,
+    stop_at: list[int],
+    failing: float,
+    load_s: float,
+    tail: float,
 ) -> None:
     """Random latencies, failures and kills: the ledger adds up, staleness is hard, each task is trained once a pass."""
+    max_versions = config.staleness.max_versions
     folder = tmp_path_factory.mktemp("run")
     steps, num_tasks, ledger = 12, 9, folder / "ledger.db"
     kills = [*sorted(stop_at), None]
     world = make_world(folder)
     for attempt, kill in enumerate(kills):
         world = make_world(
-            folder, steps=steps, max_versions=max_versions, num_tasks=num_tasks, seed=seed + attempt, ledger=ledger
+            folder,
+            steps=steps,
+            max_versions=max_versions,
+            num_tasks=num_tasks,
+            seed=seed + attempt,
+            ledger=ledger,
+            config=config,
         )
         world.config.run.checkpoint_every = 2
+        world.engines.load_s = load_s
+        world.runners.duration_s = lambda rng: rng.lognormvariate(0.0, tail)
         world.driver._intake.sampler._seed = seed  # the same order of tasks in each attempt, other latencies
         world.driver._intake.sampler._order = world.driver._intake.sampler._shuffled(0)
 
@@ -217,6 +252,10 @@ def test_stopped_and_resumed_runs_conserve_every_task(
             assert "in a row" in str(error)
         assert all(0 <= lag <= max_versions for lag in world.trainer.staleness)
         assert world.runners.most_playing <= 3 * (max_versions + 1)
+        assert world.observer.most_ready <= 3 * (max_versions + 1)
+        if config.staleness.order is Order.oldest_first:
+            assert DropReason.STALE not in {drop[1] for drop in world.observer.drops}
+        assert all(evaluation.step % 3 == 0 for evaluation in world.observer.evaluations)
         if kill is not None and world.trainer.version < steps:
             world.ledger.close()
             latest = world.checkpoints.latest()

@@ -87,6 +87,9 @@ class RunObserver:
         self._evaluations.append(record)
         for tracker in self._trackers:
             tracker.log(evaluation.step, record)
+        if evaluation.reward is None:
+            self._console.alarm(f"the evaluation of version {evaluation.version} was lost: {evaluation.detail}")
+            return
         self._console.message(
             f"evaluation of version {evaluation.version}: reward {evaluation.reward:.3f} over "
             f"{evaluation.num_episodes} episodes, {evaluation.num_failed} failed"

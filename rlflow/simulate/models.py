@@ -292,21 +292,21 @@ def _played(order: GroupOrder, lengths: Sequence[int], oldest_version: int, newe
     )
 
 
-@dataclass(slots=True)
 class ModelledTrainer:
     """Takes its time for each token; the optimiser step itself takes none."""
 
-    plan: Plan
-    meter: Meter
-    occupancy: Occupancy = field(default_factory=Occupancy)
-    num_tokens: int = 0
+    def __init__(self, plan: Plan, meter: Meter) -> None:
+        self._token_s = plan.train_token_s
+        self._meter = meter
+        self.occupancy = Occupancy()
+        self.num_tokens = 0
 
     async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
         loop = asyncio.get_running_loop()
-        with self.meter:
+        with self._meter:
             tokens = sum(episode.num_completion_tokens for group in groups for episode in group.episodes)
             self.occupancy.change(1, loop.time())
-        await asyncio.sleep(tokens * self.plan.train_token_s)
+        await asyncio.sleep(tokens * self._token_s)
         self.occupancy.change(-1, loop.time())
         self.num_tokens += tokens
         return []

@@ -212,7 +212,7 @@ class ModelledRunners:
         raise NotImplementedError("the model has no conversations")
 
     async def save_payloads(self, payloads: Sequence[PayloadRef], path: Path) -> None:
-        raise NotImplementedError("a simulation is not saved")
+        """Nothing: there are no payloads, and no simulation is resumed."""
 
     async def load_payloads(self, path: Path, count: int) -> list[PayloadRef]:
         raise NotImplementedError("a simulation is not resumed")
@@ -312,15 +312,13 @@ class ModelledTrainer:
         return []
 
     async def step(self) -> StepOutcome:
-        return StepOutcome(
-            applied=True, grad_norm=1.0, learning_rate=1.0, metrics={"loss": Mean(total=0.0, count=1.0)}
-        )
+        return StepOutcome(applied=True, grad_norm=1.0, learning_rate=1.0, metrics={"loss": Mean(total=0.0, count=1.0)})
 
     async def stage_weights(self, version: int) -> StagedWeights:
         return StagedWeights(version=version, path="", num_bytes=0, slots=(), buckets=())
 
     async def save(self, folder: Path) -> None:
-        raise NotImplementedError("a simulation is not saved")
+        """Nothing: no simulation is resumed."""
 
     async def load(self, folder: Path) -> None:
         raise NotImplementedError("a simulation is not resumed")

@@ -27,7 +27,7 @@ from rlflow.roles import Workers
 from rlflow.sampler import TaskSampler
 from rlflow.simulate.clock import run_virtually
 from rlflow.simulate.models import Meter, ModelledEngines, ModelledRunners, ModelledTrainer
-from rlflow.simulate.plan import Plan, check
+from rlflow.simulate.plan import Plan
 from rlflow.types import Task
 
 _NEVER_S = 1e9
@@ -108,6 +108,9 @@ class _Watcher:
     def dropped(self, group_id: int, reason: DropReason, detail: str) -> None:
         pass
 
+    def waiting(self, reason: str) -> None:
+        pass
+
     async def step(self, report: StepReport) -> None:
         if self.last is not None:
             return
@@ -121,16 +124,15 @@ class _Watcher:
             self.last = self.mark(report.counts)
             self.over.set()
 
+    def evaluated(self, evaluation: object) -> None:
+        pass
+
     def saved(self, folder: Path) -> None:
         pass
 
 
 def simulate(plan: Plan) -> Figures:
-    """Run the plan.
-
-    Raises ConfigError for a plan that no fleet can have, RunError when the simulated run stops, as a run would.
-    """
-    check(plan)
+    """Run a plan that has been checked; RunError when the simulated run stops, as a real one would."""
     gc.collect()  # what an earlier simulation left is not to be paid for by this one
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="rlflow-simulate-") as folder:
@@ -189,7 +191,9 @@ async def _run(plan: Plan, folder: Path) -> tuple[_Watcher, ModelledRunners]:
         driver = Driver(
             config=_config(plan),
             workers=Workers(runners=runners, engines=engines, trainer=trainer, reference=None),
-            sampler=TaskSampler([Task(id=f"t{i}", prompt=()) for i in range(_PASS_STEPS * plan.step_groups)], plan.seed),
+            sampler=TaskSampler(
+                [Task(id=f"t{i}", prompt=()) for i in range(_PASS_STEPS * plan.step_groups)], plan.seed
+            ),
             ledger=ledger,
             checkpoints=CheckpointStore(folder / "checkpoints", keep=1),
             observer=watcher,

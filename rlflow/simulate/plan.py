@@ -9,14 +9,16 @@ from rlflow.config import Late, Order, Update
 from rlflow.errors import ConfigError
 
 _INTERVALS = 4096
+_FAR = 8.0
+"""Standard deviations beyond which nothing lies."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Plan:
     """A fleet and the run on it.
 
-    Lengths are log-normal and cut at `max_tokens`. The defaults have the tail of long reasoning: a run with room for 27k
-    tokens (AReaL, 2505.24298, section 7.1), most of whose answers are far shorter.
+    Lengths are log-normal and cut at `max_tokens`. The defaults have the tail of long reasoning: room for 27k tokens,
+    as in AReaL's runs (2505.24298), most answers far shorter.
     """
 
     engines: int = 64
@@ -81,14 +83,21 @@ class Plan:
         return self._mean_of_longest(self.group_size)
 
     def _mean_of_longest(self, count: int) -> float:
-        """Mean of the longest of `count` lengths: the integral over [0, max_tokens] of 1 - P(length <= x)^count."""
+        """Mean of the longest of `count` lengths: the integral over [0, max_tokens] of 1 - P(length <= x)^count.
+
+        In steps of the logarithm, as x = median exp(sigma z).
+        """
         if self.sigma == 0:
             return min(self.median_tokens, float(self.max_tokens))
-        width = self.max_tokens / _INTERVALS
-        return width * sum(1 - self._share_below((i + 0.5) * width) ** count for i in range(_INTERVALS))
-
-    def _share_below(self, tokens: float) -> float:
-        return 0.5 * (1 + math.erf(math.log(tokens / self.median_tokens) / (self.sigma * math.sqrt(2))))
+        far = _FAR + self.sigma
+        end = min(far, max(-far, math.log(self.max_tokens / self.median_tokens) / self.sigma))
+        width = (end + far) / _INTERVALS
+        total = self.median_tokens * math.exp(-self.sigma * far)
+        for i in range(_INTERVALS):
+            z = -far + (i + 0.5) * width
+            share_below = 0.5 * (1 + math.erf(z / math.sqrt(2)))
+            total += width * self.sigma * self.median_tokens * math.exp(self.sigma * z) * (1 - share_below**count)
+        return total
 
 
 def check(plan: Plan) -> None:

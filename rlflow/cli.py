@@ -18,6 +18,7 @@ _VERBS = {
     "report": "write a run's report.html",
     "ledger": "count a run's groups by state",
     "bench": "measure on this machine",
+    "simulate": "the driver on a fleet of modelled engines: throughput by staleness",
 }
 
 
@@ -53,6 +54,7 @@ def _report(error: ConfigError | RunError) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from rlflow import __version__
+    from rlflow.simulate import command as simulate
 
     parser = argparse.ArgumentParser(prog="rlflow", description="Reinforcement learning for language models, on Ray.")
     parser.add_argument("--version", action="version", version=f"rlflow {__version__}")
@@ -68,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     verb["bench"].epilog = "Further arguments (key=value) are settings of the measured run."
     verb["bench"].add_argument("--json", action="store_true", help="as one JSON object on the last line")
     verb["ledger"].add_argument("--json", action="store_true", help="as one JSON object")
+    simulate.add_arguments(verb["simulate"])
     return parser
 
 
@@ -79,6 +82,11 @@ def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         from rlflow.bench import end_to_end
 
         _print_figures(end_to_end(overrides), as_json=options.json)
+        return 0
+    if options.verb == "simulate":
+        from rlflow.simulate import command
+
+        command.run(options)
         return 0
     if not options.run.is_dir():
         raise ConfigError(f"{options.run} is not a run's directory; give the run.dir that `rlflow train` printed")

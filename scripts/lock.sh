@@ -13,3 +13,4 @@ resolve() {
 }
 resolve requirements/cpu.lock pyproject.toml --extra cpu --extra dev
 resolve requirements/trl.lock requirements/trl.in
+resolve requirements/transfer_queue.lock requirements/transfer_queue.in

@@ -123,8 +123,8 @@ def unmet_requirements(report: str, excluded: set[str]) -> list[str]:
     return [line for line, required in complaints if required and required[1] not in excluded]
 
 
-def check_install(python: Path, uv: list[str]) -> None:
-    """Stop when a requirement is missing, or when the installed torch and transformers do not load together."""
+def check_install(python: Path, uv: list[str], lock: Path) -> None:
+    """Stop when a requirement is missing, or when the installed torch (and transformers, if any) does not load."""
     lines = (ROOT / "requirements" / "excluded.txt").read_text().splitlines()
     excluded = {line for line in lines if line and not line.startswith("#")}
     check = [*uv, "pip", "check", "--python", str(python)]
@@ -132,9 +132,10 @@ def check_install(python: Path, uv: list[str]) -> None:
     unmet = unmet_requirements(checked.stderr + checked.stdout, excluded)
     if unmet:
         stop("the lock file does not hold all that is needed:\n" + "\n".join(unmet) + "\nrefresh it: make lock")
-    program = "import torch, transformers; assert torch.version.cuda is None, torch.__version__"
+    modules = "torch, transformers" if "\ntransformers==" in lock.read_text() else "torch"
+    program = f"import {modules}; assert torch.version.cuda is None, torch.__version__"
     run(
-        "checking torch and transformers",
+        f"checking {modules}",
         [str(python), "-c", program],
         "torch 2.13.0 must be a CPU build: put its wheel into a folder and set PIP_FIND_LINKS to that folder",
     )
@@ -160,7 +161,7 @@ def install(venv: Path, lock: Path, editable: bool) -> None:
     if editable:
         local = [*into, "--no-build-isolation", "--editable", str(ROOT)]
         run("installing rlflow", local, "check pyproject.toml", environment)
-    check_install(python, uv)
+    check_install(python, uv, lock)
 
 
 def main() -> None:

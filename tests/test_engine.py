@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlflow.config import Config
-from rlflow.errors import ConfigError, RunError
+from rlflow.errors import ConfigError, EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
 from rlflow.rollout.engine_setup import cache_shape, check_engine, stop_token_ids
 from rlflow.rollout.requests import Completion, GenerateRequest
@@ -196,15 +196,15 @@ def test_failed_updates_stop_the_engine_until_a_complete_one(bench: Bench) -> No
     good = bench.stage(2, bench.new)
     odd = [replace(slot, shape=(3, *slot.shape)) if "k_proj" in slot.name else slot for slot in good.slots]
     short = replace(good, buckets=good.buckets[:-2])
-    for bad, message in [
-        (replace(good, version=7), "holds version 2, not 7"),
-        (replace(good, slots=tuple(odd)), "could not load weights of version 2"),
-        (short, "parameters were not sent"),
-        (replace(good, slots=(replace(good.slots[0], name="nobody.weight"), *good.slots[1:])), "nobody"),
+    for bad, kind, message in [
+        (replace(good, version=7), WeightsOvertaken, "holds version 2, not 7"),
+        (replace(good, slots=tuple(odd)), RunError, "could not load weights of version 2"),
+        (short, RunError, "parameters were not sent"),
+        (replace(good, slots=(replace(good.slots[0], name="nobody.weight"), *good.slots[1:])), RunError, "nobody"),
     ]:
-        with pytest.raises(RunError, match=message):
+        with pytest.raises(kind, match=message):
             bench.runner.run(bench.engine.load_weights(bad))
-        with pytest.raises(RunError, match="no complete weights"):
+        with pytest.raises(EngineLost, match="no complete weights"):
             bench.runner.run(bench.engine.generate(request(0)))
     bench.load(2, bench.new)
     report = bench.runner.run(bench.engine.compare_weights(good))
@@ -317,7 +317,7 @@ def test_mixture_of_experts_takes_two_versions(tmp_path: Path) -> None:
 
 def test_engine_refuses_before_its_first_version(tmp_path: Path) -> None:
     engine = RolloutEngine(tiny_config(), str(tmp_path), index=3, threads=1)
-    with pytest.raises(RunError, match="rollout engine 3 has no complete weights yet"):
+    with pytest.raises(EngineLost, match="rollout engine 3 cannot answer: it has no complete weights yet"):
         asyncio.run(engine.generate(request(0)))
 
 

@@ -15,6 +15,14 @@ class WorkerError(RunError):
     """A call to a worker failed; the call may be tried again."""
 
 
+class EngineLost(WorkerError):
+    """A rollout engine cannot answer: it died, or holds no complete weights. Another engine can."""
+
+
+class WeightsOvertaken(RunError):
+    """The staged weights were rewritten while an engine read them; the engine waits for the next version."""
+
+
 class StaleGroup(RunError):
     """A group was ended because it holds tokens that no update may use any more."""
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlflow.config import Config
-from rlflow.errors import ConfigError, RunError
+from rlflow.errors import ConfigError, EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
 from rlflow.rollout.engine_setup import cache_shape, check_engine, stop_token_ids
 from rlflow.rollout.requests import Completion, GenerateRequest
@@ -185,6 +188,127 @@ def test_update_in_flight_loses_no_request_and_tags_every_token(bench: Bench) ->
     assert report["different"] == []
 
 
+@pytest.mark.slow
+def test_a_crowd_outlives_an_update(bench: Bench) -> None:
+    """64 replies under way, as many as the engine takes at a time, and 16 that wait."""
+    bench.load(1, bench.old)
+    staged = bench.stage(2, bench.new)
+
+    async def update_midway() -> tuple[float, list[Completion]]:
+        running = asyncio.create_task(sample(bench.engine, [request(i, max_new_tokens=140) for i in range(80)]))
+        await until_sampling(bench.engine)
+        return await bench.engine.load_weights(staged), await running
+
+    pause_s, completions = bench.runner.run(update_midway())
+    both = [completion for completion in completions if set(completion.versions) == {1, 2}]
+    print(f"pause of {1000 * pause_s:.0f} ms with 64 requests running; {len(both)} of 80 replies met the update")
+    assert len(completions) == 80
+    assert both
+    for completion in completions:
+        assert completion.finish_reason == ("stop" if completion.ids[-1] == 2 else "length")
+        assert len(completion.ids) == len(completion.versions) == len(completion.logprobs)
+        assert completion.versions == sorted(completion.versions)
+    # Preemptions by the update itself are no sign of a full cache.
+    assert bench.runner.run(bench.engine.stats()).limit == 64
+
+
+@pytest.mark.slow
+def test_a_drained_engine_takes_no_version_in_the_middle_of_a_reply(bench: Bench) -> None:
+    bench.load(1, bench.old)
+    staged = bench.stage(2, bench.new)
+
+    async def update_midway() -> list[Completion]:
+        running = asyncio.create_task(sample(bench.engine, [request(i, max_new_tokens=100) for i in range(80)]))
+        await until_sampling(bench.engine)
+        await bench.engine.load_weights(staged)
+        return await running
+
+    bench.engine._config.rollout.drain = True
+    try:
+        completions = bench.runner.run(update_midway())
+    finally:
+        bench.engine._config.rollout.drain = False
+    assert {version for completion in completions for version in completion.versions} == {1, 2}
+    assert all(len(set(completion.versions)) == 1 for completion in completions)
+
+
+@pytest.mark.slow
+def test_a_sleeping_engine_goes_on_with_the_next_version(bench: Bench) -> None:
+    bench.load(1, bench.old)
+    staged = bench.stage(2, bench.new)
+
+    async def sleep_midway() -> tuple[bool, list[Completion]]:
+        running = asyncio.create_task(sample(bench.engine, [request(i, max_new_tokens=140) for i in range(8)]))
+        await until_sampling(bench.engine)
+        await bench.engine.sleep()
+        late = asyncio.create_task(bench.engine.generate(request(0)))
+        slept = await bench.engine._engine.is_paused() and not late.done()
+        await bench.engine.load_weights(staged)
+        return slept, [*await running, await late]
+
+    slept, completions = bench.runner.run(sleep_midway())
+    assert slept
+    assert any(set(completion.versions) == {1, 2} for completion in completions)
+    assert set(completions[-1].versions) == {2}
+
+
+@pytest.mark.slow
+def test_a_full_cache_lowers_the_number_of_requests_that_run(tmp_path: Path) -> None:
+    model = tiny_llama(seed=1)
+    model.save_pretrained(tmp_path)
+    arena = arena_for(model)
+    config = tiny_config()
+    config.rollout.kv_cache_gb = 0.0012  # about 38 blocks of 32 tokens; a reply grows to 6
+
+    async def scenario() -> None:
+        engine = RolloutEngine(config, str(tmp_path), index=0, threads=1)
+        await engine.start()
+        try:
+            await engine.load_weights(arena.stage(1, model.named_parameters()))
+            completions = await sample(engine, [request(i, max_new_tokens=140) for i in range(64)])
+            stats = await engine.stats()
+        finally:
+            await engine.shutdown()
+        print(f"a cache for 6 long replies: at most {stats.limit} of 64 requests at a time")
+        assert len(completions) == 64
+        assert 1 <= stats.limit < 32
+
+    asyncio.run(scenario())
+    arena.close()
+
+
+@pytest.mark.slow
+def test_the_watch_ends_when_vllm_is_killed_and_its_replies_are_lost(tmp_path: Path) -> None:
+    model = tiny_llama(seed=1)
+    model.save_pretrained(tmp_path)
+    arena = arena_for(model)
+
+    async def scenario() -> None:
+        engine = RolloutEngine(tiny_config(), str(tmp_path), index=0, threads=1)
+        await engine.start()
+        try:
+            await engine.load_weights(arena.stage(1, model.named_parameters()))
+            watch = asyncio.create_task(engine.watch())
+            answered = asyncio.create_task(engine.answered())
+            running = asyncio.create_task(engine.generate(request(0, [3], max_new_tokens=180)))
+            await until_sampling(engine)
+            assert answered.done()
+            assert not watch.done()
+            manager: Any = engine._engine.engine_core.resources.engine_manager
+            os.kill(manager.processes[0].pid, signal.SIGKILL)
+            with pytest.raises(EngineLost, match="vLLM's process ended"):
+                await asyncio.wait_for(watch, timeout=30)
+            with pytest.raises(EngineLost, match="vLLM died"):
+                await asyncio.wait_for(running, timeout=30)
+            with pytest.raises(EngineLost, match="vLLM died"):
+                await engine.generate(request(1))
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(scenario())
+    arena.close()
+
+
 async def until_sampling(engine: RolloutEngine) -> None:
     """Return once requests that were sent before have sampled something: short ones sent after them are answered."""
     await sample(engine, [request(99, [7], max_new_tokens=4)])
@@ -196,15 +320,15 @@ def test_failed_updates_stop_the_engine_until_a_complete_one(bench: Bench) -> No
     good = bench.stage(2, bench.new)
     odd = [replace(slot, shape=(3, *slot.shape)) if "k_proj" in slot.name else slot for slot in good.slots]
     short = replace(good, buckets=good.buckets[:-2])
-    for bad, message in [
-        (replace(good, version=7), "holds version 2, not 7"),
-        (replace(good, slots=tuple(odd)), "could not load weights of version 2"),
-        (short, "parameters were not sent"),
-        (replace(good, slots=(replace(good.slots[0], name="nobody.weight"), *good.slots[1:])), "nobody"),
+    for bad, kind, message in [
+        (replace(good, version=7), WeightsOvertaken, "holds version 2, not 7"),
+        (replace(good, slots=tuple(odd)), RunError, "could not load weights of version 2"),
+        (short, RunError, "parameters were not sent"),
+        (replace(good, slots=(replace(good.slots[0], name="nobody.weight"), *good.slots[1:])), RunError, "nobody"),
     ]:
-        with pytest.raises(RunError, match=message):
+        with pytest.raises(kind, match=message):
             bench.runner.run(bench.engine.load_weights(bad))
-        with pytest.raises(RunError, match="no complete weights"):
+        with pytest.raises(EngineLost, match="no complete weights"):
             bench.runner.run(bench.engine.generate(request(0)))
     bench.load(2, bench.new)
     report = bench.runner.run(bench.engine.compare_weights(good))
@@ -317,7 +441,7 @@ def test_mixture_of_experts_takes_two_versions(tmp_path: Path) -> None:
 
 def test_engine_refuses_before_its_first_version(tmp_path: Path) -> None:
     engine = RolloutEngine(tiny_config(), str(tmp_path), index=3, threads=1)
-    with pytest.raises(RunError, match="rollout engine 3 has no complete weights yet"):
+    with pytest.raises(EngineLost, match="rollout engine 3 cannot answer: it has no complete weights yet"):
         asyncio.run(engine.generate(request(0)))
 
 

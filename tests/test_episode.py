@@ -10,6 +10,7 @@ import pytest
 
 from rlflow.config import Config
 from rlflow.envs.base import Environment, EnvironmentStep, SingleTurn
+from rlflow.rollout.client import Transport
 from rlflow.rollout.episode import (
     EpisodeLimits,
     PlayedEpisode,
@@ -393,7 +394,7 @@ def runner(actors: FakeActors, build: ThirdFails) -> EpisodeRunner:
         actors,  # pyright: ignore[reportArgumentType]
         actors,  # pyright: ignore[reportArgumentType]
         renderer=LetterRenderer(),
-        cancel=lambda call: None,
+        transport=Transport(cancel=lambda call: None, is_lost=lambda error: False),
     )
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, cast
 
 from rlflow.config import Config
 from rlflow.disk import disk_errors
 from rlflow.envs.base import Environment
+from rlflow.errors import EngineLost, StaleGroup
 from rlflow.rollout import payloads as payload_files
-from rlflow.rollout.client import EngineClient, EngineHandle
+from rlflow.rollout.client import EngineClient, EngineHandle, Transport
 from rlflow.rollout.episode import (
     ChatRenderer,
     EpisodeLimits,
@@ -23,6 +24,7 @@ from rlflow.rollout.episode import (
     play_episode,
     summarize,
 )
+from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.types import EpisodePayload, EpisodeSummary, GroupOrder, Message, PlayedGroup, Span, Task, Verdict
 
 ACTOR = "runner"
@@ -50,10 +52,25 @@ class _Scored:
     """None when the episode ended in an error and so was not scored."""
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class _UnderWay:
+    """A group that is being played."""
+
+    order: GroupOrder
+    oldest_version: int | None = None
+    """Of all tokens sampled so far, in whole slices; None before the first."""
+    too_old: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when no update may use it any more."""
+
+    def note(self, part: Completion) -> None:
+        known = [] if self.oldest_version is None else [self.oldest_version]
+        self.oldest_version = min((*known, *part.versions), default=None)
+
+
 class EpisodeRunner:
     """Plays whole groups; many at a time, so wrap it with a high `max_concurrency`.
 
-    `renderer` and `cancel` are for use without Ray: None reads the model's tokenizer, and cancels through Ray.
+    `renderer` and `transport` are for use without Ray: None reads the model's tokenizer, and calls through Ray.
     """
 
     def __init__(
@@ -64,39 +81,53 @@ class EpisodeRunner:
         reward: RewardHandle,
         *engines: EngineHandle,
         renderer: ChatRenderer | None = None,
-        cancel: Callable[[object], None] | None = None,
+        transport: Transport | None = None,
     ) -> None:
         self._limits = EpisodeLimits.of(config)
         self._is_seeded = config.rollout.seeded
         self._build = build
         self._reward = reward
-        self._client = EngineClient(engines, cancel=cancel or _ray_cancel)
+        self._client = EngineClient(engines, transport or _ray_transport(), patience_s=config.deadlines.start_s)
+        self._under_way: set[_UnderWay] = set()
         self._renderer = renderer or _load_renderer(model_path)
 
     async def play(self, order: GroupOrder) -> tuple[PlayedGroup | EpisodePayload, ...]:
         """The group's metadata (its `payloads` empty), then the payload of each episode.
 
         Call it with num_returns = 1 + order.num_episodes: the caller then owns each payload. An exception of an engine
-        or of the reward actor loses the group; the other episodes are cancelled and closed first.
+        or of the reward actor loses the group; the other episodes are cancelled and closed first. Raises StaleGroup
+        when `cancel_stale` ended the group.
         """
         start_s = time.time()
-        tasks = [asyncio.create_task(self._play_and_score(order, index)) for index in range(order.num_episodes)]
+        group = _UnderWay(order=order)
+        self._under_way.add(group)
         try:
-            episodes = await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+            episodes = await self._play_all(group)
+        finally:
+            self._under_way.discard(group)
         played_at_s = max(episode.played_at_s for episode in episodes)
-        group = PlayedGroup(
+        played = PlayedGroup(
             group_id=order.group_id,
             episodes=[episode.summary for episode in episodes],
             payloads=[],
             num_bytes=sum(payload_files.payload_bytes(episode.payload) for episode in episodes),
             spans=[Span(actor=ACTOR, name="rollout", start_s=start_s, end_s=played_at_s), *_reward_spans(episodes)],
         )
-        return (group, *(episode.payload for episode in episodes))
+        return (played, *(episode.payload for episode in episodes))
+
+    async def cancel_stale(self, oldest_version: int) -> None:
+        """End the groups under way that hold a token sampled before `oldest_version`: their `play` raises StaleGroup.
+
+        Groups pinned to an engine go on. Tokens of a slice that an engine is still sampling are not known yet.
+        """
+        for group in self._under_way:
+            is_pinned = group.order.engine is not None
+            if not is_pinned and group.oldest_version is not None and group.oldest_version < oldest_version:
+                group.too_old.set()
+
+    async def set_serving(self, engines: Collection[int]) -> None:
+        """From now on, requests that name no engine go to these only."""
+        self._client.set_serving(engines)
 
     async def transcript(self, payload: EpisodePayload) -> list[Message]:
         """The conversation of one episode."""
@@ -115,10 +146,26 @@ class EpisodeRunner:
         payloads = await asyncio.to_thread(payload_files.load_payloads, path)
         return (len(payloads), *payloads)
 
-    async def _play_and_score(self, order: GroupOrder, index: int) -> _Scored:
-        played = await self._play(order, index)
+    async def _play_all(self, group: _UnderWay) -> list[_Scored]:
+        """All episodes of a group; none of them goes on when this ends."""
+        tasks = [asyncio.create_task(self._play_and_score(group, i)) for i in range(group.order.num_episodes)]
+        episodes = asyncio.gather(*tasks)
+        too_old = asyncio.create_task(group.too_old.wait())
+        try:
+            await asyncio.wait((episodes, too_old), return_when=asyncio.FIRST_COMPLETED)
+            if not episodes.done():
+                raise StaleGroup(f"group {group.order.group_id} holds tokens of version {group.oldest_version}")
+            return episodes.result()
+        finally:
+            for task in (*tasks, too_old):
+                task.cancel()
+            await asyncio.wait((*tasks, too_old))
+            await asyncio.gather(episodes, return_exceptions=True)
+
+    async def _play_and_score(self, group: _UnderWay, index: int) -> _Scored:
+        played = await self._play(group, index)
         played_at_s = time.time()
-        verdict = None if played.end.is_error else await self._reward.score.remote(order.task, played.reply)
+        verdict = None if played.end.is_error else await self._reward.score.remote(group.order.task, played.reply)
         return _Scored(
             payload=played.payload,
             summary=summarize(played, verdict),
@@ -126,7 +173,12 @@ class EpisodeRunner:
             scored_at_s=None if verdict is None else time.time(),
         )
 
-    async def _play(self, order: GroupOrder, index: int) -> PlayedEpisode:
+    async def _play(self, group: _UnderWay, index: int) -> PlayedEpisode:
+        order = group.order
+
+        def generate(request: GenerateRequest) -> Awaitable[Completion]:
+            return self._client.generate(replace(request, engine=order.engine), group.note)
+
         try:
             environment = self._build()
         except Exception as error:
@@ -134,7 +186,7 @@ class EpisodeRunner:
         return await play_episode(
             environment,
             order.task,
-            self._client.generate,
+            generate,
             self._renderer,
             self._limits,
             seed=episode_seed(order.seed, index) if self._is_seeded else None,
@@ -163,7 +215,11 @@ def _load_renderer(model_path: str) -> ChatRenderer:
     return Renderer(AutoTokenizer.from_pretrained(model_path))
 
 
-def _ray_cancel(call: object) -> None:
+def _ray_transport() -> Transport:
     import ray
+    from ray.exceptions import RayActorError
 
-    ray.cancel(cast(ray.ObjectRef, call))
+    return Transport(
+        cancel=lambda call: ray.cancel(cast(ray.ObjectRef, call)),
+        is_lost=lambda error: isinstance(error, RayActorError | EngineLost),
+    )

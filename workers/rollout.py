@@ -1,6 +1,6 @@
 """The rollout engine: one vLLM AsyncLLM that samples, and takes new weights while requests run.
 
-GenerateRequest -> vLLM -> Completion;  StagedWeights -> pause -> one update a bucket -> finish -> resume
+GenerateRequest -> gate -> vLLM -> Completion;  StagedWeights -> pause -> one update a bucket -> finish -> resume
 
 A plain class; a run wraps it in a Ray actor with many concurrent calls, a test calls it directly.
 """
@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlflow.config import Config
+from rlflow.config import Config, Placement
 from rlflow.deadlines import within
-from rlflow.errors import RunError
+from rlflow.errors import EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
 from rlflow.rollout.engine_setup import (
     cache_shape,
@@ -26,8 +26,9 @@ from rlflow.rollout.engine_setup import (
     set_environment,
     stop_token_ids,
 )
-from rlflow.rollout.requests import Completion, GenerateRequest
-from rlflow.weights.messages import update_message
+from rlflow.rollout.limit import Gate, RunningLimit
+from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
+from rlflow.weights.messages import staged_version, update_message
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -47,6 +48,8 @@ class EngineStats:
     """Sampled since the start, in answered requests."""
     busy_s: float
     """Seconds since the start in which at least one request ran."""
+    limit: int
+    """Requests that vLLM is given at the same time; falls when its cache is too small for `rollout.max_running`."""
 
 
 class RolloutEngine:
@@ -64,7 +67,10 @@ class RolloutEngine:
         self._llm: AsyncLLM | None = None
         self._stop_token_ids: list[int] = []
         self._loading = asyncio.Lock()
+        self._is_asleep = False
         self._load = _Load()
+        self._gate = Gate(RunningLimit(config.rollout.max_running))
+        self._has_answered = asyncio.Event()
         set_environment(config, threads, self._on_gpu)
 
     async def start(self) -> None:
@@ -73,6 +79,8 @@ class RolloutEngine:
         Raises ConfigError for a model or setting that cannot work, RunError when vLLM does not come up, DeadlineError
         after deadlines.start_s.
         """
+        if self._llm is not None:
+            raise RunError(f"rollout engine {self._index} was started already; start a fresh process")
         shape = await asyncio.to_thread(cache_shape, self._model_path)
         check_engine(self._config, shape, self._model_path, self._on_gpu)
         self._stop_token_ids = stop_token_ids(self._model_path)
@@ -82,31 +90,61 @@ class RolloutEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from rlflow.rollout.pressure import pressure_gauge
+
         arguments = engine_arguments(self._config, self._model_path, self._index, self._on_gpu)
         try:
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            self._llm = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**arguments), stat_loggers=[pressure_gauge(self._gate)]
+            )
         except RuntimeError as error:
             raise RunError(
                 f"vLLM did not start in rollout engine {self._index}; its log has the cause: {error}"
             ) from error
 
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one reply. Cancelling the call aborts the request.
+    async def watch(self) -> None:
+        """Wait until vLLM's process ends, which nothing but `shutdown` should make it do; then raise EngineLost."""
+        from vllm.v1.engine.utils import CoreEngineProcManager
 
-        Raises RunError before the first complete version or when vLLM fails, ValueError for a prompt that leaves no
-        room within model.max_length, DeadlineError after rollout.episode_timeout_s.
+        manager = self._engine.engine_core.resources.engine_manager
+        assert isinstance(manager, CoreEngineProcManager), "vLLM runs in a process of its own"
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        sentinels = manager.sentinels()
+        for sentinel in sentinels:
+            loop.add_reader(sentinel, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            for sentinel in sentinels:
+                loop.remove_reader(sentinel)
+        raise self._lost("vLLM's process ended; its log has the cause")
+
+    async def answered(self) -> None:
+        """Wait until a request has been answered since the start."""
+        await self._has_answered.wait()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one reply, or one slice of it. Cancelling the call aborts the request.
+
+        Raises EngineLost before the first complete version or when vLLM has died, RunError when vLLM fails, ValueError
+        for a prompt that leaves no room within model.max_length, DeadlineError after rollout.episode_timeout_s.
         """
         if self._version is None:
-            raise RunError(f"rollout engine {self._index} has no complete weights yet; load a version before sampling")
+            raise self._lost("it has no complete weights yet; load a version before sampling")
         if len(request.prompt_ids) >= self._config.model.max_length:
             raise ValueError(
                 f"the prompt must be shorter than model.max_length ({self._config.model.max_length}); "
                 f"got {len(request.prompt_ids)} tokens"
             )
         with self._load.one_more():
-            completion = await self._within("reply", self._config.rollout.episode_timeout_s, self._sample(request))
+            completion = await self._within("reply", self._config.rollout.episode_timeout_s, self._admit(request))
         self._load.tokens += len(completion.ids)
+        self._has_answered.set()
         return completion
+
+    async def _admit(self, request: GenerateRequest) -> Completion:
+        async with self._gate.admitted():
+            return await self._sample(request)
 
     async def _sample(self, request: GenerateRequest) -> Completion:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -119,7 +157,9 @@ class RolloutEngine:
         try:
             async for output in stream:
                 last = output.outputs[0]
-        except (EngineDeadError, EngineGenerateError) as error:
+        except EngineDeadError as error:
+            raise self._lost("vLLM died; its log has the cause") from error
+        except EngineGenerateError as error:
             raise RunError(f"vLLM failed in rollout engine {self._index}; its log has the cause: {error!r}") from error
         assert last is not None, "vLLM ended a request without an output"
         return _completion_of(last)
@@ -142,40 +182,86 @@ class RolloutEngine:
     async def load_weights(self, staged: StagedWeights) -> float:
         """Put a complete version in, and return the seconds in which nothing was sampled.
 
-        Running requests are kept, their cache is recomputed, and they go on under the new version. When the update
-        fails it is undone as far as the next one needs, RunError is raised, and the engine stays paused: it samples
-        again only after a complete update.
+        Running requests are kept, their cache is recomputed, and they go on under the new version; with rollout.drain
+        they are finished first. When the update fails it is undone as far as the next one needs, and the engine stays
+        paused: it samples again only after a complete update. Raises WeightsOvertaken when the trainer rewrote the
+        weights meanwhile, EngineLost when vLLM died, RunError for other failures.
         """
         async with self._loading:
-            started = time.perf_counter()
             try:
                 loading = self._replace_weights(staged)
-                await self._within("weight update", self._config.deadlines.weights_s, loading)
+                paused_at_s = await self._within("weight update", self._config.deadlines.weights_s, loading)
             except BaseException as error:
                 self._version = None
-                await asyncio.shield(self._abort_update())
-                if isinstance(error, Exception) and not isinstance(error, RunError):
-                    raise RunError(
-                        f"rollout engine {self._index} could not load weights of version {staged.version}: {error}"
-                    ) from error
+                await self._give_up(staged, error)
                 raise
-            self._version = staged.version
+            self._version, self._is_asleep = staged.version, False
             await self._engine.resume_generation()
-            return time.perf_counter() - started
+            return time.perf_counter() - paused_at_s
+
+    async def _give_up(self, staged: StagedWeights, error: BaseException) -> None:
+        """Undo what a failed update left behind; raises what the failure means, where `error` does not say it."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if isinstance(error, EngineDeadError):
+            raise self._lost("vLLM died while it loaded weights; its log has the cause") from error
+        await asyncio.shield(self._abort_update())
+        if not isinstance(error, Exception):
+            return
+        subject = f"rollout engine {self._index} could not load weights of version {staged.version}"
+        found = await asyncio.to_thread(staged_version, staged.path)
+        if found != staged.version:
+            raise WeightsOvertaken(f"{subject}: the arena now holds version {found}: {error}") from error
+        if not isinstance(error, RunError):
+            raise RunError(f"{subject}: {error}") from error
 
     async def _abort_update(self) -> None:
         aborting = self._engine.collective_rpc("rlflow_abort_update")
         await self._within("abort of a weight update", self._config.deadlines.weights_s, aborting)
 
-    async def _replace_weights(self, staged: StagedWeights) -> None:
+    async def _replace_weights(self, staged: StagedWeights) -> float:
+        """When nothing was sampled any more, by `time.perf_counter`. Sampling is still paused on return."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         engine = self._engine
-        await engine.pause_generation(mode="keep", clear_cache=True)
+        paused_at_s = await self._pause()
+        if self._frees_memory and self._is_asleep:
+            await engine.wake_up(tags=["weights"])
         await engine.start_weight_update()
         for bucket in staged.buckets:
             await engine.update_weights(WeightTransferUpdateRequest(update_info=update_message(staged, bucket)))
         await engine.finish_weight_update(weight_version=str(staged.version))
+        if self._frees_memory and self._is_asleep:
+            await engine.wake_up(tags=["kv_cache"])
+        return paused_at_s
+
+    async def _pause(self) -> float:
+        """Stop sampling, and forget the cache of the weights so far; when it stopped, by `time.perf_counter`."""
+        asked_at_s = time.perf_counter()
+        if self._is_asleep:
+            return asked_at_s
+        if self._config.rollout.drain:
+            await self._engine.pause_generation(mode="wait", clear_cache=True)
+            return time.perf_counter()
+        self._gate.limit.forgive()
+        await self._engine.pause_generation(mode="keep", clear_cache=True)
+        return asked_at_s
+
+    async def sleep(self) -> None:
+        """Sample nothing until the next `load_weights`; requests under way are kept and go on then.
+
+        On a GPU the weights and the cache are given back: every sleep ends with a complete version, so that nothing
+        of the weights need be kept.
+        """
+        async with self._loading:
+            self._gate.limit.forgive()
+            work = (
+                self._engine.sleep(level=2, mode="keep")
+                if self._frees_memory
+                else self._engine.pause_generation(mode="keep", clear_cache=True)
+            )
+            await self._within("sleep", self._config.deadlines.weights_s, work)
+            self._is_asleep = True
 
     async def compare_weights(self, staged: StagedWeights) -> WeightReport:
         """Compare what the engine computes with, to `staged`, bit for bit. Takes seconds on a large model."""
@@ -184,13 +270,26 @@ class RolloutEngine:
         return (await self._within("weight check", self._config.deadlines.weights_s, checking))[0]
 
     async def stats(self) -> EngineStats:
-        return EngineStats(running=self._load.running, tokens=self._load.tokens, busy_s=self._load.busy_s())
+        return EngineStats(
+            running=self._load.running,
+            tokens=self._load.tokens,
+            busy_s=self._load.busy_s(),
+            limit=self._gate.limit.value,
+        )
 
     async def shutdown(self) -> None:
         """Stop vLLM and its processes. Safe to call twice."""
         engine, self._llm, self._version = self._llm, None, None
         if engine is not None:
             engine.shutdown()
+
+    @property
+    def _frees_memory(self) -> bool:
+        """Whether a sleeping engine gives its memory to the trainer."""
+        return self._on_gpu and self._config.cluster.placement is Placement.colocated
+
+    def _lost(self, why: str) -> EngineLost:
+        return EngineLost(f"rollout engine {self._index} cannot answer: {why}")
 
     @property
     def _engine(self) -> AsyncLLM:
@@ -228,8 +327,9 @@ class _Load:
 
 
 def _completion_of(output: CompletionOutput) -> Completion:
-    """Translate vLLM's final output. Raises RunError when vLLM gave the request up."""
-    if output.finish_reason not in ("stop", "length"):
+    """Translate vLLM's final output. Raises RunError when vLLM failed on the request."""
+    reasons: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+    if output.finish_reason not in reasons:
         raise RunError(f"vLLM ended a request with {output.finish_reason!r} instead of a reply")
     ids = list(output.token_ids)
     logprobs: Any = output.logprobs
@@ -239,5 +339,5 @@ def _completion_of(output: CompletionOutput) -> Completion:
         ids=ids,
         logprobs=list(logprobs.logprobs),
         versions=versions,
-        finish_reason="stop" if output.finish_reason == "stop" else "length",
+        finish_reason=reasons[output.finish_reason],
     )

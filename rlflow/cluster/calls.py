@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rlflow.errors import ConfigError, RunError, WorkerError
-from rlflow.roles import LoadOutcome, StagedWeights, StepOutcome
+from rlflow.roles import StagedWeights, StepOutcome
 from rlflow.types import GroupOrder, Message, PayloadRef, PlayedGroup, ReadyGroup, Span
 
 
@@ -57,6 +57,13 @@ class RayRunners:
         played.payloads = payloads
         return played
 
+    async def cancel_stale(self, oldest_version: int) -> None:
+        calls = [answer("episode runner", actor.cancel_stale.remote(oldest_version)) for actor in self._actors]
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            # A runner that died has lost its groups: their own calls fail.
+            if isinstance(result, BaseException) and not isinstance(result, WorkerError):
+                raise result
+
     async def transcript(self, payload: PayloadRef) -> list[Message]:
         return await answer("episode runner", self._actors[0].transcript.remote(payload))
 
@@ -69,18 +76,6 @@ class RayRunners:
         done, *payloads = call.remote(path)
         await answer("episode runner", done)
         return payloads
-
-
-class RayEngines:
-    """All engines load a version at the same time."""
-
-    def __init__(self, actors: Sequence[Any]) -> None:
-        self._actors = actors
-
-    async def load_weights(self, staged: StagedWeights) -> LoadOutcome:
-        return LoadOutcome(
-            pause_s=max(await _all("rollout engine", [actor.load_weights.remote(staged) for actor in self._actors]))
-        )
 
 
 class RayTrainer:

@@ -12,17 +12,18 @@ from typing import Any, cast
 
 import ray
 
-from rlflow.cluster.calls import RayEngines, RayReference, RayRunners, RayTrainer, answer
+from rlflow.cluster.calls import RayReference, RayRunners, RayTrainer, answer
+from rlflow.cluster.engines import EngineActor, Membership, RayEngine
 from rlflow.config import Config
 from rlflow.deadlines import within
 from rlflow.envs.base import Environment, EnvironmentSpec
 from rlflow.errors import ConfigError
 from rlflow.roles import Workers
 from rlflow.rollout.client import EngineHandle
+from rlflow.rollout.fleet import EngineFleet
 from rlflow.workers.episode import EpisodeRunner, RewardHandle
 from rlflow.workers.reference import ReferenceWorker
 from rlflow.workers.reward import RewardWorker
-from rlflow.workers.rollout import RolloutEngine
 from rlflow.workers.trainer.actor import TrainerWorker
 
 ENGINES_PER_RUNNER = 8
@@ -40,6 +41,12 @@ class RunnerActor(EpisodeRunner):
     ) -> None:
         found = [cast(EngineHandle, ray.get_actor(name)) for name in engines]
         super().__init__(config, model_path, build, cast(RewardHandle, ray.get_actor(reward)), *found)
+        # Also after a restart: it waits until it is told who serves now.
+        self._client.set_serving(())
+
+    async def linger(self) -> None:
+        """Never returns: the call fails when this process ends."""
+        await asyncio.Event().wait()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,6 +56,8 @@ class Fleet:
     workers: Workers
     runners: list[Any]
     engines: list[Any]
+    engine_fleet: EngineFleet
+    membership: Membership
     trainers: list[Any]
     reward: Any
     reference: Any | None
@@ -89,12 +98,13 @@ async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec) ->
     threads = config.cluster.cpu_threads or _threads(config)
     engine_names = [f"engine {index}" for index in range(config.rollout.engines)]
     engines = [
-        ray.remote(RolloutEngine)
+        ray.remote(EngineActor)
         .options(
             name=name,
             num_cpus=0,
             num_gpus=config.rollout.tensor_parallel if gpus else 0,
             max_concurrency=MANY_CALLS,
+            max_restarts=-1,
         )
         .remote(config, model_path, index, threads)
         for index, name in enumerate(engine_names)
@@ -123,31 +133,41 @@ async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec) ->
             .options(num_cpus=0, num_gpus=1 if gpus else 0)
             .remote(config, model_path, threads)
         )
+    membership = Membership(runners)
+    processes = [RayEngine(engine, index, config.deadlines) for index, engine in enumerate(engines)]
+    engine_fleet = EngineFleet(config, processes, membership.tell)
     await within(
         "starting the workers",
         config.deadlines.start_s,
-        _start_all(engines, trainers, runners, [reward, *([reference] if reference else [])]),
+        _start_all(engine_fleet, trainers, runners, [reward, *([reference] if reference else [])]),
         "raise deadlines.start_s if the model takes this long to load",
     )
     workers = Workers(
         runners=RayRunners(runners),
-        engines=RayEngines(engines),
+        engines=engine_fleet,
         trainer=RayTrainer(trainers),
         reference=RayReference(reference) if reference else None,
     )
     return Fleet(
-        workers=workers, runners=runners, engines=engines, trainers=trainers, reward=reward, reference=reference
+        workers=workers,
+        runners=runners,
+        engines=engines,
+        engine_fleet=engine_fleet,
+        membership=membership,
+        trainers=trainers,
+        reward=reward,
+        reference=reference,
     )
 
 
-async def _start_all(engines: list[Any], trainers: list[Any], runners: list[Any], others: list[Any]) -> None:
+async def _start_all(engines: EngineFleet, trainers: list[Any], runners: list[Any], others: list[Any]) -> None:
     async def start_trainers() -> None:
         rendezvous = await answer("trainer", trainers[0].rendezvous.remote())
         await asyncio.gather(*(answer("trainer", trainer.start.remote(rendezvous)) for trainer in trainers))
 
     await asyncio.gather(
         start_trainers(),
-        *(answer("rollout engine", engine.start.remote()) for engine in engines),
+        engines.start(),
         # An episode runner is ready when it is constructed, which also holds after a restart.
         *(answer("episode runner", runner.__ray_ready__.remote()) for runner in runners),
         *(answer("worker", other.start.remote()) for other in others),
@@ -156,6 +176,8 @@ async def _start_all(engines: list[Any], trainers: list[Any], runners: list[Any]
 
 async def stop_fleet(fleet: Fleet) -> None:
     """Let the actors that own processes or shared memory end them; the rest ends with Ray."""
+    await fleet.membership.close()
+    await fleet.engine_fleet.close()
     closing = [engine.shutdown.remote() for engine in fleet.engines]
     closing += [trainer.close.remote() for trainer in fleet.trainers]
     closing.append(fleet.reward.close.remote())

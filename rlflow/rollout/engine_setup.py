@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.compute import share_cpu
-from rlflow.config import Config, Dtype
+from rlflow.config import Config, Dtype, Placement
 from rlflow.errors import ConfigError
 from rlflow.weights.messages import BACKEND
 
@@ -21,6 +21,7 @@ CPU_BLOCK_TOKENS = 32
 """Tokens of one cache block on a CPU: the smallest that its attention kernel takes."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's CPU attention has kernels for; others fail at the first request only."""
+COLOCATED_FREE_SHARE = 0.1
 _BYTES_PER_ELEMENT = {Dtype.float32: 4, Dtype.bfloat16: 2}
 
 
@@ -89,6 +90,10 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
     }
     if not on_gpu:
         arguments.update(enforce_eager=True, block_size=CPU_BLOCK_TOKENS)
+    elif config.cluster.placement is Placement.colocated:
+        # The cache's size is given, so that the share of memory is only what must be free at the start: the trainer
+        # may be there already.
+        arguments.update(enable_sleep_mode=True, gpu_memory_utilization=COLOCATED_FREE_SHARE)
     return arguments
 
 

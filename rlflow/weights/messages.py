@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,3 +25,12 @@ def slots_of(rows: Sequence[Sequence[Any]]) -> list[TensorSlot]:
         TensorSlot(name=name, dtype=dtype, shape=tuple(shape), offset=offset, num_bytes=num_bytes)
         for name, dtype, shape, offset, num_bytes in rows
     ]
+
+
+def staged_version(path: str) -> int | None:
+    """The version that an arena's header holds now, -1 while it is rewritten; None when the file is gone."""
+    try:
+        with open(path, "rb") as file:
+            return int.from_bytes(file.read(8), sys.byteorder, signed=True)
+    except FileNotFoundError:
+        return None

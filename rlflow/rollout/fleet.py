@@ -1,0 +1,291 @@
+"""All rollout engines of a run: their health, the weights they hold, and which of them serve. No Ray here.
+
+watch -> dead -> start -> load the staged weights -> serve;  load_weights -> wave after wave of engines
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NoReturn, Protocol
+
+from rlflow.config import Config, Update
+from rlflow.errors import ConfigError, EngineLost, RunError, WeightsOvertaken
+from rlflow.roles import LoadOutcome, StagedWeights
+from rlflow.rollout.health import EngineState, Health, serving, waves
+
+
+class EngineProcess(Protocol):
+    """One engine and the process around it. Each call has a deadline of its own, but for the waits that watch.
+
+    A call that raises ends the process, except for WeightsOvertaken; EngineLost says that it had ended by itself.
+    """
+
+    async def start(self) -> None:
+        """Wait for a fresh process, and for vLLM in it."""
+        ...
+
+    async def watch(self) -> NoReturn:
+        """Wait until the engine is lost, and raise why."""
+        ...
+
+    async def answered(self) -> None:
+        """Wait until it has answered a request."""
+        ...
+
+    async def load_weights(self, staged: StagedWeights) -> float:
+        """Returns the seconds in which nothing was sampled."""
+        ...
+
+    async def sleep(self) -> None: ...
+
+
+class EngineFleet:
+    """Implements `roles.Engines`.
+
+    `tell` is given the engines that serve, whenever that changes, and returns when every episode runner knows.
+    """
+
+    def __init__(
+        self, config: Config, engines: Sequence[EngineProcess], tell: Callable[[Sequence[int]], Awaitable[None]]
+    ) -> None:
+        self._is_rolling = config.rollout.update is Update.rolling
+        self._engines = engines
+        self._tell = tell
+        self._states = [EngineState() for _ in engines]
+        self._pinned: set[int] = set()
+        self._staged: StagedWeights | None = None
+        self._is_asleep = False
+        # Held by whoever makes an engine take weights: the staged ones must not change under it.
+        self._loading = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._told: tuple[int, ...] | None = None
+        self._telling = asyncio.Lock()
+        self._failure: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
+        self._guards: list[asyncio.Task[None]] = []
+
+    # -- life
+
+    async def start(self) -> None:
+        """Start all engines, and keep them alive until `close`. Raises what the first one raises that does not come
+        up."""
+        await asyncio.gather(*(self._start(index) for index in range(len(self._engines))))
+        self._guards = [asyncio.create_task(self._guard(index)) for index in range(len(self._engines))]
+
+    async def close(self) -> None:
+        """Look after the engines no longer; they may be ended now."""
+        for guard in self._guards:
+            guard.cancel()
+        if self._guards:
+            await asyncio.wait(self._guards)
+        self._failure.cancel()
+
+    async def failed(self) -> NoReturn:
+        """Wait until no engine is left, then raise RunError."""
+        await asyncio.shield(self._failure)
+        raise AssertionError("a failure is an exception")
+
+    async def _guard(self, index: int) -> None:
+        """Watch one engine, and bring it back when it is lost, until it is given up."""
+        state = self._states[index]
+        try:
+            while not state.is_given_up:
+                try:
+                    if state.health is Health.DEAD:
+                        await self._revive(index)
+                    await self._watch(index)
+                except (ConfigError, RunError) as error:
+                    state.died(str(error))
+                    await self._announce()
+        except Exception as error:
+            # Nobody awaits a guard, so that what it did not expect must end the run.
+            self._fail(RunError(f"looking after rollout engine {index} failed: {error!r}"), error)
+        if all(state.is_given_up for state in self._states):
+            deaths = "; ".join(f"engine {number}: {state.last_death}" for number, state in enumerate(self._states))
+            self._fail(RunError(f"no rollout engine is left; each died {state.deaths} times in a row: {deaths}"))
+
+    async def _watch(self, index: int) -> None:
+        serving_first = asyncio.create_task(self._note_service(index))
+        try:
+            await self._engines[index].watch()
+        finally:
+            serving_first.cancel()
+
+    async def _note_service(self, index: int) -> None:
+        try:
+            await self._engines[index].answered()
+        except RunError:
+            return  # the watch says so as well
+        self._states[index].served()
+
+    async def _revive(self, index: int) -> None:
+        """Start a dead engine and give it the staged weights, so that it serves again."""
+        while self._is_asleep:
+            # The memory is the trainer's: vLLM would not find it free.
+            await self._changed.wait()
+        await self._start(index)
+        async with self._loading:
+            # Otherwise the next `load_weights`, or `unpin`, takes it along.
+            staged, may_load = self._staged, not self._is_asleep and index not in self._pinned
+            if staged is not None and may_load and not self._holds(index, staged):
+                await self._load_unless_overtaken(index, staged)
+        await self._announce()
+
+    async def _start(self, index: int) -> None:
+        self._states[index].start()
+        await self._engines[index].start()
+        self._states[index].started()
+
+    # -- what the driver asks for
+
+    async def load_weights(self, staged: StagedWeights) -> LoadOutcome:
+        """See `roles.Engines`. Raises RunError when no engine is left, or when none of several could load."""
+        pauses: list[float] = []
+        async with self._loading:
+            self._raise_failure()
+            self._staged, self._is_asleep = staged, False
+            self._wake_waiters()
+            targets = [i for i, state in enumerate(self._states) if state.is_up and i not in self._pinned]
+            failures: list[RunError] = []
+            for wave in waves(targets, len(self._engines), self._is_rolling):
+                for result in await self._load_wave(wave, staged):
+                    if isinstance(result, RunError):
+                        failures.append(result)
+                    else:
+                        pauses.append(result)
+            broken = [failure for failure in failures if not isinstance(failure, EngineLost)]
+            if broken and len(failures) == len(targets):
+                raise broken[0]
+        await self._until(lambda: any(self._holds(index, staged) for index in range(len(self._states))))
+        return LoadOutcome(pause_s=max(pauses, default=0.0))
+
+    async def sleep(self) -> None:
+        """See `roles.Engines`."""
+        assert not self._pinned, "an evaluation ends before the engines sleep"
+        async with self._loading:
+            self._raise_failure()
+            self._is_asleep = True
+            awake = [index for index, state in enumerate(self._states) if state.is_up]
+            # An engine that dies of it is dead, which frees its memory too.
+            await asyncio.gather(*(_settled(self._engines[index].sleep()) for index in awake))
+
+    async def pin(self) -> int:
+        """See `roles.Engines`. Waits for an engine that is healthy."""
+        while True:
+            async with self._loading:
+                found = self._free()
+                if found:
+                    self._pinned.add(found[-1])
+                    await self._announce()
+                    return found[-1]
+            await self._until(lambda: bool(self._free()))
+
+    async def unpin(self, engine: int) -> None:
+        """See `roles.Engines`."""
+        async with self._loading:
+            self._pinned.remove(engine)
+            state, staged = self._states[engine], self._staged
+            if state.is_up and staged is not None and not self._holds(engine, staged):
+                await self._load_wave([engine], staged)
+            await self._announce()
+
+    def describe(self) -> list[str]:
+        """See `roles.Engines`."""
+        return [f"engine {index}: {', '.join(self._facts(index))}" for index in range(len(self._states))]
+
+    def _facts(self, index: int) -> list[str]:
+        state = self._states[index]
+        facts = ["given up" if state.is_given_up else state.health.value]
+        if state.version is not None:
+            facts.append(f"version {state.version}")
+        if state.health is Health.STALE and self._loading.locked() and self._staged is not None:
+            facts.append(f"loads version {self._staged.version}")
+        if index in self._pinned:
+            facts.append("pinned")
+        if self._is_asleep and state.is_up:
+            facts.append("asleep")
+        if state.deaths:
+            facts.append(f"died {state.deaths} times, last: {state.last_death}")
+        return facts
+
+    # -- loading
+
+    async def _load_wave(self, wave: Sequence[int], staged: StagedWeights) -> list[float | RunError]:
+        """Load some engines together, with the others serving; seconds of pause, or the failure, of each.
+
+        Those that died since the wave was planned are left out: they load when they are back.
+        """
+        wave = [index for index in wave if self._states[index].is_up]
+        for index in wave:
+            self._states[index].load()
+        await self._announce()
+        results = await asyncio.gather(*(_settled(self._load(index, staged)) for index in wave))
+        await self._announce()
+        return results
+
+    async def _load_unless_overtaken(self, index: int, staged: StagedWeights) -> None:
+        try:
+            await self._load(index, staged)
+        except WeightsOvertaken:
+            return  # the trainer writes the next version, and its `load_weights` takes this engine along
+
+    async def _load(self, index: int, staged: StagedWeights) -> float:
+        state = self._states[index]
+        try:
+            pause_s = await self._engines[index].load_weights(staged)
+        except RunError:
+            if state.health is Health.STALE:
+                state.load_failed()
+            raise
+        # The watch may know already that it died just after.
+        if state.health is Health.STALE:
+            state.loaded(staged.version)
+        return pause_s
+
+    def _holds(self, index: int, staged: StagedWeights) -> bool:
+        state = self._states[index]
+        return state.health is Health.HEALTHY and state.version == staged.version
+
+    def _free(self) -> list[int]:
+        healthy = [index for index, state in enumerate(self._states) if state.health is Health.HEALTHY]
+        return [index for index in healthy if index not in self._pinned]
+
+    # -- telling others
+
+    async def _announce(self) -> None:
+        """Tell the runners who serves now, if they do not know; and wake those who wait for an engine."""
+        self._wake_waiters()
+        async with self._telling:
+            # What is true now, not when the lock was asked for.
+            engines = serving(self._states, self._pinned)
+            if engines != self._told:
+                await self._tell(engines)
+                self._told = engines
+
+    def _wake_waiters(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._raise_failure()
+            changed = asyncio.ensure_future(self._changed.wait())
+            await asyncio.wait((changed, self._failure), return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+
+    def _fail(self, error: RunError, cause: Exception | None = None) -> None:
+        error.__cause__ = cause
+        if not self._failure.done():
+            self._failure.set_exception(error)
+            self._failure.exception()  # a run without anyone who waits for it is not warned of it
+
+    def _raise_failure(self) -> None:
+        if self._failure.done():
+            self._failure.result()
+
+
+async def _settled(work: Awaitable[float | None]) -> float | RunError:
+    try:
+        return await work or 0.0
+    except RunError as error:
+        return error

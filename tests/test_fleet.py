@@ -1,0 +1,397 @@
+"""The fleet's rules, on engines that do what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import pytest
+
+from rlflow.config import Config, Update
+from rlflow.errors import ConfigError, EngineLost, RunError, WeightsOvertaken
+from rlflow.roles import StagedWeights
+from rlflow.rollout.fleet import EngineFleet
+
+
+def staged(version: int) -> StagedWeights:
+    return StagedWeights(version=version, path="", num_bytes=0, slots=(), buckets=())
+
+
+async def settle() -> None:
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+@dataclass
+class FakeProcess:
+    """Starts, loads and dies when told to; `held` names the calls that wait for `release`."""
+
+    index: int
+    log: list[str]
+    held: set[str] = field(default_factory=set)
+    fails: dict[str, list[RunError | ConfigError]] = field(default_factory=dict)
+    """Errors of the next calls by that name, in order."""
+    version: int | None = None
+    _released: asyncio.Event = field(default_factory=asyncio.Event)
+    _death: asyncio.Future[NoReturn] | None = None
+    _answered: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def die(self, why: str = "killed") -> None:
+        self.version = None
+        assert self._death is not None
+        if not self._death.done():
+            self._death.set_exception(EngineLost(why))
+            self._death.exception()
+
+    def release(self) -> None:
+        self.held.clear()
+        self._released.set()
+
+    def answer(self) -> None:
+        self._answered.set()
+
+    async def _do(self, call: str) -> None:
+        self.log.append(f"{call} {self.index}")
+        death = self._death
+        assert death is not None
+        if call.split()[0] in self.held:
+            self._released.clear()
+            released = asyncio.ensure_future(self._released.wait())
+            await asyncio.wait([released, death], return_when=asyncio.FIRST_COMPLETED)
+        if death.done():
+            death.result()
+        if errors := self.fails.get(call.split()[0]):
+            error = errors.pop(0)
+            if not isinstance(error, WeightsOvertaken):
+                self.die(f"ended after: {error}")
+            raise error
+
+    async def start(self) -> None:
+        self._death = asyncio.get_running_loop().create_future()
+        self._answered = asyncio.Event()
+        await self._do("start")
+
+    async def watch(self) -> NoReturn:
+        assert self._death is not None
+        await asyncio.shield(self._death)
+        raise AssertionError
+
+    async def answered(self) -> None:
+        await self._answered.wait()
+
+    async def load_weights(self, staged: StagedWeights) -> float:
+        await self._do(f"load {staged.version}:")
+        self.version = staged.version
+        return 0.25 * (self.index + 1)
+
+    async def sleep(self) -> None:
+        await self._do("sleep")
+
+
+@dataclass
+class Scene:
+    fleet: EngineFleet
+    engines: list[FakeProcess]
+    log: list[str]
+    """Calls to engines and announcements, in order."""
+
+    def since(self, mark: int) -> list[str]:
+        return self.log[mark:]
+
+    @property
+    def serving(self) -> str:
+        return [line for line in self.log if line.startswith("serving")][-1]
+
+
+@asynccontextmanager
+async def scene(num_engines: int, update: Update = Update.rolling, version: int | None = 1) -> AsyncIterator[Scene]:
+    """A fleet that has started, and holds `version`."""
+    log: list[str] = []
+    engines = [FakeProcess(index, log) for index in range(num_engines)]
+
+    async def tell(serving: Sequence[int]) -> None:
+        log.append(f"serving {list(serving)}")
+
+    config = Config()
+    config.rollout.update = update
+    fleet = EngineFleet(config, engines, tell)
+    await fleet.start()
+    if version is not None:
+        await fleet.load_weights(staged(version))
+    await settle()
+    try:
+        yield Scene(fleet, engines, log)
+    finally:
+        await fleet.close()
+
+
+async def test_the_first_version_opens_the_engines() -> None:
+    async with scene(2, update=Update.all, version=None) as on:
+        assert on.log == ["start 0", "start 1"]
+        outcome = await on.fleet.load_weights(staged(1))
+        assert outcome.pause_s == 0.5
+        assert on.log[2:] == ["serving []", "load 1: 0", "load 1: 1", "serving [0, 1]"]
+        assert on.fleet.describe() == ["engine 0: healthy, version 1", "engine 1: healthy, version 1"]
+
+
+async def test_a_rolling_update_takes_a_quarter_of_the_engines_out_at_a_time() -> None:
+    async with scene(8) as on:
+        mark = len(on.log)
+        await on.fleet.load_weights(staged(2))
+        assert on.since(mark)[:8] == [
+            "serving [2, 3, 4, 5, 6, 7]",
+            "load 2: 0",
+            "load 2: 1",
+            "serving [0, 1, 2, 3, 4, 5, 6, 7]",
+            "serving [0, 1, 4, 5, 6, 7]",
+            "load 2: 2",
+            "load 2: 3",
+            "serving [0, 1, 2, 3, 4, 5, 6, 7]",
+        ]
+        assert [engine.version for engine in on.engines] == [2] * 8
+
+
+async def test_never_more_than_a_quarter_load_at_the_same_time() -> None:
+    async with scene(8) as on:
+        for engine in on.engines:
+            engine.held.add("load")
+        update = asyncio.create_task(on.fleet.load_weights(staged(2)))
+        for first in range(0, 8, 2):
+            await settle()
+            assert sum(line.startswith("load 2") for line in on.log) == first + 2
+            for engine in on.engines[first : first + 2]:
+                engine.release()
+        await update
+
+
+async def test_an_update_of_all_keeps_what_is_sent_meanwhile() -> None:
+    async with scene(2, update=Update.all) as on:
+        mark = len(on.log)
+        await on.fleet.load_weights(staged(2))
+        assert on.since(mark) == ["load 2: 0", "load 2: 1"]
+        assert on.serving == "serving [0, 1]"
+
+
+async def test_a_lost_engine_serves_again_only_with_the_current_weights() -> None:
+    async with scene(2) as on:
+        mark = len(on.log)
+        on.engines[0].held |= {"start", "load"}
+        on.engines[0].die()
+        await settle()
+        assert on.since(mark) == ["serving [1]", "start 0"]
+        assert on.fleet.describe()[0] == "engine 0: starting, died 1 times, last: killed"
+        on.engines[0].release()
+        on.engines[0].held = {"load"}
+        await settle()
+        assert on.since(mark) == ["serving [1]", "start 0", "load 1: 0"]
+        assert on.fleet.describe()[0].startswith("engine 0: stale, loads version 1")
+        on.engines[0].release()
+        await settle()
+        assert on.serving == "serving [0, 1]"
+        assert on.engines[0].version == 1
+
+
+async def test_a_load_waits_for_the_one_under_way() -> None:
+    async with scene(2) as on:
+        on.engines[0].held.add("load")
+        on.engines[0].die()
+        await settle()
+        update = asyncio.create_task(on.fleet.load_weights(staged(2)))
+        await settle()
+        assert "load 2: 1" not in on.log
+        on.engines[0].release()
+        await update
+        assert on.log[-5:] == ["load 2: 0", "serving [0, 1]", "serving [0]", "load 2: 1", "serving [0, 1]"]
+
+
+async def test_an_engine_that_dies_during_a_load_does_not_fail_it() -> None:
+    async with scene(2, update=Update.all) as on:
+        on.engines[1].held |= {"load", "start"}
+        update = asyncio.create_task(on.fleet.load_weights(staged(2)))
+        await settle()
+        on.engines[1].die()
+        outcome = await update
+        assert outcome.pause_s == 0.25
+        assert on.serving == "serving [0]"
+        on.engines[1].release()
+        await settle()
+        assert (on.serving, on.engines[1].version) == ("serving [0, 1]", 2)
+
+
+async def test_a_load_of_the_only_engine_returns_when_it_is_back() -> None:
+    async with scene(1) as on:
+        on.engines[0].held |= {"start"}
+        on.engines[0].die()
+        await settle()
+        update = asyncio.create_task(on.fleet.load_weights(staged(2)))
+        await settle()
+        assert not update.done()
+        on.engines[0].release()
+        assert (await update).pause_s == 0.0
+        assert on.engines[0].version == 2
+
+
+async def test_a_load_that_fails_everywhere_is_raised() -> None:
+    async with scene(2, update=Update.all) as on:
+        for engine in on.engines:
+            engine.fails["load"] = [RunError("parameters were not sent")]
+        with pytest.raises(RunError, match="parameters were not sent"):
+            await on.fleet.load_weights(staged(2))
+
+
+async def test_a_load_that_fails_in_one_engine_restarts_it() -> None:
+    async with scene(2) as on:
+        on.engines[0].fails["load"] = [RunError("odd")]
+        mark = len(on.log)
+        await on.fleet.load_weights(staged(2))
+        await settle()
+        assert on.since(mark)[:2] == ["serving [1]", "load 2: 0"]
+        assert "start 0" in on.since(mark)
+        assert (on.serving, on.engines[0].version) == ("serving [0, 1]", 2)
+
+
+async def test_an_engine_overtaken_by_the_trainer_waits_for_the_next_version() -> None:
+    async with scene(2) as on:
+        on.engines[0].fails["load"] = [WeightsOvertaken("the arena now holds version -1")]
+        on.engines[0].die()
+        await settle()
+        assert on.serving == "serving [1]"
+        assert on.fleet.describe()[0] == "engine 0: stale, died 1 times, last: killed"
+        await on.fleet.load_weights(staged(2))
+        assert (on.serving, on.log.count("start 0")) == ("serving [0, 1]", 2)
+
+
+async def test_three_deaths_in_a_row_give_an_engine_up_and_the_last_one_ends_the_run() -> None:
+    async with scene(2) as on:
+        failed = asyncio.create_task(on.fleet.failed())
+        on.engines[0].fails["start"] = [RunError("no memory"), ConfigError("no model")]
+        on.engines[0].die()
+        await settle()
+        assert on.fleet.describe()[0] == "engine 0: given up, died 3 times, last: no model"
+        assert (on.log.count("start 0"), failed.done()) == (3, False)
+        await on.fleet.load_weights(staged(2))
+        on.engines[1].answer()
+        await settle()
+        for _ in range(3):
+            on.engines[1].die("bad memory")
+            await settle()
+        with pytest.raises(RunError, match="no rollout engine is left.*engine 0: no model; engine 1: bad memory"):
+            await failed
+        with pytest.raises(RunError, match="no rollout engine is left"):
+            await on.fleet.load_weights(staged(3))
+
+
+async def test_an_engine_that_answers_in_between_is_never_given_up() -> None:
+    async with scene(1) as on:
+        for _ in range(5):
+            on.engines[0].answer()
+            await settle()
+            on.engines[0].die()
+            await settle()
+        assert on.serving == "serving [0]"
+
+
+async def test_a_load_under_way_hears_that_no_engine_is_left() -> None:
+    async with scene(1) as on:
+        on.engines[0].held.add("start")
+        on.engines[0].die()
+        await settle()
+        update = asyncio.create_task(on.fleet.load_weights(staged(2)))
+        await settle()
+        on.engines[0].fails["start"] = [RunError("no memory"), RunError("no memory")]
+        on.engines[0].release()
+        with pytest.raises(RunError, match="no rollout engine is left"):
+            await update
+
+
+async def test_a_fault_of_the_fleet_itself_ends_the_run() -> None:
+    async with scene(1) as on:
+
+        async def broken(staged: StagedWeights) -> float:
+            raise KeyError("oops")
+
+        on.engines[0].load_weights = broken
+        on.engines[0].die()
+        with pytest.raises(RunError, match=r"looking after rollout engine 0 failed: KeyError\('oops'\)"):
+            await on.fleet.failed()
+
+
+async def test_a_pinned_engine_keeps_its_version_and_gets_the_current_one_when_given_back() -> None:
+    async with scene(3) as on:
+        assert await on.fleet.pin() == 2
+        assert on.serving == "serving [0, 1]"
+        await on.fleet.load_weights(staged(2))
+        assert [engine.version for engine in on.engines] == [2, 2, 1]
+        assert on.fleet.describe()[2] == "engine 2: healthy, version 1, pinned"
+        await on.fleet.unpin(2)
+        assert (on.serving, on.engines[2].version) == ("serving [0, 1, 2]", 2)
+
+
+async def test_unpinning_loads_nothing_that_it_has() -> None:
+    async with scene(2) as on:
+        mark = len(on.log)
+        await on.fleet.unpin(await on.fleet.pin())
+        assert on.since(mark) == ["serving [0]", "serving [0, 1]"]
+
+
+async def test_the_only_engine_serves_although_it_is_pinned_and_an_update_waits_for_it() -> None:
+    async with scene(1) as on:
+        assert await on.fleet.pin() == 0
+        assert on.serving == "serving [0]"
+        update = asyncio.create_task(on.fleet.load_weights(staged(2)))
+        await settle()
+        assert (update.done(), on.engines[0].version) == (False, 1)
+        await on.fleet.unpin(0)
+        await update
+        assert on.engines[0].version == 2
+
+
+async def test_a_pinned_engine_that_dies_has_no_weights_until_it_is_given_back() -> None:
+    async with scene(2) as on:
+        assert await on.fleet.pin() == 1
+        on.engines[1].die()
+        await settle()
+        assert (on.log.count("start 1"), on.engines[1].version) == (2, None)
+        assert on.serving == "serving [0]"
+        await on.fleet.unpin(1)
+        assert (on.serving, on.engines[1].version) == ("serving [0, 1]", 1)
+
+
+async def test_pinning_waits_for_a_healthy_engine() -> None:
+    async with scene(1) as on:
+        on.engines[0].held.add("start")
+        on.engines[0].die()
+        await settle()
+        pinning = asyncio.create_task(on.fleet.pin())
+        await settle()
+        assert not pinning.done()
+        on.engines[0].release()
+        assert await pinning == 0
+
+
+async def test_sleeping_engines_are_woken_by_the_next_version_and_not_restarted_before() -> None:
+    async with scene(2) as on:
+        mark = len(on.log)
+        await on.fleet.sleep()
+        assert on.since(mark) == ["sleep 0", "sleep 1"]
+        assert on.fleet.describe()[0] == "engine 0: healthy, version 1, asleep"
+        on.engines[1].die()
+        await settle()
+        assert "start 1" not in on.since(mark)
+        await on.fleet.load_weights(staged(2))
+        await settle()
+        assert "start 1" in on.since(mark)
+        assert [engine.version for engine in on.engines] == [2, 2]
+        assert on.serving == "serving [0, 1]"
+
+
+async def test_a_start_that_fails_at_first_is_raised() -> None:
+    async def tell(serving: Sequence[int]) -> None:
+        raise AssertionError("nobody serves yet")
+
+    fleet = EngineFleet(Config(), [FakeProcess(0, [], fails={"start": [ConfigError("no model")]})], tell)
+    with pytest.raises(ConfigError, match="no model"):
+        await fleet.start()

@@ -136,6 +136,10 @@ class Driver:
         """Finish the step in hand, save, return."""
         self._progress.stop_requested = True
 
+    def fail(self, error: BaseException) -> None:
+        """End the run with this error: something beside the loop has failed for good."""
+        self._intake.fail(error)
+
     async def restore(self, folder: Path, state: RunState) -> None:
         """Take up a checkpoint. The ledger passed to the constructor is already the checkpoint's."""
         progress = self._progress

@@ -16,7 +16,7 @@ from rlflow.config import Config, check
 from rlflow.driver import Driver
 from rlflow.environments import held_out_tasks, load_environment
 from rlflow.envs.base import EnvironmentSpec
-from rlflow.errors import DeadlineError
+from rlflow.errors import DeadlineError, RunError
 from rlflow.ledger import Ledger
 from rlflow.models import resolve_model
 from rlflow.rundir import RunDir, claim
@@ -100,6 +100,7 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, ledger: Ledger,
         evaluation_tasks=run.evaluation_tasks,
     )
     stopper.on_stop = driver.request_stop
+    watch = asyncio.create_task(_watch_engines(fleet, driver))
     try:
         if run.state is not None and run.run_dir.resume_from is not None:
             await driver.restore(run.run_dir.resume_from, run.state)
@@ -109,6 +110,16 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, ledger: Ledger,
     except DeadlineError as error:
         error.add_note(driver.describe())
         raise
+    finally:
+        watch.cancel()
+
+
+async def _watch_engines(fleet: Fleet, driver: Driver) -> None:
+    """A run without engines would otherwise end at a deadline only."""
+    try:
+        await fleet.engine_fleet.failed()
+    except RunError as error:
+        driver.fail(error)
 
 
 class _Stopper:

@@ -48,7 +48,7 @@ def test_a_cluster_that_does_not_answer_is_a_config_error() -> None:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     # The workers cannot import this file, so the class travels whole.
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with ray_cluster(Config()):
         yield
 

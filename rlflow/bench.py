@@ -23,26 +23,23 @@ def end_to_end(overrides: Sequence[str]) -> dict[str, Any]:
 
     Raises RunError when the run fails.
     """
-    arguments = list(overrides)
-    if not any(argument.startswith("recipe=") for argument in arguments):
-        arguments.insert(0, "recipe=grpo_arithmetic")
-    if not any(argument.startswith("run.steps=") for argument in arguments):
-        arguments.append("run.steps=12")
+    recipes = [argument for argument in overrides if argument.startswith("recipe=")]
+    recipe = recipes[-1].removeprefix("recipe=") if recipes else "grpo_arithmetic"
+    others = [argument for argument in overrides if argument not in recipes]
+    if not any(argument.startswith("run.steps=") for argument in others):
+        others.append("run.steps=12")
+    return summarize(run_recipe(recipe, others))
+
+
+def run_recipe(recipe: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """Train in a process and a directory of its own; the records of its steps. Raises RunError when the run fails."""
     with tempfile.TemporaryDirectory(prefix="rlflow-bench-") as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "rlflow",
-            "train",
-            *arguments,
-            f"run.dir={folder}/run",
-            "run.checkpoint_every=0",
-        ]
+        command = [sys.executable, "-m", "rlflow", "train", f"recipe={recipe}", *overrides]
+        command += [f"run.dir={folder}/run", "run.checkpoint_every=0"]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=E2E_TIMEOUT_S, check=False)
         if done.returncode:
             raise RunError(f"the measured run ended with exit code {done.returncode}; its message is above")
-        records = metrics.read(Path(folder) / "run" / "metrics.jsonl")
-    return summarize(records)
+        return metrics.read(Path(folder) / "run" / "metrics.jsonl")
 
 
 def summarize(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

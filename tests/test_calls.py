@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray import cloudpickle
 from ray.exceptions import TaskCancelledError
 
 from rlflow.cluster.calls import answer

@@ -21,6 +21,8 @@ _VERBS = {
     "simulate": "the driver on a fleet of modelled engines: throughput by staleness",
 }
 
+_BENCH_HELP = "e2e: a whole run's steady state; queue: ledger and ready queue beside TransferQueue"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 the run failed, 2 the command or its configuration is wrong."""
@@ -66,8 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     verb["export"].add_argument("out", type=Path, metavar="OUT", help="the folder to write; it must not exist")
     verb["export"].add_argument("--step", type=int, metavar="N", help="the checkpoint's step; the last one by default")
     verb["export"].add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    verb["bench"].add_argument("name", choices=("e2e",), help="e2e: a whole run's steady state")
-    verb["bench"].epilog = "Further arguments (key=value) are settings of the measured run."
+    verb["bench"].add_argument("name", choices=("e2e", "queue"), help=_BENCH_HELP)
+    verb["bench"].epilog = "Further arguments (key=value) are settings of the run that e2e measures."
     verb["bench"].add_argument("--json", action="store_true", help="as one JSON object on the last line")
     verb["ledger"].add_argument("--json", action="store_true", help="as one JSON object")
     simulate.add_arguments(verb["simulate"])
@@ -79,9 +81,7 @@ def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         _recipes(options.name)
         return 0
     if options.verb == "bench":
-        from rlflow.bench import end_to_end
-
-        _print_figures(end_to_end(overrides), as_json=options.json)
+        _print_figures(_bench(options.name, overrides), as_json=options.json)
         return 0
     if options.verb == "simulate":
         from rlflow.simulate import command
@@ -101,6 +101,18 @@ def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     else:
         _ledger(options.run, as_json=options.json)
     return 0
+
+
+def _bench(name: str, overrides: Sequence[str]) -> Mapping[str, float]:
+    if name == "queue":
+        if overrides:
+            raise ConfigError(f"bench queue takes no settings; got {' '.join(overrides)}; leave them out")
+        from rlflow.bench_queue import queue
+
+        return queue()
+    from rlflow.bench import end_to_end
+
+    return end_to_end(overrides)
 
 
 def _recipes(name: str | None) -> None:

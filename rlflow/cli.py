@@ -21,7 +21,9 @@ _VERBS = {
     "simulate": "the driver on a fleet of modelled engines: throughput by staleness",
 }
 
-_BENCH_HELP = "e2e: a whole run's steady state; queue: ledger and ready queue beside TransferQueue"
+_BENCH_HELP = (
+    "e2e: a whole run's steady state; async: what asynchrony gains; queue: ledger and ready queue beside TransferQueue"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,8 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     verb["export"].add_argument("out", type=Path, metavar="OUT", help="the folder to write; it must not exist")
     verb["export"].add_argument("--step", type=int, metavar="N", help="the checkpoint's step; the last one by default")
     verb["export"].add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    verb["bench"].add_argument("name", choices=("e2e", "queue"), help=_BENCH_HELP)
-    verb["bench"].epilog = "Further arguments (key=value) are settings of the run that e2e measures."
+    verb["bench"].add_argument("name", choices=("e2e", "async", "queue"), help=_BENCH_HELP)
+    verb["bench"].epilog = "Further arguments (key=value) are settings of the runs that e2e and async measure."
     verb["bench"].add_argument("--json", action="store_true", help="as one JSON object on the last line")
     verb["ledger"].add_argument("--json", action="store_true", help="as one JSON object")
     simulate.add_arguments(verb["simulate"])
@@ -110,6 +112,10 @@ def _bench(name: str, overrides: Sequence[str]) -> Mapping[str, float]:
         from rlflow.bench_queue import queue
 
         return queue()
+    if name == "async":
+        from rlflow.bench_async import asynchrony
+
+        return asynchrony(overrides)
     from rlflow.bench import end_to_end
 
     return end_to_end(overrides)

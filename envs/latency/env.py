@@ -11,24 +11,31 @@ import random
 from dataclasses import replace
 from functools import partial
 
-from rlflow.envs import arithmetic
+from rlflow.envs.arithmetic import env as arithmetic
 from rlflow.envs.base import Environment, EnvironmentSpec, EnvironmentStep, SingleTurn
 from rlflow.errors import ConfigError
 from rlflow.types import Message
 
+MANUAL = "Press the keys of the first number, then plus, then those of the second one, then equals. "
 
-def load(median_s: float = 0.2, sigma: float = 1.2, longest_s: float = 30.0, size: int = 2000) -> EnvironmentSpec:
+
+def load(
+    median_s: float = 0.2, sigma: float = 1.25, longest_s: float = 30.0, context: int = 0, size: int = 2000
+) -> EnvironmentSpec:
     """Arithmetic tasks whose only reply is answered after a log-normal wait.
 
-    median_s: seconds that half of the episodes wait at most; sigma: spread of the wait's logarithm (at 1.2, one in a
-    hundred waits 16 times the median); longest_s: no episode waits longer.
+    median_s: seconds that half of the episodes wait at most; sigma: spread of the wait's logarithm (at 1.25, one in a
+    hundred waits 18 times the median); longest_s: no episode waits longer.
+    context: characters of a manual before the question, as agents have it.
     """
     if median_s <= 0 or sigma < 0 or longest_s < median_s:
         raise ConfigError(
             "env.args of latency need median_s > 0, sigma >= 0 and longest_s >= median_s; "
             f"got {median_s:g}, {sigma:g} and {longest_s:g}"
         )
-    return replace(arithmetic.load(size=size), build=partial(build, median_s, sigma, longest_s))
+    manual = (MANUAL * (context // len(MANUAL) + 1))[:context]
+    tasks = arithmetic.load(size=size, system_prompt=f"{arithmetic.SYSTEM_PROMPT} {manual}".strip())
+    return replace(tasks, build=partial(build, median_s, sigma, longest_s))
 
 
 def build(median_s: float, sigma: float, longest_s: float) -> Environment:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rlflow.config import Config
+from rlflow.config import Config, Placement
 from rlflow.errors import ConfigError, EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
 from rlflow.rollout.engine_setup import cache_shape, check_engine, stop_token_ids
@@ -250,6 +250,43 @@ def test_a_sleeping_engine_goes_on_with_the_next_version(bench: Bench) -> None:
     assert slept
     assert any(set(completion.versions) == {1, 2} for completion in completions)
     assert set(completions[-1].versions) == {2}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU's memory is given back")
+def test_a_sleeping_engine_gives_its_memory_back(tmp_path: Path) -> None:
+    old, new = tiny_llama(seed=1), tiny_llama(seed=2)
+    old.save_pretrained(tmp_path)
+    arena = arena_for(old)
+    config = tiny_config()
+    config.rollout.kv_cache_gb = 1.0
+    config.cluster.placement = Placement.colocated
+
+    async def scenario() -> None:
+        engine = RolloutEngine(config, str(tmp_path), index=0, threads=1)
+        await engine.start()
+        try:
+            await engine.load_weights(arena.stage(1, old.named_parameters()))
+            running = asyncio.create_task(sample(engine, [request(i, max_new_tokens=140) for i in range(8)]))
+            await until_sampling(engine)
+            free_awake, _ = torch.cuda.mem_get_info()
+            await engine.sleep()
+            free_asleep, _ = torch.cuda.mem_get_info()
+            await engine.load_weights(arena.stage(2, new.named_parameters()))
+            free_again, _ = torch.cuda.mem_get_info()
+            completions = await running
+        finally:
+            await engine.shutdown()
+        print(f"asleep, an engine gave back {(free_asleep - free_awake) / 2**30:.2f} GiB")
+        assert free_asleep - free_awake > 0.9 * 2**30
+        assert free_asleep - free_again > 0.9 * 2**30
+        assert any(set(completion.versions) == {1, 2} for completion in completions)
+        for completion in completions:
+            first_new = completion.versions.index(2) if 2 in completion.versions else len(completion.ids)
+            assert differences(new, completion)[first_new:].sum() <= 1e-2 * max(1, len(completion.ids) - first_new)
+
+    asyncio.run(scenario())
+    arena.close()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 
 from rlflow.config import Config
 from rlflow.envs.base import Environment, EnvironmentStep, SingleTurn
+from rlflow.errors import StaleGroup
 from rlflow.rollout.client import Transport
 from rlflow.rollout.episode import (
     EpisodeLimits,
@@ -433,3 +434,87 @@ async def test_a_runner_loses_the_group_when_an_engine_fails_and_closes_all() ->
     with pytest.raises(RuntimeError, match="engine died"):
         await runner(FakeActors(fails=True), build).play(GroupOrder(group_id=1, task=TASK, num_episodes=2, seed=0))
     assert [environment.closed for environment in build.built] == [1, 1]
+
+
+@dataclass
+class SlicedEngine:
+    """Answers when told to: with a slice of the version given, the whole of what was asked for or less."""
+
+    calls: list[asyncio.Future[Completion]] = field(default_factory=list)
+    requests: list[GenerateRequest] = field(default_factory=list)
+
+    @property
+    def generate(self) -> Remote:
+        return Remote(self._generate)
+
+    def _generate(self, request: GenerateRequest) -> asyncio.Future[Completion]:
+        self.requests.append(request)
+        self.calls.append(asyncio.get_running_loop().create_future())
+        return self.calls[-1]
+
+    async def give(self, call: int, version: int) -> None:
+        """One token, with the reply to go on."""
+        self.calls[call].set_result(Completion(ids=[1], logprobs=[-1.0], versions=[version], finish_reason="abort"))
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+
+async def under_way(one: EpisodeRunner, group_id: int, engine: int | None = None) -> asyncio.Task[object]:
+    order = GroupOrder(group_id=group_id, task=TASK, num_episodes=2, seed=0, engine=engine)
+    playing = asyncio.create_task(one.play(order))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    return playing
+
+
+def sliced_runner(engine: SlicedEngine, build: ThirdFails) -> EpisodeRunner:
+    return EpisodeRunner(
+        Config(),
+        "",
+        build,
+        FakeActors(),  # pyright: ignore[reportArgumentType]
+        engine,  # pyright: ignore[reportArgumentType]
+        renderer=LetterRenderer(),
+        transport=Transport(cancel=lambda call: None, is_lost=lambda error: False),
+    )
+
+
+async def test_only_groups_that_hold_a_token_too_old_are_ended() -> None:
+    engine, build = SlicedEngine(), ThirdFails(calls=10)
+    one = sliced_runner(engine, build)
+    old, fresh, new, pinned = [
+        await under_way(one, number, engine=named) for number, named in enumerate((None, None, None, 0))
+    ]
+    assert [request.engine for request in engine.requests] == [None] * 6 + [0] * 2
+    await engine.give(0, version=5)
+    await engine.give(1, version=4)
+    await engine.give(2, version=5)
+    await engine.give(6, version=1)
+    await one.cancel_stale(5)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert [each.done() for each in (old, fresh, new, pinned)] == [True, False, False, False]
+    with pytest.raises(StaleGroup, match="group 0 holds tokens of version 4"):
+        await old
+    assert [environment.closed for environment in build.built] == [1, 1, 0, 0, 0, 0, 0, 0]
+    await one.cancel_stale(6)
+    with pytest.raises(StaleGroup, match="group 1 holds tokens of version 5"):
+        await fresh
+    for each in (new, pinned):
+        each.cancel()
+    await asyncio.gather(new, pinned, return_exceptions=True)
+    assert {environment.closed for environment in build.built} == {1}
+
+
+async def test_a_runner_sends_nothing_to_engines_that_do_not_serve() -> None:
+    engine, build = SlicedEngine(), ThirdFails(calls=10)
+    one = sliced_runner(engine, build)
+    await one.set_serving([])
+    playing = await under_way(one, 1)
+    assert engine.requests == []
+    await one.set_serving([0])
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(engine.requests) == 2
+    playing.cancel()
+    await asyncio.gather(playing, return_exceptions=True)

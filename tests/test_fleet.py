@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlflow.config import Config, Update
 from rlflow.errors import ConfigError, EngineLost, RunError, WeightsOvertaken
@@ -395,3 +398,78 @@ async def test_a_start_that_fails_at_first_is_raised() -> None:
     fleet = EngineFleet(Config(), [FakeProcess(0, [], fails={"start": [ConfigError("no model")]})], tell)
     with pytest.raises(ConfigError, match="no model"):
         await fleet.start()
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["die", "hold", "release"]), st.integers(0, 4)),
+        st.tuples(st.sampled_from(["load", "pin", "unpin"]), st.just(0)),
+    ),
+    max_size=25,
+)
+
+
+@dataclass
+class Chaos:
+    """What happens to a fleet in any order, and what must hold after each thing."""
+
+    on: Scene
+    version: int = 1
+    pinned: list[int] = field(default_factory=list)
+    loads: list[asyncio.Task[object]] = field(default_factory=list)
+
+    async def do(self, operation: str, index: int) -> None:
+        engine = self.on.engines[index % len(self.on.engines)]
+        if operation == "die":
+            engine.answer()
+            await settle()
+            engine.die()
+        elif operation == "hold":
+            engine.held |= {"load"}
+        elif operation == "release":
+            engine.release()
+        elif operation == "load" and all(load.done() for load in self.loads):
+            self.version += 1
+            self.loads = [asyncio.create_task(self.on.fleet.load_weights(staged(self.version)))]
+        elif operation == "pin" and not self.pinned and all(load.done() for load in self.loads):
+            self.release()
+            self.pinned = [await self.on.fleet.pin()]
+        elif operation == "unpin" and self.pinned and all(load.done() for load in self.loads):
+            self.release()
+            await self.on.fleet.unpin(self.pinned.pop())
+        await settle()
+        self.check()
+
+    def check(self) -> None:
+        for index in map(int, re.findall("[0-9]+", self.on.serving)):
+            assert index not in self.pinned
+            assert self.on.engines[index].version in (self.version, self.version - 1)
+
+    def release(self) -> None:
+        for engine in self.on.engines:
+            engine.release()
+
+    async def end(self) -> None:
+        self.release()
+        await settle()
+        for engine in self.pinned:
+            await self.on.fleet.unpin(engine)
+        await asyncio.gather(*self.loads)
+        await settle()
+        assert self.on.serving == f"serving {list(range(len(self.on.engines)))}"
+        assert {engine.version for engine in self.on.engines} == {self.version}
+
+
+@given(num_engines=st.integers(2, 5), update=st.sampled_from(list(Update)), operations=OPERATIONS)
+@settings(deadline=None)
+def test_whoever_serves_holds_this_version_or_the_one_before(
+    num_engines: int, update: Update, operations: list[tuple[str, int]]
+) -> None:
+    async def run() -> None:
+        async with scene(num_engines, update) as on:
+            chaos = Chaos(on)
+            for operation, index in operations:
+                await chaos.do(operation, index)
+            await chaos.end()
+
+    asyncio.run(asyncio.wait_for(run(), timeout=10))

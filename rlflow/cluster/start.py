@@ -13,8 +13,9 @@ from typing import Any, cast
 import ray
 
 from rlflow.cluster.calls import RayReference, RayRunners, RayTrainer, answer
+from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
-from rlflow.config import Config
+from rlflow.config import Config, Placement
 from rlflow.deadlines import within
 from rlflow.envs.base import Environment, EnvironmentSpec
 from rlflow.errors import ConfigError
@@ -94,24 +95,18 @@ def ray_cluster(config: Config) -> Iterator[None]:
 
 async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec) -> Fleet:
     """Create every actor at once and wait until all of them are ready."""
-    gpus = _gpus(config)
+    devices = Devices(config)
     threads = config.cluster.cpu_threads or _threads(config)
     engine_names = [f"engine {index}" for index in range(config.rollout.engines)]
     engines = [
         ray.remote(EngineActor)
-        .options(
-            name=name,
-            num_cpus=0,
-            num_gpus=config.rollout.tensor_parallel if gpus else 0,
-            max_concurrency=MANY_CALLS,
-            max_restarts=-1,
-        )
+        .options(name=name, num_cpus=0, max_concurrency=MANY_CALLS, max_restarts=-1, **devices.engine(index))
         .remote(config, model_path, index, threads)
         for index, name in enumerate(engine_names)
     ]
     trainers = [
         ray.remote(TrainerWorker)
-        .options(num_cpus=0, num_gpus=1 if gpus else 0)
+        .options(num_cpus=0, **devices.trainer(rank))
         .remote(config, model_path, rank, config.trainer.ranks, threads)
         for rank in range(config.trainer.ranks)
     ]
@@ -129,9 +124,7 @@ async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec) ->
     reference = None
     if config.algorithm.kl_coefficient > 0:
         reference = (
-            ray.remote(ReferenceWorker)
-            .options(num_cpus=0, num_gpus=1 if gpus else 0)
-            .remote(config, model_path, threads)
+            ray.remote(ReferenceWorker).options(num_cpus=0, **devices.whole(1)).remote(config, model_path, threads)
         )
     membership = Membership(runners)
     processes = [RayEngine(engine, index, config.deadlines) for index, engine in enumerate(engines)]
@@ -196,23 +189,10 @@ def _check_answers(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
-def _gpus(config: Config) -> int:
-    """GPUs of the cluster; ConfigError when there are some, but not enough."""
-    found = int(ray.cluster_resources().get("GPU", 0))
-    engines, ranks = config.rollout.engines * config.rollout.tensor_parallel, config.trainer.ranks
-    reference = int(config.algorithm.kl_coefficient > 0)
-    if 0 < found < engines + ranks + reference:
-        raise ConfigError(
-            f"the run needs {engines + ranks + reference} GPUs (rollout.engines x rollout.tensor_parallel = {engines}, "
-            f"trainer.ranks = {ranks}, reference = {reference}); the cluster has {found}; lower one of them"
-        )
-    return found
-
-
 def _threads(config: Config) -> int:
     """Share the cores out between the processes that compute at the same time."""
     cores = len(os.sched_getaffinity(0))
-    if config.staleness.max_versions == 0:
+    if config.staleness.max_versions == 0 or config.cluster.placement is Placement.colocated:
         # Engines and trainer take turns, so that each side may have all cores.
         return max(1, cores // max(config.rollout.engines, config.trainer.ranks))
     return max(1, cores // (config.rollout.engines + config.trainer.ranks))

@@ -144,7 +144,8 @@ class RolloutConfig:
     kv_cache_gb: float = 0.5
     episode_timeout_s: float = 300.0
     update: Update = Update.rolling
-    """`rolling`: a quarter of the engines at a time, so that the others go on sampling; `all`: at once."""
+    """`rolling`: a quarter of the engines at a time, so that the others go on sampling; `all`: at once, as always where
+    nothing is sampled meanwhile."""
     drain: bool = False
     """Let an engine finish its requests before it takes new weights, instead of pausing them half-way."""
     seeded: bool = True
@@ -286,6 +287,11 @@ def value_of(config: Config, key: str) -> Any:
     return found
 
 
+def samples_while_loading(config: Config) -> bool:
+    """Whether any engine has requests under way while others take new weights."""
+    return config.staleness.max_versions > 0 and config.cluster.placement is Placement.separate
+
+
 def check(config: Config) -> None:
     """Raise ConfigError for the first setting that is out of range, contradicts another or has no effect."""
     for key in (*_POSITIVE, *_NOT_NEGATIVE):
@@ -298,6 +304,7 @@ def check(config: Config) -> None:
             raise ConfigError(f"{key} must not be negative; got {value}")
     _check_algorithm(config)
     _check_staleness(config)
+    _check_engines(config)
     _check_lengths(config)
     for key in ("trainer.beta1", "trainer.beta2"):
         if not 0 <= value_of(config, key) < 1:
@@ -362,6 +369,22 @@ def _check_staleness(config: Config) -> None:
             "trainer.streaming=false has no effect with cluster.placement=colocated, which trains a step when its last "
             "group is ready; leave it true"
         )
+
+
+def _check_engines(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.update is Update.all and not (rollout.engines > 1 and samples_while_loading(config)):
+        raise ConfigError(
+            "rollout.update=all has no effect with a single engine, with staleness.max_versions=0 or with "
+            "cluster.placement=colocated, where engines load at once anyway; leave it at rolling"
+        )
+    if rollout.drain and not samples_while_loading(config):
+        raise ConfigError(
+            "rollout.drain has no effect with staleness.max_versions=0 or with cluster.placement=colocated, where no "
+            "request is under way when weights are loaded; leave it false"
+        )
+    if config.eval.episodes != EvalConfig().episodes and not config.eval.every:
+        raise ConfigError(f"eval.episodes={config.eval.episodes} has no effect with eval.every=0; set eval.every")
 
 
 def _check_lengths(config: Config) -> None:

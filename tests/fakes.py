@@ -209,6 +209,8 @@ class FakeObserver:
     drops: list[tuple[int, DropReason, str]] = field(default_factory=list)
     saves: list[str] = field(default_factory=list)
     most_ready: int = 0
+    ended_s: float = 0.0
+    """On the loop's clock, of the last step."""
     waits: list[str] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     on_step: Callable[[StepReport], None] = lambda report: None
@@ -227,6 +229,7 @@ class FakeObserver:
 
     async def step(self, report: StepReport) -> None:
         self.reports.append(report)
+        self.ended_s = asyncio.get_running_loop().time()
         self.most_ready = max(self.most_ready, report.num_ready)
         self.on_step(report)
 

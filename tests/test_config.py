@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from rlflow.compose_errors import expected, leaf_keys, unknown_key
-from rlflow.config import Backend, Config, Correction, check
+from rlflow.config import Backend, Config, Correction, Late, Order, Placement, Update, check
 from rlflow.errors import ConfigError
 from rlflow.recipe_files import recipe_names, recipe_summary, recipe_text
 
@@ -73,6 +73,37 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"algorithm.clip_low": 1.0}, "algorithm.clip_low must be between 0 and 1; got 1.0"),
     ({"algorithm.clip_high": 0.0}, "algorithm.clip_high must be positive; got 0.0"),
+    (
+        {"staleness.order": Order.ready_first},
+        "staleness.order=ready_first has no effect with staleness.max_versions=0, where all groups of a step are of "
+        "one version; set it to oldest_first, or raise staleness.max_versions",
+    ),
+    (
+        {"staleness.max_versions": 1, "staleness.late": Late.mask},
+        "staleness.late=mask has no effect with staleness.order=oldest_first, under which no group is late; set it to "
+        "requeue, or staleness.order to ready_first",
+    ),
+    (
+        {"staleness.max_versions": 1, "staleness.order": Order.ready_first, "staleness.late": Late.train},
+        "staleness.late=train trains on tokens of any age, which needs a correction; set algorithm.correction=tis, or "
+        "staleness.late to mask or requeue",
+    ),
+    (
+        {"cluster.placement": Placement.colocated, "trainer.streaming": False},
+        "trainer.streaming=false has no effect with cluster.placement=colocated, which trains a step when its last "
+        "group is ready; leave it true",
+    ),
+    (
+        {"staleness.max_versions": 1, "rollout.update": Update.all},
+        "rollout.update=all has no effect with a single engine, with staleness.max_versions=0 or with "
+        "cluster.placement=colocated, where engines load at once anyway; leave it at rolling",
+    ),
+    (
+        {"rollout.drain": True},
+        "rollout.drain has no effect with staleness.max_versions=0 or with cluster.placement=colocated, where no "
+        "request is under way when weights are loaded; leave it false",
+    ),
+    ({"eval.episodes": 4}, "eval.episodes=4 has no effect with eval.every=0; set eval.every"),
     (
         {"rollout.max_new_tokens": 1024},
         "rollout.max_new_tokens (1024) leaves no room for a prompt within model.max_length (1024); "

@@ -6,6 +6,7 @@ import gc
 import shutil
 import tracemalloc
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ from hypothesis import strategies as st
 from rlflow.checkpoint import read_state
 from rlflow.config import Config, Late, Order, Placement, check
 from rlflow.driver import StepReport
-from rlflow.errors import RunError, WorkerError
+from rlflow.errors import DeadlineError, RunError, WorkerError
 from rlflow.ledger import DropReason, Ledger
-from rlflow.types import EpisodeEnd, GroupOrder, PlayedGroup
+from rlflow.types import EpisodeEnd, GroupOrder, PlayedGroup, ReadyGroup, Span
 
 
 def assert_conserved(world: World) -> None:
@@ -328,3 +329,111 @@ def test_the_driver_does_not_grow_with_the_run(tmp_path: Path) -> None:
     print(f"traced bytes after 200 and 1200 steps: {sizes}")
     assert sizes[1200] - sizes[200] < 50_000
     assert world.ledger.num_trained == 3600
+
+
+def test_training_goes_on_while_the_engines_load(tmp_path: Path) -> None:
+    def seconds(max_versions: int, load_s: float) -> float:
+        world = make_world(tmp_path / f"{max_versions} {load_s}", steps=30, max_versions=max_versions, num_tasks=200)
+        world.engines.load_s = load_s
+        world.runners.duration_s = lambda rng: 0.5
+        run_virtually(world.driver.run())
+        assert world.engines.loaded == list(range(31))
+        assert all(0 <= lag <= max_versions for lag in world.trainer.staleness)
+        return world.observer.ended_s
+
+    assert seconds(0, 1.0) == pytest.approx(30 * (1.0 + 0.5 + 3 * 0.2) + 1.0, rel=0.05)
+    assert seconds(4, 1.0) < 0.65 * seconds(0, 1.0)
+
+
+def test_a_run_says_why_no_group_can_be_trained(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=1)
+    world.runners.duration_s = lambda rng: 150.0
+    run_virtually(world.driver.run())
+    where = "3 running; the oldest under way is group 1"
+    why = "the engines have version 0, step 1 is not done and staleness.max_versions is 0"
+    assert world.observer.waits == [f"{where}; no group starts, because {why}"] * 2
+
+
+def test_a_stalled_run_names_the_stage_and_the_state_of_every_engine(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=1)
+    world.engines.load_s = 1e9
+    with pytest.raises(DeadlineError, match="loading the weights into the engines did not finish.* 600 s"):
+        run_virtually(world.driver.run())
+    assert world.driver.describe().splitlines() == [
+        "step 1 of 1, version 0; no group is live; no group starts, because the run is ending",
+        "engine 0: version -1",
+    ]
+
+
+def test_slow_groups_are_waited_for_by_default_and_requeued_when_the_first_goes_first(tmp_path: Path) -> None:
+    def run(order: Order) -> World:
+        config = Config()
+        config.staleness.order = order
+        world = make_world(tmp_path / order, steps=12, max_versions=1, num_tasks=60, config=config)
+        world.runners.duration_s = lambda rng: 30.0 if len(world.runners.orders) % 5 == 0 else 0.5
+        run_virtually(world.driver.run())
+        assert all(0 <= lag <= 1 for lag in world.trainer.staleness)
+        assert Counter(world.trainer.trained).most_common(1)[0][1] == 1
+        return world
+
+    assert run(Order.oldest_first).ledger.num_dropped(DropReason.STALE) == 0
+    assert run(Order.ready_first).ledger.num_dropped(DropReason.STALE) > 0
+
+
+def test_evaluation_is_of_one_version_while_training_goes_on(tmp_path: Path) -> None:
+    config = Config()
+    config.eval.every, config.eval.episodes = 2, 3
+    world = make_world(tmp_path, steps=6, max_versions=1, config=config)
+    run_virtually(world.driver.run())
+    found = [(each.step, each.version, each.num_episodes, each.num_failed) for each in world.observer.evaluations]
+    assert found == [(2, 2, 6, 0), (4, 4, 6, 0), (6, 6, 6, 0)]
+    assert world.observer.evaluations[0].reward == pytest.approx(1 / 3)
+    assert world.ledger.num_admitted == 18
+
+
+def test_an_evaluation_that_is_lost_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
+    config = Config()
+    config.eval.every = 1
+    world = make_world(tmp_path, steps=2, config=config)
+
+    def outcome(order: GroupOrder, index: int) -> tuple[float | None, EpisodeEnd]:
+        if order.engine is not None:
+            raise WorkerError("the engine died")
+        return float(index % 2), EpisodeEnd.COMPLETED
+
+    world.runners.outcome = outcome
+    run_virtually(world.driver.run())
+    assert [(each.reward, each.num_failed, each.detail) for each in world.observer.evaluations] == [
+        (None, 2, "the engine died")
+    ] * 2
+    assert not world.engines.pinned
+
+
+def test_colocated_engines_sleep_while_the_trainer_works(tmp_path: Path) -> None:
+    config = Config()
+    config.cluster.placement = Placement.colocated
+    world = make_world(tmp_path, steps=4, max_versions=1, config=config)
+    accumulate, awake = world.trainer.accumulate, []
+
+    async def watched(groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
+        awake.append(world.engines.awake.is_set())
+        return await accumulate(groups, oldest_version)
+
+    world.trainer.accumulate = watched  # type: ignore[method-assign]
+    world.trainer.not_finite = {1}
+    run_virtually(world.driver.run())
+    assert awake == [False] * 4
+    assert world.engines.awake.is_set()
+    assert world.engines.loaded == [0, 1, 1, 2, 3]  # they wake by loading, also after an update that was skipped
+
+
+def test_old_tokens_are_masked_when_the_late_policy_says_so(tmp_path: Path) -> None:
+    config = Config()
+    config.staleness.order, config.staleness.late = Order.ready_first, Late.mask
+    world = make_world(tmp_path, steps=10, max_versions=1, config=config)
+    world.runners.duration_s = lambda rng: 3.0 if rng.random() < 0.3 else 0.5
+    run_virtually(world.driver.run())
+    oldest = [group.oldest_version for report in world.observer.reports for group in report.groups]
+    trained_at = [report.trained_version for report in world.observer.reports for _ in report.groups]
+    assert max(at - first for at, first in zip(trained_at, oldest, strict=True)) > 1
+    assert max(world.trainer.staleness) <= 1

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rlflow.config import EnvConfig, RewardConfig
-from rlflow.environments import checked_tasks, load_environment
+from rlflow.config import Config, EnvConfig, RewardConfig
+from rlflow.environments import checked_tasks, held_out_tasks, load_environment
 from rlflow.envs.arithmetic.reward import is_right, last_number, share_of_digits
 from rlflow.envs.base import SingleTurn
 from rlflow.errors import ConfigError
@@ -253,3 +253,40 @@ def test_a_bad_row_names_file_and_line(line: str, message: str, tmp_path: Path) 
 def test_an_empty_file_has_no_tasks(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"env.name=jsonl has no tasks"):
         load("jsonl", reward=SCORE, path=write_rows(tmp_path / "rows.jsonl"))
+
+
+def test_held_out_tasks_are_other_tasks_than_those_of_training() -> None:
+    config = Config()
+    spec = load_environment(config.env, config.reward)
+    assert held_out_tasks(config, spec) == ()
+    config.eval.every = 5
+    held_out = held_out_tasks(config, spec)
+    assert len(held_out) == 64
+    assert not {task.id for task in held_out} & {task.id for task in spec.tasks()}
+
+
+def test_an_evaluation_without_tasks_is_refused(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    config = Config()
+    config.eval.every = 5
+    config.env = EnvConfig(name="jsonl", args={"path": str(rows)})
+    config.reward = RewardConfig(function="rlflow.envs.arithmetic.reward:is_right")
+    with pytest.raises(ConfigError, match="env.name=jsonl with these env.args has no evaluation tasks"):
+        held_out_tasks(config, load_environment(config.env, config.reward))
+    config.env.args["evaluation_path"] = str(rows)
+    assert [task.answer for task in held_out_tasks(config, load_environment(config.env, config.reward))] == ["2"]
+
+
+async def test_the_latency_environment_waits_and_then_ends() -> None:
+    spec = load_environment(
+        EnvConfig(name="latency", args={"median_s": 1e-3, "sigma": 0.0, "longest_s": 1e-3, "context": 300}),
+        RewardConfig(),
+    )
+    task = spec.tasks()[0]
+    assert len(task.prompt[0]["content"]) == len("You are a calculator. You reply with a single number. ") + 300
+    environment = spec.build()
+    assert await environment.reset(task) == list(task.prompt)
+    assert (await environment.step({"role": "assistant", "content": "5"})).done
+    with pytest.raises(ConfigError, match="longest_s >= median_s; got 1, 1.25 and 0.5"):
+        load_environment(EnvConfig(name="latency", args={"median_s": 1.0, "longest_s": 0.5}), RewardConfig())

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn, Protocol
 
-from rlflow.config import Config, Update
+from rlflow.config import Config, Update, samples_while_loading
 from rlflow.errors import ConfigError, EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import LoadOutcome, StagedWeights
 from rlflow.rollout.health import EngineState, Health, serving, waves
@@ -49,7 +49,7 @@ class EngineFleet:
     def __init__(
         self, config: Config, engines: Sequence[EngineProcess], tell: Callable[[Sequence[int]], Awaitable[None]]
     ) -> None:
-        self._is_rolling = config.rollout.update is Update.rolling
+        self._is_rolling = config.rollout.update is Update.rolling and samples_while_loading(config)
         self._engines = engines
         self._tell = tell
         self._states = [EngineState() for _ in engines]

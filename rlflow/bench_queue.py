@@ -104,7 +104,7 @@ class _Round:
                 continue
             for group in taken:
                 self._ledger.advance(group.group_id, GroupState.TRAINING)
-            payloads = await asyncio.gather(*(group.payloads[0] for group in taken))  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType, reportCallIssue]
+            payloads = ray.get([group.payloads[0] for group in taken])  # type: ignore[assignment]
             for group, payload in zip(taken, payloads, strict=True):
                 assert len(payload) == PAYLOAD_BYTES and payload[-1] == int(group.task_id[1:]) % 256
                 self._ledger.advance(group.group_id, GroupState.TRAINED, version=0)

@@ -29,9 +29,10 @@ import ray
 
 from rlflow.algorithms.advantage import grpo
 from rlflow.cluster.start import ray_cluster
-from rlflow.config import Config
+from rlflow.config import Config, Order
 from rlflow.errors import ConfigError, RunError
 from rlflow.ledger import GroupState, Ledger
+from rlflow.ready import ReadyQueue
 from rlflow.types import EpisodeEnd, EpisodeSummary, ReadyGroup
 
 NUM_GROUPS = 2000
@@ -51,26 +52,12 @@ _THEIR_VENV = Path.home() / ".cache" / "rlflow" / "transfer-queue-venv"
 _OUR_FILES = ("ledger.py", "ready.py")
 
 
-class _ReadyQueue:
-    """A list in the order of arrival."""
-
-    def __init__(self) -> None:
-        self._groups: list[ReadyGroup] = []
-
-    def put(self, group: ReadyGroup) -> None:
-        self._groups.append(group)
-
-    def take(self, *, version: int, places: int) -> list[ReadyGroup]:
-        taken, self._groups = self._groups[:places], self._groups[places:]
-        return taken
-
-
 class _Round:
     """The groups of one round on their way through ledger, object store and ready queue."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._ready = _ReadyQueue()
+        self._ready = ReadyQueue(order=Order.oldest_first, max_versions=0, groups_per_step=GROUPS_PER_TAKE)
         self._changed = asyncio.Event()
         self._places = asyncio.Semaphore(MAX_WAITING)
 
@@ -85,6 +72,7 @@ class _Round:
         for number in numbers:
             await self._places.acquire()
             group_id = self._ledger.admit(f"t{number}", task_pass=0, version=0)
+            self._ready.expect(group_id, 0, was_late=False)
             self._ledger.advance(group_id, GroupState.RUNNING)
             payload = ray.put(np.full(PAYLOAD_BYTES, number % 256, dtype=np.uint8))
             self._ledger.advance(group_id, GroupState.SCORED)

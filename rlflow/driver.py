@@ -194,6 +194,7 @@ class Driver:
         self._count_update(outcome)
         for group in groups:
             self._ledger.advance(group.group_id, GroupState.TRAINED, version=trained_version)
+        self._ledger.flush()
         self._progress.step += 1
         if outcome.applied or self._is_colocated:
             await self._publish()
@@ -233,6 +234,7 @@ class Driver:
         if outcome.applied:
             self._progress.version += 1
             self._skipped_in_a_row = 0
+            self._intake.drop_late()
             return
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= MAX_SKIPPED_UPDATES:
@@ -273,7 +275,6 @@ class Driver:
         deadline = self._config.deadlines.weights_s
         if self._config.staleness.late is Late.requeue:
             # First, so that no engine is paused for, or carries over, tokens that nobody will train on.
-            self._intake.drop_late()
             cancelling = self._workers.runners.cancel_stale(self._oldest_allowed)
             await within("ending the groups that are too old", deadline, cancelling)
         loading = self._workers.engines.load_weights(staged)

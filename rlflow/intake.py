@@ -120,8 +120,8 @@ class Intake:
         left_s = self._config.deadlines.group_s + self._config.deadlines.train_s
         while True:
             self.raise_failure()
-            self.drop_late()
-            taken = self.ready.take(version=self._progress.version, places=places)
+            ready = self.ready.take(version=self._progress.version, places=places)
+            taken = [group for group in ready if not self._dropped_as_late(group)]
             for group in taken:
                 self._ledger.advance(group.group_id, GroupState.TRAINING)
             self.admit()
@@ -138,11 +138,9 @@ class Intake:
                 self._listener.waiting(self.why_nothing_is_ready())
 
     def drop_late(self) -> None:
-        """Drop the ready groups that the update in hand must do without."""
-        oldest, late = self._oldest_allowed, self._config.staleness.late
-        for group in self.ready.remove(lambda group: staleness.is_too_late(group, oldest=oldest, late=late)):
-            detail = f"tokens of version {group.oldest_version}, update of version {self._progress.version}"
-            self._drop(group.group_id, DropReason.STALE, detail)
+        """Drop the ready groups that the update in hand must do without; to be called when the version has changed."""
+        for group in self.ready.remove(self._is_too_late):
+            self._drop_as_late(group)
 
     def fail(self, error: BaseException) -> None:
         """Make `take` raise this."""
@@ -256,6 +254,17 @@ class Intake:
             self._workers.reference.logprobs(payloads),
         )
 
+    def _dropped_as_late(self, group: ReadyGroup) -> bool:
+        """The gate at consumption: whatever admission, order and cancelling have missed ends here."""
+        if not self._is_too_late(group):
+            return False
+        self._drop_as_late(group)
+        return True
+
+    def _drop_as_late(self, group: ReadyGroup) -> None:
+        detail = f"tokens of version {group.oldest_version}, update of version {self._progress.version}"
+        self._drop(group.group_id, DropReason.STALE, detail)
+
     def _lose(self, group_id: int, reason: DropReason, detail: str) -> None:
         """A group that gave nothing; many of them in a row mean that something is broken, and the run stops."""
         self._drop(group_id, reason, detail)
@@ -296,11 +305,11 @@ class Intake:
     def _is_full(self) -> bool:
         return self.ready.num_bytes > self._config.staleness.max_ready_mb * 2**20
 
-    @property
-    def _oldest_allowed(self) -> int:
-        return staleness.oldest_allowed(
+    def _is_too_late(self, group: ReadyGroup) -> bool:
+        oldest = staleness.oldest_allowed(
             version=self._progress.version, max_versions=self._config.staleness.max_versions
         )
+        return staleness.is_too_late(group, oldest=oldest, late=self._config.staleness.late)
 
     def _was_late(self, task_id: str, task_pass: int) -> bool:
         """Whether the task has lost its place once for being slow; asked where only such tasks have a claim."""

@@ -119,6 +119,7 @@ async def scene(num_engines: int, update: Update = Update.rolling, version: int 
         log.append(f"serving {list(serving)}")
 
     config = Config()
+    config.staleness.max_versions = 1
     config.rollout.update = update
     fleet = EngineFleet(config, engines, tell)
     await fleet.start()

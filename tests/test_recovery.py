@@ -92,12 +92,20 @@ async def stage() -> AsyncIterator[Stage]:
             await stop_fleet(fleet)
 
 
-def child_called(parent: int, name: str) -> int:
-    """The child process of `parent` whose title contains `name`."""
-    children = Path(f"/proc/{parent}/task").glob("*/children")
-    pids = [int(pid) for path in children for pid in path.read_text().split()]
-    (found,) = [pid for pid in pids if name in Path(f"/proc/{pid}/cmdline").read_text()]
-    return found
+def vllm_of(engine: int) -> int:
+    """The process in which the engine of this process id runs vLLM."""
+    titles: dict[int, str] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            title = (folder / "cmdline").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
+        if parent == engine:
+            titles[int(folder.name)] = title
+    found = [process for process, title in titles.items() if "EngineCore" in title]
+    assert len(found) == 1, titles
+    return found[0]
 
 
 async def gone(process: int) -> bool:
@@ -141,14 +149,14 @@ async def kill_and_recover(on: Stage, kill: Callable[[], Awaitable[None]], engin
 async def test_killed_engines_come_back_with_the_current_weights_and_lose_no_episode() -> None:
     async with stage() as on:
         actor = await on.process(0)
-        core = child_called(actor, "EngineCore")
+        core = vllm_of(actor)
 
         async def kill_actor() -> None:
             os.kill(actor, signal.SIGKILL)
             assert await gone(core), "vLLM outlived its engine"
 
         await kill_and_recover(on, kill_actor, engine=0, version=2)
-        other = child_called(await on.process(1), "EngineCore")
+        other = vllm_of(await on.process(1))
 
         async def kill_vllm() -> None:
             os.kill(other, signal.SIGKILL)

@@ -72,6 +72,8 @@ def ray_cluster(config: Config) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Without this Ray hides every GPU from actors that ask for none and warns about it.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # A group that ends in an error has one in each of its payloads too, which nobody reads; Ray would print them all.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if config.cluster.address is None:
         # "local" also where a Ray cluster happens to run on this machine: a run joins one only when told to.

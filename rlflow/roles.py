@@ -101,8 +101,8 @@ class Engines(Protocol):
     async def load_weights(self, staged: StagedWeights) -> LoadOutcome:
         """Put a complete version into every engine; an engine samples under it, or under the one before, only.
 
-        Returns when every engine that takes rollout requests has it. `staged` must stay readable until the next call:
-        an engine that joins later is sent it first. Waits for a pinned engine only where there is no other.
+        Returns when every engine that takes rollout requests has it. An engine that joins later is sent it first, for
+        as long as the trainer stages no other. Waits for a pinned engine only where there is no other.
         """
         ...
 

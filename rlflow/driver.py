@@ -188,6 +188,7 @@ class Driver:
 
     async def _train_one_step(self) -> None:
         start_s, trained_version = self._now(), self._progress.version
+        began_s = asyncio.get_running_loop().time()
         groups = await self._accumulate_step()
         outcome = await self._call_trainer("the optimiser step", self._workers.trainer.step())
         self._background.spans += outcome.spans
@@ -200,6 +201,7 @@ class Driver:
             await self._publish()
         else:
             self._progress.served_step = self._progress.step
+        self._intake.end_step(asyncio.get_running_loop().time() - began_s)
         await self._start_evaluation()
         await self._report(start_s, trained_version, groups, outcome)
         if not self._progress.stop_requested:

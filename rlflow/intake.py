@@ -96,6 +96,8 @@ class Intake:
         self._progress = progress
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
+        self._target = min(2, 1 + config.staleness.max_versions) * config.algorithm.groups_per_step
+        self._waited_s = 0.0
         self._lost_in_a_row = 0
         self._failure: BaseException | None = None
         self._closing = False
@@ -117,7 +119,7 @@ class Intake:
         Raises what made the run fail, and DeadlineError when no group can be trained for longer than groups live.
         """
         # Every live group ends within its own deadline, so that a longer wait is a fault of this loop.
-        left_s = self._config.deadlines.group_s + self._config.deadlines.train_s
+        limit_s = left_s = self._config.deadlines.group_s + self._config.deadlines.train_s
         while True:
             self.raise_failure()
             ready = self.ready.take(version=self._progress.version, places=places)
@@ -128,14 +130,32 @@ class Intake:
             if taken:
                 return taken
             self._changed.clear()
-            wait_s = min(HEARTBEAT_S, left_s)
-            try:
-                await within("waiting for a group to train on", wait_s, self._changed.wait())
-            except DeadlineError:
-                left_s -= wait_s
-                if left_s <= 0:
-                    raise
-                self._listener.waiting(self.why_nothing_is_ready())
+            left_s -= await self._wait(min(HEARTBEAT_S, left_s))
+            if left_s <= 0:
+                raise DeadlineError("waiting for a group to train on", limit_s)
+
+    async def _wait(self, most_s: float) -> float:
+        """Wait until something changes; returns the seconds that it took. People are told when nothing did."""
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        try:
+            await within("waiting for a group to train on", most_s, self._changed.wait())
+        except DeadlineError:
+            self._listener.waiting(self.why_nothing_is_ready())
+        waited_s = loop.time() - started_s
+        self._waited_s += waited_s
+        return waited_s
+
+    def end_step(self, step_s: float) -> None:
+        """A step of so many seconds is over: let more groups live, or fewer, in the next one."""
+        self._target = staleness.next_target(
+            self._target,
+            waited_share=self._waited_s / max(step_s, 1e-9),
+            num_ready=len(self.ready),
+            groups_per_step=self._config.algorithm.groups_per_step,
+            max_versions=self._config.staleness.max_versions,
+        )
+        self._waited_s = 0.0
 
     def drop_late(self) -> None:
         """Drop the ready groups that the update in hand must do without; to be called when the version has changed."""
@@ -193,13 +213,15 @@ class Intake:
             return "no group starts, because the run is ending"
         if self._is_full:
             return f"no group starts, because those that are ready hold {self.ready.num_bytes >> 20} MB"
-        if self._budget():
-            return "more may start"
-        bound = self._config.staleness.max_versions
-        return (
-            f"no group starts, because the engines have version {self._progress.served_version}, step "
-            f"{self._progress.step + 1} is not done and staleness.max_versions is {bound}"
-        )
+        if not self._allowed():
+            bound = self._config.staleness.max_versions
+            return (
+                f"no group starts, because the engines have version {self._progress.served_version}, step "
+                f"{self._progress.step + 1} is not done and staleness.max_versions is {bound}"
+            )
+        if not self._budget():
+            return f"no group starts, because {self._target} live ones have kept the trainer busy so far"
+        return "more may start"
 
     # -- the life of one group
 
@@ -289,8 +311,13 @@ class Intake:
     # -- what the rules need to know
 
     def _budget(self) -> int:
+        """How many groups to start now."""
         if self._is_full:
             return 0
+        return min(self._allowed(), max(0, self._target - self._ledger.num_live))
+
+    def _allowed(self) -> int:
+        """How many groups the staleness bound lets start."""
         progress = self._progress
         return staleness.admission_budget(
             served_step=progress.served_step,

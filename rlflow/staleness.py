@@ -10,6 +10,9 @@ from dataclasses import replace
 from rlflow.config import Late
 from rlflow.types import ReadyGroup, Sample
 
+WAITED = 0.05
+"""Share of a step that the trainer may wait for groups before more of them are let live."""
+
 
 def admission_budget(
     *, served_step: int, num_steps: int, groups_per_step: int, max_versions: int, num_trained: int, num_live: int
@@ -22,6 +25,20 @@ def admission_budget(
     """
     last_step = min(served_step + 1 + max_versions, num_steps)
     return max(0, last_step * groups_per_step - num_trained - num_live)
+
+
+def next_target(target: int, *, waited_share: float, num_ready: int, groups_per_step: int, max_versions: int) -> int:
+    """How many groups should be live in the next step, within what the bound allows.
+
+    More where the trainer waited for groups in the last step, fewer where a whole step's groups lie ready already: they
+    would only grow old. So tokens are as fresh as the trainer's speed permits, and the bound is for the slow ones.
+    """
+    most = (1 + max_versions) * groups_per_step
+    if waited_share > WAITED:
+        return min(target + max(1, groups_per_step // 2), most)
+    if num_ready >= groups_per_step:
+        return max(target - max(1, groups_per_step // 8), groups_per_step)
+    return target
 
 
 def oldest_allowed(*, version: int, max_versions: int) -> int:

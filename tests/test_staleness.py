@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlflow.config import Late
 from rlflow.sampler import TaskSampler
-from rlflow.staleness import admission_budget, is_too_late, oldest_allowed, without_old_tokens
+from rlflow.staleness import admission_budget, is_too_late, next_target, oldest_allowed, without_old_tokens
 from rlflow.types import ReadyGroup, Sample
 
 
@@ -51,6 +51,23 @@ def make_group(group_id: int, *versions: tuple[int, int]) -> ReadyGroup:
         references=None,
         num_bytes=10,
     )
+
+
+@pytest.mark.parametrize(
+    ("target", "waited_share", "num_ready", "expected"),
+    [
+        (16, 0.5, 0, 20),  # the trainer waited: half a step more
+        (38, 0.5, 0, 40),  # up to the bound
+        (24, 0.0, 7, 24),
+        (24, 0.05, 8, 23),  # a whole step lies ready: an eighth of a step fewer
+        (8, 0.0, 30, 8),  # never less than a step
+    ],
+)
+def test_as_many_groups_live_as_keep_the_trainer_busy(
+    target: int, waited_share: float, num_ready: int, expected: int
+) -> None:
+    found = next_target(target, waited_share=waited_share, num_ready=num_ready, groups_per_step=8, max_versions=4)
+    assert found == expected
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from rlflow.checkpoint import CheckpointStore, RunState
 from rlflow.config import Config, Late, Placement
 from rlflow.deadlines import within
 from rlflow.disk import disk_errors
-from rlflow.errors import RunError
+from rlflow.errors import DeadlineError, RunError
 from rlflow.evaluation import Evaluation, evaluate
 from rlflow.intake import Intake, Listener, Progress
 from rlflow.ledger import GroupState, Ledger
@@ -127,6 +127,8 @@ class Driver:
                     await self.save()
             await self._finish()
         except RunError as error:
+            if isinstance(error, DeadlineError):
+                error.add_note(self.describe())  # now, while everything still waits
             await self._save_after(error)
             raise
         finally:
@@ -182,7 +184,8 @@ class Driver:
         """Where the run stands and what everything in it is doing, for the message of a run that stalls."""
         progress = self._progress
         head = f"step {progress.step + 1} of {self._config.run.steps}, version {progress.version}"
-        return "\n".join([f"{head}; {self._intake.why_nothing_is_ready()}", *self._workers.engines.describe()])
+        where = f"{head}; {self._intake.why_nothing_is_ready()}"
+        return "\n".join([where, *self._workers.engines.describe(), *self._workers.open_calls()])
 
     # -- from the ready queue into the weights
 
@@ -269,7 +272,6 @@ class Driver:
             self._intake.fail(error)
             return
         self._background.pause_s = max(self._background.pause_s, loaded.pause_s)
-        self._background.spans += loaded.spans
         self._progress.served_step, self._progress.served_version = step, staged.version
         self._intake.admit()
 
@@ -279,8 +281,11 @@ class Driver:
             # First, so that no engine is paused for, or carries over, tokens that nobody will train on.
             cancelling = self._workers.runners.cancel_stale(self._oldest_allowed)
             await within("ending the groups that are too old", deadline, cancelling)
+        start_s = self._now()
         loading = self._workers.engines.load_weights(staged)
-        return await within("loading the weights into the engines", deadline, loading)
+        loaded = await within("loading the weights into the engines", deadline, loading)
+        self._background.spans.append(Span(actor="engines", name="weights", start_s=start_s, end_s=self._now()))
+        return loaded
 
     async def _loaded(self) -> None:
         """Wait until the engines have what was last handed to them."""

@@ -5,7 +5,7 @@ Every method is awaited by the driver under a named deadline. All arguments and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -73,7 +73,6 @@ class LoadOutcome:
 
     pause_s: float
     """Longest time that any engine did not generate."""
-    spans: list[Span] = field(default_factory=list)
 
 
 class Runners(Protocol):
@@ -162,3 +161,5 @@ class Workers:
     engines: Engines
     trainer: Trainer
     reference: Reference | None
+    open_calls: Callable[[], list[str]] = list
+    """One line for each kind of call that is waited for now, for the message of a run that stalls."""

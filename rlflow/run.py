@@ -16,7 +16,7 @@ from rlflow.config import Config, check
 from rlflow.driver import Driver
 from rlflow.environments import held_out_tasks, load_environment
 from rlflow.envs.base import EnvironmentSpec
-from rlflow.errors import DeadlineError, RunError
+from rlflow.errors import RunError
 from rlflow.ledger import Ledger
 from rlflow.models import resolve_model
 from rlflow.rundir import RunDir, claim
@@ -107,9 +107,6 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, ledger: Ledger,
             done = f"{run.state.step} of {run.config.run.steps}"
             observer.message(f"resumed at step {done}, version {run.state.version}")
         await driver.run()
-    except DeadlineError as error:
-        error.add_note(driver.describe())
-        raise
     finally:
         watch.cancel()
 

@@ -13,7 +13,7 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import TaskCancelledError
 
-from rlflow.cluster.calls import answer
+from rlflow.cluster.calls import answer, open_calls
 from rlflow.cluster.start import ray_cluster
 from rlflow.config import Config
 from rlflow.errors import ConfigError, DeadlineError, WorkerError
@@ -63,6 +63,17 @@ def cluster() -> Iterator[None]:
         ("die", WorkerError, r"^the clerk died: "),
     ],
 )
+async def test_open_calls_are_told_by_kind() -> None:
+    waiting = [asyncio.get_running_loop().create_future() for _ in range(2)]
+    calls = [asyncio.create_task(answer("clerk", future, "file")) for future in waiting]
+    await asyncio.sleep(0)
+    assert open_calls() == ["clerk, file: 2 calls open, the oldest for 0 s"]
+    for future in waiting:
+        future.set_result(7)
+    assert await asyncio.gather(*calls) == [7, 7]
+    assert open_calls() == []
+
+
 async def test_what_a_worker_raises(cluster: None, method: str, kind: type[Exception], message: str) -> None:
     actor = ray.remote(Faulty).options(num_cpus=0).remote()
     with pytest.raises(kind, match=message):

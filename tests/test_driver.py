@@ -357,11 +357,13 @@ def test_a_run_says_why_no_group_can_be_trained(tmp_path: Path) -> None:
 def test_a_stalled_run_names_the_stage_and_the_state_of_every_engine(tmp_path: Path) -> None:
     world = make_world(tmp_path, steps=1)
     world.engines.load_s = 1e9
-    with pytest.raises(DeadlineError, match="loading the weights into the engines did not finish.* 600 s"):
+    world.driver._workers.open_calls = lambda: ["rollout engine 0, load weights: 1 calls open, the oldest for 600 s"]
+    with pytest.raises(DeadlineError, match="loading the weights into the engines did not finish.* 600 s") as raised:
         run_virtually(world.driver.run())
-    assert world.driver.describe().splitlines() == [
-        "step 1 of 1, version 0; no group is live; no group starts, because the run is ending",
+    assert raised.value.__notes__[0].splitlines() == [
+        "step 1 of 1, version 0; no group is live; more may start",
         "engine 0: version -1",
+        "rollout engine 0, load weights: 1 calls open, the oldest for 600 s",
     ]
 
 

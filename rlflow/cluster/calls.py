@@ -4,7 +4,9 @@ itself."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,30 @@ from rlflow.errors import ConfigError, RunError, WorkerError
 from rlflow.roles import StagedWeights, StepOutcome
 from rlflow.types import GroupOrder, Message, PayloadRef, PlayedGroup, ReadyGroup, Span
 
+_open: dict[int, tuple[str, float]] = {}
+"""Number of a call that is waited for -> what it is, and since when."""
+_numbers = count()
 
-async def answer(who: str, reference: Any) -> Any:
+
+def open_calls() -> list[str]:
+    """What every actor is asked for at this moment: one line for each kind of call, the longest wait first."""
+    waits: dict[str, list[float]] = {}
+    now = time.monotonic()
+    for what, since in _open.values():
+        waits.setdefault(what, []).append(now - since)
+    ranked = sorted(waits.items(), key=lambda item: -max(item[1]))
+    return [f"{what}: {len(times)} calls open, the oldest for {max(times):.0f} s" for what, times in ranked]
+
+
+async def answer(who: str, reference: Any, what: str = "") -> Any:
     """The result of a remote call; a cancelled wait cancels the call.
 
+    `what` the actor is asked for shows in `open_calls`; calls that wait for its end by design have none.
     A ConfigError or RunError raised in the worker is raised as it is, anything else as WorkerError naming `who`.
     """
+    number = next(_numbers)
+    if what:
+        _open[number] = (f"{who}, {what}", time.monotonic())
     try:
         return await reference
     except asyncio.CancelledError:
@@ -35,6 +55,8 @@ async def answer(who: str, reference: Any) -> Any:
         raise WorkerError(f"the {who} died: {_first_line(error)}") from error
     except RayError as error:
         raise WorkerError(f"a call to the {who} was lost: {_first_line(error)}") from error
+    finally:
+        _open.pop(number, None)
 
 
 class RayRunners:
@@ -51,30 +73,33 @@ class RayRunners:
         call = self._actors[index].play.options(num_returns=order.num_episodes + 1)
         try:
             group, *payloads = call.remote(order)
-            played: PlayedGroup = await answer("episode runner", group)
+            played: PlayedGroup = await answer("episode runner", group, "play")
         finally:
             self._playing[index] -= 1
         played.payloads = payloads
         return played
 
     async def cancel_stale(self, oldest_version: int) -> None:
-        calls = [answer("episode runner", actor.cancel_stale.remote(oldest_version)) for actor in self._actors]
+        calls = [
+            answer("episode runner", actor.cancel_stale.remote(oldest_version), "cancel stale groups")
+            for actor in self._actors
+        ]
         for result in await asyncio.gather(*calls, return_exceptions=True):
             # A runner that died has lost its groups: their own calls fail.
             if isinstance(result, BaseException) and not isinstance(result, WorkerError):
                 raise result
 
     async def transcript(self, payload: PayloadRef) -> list[Message]:
-        return await answer("episode runner", self._actors[0].transcript.remote(payload))
+        return await answer("episode runner", self._actors[0].transcript.remote(payload), "transcript")
 
     async def save_payloads(self, payloads: Sequence[PayloadRef], path: Path) -> None:
-        await answer("episode runner", self._actors[0].save_payloads.remote(path, *payloads))
+        await answer("episode runner", self._actors[0].save_payloads.remote(path, *payloads), "save")
 
     async def load_payloads(self, path: Path, count: int) -> list[PayloadRef]:
         # A first value beside the payloads keeps the number of return values above one, and tells success.
         call = self._actors[0].load_payloads.options(num_returns=count + 1)
         done, *payloads = call.remote(path)
-        await answer("episode runner", done)
+        await answer("episode runner", done, "load")
         return payloads
 
 
@@ -85,23 +110,31 @@ class RayTrainer:
         self._actors = actors
 
     async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
-        return await _all("trainer", [actor.accumulate.remote(list(groups), oldest_version) for actor in self._actors])
+        return await self._all("accumulate", list(groups), oldest_version)
 
     async def step(self) -> StepOutcome:
-        outcomes = await _all("trainer", [actor.step.remote() for actor in self._actors])
+        outcomes = await self._all("step")
         first: StepOutcome = outcomes[0]
         first.spans = [span for outcome in outcomes for span in outcome.spans]
         return first
 
     async def stage_weights(self, version: int) -> StagedWeights:
-        staged = await _all("trainer", [actor.stage_weights.remote(version) for actor in self._actors])
+        staged = await self._all("stage_weights", version)
         return staged[0]
 
     async def save(self, folder: Path) -> None:
-        await _all("trainer", [actor.save.remote(folder) for actor in self._actors])
+        await self._all("save", folder)
 
     async def load(self, folder: Path) -> None:
-        await _all("trainer", [actor.load.remote(folder) for actor in self._actors])
+        await self._all("load", folder)
+
+    async def _all(self, method: str, *arguments: object) -> list[Any]:
+        """The answer of each rank, in order."""
+        calls = [
+            answer(f"trainer rank {rank}", getattr(actor, method).remote(*arguments), method)
+            for rank, actor in enumerate(self._actors)
+        ]
+        return list(await asyncio.gather(*calls))
 
 
 class RayReference:
@@ -113,12 +146,8 @@ class RayReference:
     async def logprobs(self, payloads: Sequence[PayloadRef]) -> list[object]:
         references = self._actor.logprobs.options(num_returns=len(payloads) + 1).remote(*payloads)
         done, *logprobs = references
-        await answer("reference", done)
+        await answer("reference", done, "log-probabilities")
         return logprobs
-
-
-async def _all(who: str, references: Sequence[Any]) -> list[Any]:
-    return list(await asyncio.gather(*(answer(who, reference) for reference in references)))
 
 
 def _first_line(error: BaseException) -> str:

@@ -70,23 +70,23 @@ class RayEngine:
             # Otherwise the old process might take the call, and die of it.
             await asyncio.gather(self._process, return_exceptions=True)
         # Retried, for a process that Ray is restarting does not answer yet.
-        await self._vital(self._actor.__ray_ready__.options(max_task_retries=-1).remote())
+        await self._vital("begin", self._actor.__ray_ready__.options(max_task_retries=-1).remote())
         self._process = self._actor.linger.remote()
-        await self._vital(self._actor.start.remote())
+        await self._vital("start", self._actor.start.remote())
 
     async def watch(self) -> NoReturn:
-        await self._vital(self._actor.watch.remote())
+        await self._vital("", self._actor.watch.remote())
         raise AssertionError("the watch of an engine ends with an error")
 
     async def answered(self) -> None:
         await answer(self._name, self._actor.answered.remote())
 
     async def load_weights(self, staged: StagedWeights) -> float:
-        loading = self._vital(self._actor.load_weights.remote(staged))
+        loading = self._vital("load weights", self._actor.load_weights.remote(staged))
         return await self._within("a weight update", self._deadlines.weights_s, loading)
 
     async def sleep(self) -> None:
-        sleeping = self._vital(self._actor.sleep.remote())
+        sleeping = self._vital("sleep", self._actor.sleep.remote())
         await self._within("the sleep", self._deadlines.weights_s, sleeping)
 
     async def _within(self, what: str, seconds: float, work: Any) -> Any:
@@ -96,11 +96,11 @@ class RayEngine:
             self._end()
             raise
 
-    async def _vital(self, call: Any) -> Any:
+    async def _vital(self, what: str, call: Any) -> Any:
         """The answer to a call; an engine that fails it is ended, for it may be half of one thing and half of
         another."""
         try:
-            return await answer(self._name, call)
+            return await answer(self._name, call, what)
         except WeightsOvertaken:
             raise
         except RunError as error:

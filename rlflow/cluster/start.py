@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import ray
 
-from rlflow.cluster.calls import RayReference, RayRunners, RayTrainer, answer
+from rlflow.cluster.calls import RayReference, RayRunners, RayTrainer, answer, open_calls
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
 from rlflow.config import Config, Placement
@@ -142,6 +142,7 @@ async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec) ->
         engines=engine_fleet,
         trainer=RayTrainer(trainers),
         reference=RayReference(reference) if reference else None,
+        open_calls=open_calls,
     )
     return Fleet(
         workers=workers,

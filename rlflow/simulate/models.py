@@ -19,11 +19,10 @@ from pathlib import Path
 from rlflow.config import Update
 from rlflow.errors import StaleGroup, WorkerError
 from rlflow.roles import LoadOutcome, Mean, StagedWeights, StepOutcome
+from rlflow.rollout.health import waves
 from rlflow.simulate.plan import Plan
 from rlflow.types import EpisodeEnd, EpisodeSummary, GroupOrder, Message, PayloadRef, PlayedGroup, ReadyGroup, Span
 
-ROLLING_SHARE = 4
-"""Under `rolling`, this part of the engines takes new weights at a time."""
 TOKEN_BYTES = 13
 """Of a payload: id, log-probability, version and mask of one token."""
 
@@ -120,12 +119,11 @@ class ModelledEngines:
         self.occupancy = Occupancy()
 
     async def load_weights(self, staged: StagedWeights) -> LoadOutcome:
-        size = -(-len(self.engines) // ROLLING_SHARE) if self._plan.update is Update.rolling else len(self.engines)
-        if staged.version == 0:
-            size = len(self.engines)  # nothing runs that the others could go on with
-        for start in range(0, len(self.engines), size):
+        # Before the first version, and without staleness, nothing runs that the others could go on with.
+        is_rolling = self._plan.update is Update.rolling and self._plan.max_versions > 0 and staged.version > 0
+        for wave in waves(range(len(self.engines)), len(self.engines), is_rolling):
             with self._meter:
-                self._pause(self.engines[start : start + size], staged.version)
+                self._pause([self.engines[index] for index in wave], staged.version)
             await asyncio.sleep(self._plan.weights_s)
         return LoadOutcome(pause_s=self._plan.weights_s)
 
@@ -138,13 +136,13 @@ class ModelledEngines:
             self.occupancy.lose(engine.load * self._plan.weights_s)
 
     async def sleep(self) -> None:
-        raise NotImplementedError("the model has engines and trainer on devices of their own")
+        raise AssertionError("the model has engines and trainer on devices of their own")
 
     async def pin(self) -> int:
-        raise NotImplementedError("the model has no evaluation")
+        raise AssertionError("the model has no evaluation")
 
     async def unpin(self, engine: int) -> None:
-        raise NotImplementedError("the model has no evaluation")
+        raise AssertionError("the model has no evaluation")
 
     def describe(self) -> list[str]:
         return [f"engine {engine.index}: version {engine.version}, {engine.load} groups" for engine in self.engines]
@@ -209,13 +207,13 @@ class ModelledRunners:
                         play.ended.set_exception(StaleGroup(f"group {group_id} began under version {version}"))
 
     async def transcript(self, payload: PayloadRef) -> list[Message]:
-        raise NotImplementedError("the model has no conversations")
+        raise AssertionError("the model has no conversations")
 
     async def save_payloads(self, payloads: Sequence[PayloadRef], path: Path) -> None:
         """Nothing: there are no payloads, and no simulation is resumed."""
 
     async def load_payloads(self, path: Path, count: int) -> list[PayloadRef]:
-        raise NotImplementedError("a simulation is not resumed")
+        raise AssertionError("a simulation is not resumed")
 
     def _draw(self, order: GroupOrder) -> tuple[list[int], float]:
         """Tokens of each episode, and the share of the group's time after which it fails (1: it does not).
@@ -321,4 +319,4 @@ class ModelledTrainer:
         """Nothing: no simulation is resumed."""
 
     async def load(self, folder: Path) -> None:
-        raise NotImplementedError("a simulation is not resumed")
+        raise AssertionError("a simulation is not resumed")

@@ -10,12 +10,18 @@ T = TypeVar("T")
 
 
 async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order. When one fails, or the wait is cancelled, the others are cancelled and waited for first."""
+    """All results in order. When one fails, or the wait is cancelled, the others are cancelled and waited for first.
+
+    Unlike with `asyncio.gather`, a cancellation is never lost to a failure at the same moment.
+    """
+    if not coroutines:
+        return []
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+        await asyncio.wait(tasks)
+    failed = [task for task in tasks if not task.cancelled() and task.exception() is not None]
+    return [task.result() for task in failed or tasks]

@@ -54,15 +54,6 @@ def cluster() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    ("method", "kind", "message"),
-    [
-        ("config", ConfigError, r"^model\.path is wrong$"),
-        ("deadline", DeadlineError, r"^loading did not finish within its deadline of 3 s; wait longer$"),
-        ("bug", WorkerError, r"^the clerk failed: KeyError: 'lost'$"),
-        ("die", WorkerError, r"^the clerk died: "),
-    ],
-)
 async def test_open_calls_are_told_by_kind() -> None:
     waiting = [asyncio.get_running_loop().create_future() for _ in range(2)]
     calls = [asyncio.create_task(answer("clerk", future, "file")) for future in waiting]
@@ -74,6 +65,15 @@ async def test_open_calls_are_told_by_kind() -> None:
     assert open_calls() == []
 
 
+@pytest.mark.parametrize(
+    ("method", "kind", "message"),
+    [
+        ("config", ConfigError, r"^model\.path is wrong$"),
+        ("deadline", DeadlineError, r"^loading did not finish within its deadline of 3 s; wait longer$"),
+        ("bug", WorkerError, r"^the clerk failed: KeyError: 'lost'$"),
+        ("die", WorkerError, r"^the clerk died: "),
+    ],
+)
 async def test_what_a_worker_raises(cluster: None, method: str, kind: type[Exception], message: str) -> None:
     actor = ray.remote(Faulty).options(num_cpus=0).remote()
     with pytest.raises(kind, match=message):

@@ -22,6 +22,7 @@ from rlflow.sampler import SamplerState
 
 Cli = Callable[..., tuple[int, str, str]]
 SAMPLER = SamplerState(task_pass=0, position=0, put_back=[])
+RECIPES = ["async_latency", "grpo_arithmetic", "grpo_arithmetic_async", "smoke"]
 HEAVY = ("torch", "vllm", "ray", "hydra", "transformers", "numpy")
 
 
@@ -54,7 +55,7 @@ def test_help_and_recipes_import_nothing_heavy(arguments: list[str]) -> None:
 def test_recipes_lists_and_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in listed] == ["grpo_arithmetic", "smoke"]
+    assert [line.split()[0] for line in listed] == RECIPES
     assert main(["recipes", "smoke"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["model"]["path"] == "tiny"
 
@@ -62,12 +63,12 @@ def test_recipes_lists_and_prints(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_recipe_to_print(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "smok"]) == 2
     error = capsys.readouterr().err
-    assert error == "rlflow: error: there is no recipe smok; did you mean smoke? There are: grpo_arithmetic, smoke\n"
+    assert error == f"rlflow: error: there is no recipe smok; did you mean smoke? There are: {', '.join(RECIPES)}\n"
 
 
 REFUSED = [
-    ([], "no recipe given; add recipe=<name> with one of: grpo_arithmetic, smoke"),
-    (["recipe=smok"], "there is no recipe smok; did you mean smoke? There are: grpo_arithmetic, smoke"),
+    ([], f"no recipe given; add recipe=<name> with one of: {', '.join(RECIPES)}"),
+    (["recipe=smok"], f"there is no recipe smok; did you mean smoke? There are: {', '.join(RECIPES)}"),
     (["recipe=smoke", "run.stepz=3"], "run.stepz is not a setting; did you mean run.steps?"),
     (["recipe=smoke", "+run.stepz=3"], "run.stepz is not a setting; did you mean run.steps?"),
     (["recipe=smoke", "run.steps=many"], "run.steps must be a whole number; got many"),

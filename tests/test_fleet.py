@@ -211,6 +211,24 @@ async def test_a_load_waits_for_the_one_under_way() -> None:
         assert on.log[-5:] == ["load 2: 0", "serving [0, 1]", "serving [0]", "load 2: 1", "serving [0, 1]"]
 
 
+async def test_an_engine_that_a_wave_took_along_is_watched_from_the_start() -> None:
+    async with scene(3) as on:
+        on.engines[0].held.add("load")
+        on.engines[2].held.add("load")
+        update = asyncio.create_task(on.fleet.load_weights(staged(2)))
+        await settle()
+        on.engines[1].die()
+        await settle()
+        on.engines[0].release()
+        await settle()
+        assert on.log[-2:] == ["serving [0, 1]", "load 2: 2"]
+        on.engines[1].die()
+        await settle()
+        assert on.serving == "serving [0]"
+        on.engines[2].release()
+        await update
+
+
 async def test_an_engine_that_dies_during_a_load_does_not_fail_it() -> None:
     async with scene(2, update=Update.all) as on:
         on.engines[1].held |= {"load", "start"}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, cast
 
+from rlflow.concurrency import all_or_none
 from rlflow.config import Config
 from rlflow.disk import disk_errors
 from rlflow.envs.base import Environment
@@ -148,19 +149,18 @@ class EpisodeRunner:
 
     async def _play_all(self, group: _UnderWay) -> list[_Scored]:
         """All episodes of a group; none of them goes on when this ends."""
-        tasks = [asyncio.create_task(self._play_and_score(group, i)) for i in range(group.order.num_episodes)]
-        episodes = asyncio.gather(*tasks)
+        episodes = [self._play_and_score(group, index) for index in range(group.order.num_episodes)]
+        playing = asyncio.create_task(all_or_none(episodes))
         too_old = asyncio.create_task(group.too_old.wait())
         try:
-            await asyncio.wait((episodes, too_old), return_when=asyncio.FIRST_COMPLETED)
-            if not episodes.done():
+            await asyncio.wait((playing, too_old), return_when=asyncio.FIRST_COMPLETED)
+            if not playing.done():
                 raise StaleGroup(f"group {group.order.group_id} holds tokens of version {group.oldest_version}")
-            return episodes.result()
+            return playing.result()
         finally:
-            for task in (*tasks, too_old):
+            for task in (playing, too_old):
                 task.cancel()
-            await asyncio.wait((*tasks, too_old))
-            await asyncio.gather(episodes, return_exceptions=True)
+            await asyncio.wait((playing, too_old))
 
     async def _play_and_score(self, group: _UnderWay, index: int) -> _Scored:
         played = await self._play(group, index)

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn, Protocol
 
+from rlflow.concurrency import all_or_none
 from rlflow.config import Config, Update, samples_while_loading
 from rlflow.errors import ConfigError, EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import LoadOutcome, StagedWeights
@@ -105,31 +106,30 @@ class EngineFleet:
             self._fail(RunError(f"no rollout engine is left; each died {state.deaths} times in a row: {deaths}"))
 
     async def _watch(self, index: int) -> None:
-        serving_first = asyncio.create_task(self._note_service(index))
-        try:
-            await self._engines[index].watch()
-        finally:
-            serving_first.cancel()
+        """Let an engine that is up catch up and serve; raises why it is lost.
+
+        The watch goes on beside the rest, for another `load_weights` may have made the engine serve already.
+        """
+        await all_or_none([self._engines[index].watch(), self._note_service(index), self._catch_up(index)])
 
     async def _note_service(self, index: int) -> None:
-        try:
-            await self._engines[index].answered()
-        except RunError:
-            return  # the watch says so as well
+        await self._engines[index].answered()
         self._states[index].served()
 
-    async def _revive(self, index: int) -> None:
-        """Start a dead engine and give it the staged weights, so that it serves again."""
-        while self._is_asleep:
-            # The memory is the trainer's: vLLM would not find it free.
-            await self._changed.wait()
-        await self._start(index)
+    async def _catch_up(self, index: int) -> None:
+        """Give a fresh engine the staged weights, so that it serves."""
         async with self._loading:
             # Otherwise the next `load_weights`, or `unpin`, takes it along.
             staged, may_load = self._staged, not self._is_asleep and index not in self._pinned
             if staged is not None and may_load and not self._holds(index, staged):
                 await self._load_unless_overtaken(index, staged)
-        await self._announce()
+                await self._announce()
+
+    async def _revive(self, index: int) -> None:
+        while self._is_asleep:
+            # The memory is the trainer's: vLLM would not find it free.
+            await self._changed.wait()
+        await self._start(index)
 
     async def _start(self, index: int) -> None:
         self._states[index].start()

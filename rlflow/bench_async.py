@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from rlflow.bench import run_recipe, summarize
+from rlflow.bench import WARM_UP_STEPS, run_recipe, summarize
 
 SETTINGS: dict[str, tuple[str, ...]] = {
     "0_whole_batch": ("staleness.max_versions=0", "trainer.streaming=false"),
@@ -34,11 +34,17 @@ def asynchrony(overrides: Sequence[str]) -> dict[str, Any]:
     found: dict[str, list[dict[str, float]]] = {name: [] for name in SETTINGS}
     for seed in SEEDS:
         for name, settings in SETTINGS.items():
-            records = run_recipe(RECIPE, [*settings, f"run.seed={seed}", *overrides])
-            steady = summarize(records)
-            last = [record["reward"] for record in records[-LAST_STEPS:]]
-            found[name].append({**steady, "final_reward": statistics.fmean(last)})
+            found[name].append(figures_of(run_recipe(RECIPE, [*settings, f"run.seed={seed}", *overrides])))
     return compare(found)
+
+
+def figures_of(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """One run: all samples over all seconds, so that the slowest steps count in full, and the medians of its steps."""
+    steady = records[WARM_UP_STEPS:]
+    seconds = sum(record["step_time"] for record in steady)
+    samples = sum(record["throughput/samples_per_s"] * record["step_time"] for record in steady)
+    final_reward = statistics.fmean(record["reward"] for record in records[-LAST_STEPS:])
+    return {**summarize(records), "samples_per_s": samples / seconds, "final_reward": final_reward}
 
 
 def compare(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:

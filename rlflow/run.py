@@ -75,7 +75,7 @@ async def _train(run: _Run, observer: RunObserver) -> None:
     stopper = _Stopper(observer.message)
     observer.phase("starting")
     try:
-        fleet = await stopper.until_stopped(start_fleet(run.config, run.model_path, run.spec))
+        fleet = await stopper.until_stopped(start_fleet(run.config, run.model_path, run.spec, observer.alarm))
         if fleet is None:
             return
         ledger = Ledger(run.run_dir.ledger)

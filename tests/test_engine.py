@@ -128,6 +128,16 @@ def differences(model: PreTrainedModel, completion: Completion, prompt_ids: list
 
 
 @pytest.mark.slow
+def test_more_prompts_than_one_step_takes(bench: Bench) -> None:
+    """A prompt cut in two would kill vLLM on a CPU: it cannot take back what a seeded request has drawn too early."""
+    bench.load(1, bench.old)
+    prompts = [[3 + index, *(3 + (index * place) % 100 for place in range(1, 150))] for index in range(60)]
+    completions = bench.runner.run(sample(bench.engine, [request(7, prompt, 4) for prompt in prompts]))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert differences(bench.old, completion, prompt).max() < 1e-3
+
+
+@pytest.mark.slow
 def test_sampled_logprobs_equal_transformers(bench: Bench) -> None:
     bench.load(1, bench.old)
     prompts = [PROMPT, [5, 6, 7], [9]]

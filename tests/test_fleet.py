@@ -100,6 +100,7 @@ class Scene:
     engines: list[FakeProcess]
     log: list[str]
     """Calls to engines and announcements, in order."""
+    alarms: list[str]
 
     def since(self, mark: int) -> list[str]:
         return self.log[mark:]
@@ -121,13 +122,14 @@ async def scene(num_engines: int, update: Update = Update.rolling, version: int 
     config = Config()
     config.staleness.max_versions = 1
     config.rollout.update = update
-    fleet = EngineFleet(config, engines, tell)
+    alarms: list[str] = []
+    fleet = EngineFleet(config, engines, tell, alarms.append)
     await fleet.start()
     if version is not None:
         await fleet.load_weights(staged(version))
     await settle()
     try:
-        yield Scene(fleet, engines, log)
+        yield Scene(fleet, engines, log, alarms)
     finally:
         await fleet.close()
 
@@ -273,6 +275,10 @@ async def test_a_load_that_fails_in_one_engine_restarts_it() -> None:
         assert on.since(mark)[:2] == ["serving [1]", "load 2: 0"]
         assert "start 0" in on.since(mark)
         assert (on.serving, on.engines[0].version) == ("serving [0, 1]", 2)
+        assert on.alarms == [
+            "rollout engine 0 did not load version 2: odd",
+            "ended after: odd; it is started again",
+        ]
 
 
 async def test_an_engine_overtaken_by_the_trainer_waits_for_the_next_version() -> None:
@@ -294,6 +300,11 @@ async def test_three_deaths_in_a_row_give_an_engine_up_and_the_last_one_ends_the
         await settle()
         assert on.fleet.describe()[0] == "engine 0: given up, died 3 times, last: no model"
         assert (on.log.count("start 0"), failed.done()) == (3, False)
+        assert on.alarms == [
+            "killed; it is started again",
+            "no memory; it is started again",
+            "no model; it is given up",
+        ]
         await on.fleet.load_weights(staged(2))
         on.engines[1].answer()
         await settle()
@@ -414,7 +425,7 @@ async def test_a_start_that_fails_at_first_is_raised() -> None:
     async def tell(serving: Sequence[int]) -> None:
         raise AssertionError("nobody serves yet")
 
-    fleet = EngineFleet(Config(), [FakeProcess(0, [], fails={"start": [ConfigError("no model")]})], tell)
+    fleet = EngineFleet(Config(), [FakeProcess(0, [], fails={"start": [ConfigError("no model")]})], tell, print)
     with pytest.raises(ConfigError, match="no model"):
         await fleet.start()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import select
 import signal
 import time
@@ -43,7 +44,8 @@ def config() -> Config:
 class Stage:
     """A fleet that holds version 1, and what a test does with it."""
 
-    def __init__(self, fleet: Fleet, task: Task) -> None:
+    def __init__(self, fleet: Fleet, task: Task, alarms: list[str]) -> None:
+        self.alarms = alarms
         self.fleet = fleet
         self.engines = fleet.engine_fleet
         self.task = task
@@ -82,10 +84,11 @@ def is_healthy(line: str) -> bool:
 async def stage() -> AsyncIterator[Stage]:
     settings = config()
     spec = load_environment(settings.env, settings.reward)
+    alarms: list[str] = []
     with ray_cluster(settings):
-        fleet = await start_fleet(settings, resolve_model("tiny"), spec)
+        fleet = await start_fleet(settings, resolve_model("tiny"), spec, alarms.append)
         try:
-            on = Stage(fleet, next(iter(spec.tasks())))
+            on = Stage(fleet, next(iter(spec.tasks())), alarms)
             await on.load(1)
             yield on
         finally:
@@ -163,6 +166,9 @@ async def test_killed_engines_come_back_with_the_current_weights_and_lose_no_epi
 
         await kill_and_recover(on, kill_vllm, engine=1, version=3)
         assert await on.process(0) != actor
+        first, second = on.alarms
+        assert "rollout engine 0 died" in first
+        assert re.search("vLLM's process ended; the cause is in .*[.]err; it is started again$", second)
         await check_updates(on)
         await check_runner(on)
 

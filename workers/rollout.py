@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlflow.config import Config, Placement
@@ -98,9 +99,7 @@ class RolloutEngine:
                 AsyncEngineArgs(**arguments), stat_loggers=[pressure_gauge(self._gate)]
             )
         except RuntimeError as error:
-            raise RunError(
-                f"vLLM did not start in rollout engine {self._index}; its log has the cause: {error}"
-            ) from error
+            raise RunError(f"vLLM did not start in rollout engine {self._index}; {log_hint()}: {error}") from error
 
     async def watch(self) -> None:
         """Wait until vLLM's process ends, which nothing but `shutdown` should make it do; then raise EngineLost."""
@@ -117,7 +116,7 @@ class RolloutEngine:
         finally:
             for sentinel in sentinels:
                 loop.remove_reader(sentinel)
-        raise self._lost("vLLM's process ended; its log has the cause")
+        raise self._lost(f"vLLM's process ended; {log_hint()}")
 
     async def answered(self) -> None:
         """Wait until a request has been answered since the start."""
@@ -158,9 +157,9 @@ class RolloutEngine:
             async for output in stream:
                 last = output.outputs[0]
         except EngineDeadError as error:
-            raise self._lost("vLLM died; its log has the cause") from error
+            raise self._lost(f"vLLM died; {log_hint()}") from error
         except EngineGenerateError as error:
-            raise RunError(f"vLLM failed in rollout engine {self._index}; its log has the cause: {error!r}") from error
+            raise RunError(f"vLLM failed in rollout engine {self._index}; {log_hint()}: {error!r}") from error
         assert last is not None, "vLLM ended a request without an output"
         return _completion_of(last)
 
@@ -204,7 +203,7 @@ class RolloutEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if isinstance(error, EngineDeadError):
-            raise self._lost("vLLM died while it loaded weights; its log has the cause") from error
+            raise self._lost(f"vLLM died while it loaded weights; {log_hint()}") from error
         await asyncio.shield(self._abort_update())
         if not isinstance(error, Exception):
             return
@@ -341,3 +340,9 @@ def _completion_of(output: CompletionOutput) -> Completion:
         versions=versions,
         finish_reason=reasons[output.finish_reason],
     )
+
+
+def log_hint() -> str:
+    """Where vLLM says what went wrong: the file that this process's standard error goes to, if it is one."""
+    target = Path("/proc/self/fd/2").resolve()
+    return f"the cause is in {target}" if target.is_file() else "the cause is on its standard error"

@@ -95,8 +95,11 @@ def ray_cluster(config: Config) -> Iterator[None]:
         ray.shutdown()
 
 
-async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec) -> Fleet:
-    """Create every actor at once and wait until all of them are ready."""
+async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec, alarm: Callable[[str], None]) -> Fleet:
+    """Create every actor at once and wait until all of them are ready.
+
+    `alarm` is given what people should know of later: an engine that was lost.
+    """
     devices = Devices(config)
     threads = config.cluster.cpu_threads or _threads(config)
     engine_names = [f"engine {index}" for index in range(config.rollout.engines)]
@@ -130,7 +133,7 @@ async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec) ->
         )
     membership = Membership(runners)
     processes = [RayEngine(engine, index, config.deadlines) for index, engine in enumerate(engines)]
-    engine_fleet = EngineFleet(config, processes, membership.tell)
+    engine_fleet = EngineFleet(config, processes, membership.tell, alarm)
     await within(
         "starting the workers",
         config.deadlines.start_s,

@@ -19,6 +19,8 @@ from rlflow.weights.messages import BACKEND
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of one cache block on a CPU: the smallest that its attention kernel takes."""
+CPU_STEP_TOKENS = 4096
+"""Prompt tokens that a CPU takes in one step; vLLM's own default."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's CPU attention has kernels for; others fail at the first request only."""
 COLOCATED_FREE_SHARE = 0.1
@@ -89,7 +91,14 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
         "use_tqdm_on_load": False,
     }
     if not on_gpu:
-        arguments.update(enforce_eager=True, block_size=CPU_BLOCK_TOKENS)
+        arguments.update(
+            enforce_eager=True,
+            block_size=CPU_BLOCK_TOKENS,
+            # When a prompt is cut in two, vLLM takes back what a seeded request drew for the first part; on a CPU that
+            # ends its process.
+            enable_chunked_prefill=False,
+            max_num_batched_tokens=max(CPU_STEP_TOKENS, config.model.max_length),
+        )
     elif config.cluster.placement is Placement.colocated:
         # The cache's size is given, so that the share of memory is only what must be free at the start: the trainer
         # may be there already.

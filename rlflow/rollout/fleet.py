@@ -45,14 +45,20 @@ class EngineFleet:
     """Implements `roles.Engines`.
 
     `tell` is given the engines that serve, whenever that changes, and returns when every episode runner knows.
+    `alarm` is given what people should know of: an engine that was lost, or that could not load.
     """
 
     def __init__(
-        self, config: Config, engines: Sequence[EngineProcess], tell: Callable[[Sequence[int]], Awaitable[None]]
+        self,
+        config: Config,
+        engines: Sequence[EngineProcess],
+        tell: Callable[[Sequence[int]], Awaitable[None]],
+        alarm: Callable[[str], None],
     ) -> None:
         self._is_rolling = config.rollout.update is Update.rolling and samples_while_loading(config)
         self._engines = engines
         self._tell = tell
+        self._alarm = alarm
         self._states = [EngineState() for _ in engines]
         self._pinned: set[int] = set()
         self._staged: StagedWeights | None = None
@@ -97,6 +103,7 @@ class EngineFleet:
                     await self._watch(index)
                 except (ConfigError, RunError) as error:
                     state.died(str(error))
+                    self._alarm(f"{error}; {'it is given up' if state.is_given_up else 'it is started again'}")
                     await self._announce()
         except Exception as error:
             # Nobody awaits a guard, so that what it did not expect must end the run.
@@ -233,7 +240,9 @@ class EngineFleet:
         state = self._states[index]
         try:
             pause_s = await self._engines[index].load_weights(staged)
-        except RunError:
+        except RunError as error:
+            if not isinstance(error, WeightsOvertaken):
+                self._alarm(f"rollout engine {index} did not load version {staged.version}: {error}")
             if state.health is Health.STALE:
                 state.load_failed()
             raise

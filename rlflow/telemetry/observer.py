@@ -65,6 +65,9 @@ class RunObserver:
     def message(self, text: str) -> None:
         self._console.message(text)
 
+    def alarm(self, text: str) -> None:
+        self._console.alarm(text)
+
     def phase(self, name: str) -> None:
         self._console.phase(name)
 

@@ -1,6 +1,6 @@
-"""The arithmetic tasks, in an environment that takes its time to answer.
+"""The arithmetic tasks, in an environment that takes its time to open.
 
-Most tools answer at once and a few take long; a log-normal wait has both. Waiting costs no processor time.
+Most worlds open at once and a few take long; a log-normal wait has both. Waiting costs no processor time.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from dataclasses import replace
 from functools import partial
 
 from rlflow.envs.arithmetic import env as arithmetic
-from rlflow.envs.base import Environment, EnvironmentSpec, EnvironmentStep, SingleTurn
+from rlflow.envs.base import Environment, EnvironmentSpec, SingleTurn
 from rlflow.errors import ConfigError
-from rlflow.types import Message
+from rlflow.types import Message, Task
 
 MANUAL = "Press the keys of the first number, then plus, then those of the second one, then equals. "
 
 
 def load(
-    median_s: float = 0.2, sigma: float = 1.25, longest_s: float = 30.0, context: int = 0, size: int = 2000
+    median_s: float = 0.2, sigma: float = 1.1, longest_s: float = 30.0, context: int = 0, size: int = 2000
 ) -> EnvironmentSpec:
-    """Arithmetic tasks whose only reply is answered after a log-normal wait.
+    """Arithmetic tasks that are asked after a log-normal wait.
 
-    median_s: seconds that half of the episodes wait at most; sigma: spread of the wait's logarithm (at 1.25, one in a
-    hundred waits 18 times the median); longest_s: no episode waits longer.
+    median_s: seconds that half of the episodes wait at most; sigma: spread of the wait's logarithm (at 1.1, one in a
+    hundred waits 13 times the median); longest_s: no episode waits longer.
     context: characters of a manual before the question, as agents have it.
     """
     if median_s <= 0 or sigma < 0 or longest_s < median_s:
@@ -43,11 +43,11 @@ def build(median_s: float, sigma: float, longest_s: float) -> Environment:
 
 
 class Latency(SingleTurn):
-    """Answers after `wait_s` seconds."""
+    """Asks after `wait_s` seconds."""
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
 
-    async def step(self, reply: Message) -> EnvironmentStep:
+    async def reset(self, task: Task) -> list[Message]:
         await asyncio.sleep(self._wait_s)
-        return await super().step(reply)
+        return await super().reset(task)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rlflow.balance import karmarkar_karp
 from rlflow.types import EpisodeSummary, FloatArray, TrainSample
 
 IndexArray = NDArray[np.int64]
@@ -105,18 +106,16 @@ def _cut_to_size(group: int, episodes: Sequence[EpisodeSummary], max_tokens: int
 
 
 def _balance(pieces: Sequence[Piece], groups: Sequence[Sequence[EpisodeSummary]], num_ranks: int) -> list[list[Piece]]:
-    """Greedy: the costliest piece goes to the cheapest rank; halve a piece of the costliest rank until balanced."""
+    """Share the pieces out by cost; halve the largest piece of the costliest rank until balanced."""
     costs = {piece: _cost(_select(piece, groups)) for piece in pieces}
     while True:
-        ranks: list[list[Piece]] = [[] for _ in range(num_ranks)]
-        loads = [0.0] * num_ranks
-        for piece in sorted(costs, key=lambda piece: (-costs[piece], piece.group, piece.episodes)):
-            rank = loads.index(min(loads))
-            ranks[rank].append(piece)
-            loads[rank] += costs[piece]
-        fullest = ranks[loads.index(max(loads))]
-        divisible = [piece for piece in fullest if len(piece.episodes) > 1]
-        if not divisible or max(loads) <= _BALANCED * sum(loads) / num_ranks:
+        ordered = sorted(costs, key=lambda piece: (piece.group, piece.episodes))
+        shares = karmarkar_karp([costs[piece] for piece in ordered], num_ranks)
+        ranks = [[ordered[index] for index in share] for share in shares]
+        costliest = ranks[0]
+        load = sum(costs[piece] for piece in costliest)
+        divisible = [piece for piece in costliest if len(piece.episodes) > 1]
+        if not divisible or load <= _BALANCED * sum(costs.values()) / num_ranks:
             return ranks
         largest = max(divisible, key=lambda piece: costs[piece])
         half = len(largest.episodes) // 2

@@ -7,12 +7,13 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from rlflow.errors import ConfigError, RunError
 
 _VERBS = {
-    "train": "train a model: rlflow train recipe=NAME [key=value ...]",
+    "train": "train a model: rlflow train recipe=NAME [key=value ...] [--dry-run]",
     "recipes": "list the recipes, or print one",
     "export": "write a checkpoint as a folder for transformers and vLLM",
     "report": "write a run's report.html",
@@ -33,9 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words[:1] in (["-sc"], ["--shell-completion"]):  # how the shell asks for completions
             return _complete(words)
         if words[:1] == ["train"]:
-            from rlflow.compose import train
-
-            return train(words[1:], _report)
+            return _train(words[1:])
         parser = _parser()
         options, overrides = parser.parse_known_args(words)
         if unknown := [word for word in overrides if options.verb != "bench" or "=" not in word or word[0] == "-"]:
@@ -54,6 +53,20 @@ def _report(error: ConfigError | RunError) -> int:
         traceback.print_exception(error)
     print("\n".join([f"rlflow: error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
     return 2 if isinstance(error, ConfigError) else 1
+
+
+def _train(arguments: Sequence[str]) -> int:
+    """Hydra reads the arguments, except for the two that it does not know."""
+    from rlflow.compose import train
+
+    for_hydra = [each for each in arguments if each not in ("--dry-run", "--json")]
+    if "--dry-run" in arguments:
+        from rlflow.dry_run.command import dry_run
+
+        return train(for_hydra, _report, partial(dry_run, as_json="--json" in arguments))
+    if "--json" in arguments:
+        raise ConfigError("--json has no effect without --dry-run; leave it out: a run writes metrics.jsonl")
+    return train(for_hydra, _report)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -21,9 +21,17 @@ from rlflow.recipe_files import recipe_names
 
 Report = Callable[[ConfigError | RunError], int]
 """Shows an error to the person and says which exit code it means."""
+Run = Callable[[Config], int]
+"""Does what a checked configuration asks for and says which exit code that means."""
 
 
-def train(arguments: Sequence[str], report: Report) -> int:
+def _run(config: Config) -> int:
+    from rlflow.run import train as run  # imports Ray
+
+    return run(config)
+
+
+def train(arguments: Sequence[str], report: Report, run: Run = _run) -> int:
     """Run `rlflow train ARGUMENTS`; the largest exit code of its jobs (one, or several with --multirun).
 
     Raises ConfigError when nothing can be composed. What a single job raises goes to `report`, so that the other jobs
@@ -38,7 +46,7 @@ def train(arguments: Sequence[str], report: Report) -> int:
 
     def job(composed: DictConfig) -> None:
         try:
-            exit_codes.append(_train_one(composed, folders))
+            exit_codes.append(_train_one(composed, folders, run))
         except (ConfigError, RunError) as error:
             exit_codes.append(report(error))
 
@@ -81,7 +89,7 @@ def _refuse_added_keys(composed: DictConfig) -> None:
                 raise ConfigError(unknown_key(key))
 
 
-def _train_one(composed: DictConfig, folders: set[str]) -> int:
+def _train_one(composed: DictConfig, folders: set[str], run: Run) -> int:
     if HydraConfig.get().runtime.choices.get("recipe", "") is None:
         raise ConfigError(f"no recipe given; add recipe=<name> with one of: {', '.join(recipe_names())}")
     config = to_config(composed)
@@ -92,8 +100,6 @@ def _train_one(composed: DictConfig, folders: set[str]) -> int:
                 f"'run.dir={config.run.dir}/${{hydra:job.num}}'"
             )
         folders.add(config.run.dir)
-    from rlflow.run import train as run  # imports Ray
-
     return run(config)
 
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -30,20 +30,23 @@ def resolve_model(path: str) -> str:
     """
     if path in BUILTIN:
         return str(_cached(path))
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        if path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or folder.exists():
-            choices = f"give a folder, a hub id or one of {', '.join(BUILTIN)}"
-            raise ConfigError(f"model.path={path} is not a folder; {choices}")
-        folder = Path(_download(path))
+    folder = _find(path, _HUB_FILES)
     check_folder(folder)
+    return str(folder.resolve())
+
+
+def resolve_config(path: str) -> str:
+    """The folder with the config.json of a model, named as for `resolve_model`; no weights are needed or downloaded."""
+    if path in BUILTIN:
+        return str(_cached(path))
+    folder = _find(path, ("config.json",))
+    _check_config(folder)
     return str(folder.resolve())
 
 
 def check_folder(folder: Path) -> None:
     """Raise ConfigError for the first thing that a model folder lacks."""
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path: {folder} has no config.json; it is not a model folder that transformers saved")
+    _check_config(folder)
     _check_weights(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ConfigError(
@@ -55,6 +58,22 @@ def check_folder(folder: Path) -> None:
             f"model.path: {folder} has no chat template, and prompts are conversations; use the instruct version of "
             "the model, or put a chat_template.jinja into the folder"
         )
+
+
+def _check_config(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path: {folder} has no config.json; it is not a model folder that transformers saved")
+
+
+def _find(path: str, hub_files: Sequence[str]) -> Path:
+    """A folder that is here, or one into which these files of a hub id were downloaded."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or folder.exists():
+        choices = f"give a folder, a hub id or one of {', '.join(BUILTIN)}"
+        raise ConfigError(f"model.path={path} is not a folder; {choices}")
+    return Path(_download(path, hub_files))
 
 
 def _check_weights(folder: Path) -> None:
@@ -84,14 +103,14 @@ def _has_chat_template(folder: Path) -> bool:
     return config.is_file() and bool(json.loads(config.read_text()).get("chat_template"))
 
 
-def _download(path: str) -> str:
+def _download(path: str, files: Sequence[str]) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     close = get_close_matches(path.lower(), BUILTIN, n=1, cutoff=0.4)
     hint = f"; did you mean {close[0]}?" if close else ""
     try:
-        return snapshot_download(path, allow_patterns=list(_HUB_FILES))
+        return snapshot_download(path, allow_patterns=list(files))
     except (HFValidationError, HfHubHTTPError, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         offline = " (HF_HUB_OFFLINE is set, so nothing was downloaded)" if os.environ.get("HF_HUB_OFFLINE") else ""

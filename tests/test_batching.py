@@ -64,7 +64,7 @@ def test_plan_cuts_groups_when_there_are_fewer_than_ranks() -> None:
 def test_plan_balances_ranks_by_cost() -> None:
     groups = [[episode(1, length)] * 2 for length in (60, 30, 20, 10)]
     found = plan_micro_batches(groups, num_ranks=2, micro_batch_tokens=1000)
-    assert found == [[plan((0, (0, 1)))], [plan((1, (0, 1)), (2, (0, 1)), (3, (0, 1)))]]
+    assert found == [[plan((1, (0, 1)), (2, (0, 1)), (3, (0, 1)))], [plan((0, (0, 1)))]]
 
 
 def test_plan_gives_every_rank_equally_many_micro_batches() -> None:

@@ -22,7 +22,7 @@ from rlflow.sampler import SamplerState
 
 Cli = Callable[..., tuple[int, str, str]]
 SAMPLER = SamplerState(task_pass=0, position=0, put_back=[])
-RECIPES = ["async_latency", "grpo_arithmetic", "grpo_arithmetic_async", "smoke"]
+RECIPES = ["async_latency", "grpo_32b", "grpo_7b", "grpo_arithmetic", "grpo_arithmetic_async", "smoke"]
 HEAVY = ("torch", "vllm", "ray", "hydra", "transformers", "numpy")
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlflow.cluster.devices import check_gpus
+from rlflow.cluster.gpus import check_gpus
 from rlflow.config import Config, Placement
 from rlflow.errors import ConfigError
 

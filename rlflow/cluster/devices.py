@@ -1,4 +1,4 @@
-"""Which GPUs each actor asks Ray for, and whether there are enough."""
+"""Which GPUs each actor asks Ray for."""
 
 from __future__ import annotations
 
@@ -8,30 +8,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlflow.cluster.gpus import check_gpus
 from rlflow.config import Config, Placement
-from rlflow.errors import ConfigError
-
-
-def check_gpus(config: Config, found: int) -> None:
-    """Raise ConfigError when there are some GPUs, but not enough, or when engines and ranks cannot share them."""
-    if not found:
-        return
-    per_engine, engines, ranks = config.rollout.tensor_parallel, config.rollout.engines, config.trainer.ranks
-    reference = int(config.algorithm.kl_coefficient > 0)
-    if config.cluster.placement is Placement.colocated:
-        if per_engine != 1 or engines != ranks:
-            raise ConfigError(
-                "cluster.placement=colocated gives each GPU one engine and one rank of the trainer, so that it needs "
-                f"rollout.tensor_parallel=1 and rollout.engines equal to trainer.ranks; got {per_engine}, {engines} "
-                f"and {ranks}; change them, or take cluster.placement=separate"
-            )
-        engines = 0
-    needed = engines * per_engine + ranks + reference
-    if found < needed:
-        raise ConfigError(
-            f"the run needs {needed} GPUs (rollout.engines x rollout.tensor_parallel = {engines * per_engine} of their "
-            f"own, trainer.ranks = {ranks}, reference = {reference}); the cluster has {found}; lower one of them"
-        )
 
 
 class Devices:

@@ -22,14 +22,14 @@ from rlflow.errors import ConfigError
 from rlflow.types import FloatArray, TrainSample
 from rlflow.workers.trainer.attention import ATTENTION, attention_layout, check_attention
 
-_MAX_LOGITS = 2**26
+MAX_LOGITS = 2**26
 """Logits that exist at once (256 MiB in float32); more loss tokens go through the head in chunks."""
 
 
 class Policy(nn.Module):
     """The whole computation is inside `forward`, so that FSDP's hooks on the root see it."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float, max_logits: int = _MAX_LOGITS) -> None:
+    def __init__(self, model: PreTrainedModel, temperature: float, max_logits: int = MAX_LOGITS) -> None:
         """`model` was loaded with `attn_implementation=ATTENTION`; its logits are divided by `temperature`."""
         super().__init__()
         self.model = model

@@ -1,0 +1,24 @@
+"""`rlflow train ... --dry-run`: what the run would need. Starts nothing, and reads no weights."""
+
+from __future__ import annotations
+
+import json
+
+from rlflow.config import Config
+
+
+def dry_run(config: Config, *, as_json: bool) -> int:
+    """Print the estimate; returns the exit code, 0. Raises ConfigError for what the run would refuse."""
+    from rlflow.dry_run import render
+    from rlflow.dry_run.estimate import estimate
+    from rlflow.dry_run.model import read_model  # imports torch and transformers
+    from rlflow.models import resolve_config
+    from rlflow.rollout.engine_setup import check_engine
+    from rlflow.workers.trainer.policy import MAX_LOGITS
+
+    folder = resolve_config(config.model.path)
+    facts = read_model(config, folder)
+    check_engine(config, facts.cache, folder, on_gpu=True)
+    found = estimate(config, facts, MAX_LOGITS)
+    print(json.dumps(render.as_json(found)) if as_json else render.as_text(found, config))
+    return 0

@@ -1,0 +1,196 @@
+"""Which process gets which GPU and how much of it, how large a step is, what a new version costs. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlflow.batching import plan_micro_batches
+from rlflow.cluster.gpus import check_gpus, gpu_needs
+from rlflow.config import Config, Dtype, Placement
+from rlflow.dry_run.facts import ModelFacts
+from rlflow.dry_run.memory import (
+    BYTES_PER_ELEMENT,
+    FLOAT32,
+    ProcessMemory,
+    cached_sequences,
+    engine_memory,
+    reference_memory,
+    trainer_memory,
+)
+from rlflow.types import EpisodeEnd, EpisodeSummary
+
+GPU_SIZES = (16, 24, 32, 40, 48, 80, 96, 141, 180, 288)
+"""GB of the GPUs that are on sale; each has about as many GiB."""
+USABLE = 0.9
+"""Share of a GPU that may be planned with: CUDA, vLLM's graphs and fragments of memory take the rest."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GpuRange:
+    """GPUs with the same load, counted in the order in which the processes ask for them."""
+
+    first: int
+    last: int
+    holds: str
+    num_bytes: int
+    """The most that is needed of each."""
+    gpu_size: int | None
+    """GB of the smallest usual GPU that holds it; None where none does."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Batch:
+    """Everything at its most: each episode has model.max_length tokens."""
+
+    groups: int
+    """Of a step."""
+    episodes: int
+    """Of a step."""
+    tokens: int
+    """Of a step."""
+    live_groups: int
+    """Under way, ready or in training, under the staleness bound."""
+    live_episodes: int
+    decoding: int
+    """Requests that all engines together decode at the same time."""
+    cached_sequences: int
+    """Of model.max_length in one engine's cache."""
+    micro_batches: int
+    """Of one rank in a step whose groups come to the trainer together."""
+    micro_batches_one_by_one: int | None
+    """As above, when they come one by one; None where they cannot."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WeightUpdate:
+    """Bytes that one new version takes."""
+
+    staged: int
+    """In the shared memory that all engines read."""
+    gathered: int
+    """That the ranks send each other, in float32, so that the first one has all."""
+    largest: int
+    """Of these, the largest tensor, which is whole on every rank at its time."""
+    loaded: int
+    """On the machine, for each rank while it starts: the whole model in float32."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Estimate:
+    recipe: str
+    model_type: str
+    num_parameters: int
+    num_layers: int
+    dtype: str
+    micro_batch_tokens: int
+    """Tokens of the largest micro-batch that there can be."""
+    gpus: tuple[GpuRange, ...]
+    processes: dict[str, ProcessMemory]
+    batch: Batch
+    weights: WeightUpdate
+
+
+def estimate(config: Config, facts: ModelFacts, max_logits: int) -> Estimate:
+    """What the run needs of GPUs; `max_logits` is how many logits the trainer holds at once.
+
+    Raises ConfigError when engines and ranks cannot be placed.
+    """
+    needs = gpu_needs(config)
+    check_gpus(config, needs.total)
+    batch = _batch(config, facts)
+    num_tokens = min(config.trainer.micro_batch_tokens, batch.tokens)
+    processes = {
+        "engine": engine_memory(config, facts),
+        "trainer": trainer_memory(config, facts, num_tokens, max_logits),
+    }
+    if needs.reference:
+        processes["reference"] = reference_memory(config, facts, num_tokens, max_logits)
+    return Estimate(
+        recipe=config.run.name,
+        model_type=facts.model_type,
+        num_parameters=facts.num_parameters,
+        num_layers=facts.num_layers,
+        dtype=config.model.dtype.value,
+        micro_batch_tokens=num_tokens,
+        gpus=tuple(_gpus(config, processes)),
+        processes=processes,
+        batch=batch,
+        weights=_weights(config, facts),
+    )
+
+
+def smallest_gpu(num_bytes: int) -> int | None:
+    """GB of the smallest usual GPU whose usable share holds that many bytes."""
+    return next((size for size in GPU_SIZES if num_bytes <= USABLE * size * 2**30), None)
+
+
+def _gpus(config: Config, processes: dict[str, ProcessMemory]) -> list[GpuRange]:
+    engine, trainer = processes["engine"], processes["trainer"]
+    engines, ranks, parallel = config.rollout.engines, config.trainer.ranks, config.rollout.tensor_parallel
+    each = f" on {parallel} GPUs each" if parallel > 1 else ""
+    rank_names = _numbered("trainer rank", ranks)
+    if config.cluster.placement is Placement.colocated:
+        # The engines sleep while the trainer works, but what the trainer keeps stays.
+        most = trainer.kept + max(trainer.passing, engine.total)
+        loads = [(ranks, f"{_numbered('engine', engines)} and {rank_names}, in turn", most)]
+    else:
+        loads = [
+            (engines * parallel, _numbered("engine", engines) + each, engine.total),
+            (ranks, rank_names, trainer.total),
+        ]
+    if "reference" in processes:
+        loads.append((1, "reference", processes["reference"].total))
+    found: list[GpuRange] = []
+    for count, holds, num_bytes in loads:
+        first = found[-1].last + 1 if found else 0
+        size = smallest_gpu(num_bytes)
+        found.append(GpuRange(first=first, last=first + count - 1, holds=holds, num_bytes=num_bytes, gpu_size=size))
+    return found
+
+
+def _numbered(name: str, count: int) -> str:
+    return f"{name} 0" if count == 1 else f"{name}s 0 to {count - 1}"
+
+
+def _batch(config: Config, facts: ModelFacts) -> Batch:
+    groups, size = config.algorithm.groups_per_step, config.algorithm.group_size
+    live_groups = min(1 + config.staleness.max_versions, config.run.steps) * groups
+    group = [_longest_episode(config.model.max_length)] * size
+    ranks, max_tokens = config.trainer.ranks, config.trainer.micro_batch_tokens
+    one_by_one = None
+    if config.trainer.streaming and config.cluster.placement is Placement.separate:
+        one_by_one = groups * len(plan_micro_batches([group], ranks, max_tokens)[0])
+    return Batch(
+        groups=groups,
+        episodes=groups * size,
+        tokens=groups * size * config.model.max_length,
+        live_groups=live_groups,
+        live_episodes=live_groups * size,
+        decoding=config.rollout.engines * config.rollout.max_running,
+        cached_sequences=cached_sequences(config, facts),
+        micro_batches=len(plan_micro_batches([group] * groups, ranks, max_tokens)[0]),
+        micro_batches_one_by_one=one_by_one,
+    )
+
+
+def _longest_episode(max_length: int) -> EpisodeSummary:
+    """A prompt of one token, which is all that can be shared."""
+    return EpisodeSummary(
+        end=EpisodeEnd.COMPLETED,
+        reward=0.0,
+        num_prompt_tokens=1,
+        num_completion_tokens=max_length - 1,
+        num_loss_tokens=max_length - 1,
+        oldest_version=0,
+        newest_version=0,
+    )
+
+
+def _weights(config: Config, facts: ModelFacts) -> WeightUpdate:
+    whole = FLOAT32 * facts.num_parameters
+    return WeightUpdate(
+        staged=BYTES_PER_ELEMENT[config.model.dtype] * facts.num_parameters,
+        gathered=whole if config.trainer.ranks > 1 or config.model.dtype is not Dtype.float32 else 0,
+        largest=FLOAT32 * max(weight.size for weight in facts.weights),
+        loaded=whole,
+    )

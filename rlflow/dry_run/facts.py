@@ -1,0 +1,68 @@
+"""What the arithmetic needs to know of a model. Plain numbers, so that a test can write them down."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rlflow.rollout.engine_setup import CacheShape
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Weight:
+    """One parameter; tied ones are one."""
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int | None
+    """The decoder layer that it belongs to. None: the rest, which FSDP2 gathers as one."""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Activations:
+    """Bytes that the backward pass needs of each token, in the dtype that the model computes in."""
+
+    layers: int
+    """Of all decoder layers together."""
+    largest_layer: int
+    layer_inputs: int
+    """What gradient checkpointing keeps instead of `layers`: the input of each."""
+    rest: int
+    """Outside the decoder layers."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ModelFacts:
+    model_type: str
+    weights: tuple[Weight, ...]
+    activations: Activations
+    cache: CacheShape
+    hidden_size: int
+    vocabulary_size: int
+    """Rows of the output layer."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(weight.size for weight in self.weights)
+
+    @property
+    def num_layers(self) -> int:
+        return len({weight.layer for weight in self.weights} - {None})
+
+    @property
+    def largest_layer(self) -> int:
+        """Parameters of the largest decoder layer."""
+        sizes: dict[int, int] = {}
+        for weight in self.weights:
+            if weight.layer is not None:
+                sizes[weight.layer] = sizes.get(weight.layer, 0) + weight.size
+        return max(sizes.values())
+
+    @property
+    def outside_layers(self) -> int:
+        """Parameters of the embedding, the last norm and the output layer."""
+        return sum(weight.size for weight in self.weights if weight.layer is None)

@@ -1,1 +1,1 @@
-"""Advantage estimators: rewards of a group in, one advantage an episode out. Plain Python: the driver calls them."""
+"""Advantage estimators: scored groups in, advantages out. The file's name is the estimator's name; no tensors."""

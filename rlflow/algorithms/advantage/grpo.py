@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
-_EPSILON = 1e-6
+from rlflow.algorithms.advantage.base import Advantages, Group, rewards_of, standardise, whole_episodes
 
 
-def advantages(rewards: Sequence[float]) -> list[float]:
-    """(r - mean) / (std + 1e-6) over the rewards [G] of one group -> [G].
+def grpo(groups: Sequence[Group]) -> Advantages:
+    """(r - mean) / (deviation + 1e-6) over the rewards of a group.
 
-    std is that of a sample (divisor G - 1), as in TRL and verl. A group in which no episode is better than
+    The deviation is that of a sample (divisor G - 1), as in TRL and verl. A group in which no episode is better than
     another, one with a single episode included, says nothing about what to do: its advantages are exactly 0.
     """
-    if not rewards or min(rewards) == max(rewards):
-        return [0.0] * len(rewards)
-    mean = statistics.fmean(rewards)
-    deviation = statistics.stdev(rewards, mean)
-    return [(reward - mean) / (deviation + _EPSILON) for reward in rewards]
+    return [whole_episodes(standardise(rewards_of(group))) for group in groups]

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
-"""Beyond it a probability ratio is not a number to compute with; the gradient there is 0."""
-
-
-class TokenLoss(NamedTuple):
-    loss: Tensor
-    """[N], to be minimised."""
-    is_clipped: Tensor
-    """[N], True where the clip took the gradient away."""
+from rlflow.algorithms.loss.base import TokenLoss, check_clips, clipped_surrogate
+from rlflow.algorithms.options import require
+from rlflow.algorithms.tokens import Tokens, clamp_log_ratio
 
 
 def ppo_clip(
-    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, clip_low: float | None, clip_high: float | None
+    tokens: Tokens,
+    *,
+    clip_low: float | None = 0.2,
+    clip_high: float | None = 0.28,
+    dual_clip: float | None = None,
 ) -> TokenLoss:
-    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logprobs - proximal_logprobs), all [N].
+    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = policy / proximal.
 
-    A clip of None is no clip. With `proximal_logprobs` equal to `logprobs` the gradient is that of -A log p.
+    A clip of None is no clip. With a proximal policy equal to the current one the gradient is that of -A log p.
+    `dual_clip` bounds the loss by -A dual_clip where A < 0, so that one token cannot dominate (arXiv:1912.09729; 3 is
+    usual; INTELLECT-2's two-sided clip is dual_clip 4).
     """
-    ratio = (logprobs - proximal_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    lowest = 0.0 if clip_low is None else 1 - clip_low
-    highest = torch.inf if clip_high is None else 1 + clip_high
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(lowest, highest)
-    return TokenLoss(loss=torch.maximum(unclipped, clipped), is_clipped=clipped > unclipped)
+    check_clips(clip_low, clip_high)
+    require(dual_clip is None or dual_clip > 1, "dual_clip", "above 1, or null for none", dual_clip)
+    ratio = clamp_log_ratio(tokens.logprobs - tokens.proximal).exp()
+    loss, is_clipped = clipped_surrogate(ratio, tokens.advantages, clip_low, clip_high)
+    if dual_clip is not None:
+        bound = -tokens.advantages * dual_clip
+        is_bounded = (tokens.advantages < 0) & (loss > bound)
+        loss = torch.where(is_bounded, bound, loss)
+        is_clipped = is_clipped | is_bounded
+    return TokenLoss(loss=loss, is_clipped=is_clipped)

@@ -1,0 +1,60 @@
+"""Group-in-group advantage for agents (GiGPO, arXiv:2505.10978): episodes compared, and turns from the same state."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from rlflow.algorithms.advantage.base import (
+    Advantages,
+    Group,
+    ScoredTurn,
+    centre,
+    require_turns,
+    rewards_of,
+    standardise,
+)
+from rlflow.algorithms.options import require
+
+
+def gigpo(
+    groups: Sequence[Group], *, step_weight: float = 1.0, discount: float = 0.95, normalise: bool = True
+) -> Advantages:
+    """Advantage of the episode + step_weight * advantage of the turn; one value a turn.
+
+    The episode's compares the rewards of the group, the turn's the discounted returns of all turns of the group that
+    start from the same state (`anchor`); a state met once gives 0. `normalise` divides both by their deviation + 1e-6.
+
+    Raises ConfigError for an episode without turns.
+    """
+    require(step_weight >= 0, "step_weight", "at least 0", step_weight)
+    require(0 <= discount <= 1, "discount", "from 0 to 1", discount)
+    require_turns("gigpo", groups)
+    return [_two_levels(group, step_weight, discount, normalise) for group in groups]
+
+
+def _two_levels(group: Group, step_weight: float, discount: float, normalise: bool) -> list[list[float]]:
+    compare = standardise if normalise else centre
+    advantages = [
+        [value] * len(episode.turns) for episode, value in zip(group, compare(rewards_of(group)), strict=True)
+    ]
+    returns = [_discounted(episode.turns, discount) for episode in group]
+    by_anchor: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for index, episode in enumerate(group):
+        for turn, scored in enumerate(episode.turns):
+            by_anchor[scored.anchor].append((index, turn))
+    for places in by_anchor.values():
+        values = compare([returns[index][turn] for index, turn in places])
+        for (index, turn), value in zip(places, values, strict=True):
+            advantages[index][turn] += step_weight * value
+    return advantages
+
+
+def _discounted(turns: Sequence[ScoredTurn], discount: float) -> list[float]:
+    """Turn t -> sum over k of discount^k * reward of turn t + k."""
+    returns: list[float] = []
+    following = 0.0
+    for turn in reversed(turns):
+        following = turn.reward + discount * following
+        returns.append(following)
+    return returns[::-1]

@@ -1,0 +1,54 @@
+"""How the losses of tokens become the loss of a step.
+
+loss [N] -> times weights [N], summed over all rows and ranks -> divided once by a count of the whole step
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from rlflow.algorithms.options import require
+from rlflow.algorithms.tokens import Tokens, spread
+
+
+class Aggregation(StrEnum):
+    """Over which tokens and sequences a step averages."""
+
+    token_mean = "token_mean"
+    """Every token weighs the same (DAPO, arXiv:2503.14476)."""
+    seq_mean_token_mean = "seq_mean_token_mean"
+    """Every sequence weighs the same (GRPO, arXiv:2402.03300; GSPO, GMPO)."""
+    seq_mean_token_sum = "seq_mean_token_sum"
+    """The sum over a sequence, averaged over sequences."""
+    seq_mean_token_sum_norm = "seq_mean_token_sum_norm"
+    """The same divided by the longest possible length, a constant (Dr. GRPO, arXiv:2503.20783)."""
+
+
+class Denominator(StrEnum):
+    """What is counted over the whole step, on all ranks, to divide by."""
+
+    tokens = "tokens"
+    sequences = "sequences"
+
+
+def denominator(aggregation: Aggregation) -> Denominator:
+    return Denominator.tokens if aggregation is Aggregation.token_mean else Denominator.sequences
+
+
+def token_weights(aggregation: Aggregation, tokens: Tokens, max_length: int) -> Tensor:
+    """What each token's loss counts, [N], before the division by the denominator.
+
+    `max_length` is the largest number of loss tokens that a sequence can have; only seq_mean_token_sum_norm reads it.
+    """
+    ones = torch.ones_like(tokens.advantages)
+    match aggregation:
+        case Aggregation.token_mean | Aggregation.seq_mean_token_sum:
+            return ones
+        case Aggregation.seq_mean_token_mean:
+            return ones / spread(tokens.lengths, tokens)
+        case Aggregation.seq_mean_token_sum_norm:
+            require(max_length > 0, "max_length", "1 or more", max_length)
+            return ones / max_length

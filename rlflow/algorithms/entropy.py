@@ -1,0 +1,49 @@
+"""Entropy kept in a band by leaving out negative samples (AEPO, QwenLong-L1.5, arXiv:2512.12967).
+
+Positive samples alone make a policy surer of itself, so its entropy falls; negative ones make it rise. Entropies are
+over the full vocabulary, in nats.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from torch import Tensor
+
+from rlflow.algorithms.options import require, require_positive
+from rlflow.algorithms.tokens import Tokens, sequence_mean, spread
+
+
+class EntropyOf(StrEnum):
+    token = "token"
+    sequence = "sequence"
+
+
+def leaves_out_negatives(did_before: bool, entropy: float, *, low: float, high: float) -> bool:
+    """Whether the next step leaves out all tokens with negative advantage.
+
+    From the step whose mean entropy exceeds `high` until one whose mean entropy is below `low`; in between it stays as
+    it was. The paper gives no bounds; the entropy in its plots moves from about 0.1 to 0.3.
+    """
+    require(0 <= low < high, "entropy low", f"at least 0 and below high, {high:g}", low)
+    if entropy > high:
+        return True
+    return did_before and entropy >= low
+
+
+def without_negatives(tokens: Tokens) -> Tensor:
+    """0 for tokens with negative advantage, otherwise 1; [N]."""
+    return (tokens.advantages >= 0).to(tokens.advantages.dtype)
+
+
+def without_uncertain_negatives(tokens: Tokens, *, threshold: float, of: EntropyOf = EntropyOf.token) -> Tensor:
+    """0 for tokens with negative advantage and an entropy above `threshold`, otherwise 1; [N].
+
+    The entropy is that of the token, or the mean over its sequence (negative-gradient clipping, the paper's section on
+    high-entropy negatives).
+    """
+    require_positive("threshold", threshold)
+    entropies = tokens.entropies.detach()
+    if of is EntropyOf.sequence:
+        entropies = spread(sequence_mean(entropies, tokens), tokens)
+    return (~((tokens.advantages < 0) & (entropies > threshold))).to(tokens.advantages.dtype)

@@ -1,0 +1,197 @@
+"""Algorithms by name: what `algorithm.loss: gspo` with `algorithm.loss_args: {clip_low: 3e-4}` means.
+
+name, or a user's import path -> resolve -> function -> bind -> function with its options -> try_options -> checked
+
+Nothing is imported before it is asked for, so that the driver, which needs advantages only, does not import torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from functools import partial
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from rlflow.algorithms.advantage.base import Scope
+from rlflow.errors import ConfigError
+from rlflow.plugins import load_object
+
+Result = TypeVar("Result")
+
+
+class Kind(StrEnum):
+    advantage = "advantage"
+    loss = "loss"
+    correction = "correction"
+    kl = "kl"
+
+
+NAMES: dict[Kind, tuple[str, ...]] = {
+    Kind.advantage: (
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "opo",
+        "passk",
+        "maxrl",
+        "remax",
+        "gdpo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "grpo_batch_std",
+        "grpo_task_std",
+        "gigpo",
+        "eapo",
+    ),
+    Kind.loss: ("reinforce", "ppo_clip", "gspo", "gmpo", "cispo", "aipo", "sapo", "dppo_tv", "dppo_kl"),
+    Kind.correction: (
+        "tis",
+        "tis_sequence",
+        "tis_geometric",
+        "mis",
+        "mis_sequence",
+        "icepop",
+        "geometric",
+        "veto",
+        "opsm",
+    ),
+    Kind.kl: ("k1", "k2", "k3", "k3_straight_through"),
+}
+_BATCH_SCOPE = ("gdpo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch_std", "grpo_task_std")
+_PER_TURN = ("gigpo", "eapo")
+_MASKS = ("geometric", "veto", "opsm")
+_CORRECTED = ("aipo", "dppo_tv", "dppo_kl")
+
+
+class Algorithm(NamedTuple):
+    """A function, and what its caller has to know about it.
+
+    A user's own function says so through attributes of the same names; without them it has the defaults.
+    """
+
+    function: Callable[..., Any]
+    scope: Scope = Scope.group
+    """Of an advantage: whether it must see every group of the step."""
+    is_per_turn: bool = False
+    """Of an advantage: whether each turn of an episode has its own, so that the episodes must carry their turns."""
+    is_mask: bool = False
+    """Of a correction: whether its weights are 0 and 1 only, so that it may be combined with others."""
+    is_corrected: bool = False
+    """Of a loss: whether it weighs by policy / behaviour itself; a correction that is no mask would do so twice."""
+
+
+def resolve(kind: Kind, name: str) -> Algorithm:
+    """The algorithm with this name, or the user's function at `package.module:name` or `file.py:name`.
+
+    Raises:
+        ConfigError: there is no such algorithm, or what the path leads to cannot be called.
+    """
+    if ":" in name:
+        return _of_user(kind, name)
+    if name not in NAMES[kind]:
+        raise ConfigError(
+            f"there is no {kind} {name!r}; {_nearest(name, NAMES[kind])}; known are {', '.join(NAMES[kind])}, and your "
+            "own function as package.module:name"
+        )
+    module = "rlflow.algorithms.kl" if kind is Kind.kl else f"rlflow.algorithms.{kind}.{name}"
+    function = load_object(f"{module}:{name}")
+    assert callable(function), f"{module}:{name} is not a function"
+    return Algorithm(
+        function=function,
+        scope=Scope.batch if name in _BATCH_SCOPE else Scope.group,
+        is_per_turn=name in _PER_TURN,
+        is_mask=name in _MASKS,
+        is_corrected=name in _CORRECTED,
+    )
+
+
+def bind(function: Callable[..., Result], args: Mapping[str, object], where: str) -> Callable[..., Result]:
+    """The function with its options set. Options are its keyword-only parameters; `where` is the setting's name.
+
+    Raises:
+        ConfigError: an option is unknown, of the wrong type, or missing.
+    """
+    options = {
+        name: parameter
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    hints = _hints(function)
+    for name, value in args.items():
+        if name not in options:
+            listed = f"its options are {', '.join(options)}" if options else "it has no options"
+            raise ConfigError(f"{where} has no option {name!r}; {_nearest(name, tuple(options))}; {listed}")
+        if name in hints and not _fits(value, hints[name]):
+            raise ConfigError(f"{where}.{name} must be {_shown(hints[name])}; got {value!r}")
+    for name, parameter in options.items():
+        if parameter.default is inspect.Parameter.empty and name not in args:
+            raise ConfigError(f"{where} needs a value for {name!r}; it has no default")
+    return partial(function, **args)
+
+
+def try_options(kind: Kind, function: Callable[..., Any]) -> None:
+    """Call a bound function on nothing, so that an option out of range is found at start, not in the first step."""
+    if kind is Kind.advantage:
+        function([])
+        return
+    # Not at the top: the driver resolves advantages without torch.
+    from rlflow.algorithms.tokens import no_tokens
+
+    tokens = no_tokens()
+    if kind is Kind.loss:
+        function(tokens)
+    elif kind is Kind.correction:
+        function(tokens, tokens.logprobs)
+    else:
+        function(tokens.logprobs, tokens.logprobs)
+
+
+def _of_user(kind: Kind, path: str) -> Algorithm:
+    function = load_object(path)
+    if not callable(function):
+        raise ConfigError(f"the {kind} {path!r} must be a function; got {type(function).__name__}")
+    try:
+        scope = Scope(getattr(function, "scope", Scope.group))
+    except ValueError as error:
+        raise ConfigError(f"the scope of {path!r} must be one of {', '.join(Scope)}; {error}") from error
+    return Algorithm(
+        function=function,
+        scope=scope,
+        is_per_turn=bool(getattr(function, "is_per_turn", False)),
+        is_mask=bool(getattr(function, "is_mask", False)),
+        is_corrected=bool(getattr(function, "is_corrected", False)),
+    )
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(function)
+    except (NameError, TypeError):  # a user's annotations that only a type checker understands, or none
+        return {}
+
+
+def _nearest(name: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f"did you mean {near[0]}?" if near else "nothing has a similar name"
+
+
+def _fits(value: object, hint: object) -> bool:
+    """Whether a value from YAML is of the annotated type; what is no plain type is left to the function itself."""
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, part) for part in get_args(hint))
+    if get_origin(hint) is not None or not isinstance(hint, type):
+        return get_origin(hint) is not Mapping or isinstance(value, Mapping)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _shown(hint: object) -> str:
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    words = {float: "a number", int: "a whole number", bool: "true or false", str: "a text", NoneType: "null"}
+    return " or ".join(words.get(part, str(part)) for part in parts)

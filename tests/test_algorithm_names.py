@@ -1,0 +1,131 @@
+"""Algorithms by name, with options, from a user's file."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from rlflow.algorithms.advantage.base import Scope, Scored
+from rlflow.algorithms.names import NAMES, Kind, bind, resolve, try_options
+from rlflow.errors import ConfigError
+
+USER_FILE = """
+def best_only(groups, *, bonus: float):
+    return [[[bonus if e.reward == max(o.reward for o in group) else 0.0] for e in group] for group in groups]
+
+best_only.scope = "batch"
+best_only.is_per_turn = True
+
+def keep(tokens, target):
+    return target
+
+keep.is_mask = True
+
+def wrong(groups):
+    return []
+
+wrong.scope = "world"
+number = 3
+"""
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in Kind for name in NAMES[kind]])
+def test_every_name_is_a_function_that_takes_its_defaults(kind: Kind, name: str) -> None:
+    function = resolve(kind, name).function
+    assert function.__name__ == name
+    try_options(kind, bind(function, {}, f"algorithm.{kind}_args"))
+
+
+def test_what_a_caller_must_know() -> None:
+    batch = {name for name in NAMES[Kind.advantage] if resolve(Kind.advantage, name).scope is Scope.batch}
+    assert batch == {"gdpo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch_std", "grpo_task_std"}
+    assert {name for name in NAMES[Kind.correction] if resolve(Kind.correction, name).is_mask} == {
+        "geometric",
+        "veto",
+        "opsm",
+    }
+    assert {name for name in NAMES[Kind.loss] if resolve(Kind.loss, name).is_corrected} == {
+        "aipo",
+        "dppo_tv",
+        "dppo_kl",
+    }
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve(Kind.loss, "gsop")
+    assert str(error.value) == (
+        "there is no loss 'gsop'; did you mean gspo?; known are reinforce, ppo_clip, gspo, gmpo, cispo, aipo, sapo, "
+        "dppo_tv, dppo_kl, and your own function as package.module:name"
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "args", "message"),
+    [
+        ("gspo", {"cliplow": 3e-4}, "loss_args has no option 'cliplow'; did you mean clip_low?; its options are "),
+        ("reinforce", {"cap": 2.0}, "loss_args has no option 'cap'; nothing has a similar name; it has no options"),
+        ("gspo", {"clip_low": "3e-4"}, "loss_args.clip_low must be a number or null; got '3e-4'"),
+        ("aipo", {"cap": True}, "loss_args.cap must be a number; got True"),
+        ("aipo", {"cap": None}, "loss_args.cap must be a number; got None"),
+    ],
+)
+def test_wrong_options(loss: str, args: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        bind(resolve(Kind.loss, loss).function, args, "loss_args")
+
+
+def test_options_of_other_types() -> None:
+    with pytest.raises(ConfigError, match="args.normalise must be true or false; got 1"):
+        bind(resolve(Kind.advantage, "passk").function, {"normalise": 1}, "args")
+    gdpo = resolve(Kind.advantage, "gdpo").function
+    bind(gdpo, {"weights": OmegaConf.create({"a": 1.0})}, "args")
+    with pytest.raises(ConfigError, match="args.weights must be .* or null; got 2.0"):
+        bind(gdpo, {"weights": 2.0}, "args")
+    bind(resolve(Kind.loss, "aipo").function, {"cap": 2}, "args")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "args"),
+    [
+        (Kind.loss, "ppo_clip", {"clip_low": 3.0}),
+        (Kind.correction, "tis", {"cap": -1.0}),
+        (Kind.advantage, "gigpo", {"discount": 1.5}),
+    ],
+)
+def test_an_option_out_of_range_is_found_without_data(kind: Kind, name: str, args: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="must be"):
+        try_options(kind, bind(resolve(kind, name).function, args, "args"))
+
+
+def test_a_users_function(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(USER_FILE)
+    found = resolve(Kind.advantage, f"{file}:best_only")
+    assert found.scope is Scope.batch
+    assert found.is_per_turn
+    assert resolve(Kind.correction, f"{file}:keep").is_mask
+    with pytest.raises(ConfigError, match="args needs a value for 'bonus'; it has no default"):
+        bind(found.function, {}, "args")
+    group = [Scored(reward=1.0, num_loss_tokens=1), Scored(reward=0.0, num_loss_tokens=1)]
+    assert bind(found.function, {"bonus": 2.0}, "args")([group]) == [[[2.0], [0.0]]]
+    with pytest.raises(ConfigError, match="must be a function; got int"):
+        resolve(Kind.advantage, f"{file}:number")
+    with pytest.raises(ConfigError, match="the scope of .* must be one of group, batch"):
+        resolve(Kind.advantage, f"{file}:wrong")
+    with pytest.raises(ConfigError, match="did you mean keep"):
+        resolve(Kind.correction, f"{file}:keeps")
+
+
+def test_an_advantage_needs_no_torch() -> None:
+    code = (
+        "import sys; from rlflow.algorithms.names import Kind, NAMES, resolve, try_options\n"
+        "for name in NAMES[Kind.advantage]: try_options(Kind.advantage, resolve(Kind.advantage, name).function)\n"
+        "assert 'torch' not in sys.modules and 'ray' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -293,10 +293,7 @@ def test_two_ranks_train_as_one(model_path: str, tmp_path: Path) -> None:
     ours, theirs = ShardReader(tmp_path / "single"), ShardReader(tmp_path / "checkpoint")
     assert ours.updates == theirs.updates == 1
     for kind in ("exp_avg", "exp_avg_sq"):
-        moments = [
-            {name: reader.read_whole(kind, name) for name in ours.shapes}
-            for reader in (theirs, ours)
-        ]
+        moments = [{name: reader.read_whole(kind, name) for name in ours.shapes} for reader in (theirs, ours)]
         assert largest_relative_difference(*moments) <= 1e-4
     resumed = one_rank(config, model_path)
     resumed.load(tmp_path / "checkpoint")

@@ -7,6 +7,7 @@ and moments are float32.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from rlflow.workers.trainer.zero import PartitionedOptimizer, PartitionedParamet
 
 _BUCKET_ELEMENTS = 2**26
 """Gradients that are reduced, and parameters that are gathered, at once: 256 MiB in float32."""
+_TOO_LARGE = 1e19
+"""DeepSpeed squares the norm in float32, and takes what overflows for infinite."""
 
 
 class DeepSpeedTrainer(PackedTrainer):
@@ -34,7 +37,6 @@ class DeepSpeedTrainer(PackedTrainer):
         self._parameters = dict(self._policy.model.named_parameters())
         self._optimizer = adamw(config, list(self._parameters.values()))
         self._optimizer.register_step_pre_hook(self._before_update)
-        self._optimizer.register_step_post_hook(self._after_update)
         vectors = [parameter.numel() for parameter in self._parameters.values() if parameter.dim() < 2]
         self._engine: Any = self._deepspeed.initialize(
             model=self._policy,
@@ -47,7 +49,6 @@ class DeepSpeedTrainer(PackedTrainer):
         self._layout = layout(self._engine.optimizer, self._parameters, rank, world_size)
         self._held: MicroBatch | None = None
         self._scale: float | None = None
-        self._withheld: list[tuple[Tensor, Tensor | None]] = []
 
     @property
     def _forward(self) -> nn.Module:
@@ -72,31 +73,27 @@ class DeepSpeedTrainer(PackedTrainer):
             self._engine.step()
 
     def _gradient_norm(self) -> float:
-        return self._norm(self._layout.gradients())
+        norm = self._norm(self._layout.gradients())
+        return norm if norm < _TOO_LARGE else math.inf
 
     def _update(self, scale: float, learning_rate: float) -> None:
         for options in self._optimizer.param_groups:
             options["lr"] = learning_rate
         self._scale = scale
         self._engine.step()
+        assert self._engine.was_step_applied(), "DeepSpeed skipped a finite gradient"
 
     def _discard_gradients(self) -> None:
+        """DeepSpeed skips by itself what is not finite."""
         self._scale = None
         self._engine.step()
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """DeepSpeed calls the optimiser once for each flat buffer, whose gradient it has just put in place."""
-        for flat in (flat for group in optimizer.param_groups for flat in group["params"]):
-            if self._scale is None:
-                self._withheld.append((flat, flat.grad))
-                flat.grad = None
-            else:
+        assert self._scale is not None, "DeepSpeed applied a gradient that is not finite"
+        for options in optimizer.param_groups:
+            for flat in options["params"]:
                 flat.grad.mul_(self._scale)
-
-    def _after_update(self, *_: Any) -> None:
-        for flat, gradient in self._withheld:
-            flat.grad = gradient
-        self._withheld.clear()
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():
@@ -110,9 +107,10 @@ class DeepSpeedTrainer(PackedTrainer):
         kinds = (PARAMETER, *MOMENTS) if self._config.trainer.save_optimizer else (PARAMETER,)
         held: dict[str, Shard] = {}
         for flat, pieces in self._layout.masters():
-            tensors = {PARAMETER: flat.detach()} | self._optimizer.state.get(flat, {})
+            state = self._optimizer.state.get(flat) or fresh_moments(flat.detach(), self._updates)
+            tensors = {PARAMETER: flat.detach()} | state
             for piece in pieces:
-                found = {kind: tensors.get(kind, torch.zeros_like(flat))[piece.run].cpu().clone() for kind in kinds}
+                found = {kind: tensors[kind][piece.run].cpu().clone() for kind in kinds}
                 held[piece.name] = self._shard(piece.name, piece.start, found)
         nothing = dict.fromkeys(kinds, torch.empty(0))
         for name in self._shapes:
@@ -164,6 +162,7 @@ def zero_settings(config: Config, largest_vector: int) -> dict[str, Any]:
         "bf16": {"enabled": config.model.dtype is Dtype.bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
+        "gradient_clipping": 0.0,
         "zero_optimization": zero,
         # The optimiser is torch's own on the CPU too, where DeepSpeed would compile one.
         "zero_force_ds_cpu_optimizer": False,

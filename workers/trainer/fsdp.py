@@ -63,6 +63,7 @@ class FsdpTrainer(PackedTrainer):
             gradient.mul_(scale)
         for options in self._optimizer.param_groups:
             options["lr"] = learning_rate
+        self._reshard()
         self._optimizer.step()
         self._discard_gradients()
 
@@ -85,6 +86,7 @@ class FsdpTrainer(PackedTrainer):
             yield Shard(name=name, shape=self._shapes[name], start=start, tensors=tensors)
 
     def _load_shards(self, reader: ShardReader) -> None:
+        self._reshard()
         for name, parameter in self._parameters.items():
             interval = self._interval(name)
             _fill(parameter.detach(), reader.read(PARAMETER, name, *interval))
@@ -95,6 +97,11 @@ class FsdpTrainer(PackedTrainer):
                     _fill(state[kind], reader.read(kind, name, *interval))
                 self._optimizer.state[parameter] = state
 
+    def _reshard(self) -> None:
+        """The root stays gathered after a forward without backward; the next one would use it as it was then."""
+        if isinstance(self._policy, FSDPModule):
+            self._policy.reshard()
+
     def _interval(self, name: str) -> tuple[int, int]:
         """The elements of a parameter that this rank holds: its rows."""
         num_rows, *row = self._shapes[name]
@@ -102,8 +109,7 @@ class FsdpTrainer(PackedTrainer):
         return start * math.prod(row), stop * math.prod(row)
 
     def _resident(self) -> Iterator[Tensor]:
-        if isinstance(self._policy, FSDPModule):
-            self._policy.reshard()  # the root stays gathered after a forward without backward
+        self._reshard()
         for tensor in (*self._parameters.values(), *state_tensors(self._optimizer)):
             yield _local(tensor.detach())
         for parameter in self._parameters.values():

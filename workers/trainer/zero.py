@@ -1,8 +1,8 @@
 """Where ZeRO keeps what: its flat buffers, cut back into pieces of parameters.
 
-All that depends on how DeepSpeed's optimisers are made inside is in this file. ZeRO 1 and 2 lay all parameters end to end
-and give each rank an equal part; ZeRO 3 gives each rank an equal part of every parameter. The float32 masters of a rank
-lie in one or a few flat buffers, and their moments likewise.
+All that depends on how DeepSpeed's optimisers are made inside is in this file. ZeRO 1 and 2 lay all parameters end to
+end and give each rank an equal part; ZeRO 3 gives each rank an equal part of every parameter. The float32 masters of a
+rank lie in one or a few flat buffers, and their moments likewise.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ZeroLayout(ABC):
 
     @abstractmethod
     def masters(self) -> Iterator[tuple[Tensor, list[Piece]]]:
-        """Each flat float32 buffer, and the pieces of parameters in it. It is in memory until the next one is asked for."""
+        """Each flat float32 buffer and the pieces of parameters in it; in memory until the next one is asked for."""
 
     def gradients(self) -> list[Tensor]:
         """Tensors whose norm is that of this rank's part of the averaged gradient, after a pass at the boundary."""
@@ -78,7 +78,7 @@ class PartitionedOptimizer(ZeroLayout):
                 start, size = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
                 offset = mapping.hp_fragment_address.start
                 pieces.append(Piece(name=name, start=start, stop=start + size, offset=offset))
-        yield self._zero.single_partition_of_fp32_groups[0].detach(), pieces
+        yield self._zero.single_partition_of_fp32_groups[0], pieces
 
     def publish(self) -> None:
         self._zero.update_lp_params()

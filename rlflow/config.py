@@ -68,7 +68,17 @@ class Placement(StrEnum):
 
 
 class Backend(StrEnum):
+    """What shards the model over the ranks of the trainer."""
+
     fsdp = "fsdp"
+    deepspeed = "deepspeed"
+
+
+class Offload(StrEnum):
+    """Where the shards of parameters and optimiser state lie between uses."""
+
+    none = "none"
+    cpu = "cpu"
 
 
 @dataclass
@@ -155,6 +165,14 @@ class RolloutConfig:
 @dataclass
 class TrainerConfig:
     backend: Backend = Backend.fsdp
+    """`deepspeed` needs the extra of that name."""
+    zero_stage: int | None = None
+    """Required with `deepspeed`. 1: the optimiser state is sharded; 2: the gradients too; 3: the parameters too."""
+    offload: Offload = Offload.none
+    """`cpu`: shards lie in the memory of the CPU and the optimiser runs there (ZeRO 1 and 2: only the optimiser state);
+    for a model that the GPUs cannot hold."""
+    nvme_path: str | None = None
+    """A folder on a fast local disk that ZeRO 3 offloads to instead."""
     ranks: int = 1
     learning_rate: float = 1e-6
     warmup_steps: int = 0
@@ -306,6 +324,7 @@ def check(config: Config) -> None:
     _check_staleness(config)
     _check_engines(config)
     _check_lengths(config)
+    _check_backend(config.trainer)
     for key in ("trainer.beta1", "trainer.beta2"):
         if not 0 <= value_of(config, key) < 1:
             raise ConfigError(f"{key} must be in [0, 1); got {value_of(config, key)}")
@@ -397,4 +416,27 @@ def _check_lengths(config: Config) -> None:
         raise ConfigError(
             f"trainer.micro_batch_tokens ({config.trainer.micro_batch_tokens}) must hold at least one sequence of "
             f"model.max_length ({config.model.max_length}) tokens"
+        )
+
+
+def _check_backend(trainer: TrainerConfig) -> None:
+    if trainer.backend is Backend.deepspeed and trainer.zero_stage not in (1, 2, 3):
+        found = "null" if trainer.zero_stage is None else trainer.zero_stage
+        raise ConfigError(f"trainer.zero_stage must be 1, 2 or 3 with trainer.backend=deepspeed; got {found}")
+    if trainer.backend is not Backend.deepspeed and trainer.zero_stage is not None:
+        raise ConfigError(
+            f"trainer.zero_stage={trainer.zero_stage} has no effect with trainer.backend={trainer.backend.value}; set it "
+            "to null, or trainer.backend=deepspeed"
+        )
+    if trainer.nvme_path is None:
+        return
+    if trainer.zero_stage != 3:
+        raise ConfigError(
+            f"trainer.nvme_path={trainer.nvme_path} has no effect without trainer.backend=deepspeed and "
+            "trainer.zero_stage=3; set these, or trainer.nvme_path to null"
+        )
+    if trainer.offload is Offload.cpu:
+        raise ConfigError(
+            f"trainer.offload=cpu contradicts trainer.nvme_path={trainer.nvme_path}, where everything goes; set one of "
+            "them only"
         )

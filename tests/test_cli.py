@@ -185,8 +185,9 @@ def write_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shards = []
         for name, weight in weights.items():
             start, stop = shard_range(len(weight), rank, 2)
-            rows = {PARAMETER: weight[start:stop]}
-            shards.append(Shard(name=name, shape=tuple(weight.shape), start=start, tensors=rows))
+            elements = {PARAMETER: weight[start:stop].flatten()}
+            first = start * weight[0].numel()
+            shards.append(Shard(name=name, shape=tuple(weight.shape), start=first, tensors=elements))
         write_shards(partial / "trainer", rank, 2, shards, updates=2)
     store.commit(partial, RunState(step=2, version=2, sampler=SAMPLER, ready=[]))
     (folder / "run" / "config.yaml").write_text("model:\n  path: tiny\n")

@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from rlflow.compose_errors import expected, leaf_keys, unknown_key
-from rlflow.config import Backend, Config, Correction, Late, Order, Placement, Update, check
+from rlflow.config import Backend, Config, Correction, Late, Offload, Order, Placement, Update, check
 from rlflow.errors import ConfigError
 from rlflow.recipe_files import recipe_names, recipe_summary, recipe_text
 
@@ -108,6 +108,32 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"rollout.max_new_tokens": 1024},
         "rollout.max_new_tokens (1024) leaves no room for a prompt within model.max_length (1024); "
         "lower the first or raise the second",
+    ),
+    (
+        {"trainer.backend": Backend.deepspeed},
+        "trainer.zero_stage must be 1, 2 or 3 with trainer.backend=deepspeed; got null",
+    ),
+    (
+        {"trainer.backend": Backend.deepspeed, "trainer.zero_stage": 4},
+        "trainer.zero_stage must be 1, 2 or 3 with trainer.backend=deepspeed; got 4",
+    ),
+    (
+        {"trainer.zero_stage": 3},
+        "trainer.zero_stage=3 has no effect with trainer.backend=fsdp; set it to null, or trainer.backend=deepspeed",
+    ),
+    (
+        {"trainer.backend": Backend.deepspeed, "trainer.zero_stage": 2, "trainer.nvme_path": "/scratch"},
+        "trainer.nvme_path=/scratch has no effect without trainer.backend=deepspeed and trainer.zero_stage=3; set these, "
+        "or trainer.nvme_path to null",
+    ),
+    (
+        {
+            "trainer.backend": Backend.deepspeed,
+            "trainer.zero_stage": 3,
+            "trainer.nvme_path": "/scratch",
+            "trainer.offload": Offload.cpu,
+        },
+        "trainer.offload=cpu contradicts trainer.nvme_path=/scratch, where everything goes; set one of them only",
     ),
     (
         {"trainer.micro_batch_tokens": 1000},

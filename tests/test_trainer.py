@@ -14,13 +14,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
-from training import largest_relative_difference, plain_gradients, save_model, tiny_config, tiny_groups, tiny_llama
+from training import (
+    largest_relative_difference,
+    plain_gradients,
+    save_model,
+    share,
+    tiny_config,
+    tiny_groups,
+    tiny_llama,
+)
 from transformers import AutoModelForCausalLM
 
-from rlflow.batching import plan_micro_batches
 from rlflow.config import Config, Correction, Dtype
 from rlflow.errors import RunError
-from rlflow.types import EpisodeEnd, EpisodeSummary, TrainSample
+from rlflow.types import TrainSample
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.process_group import join
 from rlflow.workers.trainer.shards import ShardReader, read_full, shard_range
@@ -221,13 +228,13 @@ def test_a_torn_shard_is_refused(model_path: str, tmp_path: Path) -> None:
         trainer.load(tmp_path / "saved")
 
 
-def test_missing_rows_are_named(model_path: str, tmp_path: Path) -> None:
+def test_missing_elements_are_named(model_path: str, tmp_path: Path) -> None:
     one_rank(tiny_config(), model_path).save(tmp_path / "saved")
     layout = tmp_path / "saved" / "rank_0.json"
     entries = json.loads(layout.read_text())
     entries["model.norm.weight"]["stop"] = 30
     layout.write_text(json.dumps(entries))
-    with pytest.raises(RunError, match=r"lacks rows 30 to 32 of model\.norm\.weight"):
+    with pytest.raises(RunError, match=r"lacks elements 30 to 32 of model\.norm\.weight"):
         list(read_full(tmp_path / "saved"))
 
 
@@ -242,25 +249,6 @@ def test_an_unknown_rendezvous_is_refused() -> None:
 
 
 # One rank against two
-
-
-def share(groups: list[list[TrainSample]], rank: int, world_size: int) -> list[list[list[TrainSample]]]:
-    """The micro-batches of a rank, as the actor plans them."""
-    summaries = [[summary(sample) for sample in group] for group in groups]
-    plans = plan_micro_batches(summaries, world_size, micro_batch_tokens=64)[rank]
-    return [[[groups[piece.group][index] for index in piece.episodes] for piece in plan.pieces] for plan in plans]
-
-
-def summary(sample: TrainSample) -> EpisodeSummary:
-    return EpisodeSummary(
-        end=EpisodeEnd.COMPLETED,
-        reward=0.0,
-        num_prompt_tokens=len(sample.sample.prompt_ids),
-        num_completion_tokens=len(sample.sample.completion_ids),
-        num_loss_tokens=int(sample.sample.loss_mask.sum()),
-        oldest_version=0,
-        newest_version=0,
-    )
 
 
 def train(config: Config, model_path: str, rank: int, world_size: int, rendezvous: str, folder: Path) -> None:
@@ -305,10 +293,7 @@ def test_two_ranks_train_as_one(model_path: str, tmp_path: Path) -> None:
     ours, theirs = ShardReader(tmp_path / "single"), ShardReader(tmp_path / "checkpoint")
     assert ours.updates == theirs.updates == 1
     for kind in ("exp_avg", "exp_avg_sq"):
-        moments = [
-            {name: reader.read(kind, name, 0, shape[0]) for name, shape in ours.shapes.items()}
-            for reader in (theirs, ours)
-        ]
+        moments = [{name: reader.read_whole(kind, name) for name in ours.shapes} for reader in (theirs, ours)]
         assert largest_relative_difference(*moments) <= 1e-4
     resumed = one_rank(config, model_path)
     resumed.load(tmp_path / "checkpoint")

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
+from rlflow.batching import plan_micro_batches
 from rlflow.config import Config
-from rlflow.types import Sample, TrainSample
+from rlflow.types import EpisodeEnd, EpisodeSummary, Sample, TrainSample
 
 VOCABULARY = 67
 
@@ -130,3 +131,22 @@ def largest_relative_difference(found: Mapping[str, Tensor], expected: Mapping[s
         (found[name] - value).abs().max() / value.abs().max().clamp(min=1e-30) for name, value in expected.items()
     ]
     return float(torch.stack(differences).max())
+
+
+def share(groups: list[list[TrainSample]], rank: int, world_size: int) -> list[list[list[TrainSample]]]:
+    """The micro-batches of a rank, as the actor plans them."""
+    summaries = [[_summary(sample) for sample in group] for group in groups]
+    plans = plan_micro_batches(summaries, world_size, micro_batch_tokens=64)[rank]
+    return [[[groups[piece.group][index] for index in piece.episodes] for piece in plan.pieces] for plan in plans]
+
+
+def _summary(sample: TrainSample) -> EpisodeSummary:
+    return EpisodeSummary(
+        end=EpisodeEnd.COMPLETED,
+        reward=0.0,
+        num_prompt_tokens=len(sample.sample.prompt_ids),
+        num_completion_tokens=len(sample.sample.completion_ids),
+        num_loss_tokens=int(sample.sample.loss_mask.sum()),
+        oldest_version=0,
+        newest_version=0,
+    )

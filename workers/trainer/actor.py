@@ -42,9 +42,9 @@ class TrainerWorker:
 
     def start(self, rendezvous: str) -> None:
         from rlflow.weights.arena import Arena
-        from rlflow.workers.trainer.fsdp import FsdpTrainer
+        from rlflow.workers.trainer.backends import build_backend
 
-        self._backend = FsdpTrainer(self._config, self._model_path, self._rank, self._world_size, rendezvous)
+        self._backend = build_backend(self._config, self._model_path, self._rank, self._world_size, rendezvous)
         self._arena = Arena(self._backend.parameter_specs()) if self._rank == 0 else None
 
     def accumulate(self, groups: list[ReadyGroup], oldest_version: int | None) -> Span:
@@ -100,6 +100,12 @@ class TrainerWorker:
 
     def load(self, folder: Path) -> None:
         self._backend.load(folder)
+
+    def offload(self) -> None:
+        self._backend.offload()
+
+    def reload(self) -> None:
+        self._backend.reload()
 
     def close(self) -> None:
         self._backend.close()

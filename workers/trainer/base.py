@@ -55,5 +55,16 @@ class TrainerBackend(ABC):
         """Read a checkpoint written on any number of ranks. Raises RunError when it is incomplete."""
 
     @abstractmethod
+    def offload(self) -> None:
+        """Move parameters, gradients and optimiser state to the memory of the CPU, and free the device's for others.
+
+        Between `offload` and `reload` nothing else is called, except `close`.
+        """
+
+    @abstractmethod
+    def reload(self) -> None:
+        """Undo `offload`; training goes on as if it had not happened."""
+
+    @abstractmethod
     def close(self) -> None:
         """Leave the process group."""

@@ -1,15 +1,17 @@
 """Checkpoints of sharded tensors, without pickle: what a rank holds is what it writes, and any layout can read it.
 
     manifest.json         ranks, updates, kinds of tensors
-    rank_R.json           name -> global shape, dtype, rows that rank R holds
-    rank_R.safetensors    "<kind>/<name>" -> those rows
+    rank_R.json           name -> global shape, dtype, elements that rank R holds
+    rank_R.safetensors    "<kind>/<name>" -> those elements
 
-Shards are cut along the first dimension. Kinds are `parameter` and, with the optimiser, `exp_avg` and `exp_avg_sq`.
+A shard is a run of elements in row-major order, so that rows of a parameter and pieces of a flat buffer are the same
+thing. Kinds are `parameter` and, with the optimiser, `exp_avg` and `exp_avg_sq`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,30 +25,37 @@ from torch import Tensor
 from rlflow.errors import RunError
 
 PARAMETER = "parameter"
-_FORMAT = 1
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_FORMAT = 2
 
 
 @dataclass(kw_only=True, slots=True)
 class Shard:
-    """One rank's rows of a parameter and of everything that is laid out like it."""
+    """One rank's elements of a parameter and of everything that is laid out like it."""
 
     name: str
     shape: tuple[int, ...]
     """Of the whole parameter."""
     start: int
-    """First row of the shard."""
+    """First element of the shard."""
     tensors: Mapping[str, Tensor]
-    """Kind -> the rows."""
+    """Kind -> the elements, flat."""
 
 
 def shard_range(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """The rows [start, stop) of a rank: equal chunks, rounded up, the last ones shorter or empty, as FSDP2 cuts."""
+    """The part [start, stop) of a rank: equal chunks, rounded up, the last ones shorter or empty.
+
+    FSDP2 cuts rows like this, and ZeRO 3 elements.
+    """
     chunk = -(-size // num_ranks)
     return min(rank * chunk, size), min((rank + 1) * chunk, size)
 
 
 def write_shards(folder: Path, rank: int, num_ranks: int, shards: Sequence[Shard], updates: int) -> None:
-    """Write one rank's files; rank 0 writes the manifest too. `updates` counts the optimiser's steps."""
+    """Write one rank's files; rank 0 writes the manifest too. `updates` counts the optimiser's steps.
+
+    Every rank passes every parameter, in the order of the model, also those that it holds no element of.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     layout: dict[str, dict[str, Any]] = {}
@@ -65,7 +74,7 @@ def write_shards(folder: Path, rank: int, num_ranks: int, shards: Sequence[Shard
 
 
 class ShardReader:
-    """Reads any rows of any tensor of a checkpoint, from the files that hold them.
+    """Reads any elements of any tensor of a checkpoint, from the files that hold them.
 
     Raises RunError when the checkpoint is incomplete or was written by another format.
     """
@@ -88,22 +97,32 @@ class ShardReader:
         """Name -> shape of every parameter, in the order of the model."""
         return {name: tuple(entry["shape"]) for name, entry in self._layouts[0].items()}
 
+    @property
+    def has_optimizer(self) -> bool:
+        return set(MOMENTS) <= set(self.kinds)
+
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a tensor."""
+        """Elements [start, stop) of a tensor, flat."""
         parts: list[Tensor] = []
         read_to = start
-        for layout, file in zip(self._layouts, self._files, strict=True):
-            entry = layout[name]
+        holders = sorted(
+            zip((layout[name] for layout in self._layouts), self._files, strict=True), key=lambda pair: pair[0]["start"]
+        )
+        for entry, file in holders:
             first, last = max(read_to, entry["start"]), min(stop, entry["stop"])
             if first == read_to < last:
                 parts.append(file.get_slice(f"{kind}/{name}")[first - entry["start"] : last - entry["start"]])
                 read_to = last
         if read_to < stop:
-            raise RunError(f"checkpoint {self._folder} lacks rows {read_to} to {stop} of {name}; use an older one")
+            raise RunError(f"checkpoint {self._folder} lacks elements {read_to} to {stop} of {name}; use an older one")
         if not parts:
-            entry = self._layouts[0][name]
-            return torch.empty(0, *entry["shape"][1:], dtype=getattr(torch, entry["dtype"]))
+            return torch.empty(0, dtype=getattr(torch, self._layouts[0][name]["dtype"]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def read_whole(self, kind: str, name: str) -> Tensor:
+        """A tensor in its shape."""
+        shape = self.shapes[name]
+        return self.read(kind, name, 0, math.prod(shape)).view(shape)
 
     def _read_json(self, name: str) -> dict[str, Any]:
         try:
@@ -127,5 +146,5 @@ class ShardReader:
 def read_full(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of a checkpoint, whole, one after the other; tied ones once."""
     reader = ShardReader(folder)
-    for name, shape in reader.shapes.items():
-        yield name, reader.read(PARAMETER, name, 0, shape[0])
+    for name in reader.shapes:
+        yield name, reader.read_whole(PARAMETER, name)

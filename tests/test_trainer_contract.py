@@ -1,0 +1,287 @@
+"""What every back end of the trainer does alike, on one rank and on two: FSDP2, and ZeRO 1, 2 and 3.
+
+One FSDP2 rank, which shards nothing, is what the others are compared with. They are disturbed on the way: by a step whose
+gradient is not finite, by sleep, and by micro-batches that are empty or known to have no gradient.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+from training import largest_relative_difference, save_model, share, tiny_config, tiny_groups, tiny_llama
+
+from rlflow.config import Backend, Config, Dtype
+from rlflow.errors import ConfigError
+from rlflow.roles import StepOutcome
+from rlflow.types import TrainSample
+from rlflow.workers.trainer.backends import build_backend, check_offload
+from rlflow.workers.trainer.base import TrainerBackend
+from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, ShardReader
+
+TOLERANCE = 1e-5
+
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs the package deepspeed"
+)
+
+
+@dataclass(kw_only=True, frozen=True)
+class Layout:
+    """A back end and its ranks."""
+
+    name: str
+    backend: Backend
+    zero_stage: int | None = None
+    ranks: int = 2
+
+    def config(self, dtype: Dtype = Dtype.float32) -> Config:
+        config = tiny_config()
+        config.model.dtype = dtype
+        config.trainer.backend, config.trainer.zero_stage = self.backend, self.zero_stage
+        config.trainer.learning_rate, config.trainer.warmup_steps = 1e-3, 2
+        config.trainer.max_grad_norm = 0.25
+        config.trainer.weight_decay = 0.1
+        return config
+
+
+REFERENCE = Layout(name="fsdp_1", backend=Backend.fsdp, ranks=1)
+OTHERS = (
+    Layout(name="fsdp_2", backend=Backend.fsdp),
+    *(Layout(name=f"zero{stage}_2", backend=Backend.deepspeed, zero_stage=stage) for stage in (1, 2, 3)),
+)
+LAYOUTS = [
+    pytest.param(layout, id=layout.name, marks=needs_deepspeed if layout.zero_stage else ()) for layout in OTHERS
+]
+
+
+def run_ranks(work: Any, layout: Layout, config: Config, folder: Path) -> None:
+    """Call `work` on every rank of `layout`, in processes of their own unless there is only one."""
+    if layout.ranks == 1:
+        work(0, layout, config, folder, "")
+        return
+    rendezvous = folder / f"rendezvous_{layout.name}_{work.__name__}"
+    spawn(_run_rank, (work, layout, config, folder, f"file://{rendezvous}"), nprocs=layout.ranks)
+
+
+def _run_rank(rank: int, work: Any, layout: Layout, config: Config, folder: Path, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    # Nothing of a back end may need a compiler on the CPU.
+    os.environ["CC"] = os.environ["CXX"] = "/bin/false"
+    work(rank, layout, config, folder, rendezvous)
+
+
+def build(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> TrainerBackend:
+    return build_backend(config, str(folder / "model"), rank, layout.ranks, rendezvous)
+
+
+def silent_groups() -> list[list[TrainSample]]:
+    """Groups whose gradient is zero."""
+    groups = tiny_groups(num_groups=1)
+    for group in groups:
+        for sample in group:
+            sample.advantage = 0.0
+    return groups
+
+
+def take_step(trainer: TrainerBackend, rank: int, ranks: int) -> StepOutcome:
+    """In two parts; the second one's micro-batch is empty on all ranks but the last."""
+    groups = tiny_groups(num_groups=5)
+    trainer.accumulate(share(groups[:3], rank, ranks))
+    trainer.observe(share(silent_groups(), rank, ranks))
+    trainer.accumulate([groups[3:] if rank == ranks - 1 else []])
+    return trainer.step()
+
+
+def take_momentum_step(trainer: TrainerBackend, rank: int, ranks: int) -> StepOutcome:
+    """A step without any gradient."""
+    trainer.observe(share(silent_groups(), rank, ranks))
+    return trainer.step()
+
+
+def disturb(trainer: TrainerBackend, rank: int, ranks: int) -> None:
+    """Nothing of this may change anything."""
+    before = {name: tensor.clone() for name, tensor in trainer.full_parameters()}
+    broken = tiny_groups(num_groups=4)
+    broken[3][0].advantage = math.inf
+    trainer.accumulate(share(broken, rank, ranks))
+    outcome = trainer.step()
+    assert not outcome.applied
+    assert not math.isfinite(outcome.grad_norm)
+    trainer.offload()
+    trainer.reload()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.full_parameters())
+
+
+def write_outcomes(path: Path, outcomes: list[StepOutcome]) -> None:
+    figures = [
+        {
+            "applied": outcome.applied,
+            "grad_norm": outcome.grad_norm,
+            "learning_rate": outcome.learning_rate,
+            **{name: mean.value for name, mean in outcome.metrics.items()},
+        }
+        for outcome in outcomes
+    ]
+    path.write_text(json.dumps(figures))
+
+
+def write_state(folder: Path, trainer: TrainerBackend) -> None:
+    """Parameters and log-probabilities, which are the same on every rank, and the checkpoint."""
+    tensors = {name: tensor.float().contiguous().clone() for name, tensor in trainer.full_parameters()}
+    rows = trainer.logprobs([tiny_groups(), [], tiny_groups(num_groups=1)])
+    tensors["logprobs"] = torch.from_numpy(np.concatenate([row for part in rows for row in part]))
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / f"state_{os.getpid()}.safetensors")
+    trainer.save(folder / "checkpoint")
+
+
+def read_state(folder: Path) -> dict[str, Tensor]:
+    """What `write_state` wrote, once it is found to be equal on all ranks."""
+    first, *others = [load_file(path) for path in sorted(folder.glob("state_*.safetensors"))]
+    for other in others:
+        assert all(torch.equal(other[name], tensor) for name, tensor in first.items())
+    return first
+
+
+def train(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> None:
+    """Three steps, the last by momentum alone."""
+    trainer = build(rank, layout, config, folder, rendezvous)
+    outcomes = [take_step(trainer, rank, layout.ranks)]
+    if layout != REFERENCE:
+        disturb(trainer, rank, layout.ranks)
+    outcomes.append(take_step(trainer, rank, layout.ranks))
+    outcomes.append(take_momentum_step(trainer, rank, layout.ranks))
+    write_state(folder / layout.name, trainer)
+    if rank == 0:
+        write_outcomes(folder / layout.name / "outcomes.json", outcomes)
+    trainer.close()
+
+
+def go_on(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> None:
+    """Load every checkpoint in turn into a trainer that has a state of its own; write it again, and take a step."""
+    trainer = build(rank, layout, config, folder, rendezvous)
+    take_step(trainer, rank, layout.ranks)
+    outcomes = []
+    for source in sorted(folder.glob("*/checkpoint")):
+        trainer.load(source)
+        write_state(folder / layout.name / f"from_{source.parent.name}", trainer)
+        outcomes.append(take_step(trainer, rank, layout.ranks))
+    if rank == 0:
+        write_outcomes(folder / layout.name / "went_on.json", outcomes)
+    trainer.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and what each layout wrote when it was trained."""
+    folder = tmp_path_factory.mktemp("contract")
+    save_model(tiny_llama(), folder / "model")
+    for layout in (REFERENCE, *OTHERS):
+        if layout.zero_stage is None or importlib.util.find_spec("deepspeed") is not None:
+            run_ranks(train, layout, layout.config(), folder)
+    run_ranks(go_on, REFERENCE, REFERENCE.config(), folder)
+    return folder
+
+
+def assert_same_outcomes(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=TOLERANCE, abs=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_alike(layout: Layout, folder: Path) -> None:
+    found, expected = read_state(folder / layout.name), read_state(folder / REFERENCE.name)
+    difference = largest_relative_difference(found, expected)
+    print(f"{layout.name}: largest relative difference of parameters and log-probabilities {difference:.1e}")
+    assert difference <= TOLERANCE
+    outcomes = [json.loads((folder / name / "outcomes.json").read_text()) for name in (layout.name, REFERENCE.name)]
+    assert_same_outcomes(*outcomes)
+    assert [outcome["applied"] for outcome in outcomes[0]] == [True, True, True]
+    assert [outcome["learning_rate"] for outcome in outcomes[0]] == [5e-4, 1e-3, 1e-3]
+    assert outcomes[0][0]["grad_norm"] > layout.config().trainer.max_grad_norm
+    assert outcomes[0][2]["grad_norm"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_saves_the_same_moments(layout: Layout, folder: Path) -> None:
+    ours, theirs = (ShardReader(folder / name / "checkpoint") for name in (layout.name, REFERENCE.name))
+    assert ours.shapes == theirs.shapes
+    assert list(ours.shapes) == list(theirs.shapes)
+    assert ours.updates == theirs.updates == 3
+    for kind in (PARAMETER, *MOMENTS):
+        difference = largest_relative_difference(read_kind(ours, kind), read_kind(theirs, kind))
+        print(f"{layout.name}: largest relative difference of {kind} {difference:.1e}")
+        assert difference <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_goes_on_from_the_checkpoint_of_any(layout: Layout, folder: Path) -> None:
+    """What is loaded is what was saved, to the bit, and the next step is that of the layout that saved it."""
+    run_ranks(go_on, layout, layout.config(), folder)
+    sources = sorted(path.parent.name for path in folder.glob("*/checkpoint"))
+    assert len(sources) >= 2
+    for source in sources:
+        written = folder / layout.name / f"from_{source}"
+        saved, again = ShardReader(folder / source / "checkpoint"), ShardReader(written / "checkpoint")
+        assert again.updates == saved.updates
+        for kind in (PARAMETER, *MOMENTS):
+            expected, found = read_kind(saved, kind), read_kind(again, kind)
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        state = read_state(written)
+        assert largest_relative_difference(state, read_state(folder / source)) <= TOLERANCE
+        assert all(torch.equal(state[name], tensor) for name, tensor in read_kind(saved, PARAMETER).items())
+    went_on = [json.loads((folder / name / "went_on.json").read_text()) for name in (layout.name, REFERENCE.name)]
+    assert_same_outcomes(*went_on)
+
+
+def read_kind(reader: ShardReader, kind: str) -> dict[str, Tensor]:
+    return {name: reader.read_whole(kind, name) for name in reader.shapes}
+
+
+def train_in_bfloat16(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> None:
+    trainer = build(rank, layout, config, folder, rendezvous)
+    outcomes = [take_step(trainer, rank, layout.ranks) for _ in range(2)]
+    write_state(folder / layout.name, trainer)
+    if rank == 0:
+        write_outcomes(folder / layout.name / "outcomes.json", outcomes)
+    trainer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_masters_stay_in_float32_when_the_model_computes_in_bfloat16(layout: Layout, tmp_path: Path) -> None:
+    save_model(tiny_llama(), tmp_path / "model")
+    run_ranks(train_in_bfloat16, REFERENCE, REFERENCE.config(), tmp_path)
+    run_ranks(train_in_bfloat16, layout, layout.config(Dtype.bfloat16), tmp_path)
+    saved = read_kind(ShardReader(tmp_path / layout.name / "checkpoint"), PARAMETER)
+    expected = read_kind(ShardReader(tmp_path / REFERENCE.name / "checkpoint"), PARAMETER)
+    for name, tensor in expected.items():
+        assert saved[name].dtype == torch.float32
+        # Two steps of Adam move an element by at most 1.5e-3; bfloat16 may turn the sign of small gradients.
+        assert (saved[name] - tensor).abs().mean() < 3e-4, name
+        assert not torch.equal(saved[name], saved[name].bfloat16().float()), name
+
+
+def test_offloading_to_the_cpu_without_a_gpu_is_refused() -> None:
+    config = tiny_config()
+    check_offload(config, has_gpu=False)
+    config.trainer.offload = config.trainer.offload.cpu
+    check_offload(config, has_gpu=True)
+    with pytest.raises(ConfigError, match="trainer.offload=cpu has no effect on a machine without a GPU"):
+        check_offload(config, has_gpu=False)

@@ -1,0 +1,33 @@
+"""The back end that the settings name. Each is imported only when it is chosen."""
+
+from __future__ import annotations
+
+import torch
+
+from rlflow.config import Backend, Config, Offload
+from rlflow.errors import ConfigError
+from rlflow.workers.trainer.base import TrainerBackend
+
+
+def build_backend(config: Config, model_path: str, rank: int, world_size: int, rendezvous: str) -> TrainerBackend:
+    """One rank of the trainer; returns when all ranks have met at `rendezvous` and hold the model.
+
+    Raises ConfigError for settings without effect on this machine, a package that is missing, or a model that cannot be
+    trained.
+    """
+    check_offload(config, torch.cuda.is_available())
+    if config.trainer.backend is Backend.deepspeed:
+        from rlflow.workers.trainer.deepspeed import DeepSpeedTrainer
+
+        return DeepSpeedTrainer(config, model_path, rank, world_size, rendezvous)
+    from rlflow.workers.trainer.fsdp import FsdpTrainer
+
+    return FsdpTrainer(config, model_path, rank, world_size, rendezvous)
+
+
+def check_offload(config: Config, has_gpu: bool) -> None:
+    if config.trainer.offload is Offload.cpu and not has_gpu:
+        raise ConfigError(
+            "trainer.offload=cpu has no effect on a machine without a GPU, where everything is in the memory of the "
+            "CPU; set it to none"
+        )

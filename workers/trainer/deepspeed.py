@@ -1,0 +1,188 @@
+"""The DeepSpeed back end: ZeRO 1, 2 and 3; gloo on CPU, NCCL on CUDA.
+
+DeepSpeed shards, reduces and offloads. Which gradient is applied, and how far, is decided as for every back end; masters
+and moments are float32.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlflow.config import Config, Dtype, Offload
+from rlflow.errors import ConfigError
+from rlflow.workers.trainer.base import MicroBatch
+from rlflow.workers.trainer.packed import PackedTrainer, adamw, fresh_moments, state_tensors
+from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader
+from rlflow.workers.trainer.zero import PartitionedOptimizer, PartitionedParameters
+
+_BUCKET_ELEMENTS = 2**26
+"""Gradients that are reduced, and parameters that are gathered, at once: 256 MiB in float32."""
+_TOO_LARGE = 1e19
+"""DeepSpeed squares the norm in float32, and takes what overflows for infinite."""
+
+
+class DeepSpeedTrainer(PackedTrainer):
+    """One rank; see `PackedTrainer` for the arguments."""
+
+    def __init__(self, config: Config, model_path: str, rank: int, world_size: int, rendezvous: str) -> None:
+        super().__init__(config, model_path, rank, world_size, rendezvous, is_distributed=True)
+        self._deepspeed = _import_deepspeed(self._device)
+        self._parameters = dict(self._policy.model.named_parameters())
+        self._optimizer = adamw(config, list(self._parameters.values()))
+        self._optimizer.register_step_pre_hook(self._before_update)
+        vectors = [parameter.numel() for parameter in self._parameters.values() if parameter.dim() < 2]
+        self._engine: Any = self._deepspeed.initialize(
+            model=self._policy,
+            optimizer=self._optimizer,
+            config=zero_settings(config, max(vectors, default=0)),
+            dist_init_required=False,
+        )[0]
+        self._is_gathered = config.trainer.zero_stage != 3
+        layout = PartitionedOptimizer if self._is_gathered else PartitionedParameters
+        self._layout = layout(self._engine.optimizer, self._parameters, rank, world_size)
+        self._held: MicroBatch | None = None
+        self._scale: float | None = None
+
+    @property
+    def _forward(self) -> nn.Module:
+        return self._engine
+
+    def accumulate(self, groups: Sequence[MicroBatch]) -> None:
+        """Holds the last micro-batch back: DeepSpeed wants to know beforehand which is the last one of a step."""
+        for micro_batch in groups:
+            if self._held is not None:
+                self._backward(self._held, is_last=False)
+            self._held = micro_batch
+
+    def _finish_gradients(self) -> None:
+        self._backward(self._held or (), is_last=True)
+        self._held = None
+
+    def _backward(self, micro_batch: MicroBatch, is_last: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(is_last)
+        # DeepSpeed averages over the ranks; a step divides sums.
+        self._engine.backward(self._objective(micro_batch) * self._world_size, scale_wrt_gas=False)
+        if not is_last:
+            self._engine.step()
+
+    def _gradient_norm(self) -> float:
+        norm = self._norm(self._layout.gradients())
+        return norm if norm < _TOO_LARGE else math.inf
+
+    def _update(self, scale: float, learning_rate: float) -> None:
+        for options in self._optimizer.param_groups:
+            options["lr"] = learning_rate
+        self._scale = scale
+        self._engine.step()
+        assert self._engine.was_step_applied(), "DeepSpeed skipped a finite gradient"
+
+    def _discard_gradients(self) -> None:
+        """DeepSpeed skips by itself what is not finite."""
+        self._scale = None
+        self._engine.step()
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """DeepSpeed calls the optimiser once for each flat buffer, whose gradient it has just put in place."""
+        assert self._scale is not None, "DeepSpeed applied a gradient that is not finite"
+        for options in optimizer.param_groups:
+            for flat in options["params"]:
+                flat.grad.mul_(self._scale)
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._parameters.items():
+            if self._is_gathered:
+                yield name, parameter.detach()
+            else:
+                with self._deepspeed.zero.GatheredParameters([parameter]):
+                    yield name, parameter.detach()
+
+    def _shards(self) -> Iterator[Shard]:
+        kinds = (PARAMETER, *MOMENTS) if self._config.trainer.save_optimizer else (PARAMETER,)
+        held: dict[str, Shard] = {}
+        for flat, pieces in self._layout.masters():
+            state = self._optimizer.state.get(flat) or fresh_moments(flat.detach(), self._updates)
+            tensors = {PARAMETER: flat.detach()} | state
+            for piece in pieces:
+                found = {kind: tensors[kind][piece.run].cpu().clone() for kind in kinds}
+                held[piece.name] = self._shard(piece.name, piece.start, found)
+        nothing = dict.fromkeys(kinds, torch.empty(0))
+        for name in self._shapes:
+            yield held.get(name) or self._shard(name, 0, nothing)
+
+    def _shard(self, name: str, start: int, tensors: dict[str, Tensor]) -> Shard:
+        return Shard(name=name, shape=self._shapes[name], start=start, tensors=tensors)
+
+    def _load_shards(self, reader: ShardReader) -> None:
+        for flat, pieces in self._layout.masters():
+            self._optimizer.state.pop(flat, None)
+            targets = {PARAMETER: flat.detach()}
+            if reader.has_optimizer:
+                self._optimizer.state[flat] = fresh_moments(flat.detach(), self._updates)
+                targets |= {kind: self._optimizer.state[flat][kind] for kind in MOMENTS}
+            for piece in pieces:
+                for kind, target in targets.items():
+                    target[piece.run].copy_(reader.read(kind, piece.name, piece.start, piece.stop))
+        self._layout.publish()
+
+    def _resident(self) -> Iterator[Tensor]:
+        yield from self._layout.resident()
+        yield from state_tensors(self._optimizer)
+
+    def close(self) -> None:
+        self._engine.destroy()
+        super().close()
+
+
+def zero_settings(config: Config, largest_vector: int) -> dict[str, Any]:
+    """DeepSpeed's own configuration; `largest_vector` is the number of elements of the largest norm or bias."""
+    trainer = config.trainer
+    zero: dict[str, Any] = {
+        "stage": trainer.zero_stage,
+        "reduce_bucket_size": _BUCKET_ELEMENTS,
+        "allgather_bucket_size": _BUCKET_ELEMENTS,
+        # Vectors stay whole: to gather them costs more than it saves.
+        "stage3_param_persistence_threshold": largest_vector + 1,
+    }
+    target = {"device": "nvme", "nvme_path": trainer.nvme_path} if trainer.nvme_path else {"device": "cpu"}
+    if trainer.nvme_path or trainer.offload is Offload.cpu:
+        zero["offload_optimizer"] = target
+        if trainer.zero_stage == 3:
+            zero["offload_param"] = target
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        # How many there are before a step is not known; that there may be more than one is.
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": config.model.dtype is Dtype.bfloat16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+        # The optimiser is torch's own on the CPU too, where DeepSpeed would compile one.
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    """Raises ConfigError when it is not installed."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    try:
+        import deepspeed
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"trainer.backend=deepspeed needs a package that is missing: {error}; install rlflow with the extra "
+            "`deepspeed`, or set trainer.backend=fsdp"
+        ) from error
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # It would be compiled at once, and training does not use it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    return deepspeed

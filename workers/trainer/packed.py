@@ -1,0 +1,210 @@
+"""What all back ends do alike: packed rows through the policy, sums of the figures, the frame of a step, checkpoints.
+
+micro-batches -> pack -> Policy -> token_objective -> backward (sums) ... -> step: norm, divide and clip, AdamW
+
+A back end says how the model lies on its ranks, and does what depends on that.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlflow.batching import pack
+from rlflow.config import Config
+from rlflow.errors import RunError
+from rlflow.roles import StepOutcome
+from rlflow.types import FloatArray
+from rlflow.workers.trainer.base import MicroBatch, TrainerBackend
+from rlflow.workers.trainer.objective import NUM_SUMS, read_metrics, token_objective
+from rlflow.workers.trainer.parking import Parked, park, unpark
+from rlflow.workers.trainer.policy import load_policy, split_logprobs, torch_dtype
+from rlflow.workers.trainer.process_group import choose_device, join
+from rlflow.workers.trainer.shards import MOMENTS, Shard, ShardReader, write_shards
+
+
+class PackedTrainer(TrainerBackend):
+    """One rank, on one device. The model is loaded whole by every rank; the back end then shards it."""
+
+    def __init__(
+        self, config: Config, model_path: str, rank: int, world_size: int, rendezvous: str, is_distributed: bool
+    ) -> None:
+        """Join the other ranks, if `is_distributed`, and load the model.
+
+        `rendezvous` is where the ranks meet, as `process_group.join` takes it. Raises ConfigError for a model that
+        cannot be trained packed.
+        """
+        self._config = config
+        self._rank = rank
+        self._world_size = world_size
+        self._device = choose_device(rank)
+        if config.cluster.cpu_threads is not None and self._device.type == "cpu":
+            torch.set_num_threads(config.cluster.cpu_threads)
+        self._is_distributed = is_distributed
+        if is_distributed:
+            join(rendezvous, rank, world_size, self._device, config.deadlines.train_s)
+        self._policy = load_policy(config, model_path)
+        if config.trainer.gradient_checkpointing:
+            self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._policy.train(config.trainer.gradient_checkpointing)
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in self._policy.model.named_parameters()}
+        self._parked: list[Parked] = []
+        self._updates = 0
+        self._sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=self._device)
+        self._largest_difference = torch.zeros((), dtype=torch.float64, device=self._device)
+
+    @property
+    @abstractmethod
+    def _forward(self) -> nn.Module:
+        """The policy, called through whatever wraps it."""
+
+    @abstractmethod
+    def _finish_gradients(self) -> None:
+        """Called first in a step: bring what was accumulated into the form that `_gradient_norm` reads."""
+
+    @abstractmethod
+    def _gradient_norm(self) -> float:
+        """Euclidean norm of the accumulated sums, over all shards of all ranks; not finite if any of them is not."""
+
+    @abstractmethod
+    def _update(self, scale: float, learning_rate: float) -> None:
+        """Multiply the accumulated sums by `scale`, let the optimiser step, and clear them."""
+
+    @abstractmethod
+    def _discard_gradients(self) -> None:
+        """Clear what was accumulated; parameters and moments stay as they are."""
+
+    @abstractmethod
+    def _shards(self) -> Iterator[Shard]:
+        """What this rank saves of every parameter. Before the first update the moments are zeros."""
+
+    @abstractmethod
+    def _load_shards(self, reader: ShardReader) -> None:
+        """Fill parameters, and moments if the checkpoint has them; else the optimiser starts anew."""
+
+    def observe(self, groups: Sequence[MicroBatch]) -> None:
+        with torch.no_grad():
+            for micro_batch in groups:
+                self._objective(micro_batch)
+
+    def _objective(self, micro_batch: MicroBatch) -> Tensor:
+        """The loss of a micro-batch, summed over its loss tokens; counts its figures."""
+        packed = pack(micro_batch)
+        logprobs, entropies = self._forward(packed)
+        objective = token_objective(logprobs, entropies, packed, self._config.algorithm)
+        self._sums += objective.sums
+        self._largest_difference = torch.maximum(self._largest_difference, objective.largest_difference)
+        return objective.loss
+
+    def step(self) -> StepOutcome:
+        self._finish_gradients()
+        sums = self._all_reduce(self._sums)
+        num_tokens = float(sums[-1])
+        if num_tokens == 0:
+            raise ValueError("a step needs at least one accumulated loss token; got none")
+        grad_norm = self._gradient_norm() / num_tokens
+        learning_rate = self._learning_rate()
+        is_finite = math.isfinite(grad_norm)
+        if is_finite:
+            clip = min(1.0, self._config.trainer.max_grad_norm / (grad_norm + 1e-6))
+            self._update(clip / num_tokens, learning_rate)
+            self._updates += 1
+        else:
+            self._discard_gradients()
+        largest_difference = self._all_reduce(self._largest_difference, dist.ReduceOp.MAX)
+        self._sums.zero_()
+        self._largest_difference.zero_()
+        return StepOutcome(
+            applied=is_finite,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            metrics=read_metrics(sums, largest_difference, self._config.algorithm),
+        )
+
+    def logprobs(self, groups: Sequence[MicroBatch]) -> list[list[FloatArray]]:
+        found: list[list[FloatArray]] = []
+        for micro_batch in groups:
+            with torch.no_grad():
+                logprobs, _ = self._forward(pack(micro_batch))
+            found.append(split_logprobs(logprobs, [sample for group in micro_batch for sample in group]))
+        return found
+
+    def parameter_specs(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        dtype = torch_dtype(self._config)
+        return [(name, dtype, shape) for name, shape in self._shapes.items()]
+
+    def save(self, folder: Path) -> None:
+        write_shards(folder, self._rank, self._world_size, list(self._shards()), self._updates)
+
+    def load(self, folder: Path) -> None:
+        reader = ShardReader(folder)
+        if reader.shapes != self._shapes:
+            wrong = sorted(set(reader.shapes.items()) ^ set(self._shapes.items()))[0]
+            raise RunError(
+                f"checkpoint {folder} belongs to another model than model.path: they differ in {wrong[0]} {wrong[1]}; "
+                "set model.path to the model that the run began with"
+            )
+        self._updates = reader.updates
+        self._load_shards(reader)
+
+    @abstractmethod
+    def _resident(self) -> Iterator[Tensor]:
+        """Everything that takes memory of the device between two steps."""
+
+    def offload(self) -> None:
+        if self._device.type != "cpu":
+            self._parked = park(self._resident(), self._device)
+
+    def reload(self) -> None:
+        unpark(self._parked)
+        self._parked = []
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _learning_rate(self) -> float:
+        """Linear warm-up over the first `warmup_steps` updates, then constant."""
+        trainer = self._config.trainer
+        return trainer.learning_rate * min(1.0, (self._updates + 1) / max(1, trainer.warmup_steps))
+
+    def _norm(self, gradients: Sequence[Tensor]) -> float:
+        """Euclidean norm over these pieces of all ranks; each element is held by one rank."""
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        squares = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+        return float(self._all_reduce(squares).sqrt())
+
+    def _all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        total = values.to(self._device, copy=True)
+        if self._is_distributed:
+            dist.all_reduce(total, operation)
+        return total
+
+
+def adamw(config: Config, parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
+    """The optimiser of every back end."""
+    trainer = config.trainer
+    return torch.optim.AdamW(
+        parameters,
+        lr=trainer.learning_rate,
+        betas=(trainer.beta1, trainer.beta2),
+        weight_decay=trainer.weight_decay,
+        fused=True,
+    )
+
+
+def fresh_moments(like: Tensor, updates: int) -> dict[str, Tensor]:
+    """AdamW's state of one tensor after `updates` steps, moments still to be filled in."""
+    step = torch.tensor(float(updates), device=like.device)
+    return {"step": step} | {kind: torch.zeros_like(like) for kind in MOMENTS}
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -1,0 +1,43 @@
+"""Lends a device's memory to others: storages are emptied, and filled again later.
+
+Every tensor stays what it is, a view of its storage, so that nobody who holds one has to be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+
+
+class Parked(NamedTuple):
+    """An emptied storage, and its bytes in the memory of the CPU."""
+
+    storage: UntypedStorage
+    contents: UntypedStorage
+
+
+def park(tensors: Iterable[Tensor], device: torch.device) -> list[Parked]:
+    """Empty the storages of those tensors that lie on `device`. Until `unpark` they must not be used."""
+    storages: dict[int, UntypedStorage] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if tensor.device.type == device.type and storage.nbytes():
+            storages[storage.data_ptr()] = storage
+    parked = []
+    for storage in storages.values():
+        contents = UntypedStorage(storage.nbytes(), device="cpu")
+        contents.copy_(storage, non_blocking=False)
+        storage.resize_(0)
+        parked.append(Parked(storage=storage, contents=contents))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return parked
+
+
+def unpark(parked: Iterable[Parked]) -> None:
+    for storage, contents in parked:
+        storage.resize_(contents.nbytes())
+        storage.copy_(contents, non_blocking=False)

@@ -1,0 +1,126 @@
+"""Where ZeRO keeps what: its flat buffers, cut back into pieces of parameters.
+
+All that depends on how DeepSpeed's optimisers are made inside is in this file. ZeRO 1 and 2 lay all parameters end to
+end and give each rank an equal part; ZeRO 3 gives each rank an equal part of every parameter. The float32 masters of a
+rank lie in one or a few flat buffers, and their moments likewise.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlflow.workers.trainer.shards import shard_range
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of a parameter, which lie one after the other in a flat buffer, from `offset` on."""
+
+    name: str
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def run(self) -> slice:
+        return slice(self.offset, self.offset + self.stop - self.start)
+
+
+class ZeroLayout(ABC):
+    """What the back end needs to know of DeepSpeed's optimiser."""
+
+    def __init__(self, optimizer: Any, parameters: Mapping[str, Any], rank: int, world_size: int) -> None:
+        """`parameters` are the model's, by name; DeepSpeed has hung attributes of its own on them."""
+        self._zero = optimizer
+        self._parameters = parameters
+        self._rank = rank
+        self._world_size = world_size
+
+    @abstractmethod
+    def masters(self) -> Iterator[tuple[Tensor, list[Piece]]]:
+        """Each flat float32 buffer and the pieces of parameters in it; in memory until the next one is asked for."""
+
+    def gradients(self) -> list[Tensor]:
+        """Tensors whose norm is that of this rank's part of the averaged gradient, after a pass at the boundary."""
+        if self._is_offloaded:
+            return list(self._zero.norm_for_param_grads.values())
+        return [gradient for group in self._zero.averaged_gradients.values() for gradient in group]
+
+    @property
+    @abstractmethod
+    def _is_offloaded(self) -> bool: ...
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Bring the masters' values into the parameters that the model computes with."""
+
+    @abstractmethod
+    def resident(self) -> Iterator[Tensor]:
+        """What takes memory of the device between two steps, without the optimiser's state."""
+
+
+class PartitionedOptimizer(ZeroLayout):
+    """ZeRO 1 and 2; there is one group of parameters."""
+
+    @property
+    def _is_offloaded(self) -> bool:
+        return self._zero.cpu_offload
+
+    def masters(self) -> Iterator[tuple[Tensor, list[Piece]]]:
+        pieces: list[Piece] = []
+        for name, parameter in self._parameters.items():
+            mapping = parameter._hp_mapping
+            if mapping is not None:
+                start, size = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
+                offset = mapping.hp_fragment_address.start
+                pieces.append(Piece(name=name, start=start, stop=start + size, offset=offset))
+        yield self._zero.single_partition_of_fp32_groups[0], pieces
+
+    def publish(self) -> None:
+        self._zero.update_lp_params()
+
+    def resident(self) -> Iterator[Tensor]:
+        yield from self._zero.single_partition_of_fp32_groups
+        yield from self._zero.bit16_groups_flat
+
+
+class PartitionedParameters(ZeroLayout):
+    """ZeRO 3; parameters are cut into sub-groups, each with a buffer, which may lie on a disk."""
+
+    @property
+    def _is_offloaded(self) -> bool:
+        return self._zero.offload_optimizer
+
+    def masters(self) -> Iterator[tuple[Tensor, list[Piece]]]:
+        pieces: list[list[Piece]] = [[] for _ in self._zero.fp32_partitioned_groups_flat]
+        for name, parameter in self._parameters.items():
+            group, offset, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
+            start, stop = shard_range(parameter.ds_numel, self._rank, self._world_size)
+            pieces[group].append(Piece(name=name, start=start, stop=stop, offset=offset))
+        for group, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
+            is_swapped = self._zero._swappable_optimizer_subgroup(group)
+            if is_swapped:
+                self._zero._optimizer_states_and_gradient_swap_in(group)
+            yield flat, pieces[group]
+            if is_swapped:
+                self._zero._optimizer_states_and_gradient_swap_out(group)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        self._zero._partition_all_parameters()
+        for group in range(len(self._zero.fp32_partitioned_groups_flat)):
+            self._zero._reassign_or_swap_out_partitioned_parameters(group)
+        if self._zero.persistent_parameters:
+            self._zero.persistent_parameters[0].all_gather(self._zero.persistent_parameters)
+
+    def resident(self) -> Iterator[Tensor]:
+        self._zero.empty_partition_cache()
+        yield from self._zero.fp32_partitioned_groups_flat
+        yield self._zero.grad_partitions_flat_buffer
+        for parameter in self._parameters.values():
+            yield from (parameter.detach(), parameter.ds_tensor)
+        yield from (bucket.buffer for bucket in self._zero.ipg_buckets.values() if bucket.buffer is not None)

@@ -19,7 +19,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlflow.config import Config, Correction, check
+from rlflow.config import AlgorithmConfig, Config, check
 from rlflow.environments import load_environment
 from rlflow.envs.base import EnvironmentSpec, RewardFunction
 from rlflow.intake import group_seed
@@ -31,6 +31,8 @@ from rlflow.sampler import TaskSampler
 from rlflow.types import Task
 from rlflow.weights.arena import Arena
 from rlflow.workers.rollout import RolloutEngine
+
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,8 +61,12 @@ class MinimalGrpo:
     def __init__(self, config: Config) -> None:
         """Raises ConfigError as `rlflow train` would; ValueError for what this page leaves out."""
         check(config)
-        if config.algorithm.correction is not Correction.none or config.algorithm.kl_coefficient:
-            raise ValueError("the minimal loop has neither a correction nor a KL term; set them to none and 0")
+        algorithm = config.algorithm
+        plain = AlgorithmConfig(groups_per_step=algorithm.groups_per_step, group_size=algorithm.group_size)
+        if algorithm != plain:
+            raise ValueError(
+                "the minimal loop is GRPO with the clipped loss; leave the other settings of algorithm alone"
+            )
         self.config = config
         model_path = resolve_model(config.model.path)
         self.spec: EnvironmentSpec = load_environment(config.env, config.reward)
@@ -143,11 +149,9 @@ class MinimalGrpo:
 
     def group_loss(self, group: Group, advantages: torch.Tensor) -> torch.Tensor:
         """Sum over the tokens of a group of max(-A r, -A clip(r)), r = policy / behaviour policy (PPO, 1707.06347)."""
-        algorithm = self.config.algorithm
-        assert algorithm.clip_low is not None and algorithm.clip_high is not None
         logprobs, behaviour, mask = self.logprobs(group)
         ratio = torch.exp((logprobs - behaviour).clamp(-20, 20))
-        clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+        clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
         advantage = advantages[:, None]
         per_token = torch.maximum(-advantage * ratio, -advantage * clipped)
         return (per_token * mask).sum()

@@ -63,8 +63,11 @@ class PackedBatch:
     loss_positions: IndexArray  # [N], whose hidden state predicts the target
     targets: IndexArray  # [N]
     behaviour_logprobs: FloatArray  # [N]
+    versions: IndexArray  # [N], that sampled the target
     advantages: FloatArray  # [N]
     reference_logprobs: FloatArray | None  # [N]
+    sequence_of: IndexArray  # [N], index of the sample that the target is of, counting those with loss tokens only
+    num_sequences: int
 
     @property
     def num_loss_tokens(self) -> int:
@@ -241,8 +244,11 @@ class _Row:
             loss_positions=_join(self._loss_positions),
             targets=_join([s.sample.completion_ids[mask] for s, mask in zip(samples, masks, strict=True)]),
             behaviour_logprobs=_join_floats([s.sample.logprobs[mask] for s, mask in zip(samples, masks, strict=True)]),
+            versions=_join([s.sample.versions[mask] for s, mask in zip(samples, masks, strict=True)]),
             advantages=_join_floats(advantages),
             reference_logprobs=_reference_logprobs(samples),
+            sequence_of=np.repeat(np.arange(len(samples)), [int(mask.sum()) for mask in masks]),
+            num_sequences=len(samples),
         )
 
     def _append(self, ids: NDArray[np.integer], position: int) -> int:

@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import ray
 
-from rlflow.algorithms.advantage import grpo
 from rlflow.cluster.start import ray_cluster
 from rlflow.config import Config, Order
 from rlflow.errors import ConfigError, RunError
@@ -170,9 +169,10 @@ def _group(group_id: int, number: int, payload: object) -> ReadyGroup:
     return ReadyGroup(
         group_id=group_id,
         task_id=f"t{number}",
+        task_kind="",
         episodes=episodes,
         payloads=[payload],
-        advantages=grpo.advantages([0.0, 1.0]),
+        advantages=[-0.7, 0.7],
         references=None,
         num_bytes=PAYLOAD_BYTES,
     )

@@ -116,6 +116,7 @@ def _state_to_json(state: RunState) -> dict[str, Any]:
         {
             "group_id": group.group_id,
             "task_id": group.task_id,
+            "task_kind": group.task_kind,
             "episodes": [asdict(episode) for episode in group.episodes],
             "advantages": group.advantages,
             "num_bytes": group.num_bytes,
@@ -130,6 +131,7 @@ def _state_from_json(content: dict[str, Any]) -> RunState:
         ReadyGroup(
             group_id=group["group_id"],
             task_id=group["task_id"],
+            task_kind=group["task_kind"],
             episodes=[
                 EpisodeSummary(**{**episode, "end": EpisodeEnd(episode["end"])}) for episode in group["episodes"]
             ],

@@ -25,6 +25,10 @@ Run = Callable[[Config], int]
 """Does what a checked configuration asks for and says which exit code that means."""
 
 
+FREE_KEYS = ("env.args.", "algorithm.advantage_args.", "algorithm.loss_args.", "algorithm.corrections.")
+"""Below these a key is an argument of something that the user chose."""
+
+
 def _run(config: Config) -> int:
     from rlflow.run import train as run  # imports Ray
 
@@ -104,7 +108,7 @@ def _train_one(composed: DictConfig, folders: set[str], run: Run) -> int:
 
 
 def _arguments_for_hydra(arguments: Sequence[str]) -> list[str]:
-    """Options first, because Hydra takes key=value on one side of them only; and env.args.<name> may be a new key."""
+    """Options first, because Hydra takes key=value on one side of them only; and what is below FREE_KEYS may be new."""
     overrides = [each for each in arguments if "=" in each and not each.startswith("-")]
     options = [each for each in arguments if each not in overrides]
-    return [*options, *(f"++{each}" if each.startswith("env.args.") else each for each in overrides)]
+    return [*options, *(f"++{each}" if each.startswith(FREE_KEYS) else each for each in overrides)]

@@ -27,17 +27,24 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
-class Advantage(StrEnum):
-    grpo = "grpo"
+class Aggregation(StrEnum):
+    """Over which tokens and sequences a step averages."""
+
+    token_mean = "token_mean"
+    """Every token weighs the same (DAPO, arXiv:2503.14476)."""
+    seq_mean_token_mean = "seq_mean_token_mean"
+    """Every sequence weighs the same (GRPO, arXiv:2402.03300; GSPO, GMPO)."""
+    seq_mean_token_sum = "seq_mean_token_sum"
+    """The sum over a sequence, averaged over sequences."""
+    seq_mean_token_sum_norm = "seq_mean_token_sum_norm"
+    """The same divided by rollout.max_new_tokens, a constant (Dr. GRPO, arXiv:2503.20783)."""
 
 
-class Loss(StrEnum):
-    ppo_clip = "ppo_clip"
+class Proximal(StrEnum):
+    """The policy that a loss compares the current one with."""
 
-
-class Correction(StrEnum):
-    none = "none"
-    tis = "tis"
+    behaviour = "behaviour"
+    interpolated = "interpolated"
 
 
 class Order(StrEnum):
@@ -128,18 +135,31 @@ class AlgorithmConfig:
     groups_per_step: int = 8
     group_size: int = 8
     """Episodes of one task that are compared with each other."""
-    advantage: Advantage = Advantage.grpo
-    loss: Loss = Loss.ppo_clip
-    clip_low: float | None = 0.2
-    clip_high: float | None = 0.28
-    """Upper clip; larger than `clip_low` keeps rare tokens alive (DAPO)."""
-    correction: Correction = Correction.none
-    """`none`: the behaviour policy is the proximal policy, its drift is bounded by the clip. `tis`: the trainer's
-    policy is the proximal policy, drift is corrected by a truncated importance weight, and the clips must be null."""
-    tis_cap: float | None = None
-    """Largest importance weight of `tis`; required there (2.0 is usual)."""
+    advantage: str = "grpo"
+    """How rewards become advantages: a name that `rlflow algorithms` lists, or your own function, as
+    `package.module:name` or `file.py:name`."""
+    advantage_args: dict[str, Any] = field(default_factory=dict)
+    """Its options; `rlflow algorithms` lists them too."""
+    loss: str = "ppo_clip"
+    """As `advantage`."""
+    loss_args: dict[str, Any] = field(default_factory=dict)
+    aggregation: Aggregation = Aggregation.token_mean
+    corrections: dict[str, Any] = field(default_factory=dict)
+    """For tokens that an older policy sampled, or another program's arithmetic: name -> its options. Their weights are
+    multiplied."""
+    proximal: Proximal = Proximal.behaviour
+    """`behaviour`: the one that sampled the token. `interpolated`: between that and the current one, by version, so
+    that the loss bounds one update and the corrections the rest (decoupled PPO, arXiv:2505.24298)."""
+    kl: str = "k3"
     kl_coefficient: float = 0.0
-    """Weight of KL(policy || reference) (k3) in the loss; above 0 starts a frozen reference."""
+    """Weight of KL(policy || reference) in the loss; above 0 starts a frozen reference."""
+    dynamic_sampling: bool = False
+    """Play another task instead of a group whose rewards are all equal, until the step is full (DAPO)."""
+    mask_truncated: bool = False
+    """Leave episodes that were cut off out of the gradient; the others are still compared with them (DAPO)."""
+    overlong_tokens: int | None = None
+    """The last tokens before rollout.max_new_tokens, over which the reward falls by up to 1 (DAPO). Null: it does not
+    fall."""
 
 
 @dataclass
@@ -333,37 +353,27 @@ def check(config: Config) -> None:
 
 
 def _check_algorithm(config: Config) -> None:
+    """What can be known without the functions themselves; the rest is `algorithms.chosen.check_functions`."""
     algorithm = config.algorithm
     if algorithm.group_size < 2:
         raise ConfigError(
-            f"algorithm.group_size must be at least 2 for algorithm.advantage={algorithm.advantage.value}, which "
-            f"compares the episodes of a group; got {algorithm.group_size}"
+            f"algorithm.group_size must be at least 2, to have something to compare; got {algorithm.group_size}"
         )
-    if algorithm.correction is Correction.tis:
-        if algorithm.clip_low is not None or algorithm.clip_high is not None:
-            raise ConfigError(
-                "algorithm.clip_low and algorithm.clip_high have no effect with algorithm.correction=tis: with one "
-                "update a batch the ratio to the proximal policy is 1; "
-                f"got {algorithm.clip_low} and {algorithm.clip_high}; set both to null"
-            )
-        if algorithm.tis_cap is None or algorithm.tis_cap < 1:
-            raise ConfigError(
-                f"algorithm.tis_cap must be at least 1 with algorithm.correction=tis; got {algorithm.tis_cap}"
-            )
-        return
-    if algorithm.tis_cap is not None:
+    if algorithm.kl != AlgorithmConfig().kl and not algorithm.kl_coefficient:
         raise ConfigError(
-            f"algorithm.tis_cap has no effect with algorithm.correction=none; got {algorithm.tis_cap}; set it to "
-            "null, or algorithm.correction=tis"
+            f"algorithm.kl={algorithm.kl} has no effect with algorithm.kl_coefficient=0; set the coefficient"
         )
-    if algorithm.clip_low is None or algorithm.clip_high is None:
+    if algorithm.proximal is Proximal.interpolated and config.staleness.max_versions < 2:
         raise ConfigError(
-            "algorithm.clip_low and algorithm.clip_high must be set with algorithm.correction=none; got null"
+            "algorithm.proximal=interpolated has no effect where no token is older than one version; got "
+            f"staleness.max_versions={config.staleness.max_versions}; raise it to 2 or more, or take behaviour"
         )
-    if not 0 < algorithm.clip_low < 1:
-        raise ConfigError(f"algorithm.clip_low must be between 0 and 1; got {algorithm.clip_low}")
-    if algorithm.clip_high <= 0:
-        raise ConfigError(f"algorithm.clip_high must be positive; got {algorithm.clip_high}")
+    overlong = algorithm.overlong_tokens
+    if overlong is not None and not 0 < overlong <= config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"algorithm.overlong_tokens must be from 1 to rollout.max_new_tokens ({config.rollout.max_new_tokens}), or "
+            f"null; got {overlong}"
+        )
 
 
 def _check_staleness(config: Config) -> None:
@@ -377,11 +387,6 @@ def _check_staleness(config: Config) -> None:
         raise ConfigError(
             f"staleness.late={staleness.late.value} has no effect with staleness.order=oldest_first, under which no "
             "group is late; set it to requeue, or staleness.order to ready_first"
-        )
-    if staleness.late is Late.train and config.algorithm.correction is Correction.none:
-        raise ConfigError(
-            "staleness.late=train trains on tokens of any age, which needs a correction; set algorithm.correction=tis, "
-            "or staleness.late to mask or requeue"
         )
     if config.cluster.placement is Placement.colocated and not config.trainer.streaming:
         raise ConfigError(
@@ -425,8 +430,8 @@ def _check_backend(trainer: TrainerConfig) -> None:
         raise ConfigError(f"trainer.zero_stage must be 1, 2 or 3 with trainer.backend=deepspeed; got {found}")
     if trainer.backend is not Backend.deepspeed and trainer.zero_stage is not None:
         raise ConfigError(
-            f"trainer.zero_stage={trainer.zero_stage} has no effect with trainer.backend={trainer.backend.value}; set it "
-            "to null, or trainer.backend=deepspeed"
+            f"trainer.zero_stage={trainer.zero_stage} has no effect with trainer.backend={trainer.backend.value}; set "
+            "it to null, or trainer.backend=deepspeed"
         )
     if trainer.nvme_path is None:
         return

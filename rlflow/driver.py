@@ -212,7 +212,8 @@ class Driver:
 
     async def _accumulate_step(self) -> list[ReadyGroup]:
         """One step's groups, their gradients accumulated: as they come, or together at the end."""
-        together = self._is_colocated or not self._config.trainer.streaming
+        judge = self._intake.judge
+        together = self._is_colocated or not self._config.trainer.streaming or judge.needs_batch
         size = self._config.algorithm.groups_per_step
         groups: list[ReadyGroup] = []
         while len(groups) < size:
@@ -225,6 +226,7 @@ class Driver:
             sleeping = self._workers.engines.sleep()
             await within("putting the engines to sleep", self._config.deadlines.weights_s, sleeping)
         if together:
+            judge.assign(groups)
             await self._accumulate(groups)
         return groups
 

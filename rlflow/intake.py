@@ -14,18 +14,20 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rlflow import staleness
-from rlflow.algorithms.advantage import grpo
 from rlflow.config import Config, Order
 from rlflow.deadlines import within
 from rlflow.errors import DeadlineError, RunError, StaleGroup
+from rlflow.judge import Judge, why_no_verdict
 from rlflow.ledger import DropReason, GroupState, Ledger
 from rlflow.ready import ReadyQueue
 from rlflow.roles import Workers
 from rlflow.sampler import TaskSampler
-from rlflow.types import EpisodeSummary, GroupOrder, PayloadRef, PlayedGroup, ReadyGroup, Span, Task
+from rlflow.types import EpisodeSummary, GroupOrder, PayloadRef, ReadyGroup, Span, Task
 
 MAX_TASK_FAILURES = 3
 """Groups of one task that may fail in one pass before the task is given up."""
+MAX_FILTERED_STEPS = 10
+"""Steps' worth of groups in a row that dynamic sampling may throw away, as in DAPO (arXiv:2503.14476)."""
 HEARTBEAT_S = 60.0
 """Seconds without a group to train on after which people are told why, again and again."""
 
@@ -83,6 +85,7 @@ class Intake:
         progress: Progress,
     ) -> None:
         self.sampler = sampler
+        self.judge = Judge(config)
         self.collected = Collected()
         self.ready = ReadyQueue(
             order=config.staleness.order,
@@ -99,6 +102,7 @@ class Intake:
         self._target = min(2, 1 + config.staleness.max_versions) * config.algorithm.groups_per_step
         self._waited_s = 0.0
         self._lost_in_a_row = 0
+        self._filtered_in_a_row = 0
         self._failure: BaseException | None = None
         self._closing = False
 
@@ -258,14 +262,17 @@ class Intake:
         self._ledger.advance(group_id, GroupState.SCORED)
         self.collected.episodes += played.episodes
         self.collected.spans += played.spans
-        ready = judge(task.id, played)
+        ready = self.judge.ready(task, played)
         if ready is None:
-            self._lose(group_id, DropReason.NO_VERDICT, _why_no_verdict(played.episodes))
+            self._lose(group_id, DropReason.NO_VERDICT, why_no_verdict(played.episodes))
+            return
+        if self.judge.is_filtered(ready):
+            self._filter(group_id)
             return
         ready.references = await self._references(ready.payloads)
         self._ledger.advance(group_id, GroupState.READY)
         self.ready.put(ready)
-        self._lost_in_a_row = 0
+        self._lost_in_a_row = self._filtered_in_a_row = 0
 
     async def _references(self, payloads: Sequence[PayloadRef]) -> list[object] | None:
         if self._workers.reference is None:
@@ -295,6 +302,22 @@ class Intake:
         if self._lost_in_a_row >= limit:
             last = f"the last one was dropped as {reason}: {detail}"
             self.fail(RunError(f"{limit} groups in a row gave nothing to train on; {last}"))
+
+    def _filter(self, group_id: int) -> None:
+        """A group that is played well and says nothing; too many in a row mean that the tasks are too easy or too
+        hard."""
+        self._drop(group_id, DropReason.FILTERED, "nothing in it to compare")
+        self._lost_in_a_row = 0
+        self._filtered_in_a_row += 1
+        limit = MAX_FILTERED_STEPS * self._config.algorithm.groups_per_step
+        if self._filtered_in_a_row >= limit:
+            self.fail(
+                RunError(
+                    f"{limit} groups in a row held nothing to compare: all rewards of a group were equal, or all its "
+                    "episodes were cut off; take easier or harder tasks, raise rollout.max_new_tokens, or set "
+                    "algorithm.dynamic_sampling=false"
+                )
+            )
 
     def _drop(self, group_id: int, reason: DropReason, detail: str) -> None:
         self.ready.forget(group_id)
@@ -348,34 +371,3 @@ class Intake:
 def group_seed(run_seed: int, group_id: int) -> int:
     """The sampling seed of a group: different for every group of a run and for every run seed; 31 bits."""
     return (run_seed * 7_368_787 + group_id * 104_729) % 2**31
-
-
-def judge(task_id: str, played: PlayedGroup) -> ReadyGroup | None:
-    """The trainable part of a group with its advantages; None when fewer than two episodes have a verdict.
-
-    An episode that failed is left out of the group's statistics, as if it had not been played.
-    """
-    kept = [
-        (summary, payload)
-        for summary, payload in zip(played.episodes, played.payloads, strict=True)
-        if summary.is_trainable
-    ]
-    if len(kept) < 2:
-        return None
-    rewards = [summary.reward for summary, _ in kept if summary.reward is not None]
-    return ReadyGroup(
-        group_id=played.group_id,
-        task_id=task_id,
-        episodes=[summary for summary, _ in kept],
-        payloads=[payload for _, payload in kept],
-        advantages=grpo.advantages(rewards),
-        references=None,
-        num_bytes=played.num_bytes,
-    )
-
-
-def _why_no_verdict(episodes: Sequence[EpisodeSummary]) -> str:
-    failed = [episode for episode in episodes if not episode.is_trainable]
-    first = f": {failed[0].detail}" if failed and failed[0].detail else ""
-    ends = ", ".join(sorted({episode.end.value for episode in failed}))
-    return f"{len(failed)} of {len(episodes)} episodes have no verdict ({ends}){first}"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlflow.algorithms.chosen import check_functions
 from rlflow.checkpoint import RunState, read_state
 from rlflow.cluster.start import Fleet, ray_cluster, start_fleet, stop_fleet
 from rlflow.config import Config, check
@@ -46,6 +47,7 @@ def train(config: Config) -> int:
     Raises ConfigError before anything is started, RunError when the run cannot go on.
     """
     check(config)
+    check_functions(config)
     spec = load_environment(config.env, config.reward)
     # Before anything is started: a wrong row of the data set ends here.
     sampler = TaskSampler(spec.tasks(), config.run.seed)

@@ -44,6 +44,8 @@ class Task:
     prompt: tuple[Message, ...]
     answer: str | None = None
     """What the reward compares with; None where the environment judges by itself."""
+    kind: str = ""
+    """Tasks of one kind have rewards of one scale; algorithm.advantage=grpo_task_std goes by it."""
     data: dict[str, Json] = field(default_factory=dict)
     """Any further columns of the row."""
 
@@ -189,9 +191,12 @@ class ReadyGroup:
 
     group_id: int
     task_id: str
+    task_kind: str
     episodes: list[EpisodeSummary]
     payloads: list[PayloadRef]  # one for each of `episodes`
-    advantages: list[float]  # one for each of `episodes`
+    advantages: list[float | None]
+    """One for each of `episodes`, None for one that stays out of the gradient; empty until all groups of the step are
+    known, where it depends on them."""
     references: list[object] | None
     """Handles to the reference policy's log-probabilities, one for each episode; None when KL is off."""
     num_bytes: int

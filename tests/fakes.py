@@ -57,6 +57,7 @@ def make_ready(group_id: int, *versions: int) -> ReadyGroup:
         task_id=f"t{group_id}",
         episodes=[make_episode(1.0, version) for version in versions],
         payloads=[],
+        task_kind="",
         advantages=[],
         references=None,
         num_bytes=100,

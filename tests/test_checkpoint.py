@@ -28,6 +28,7 @@ def make_state(step: int) -> RunState:
         task_id="t",
         episodes=[make_episode(1.0, 2), make_episode(0.0, 3)],
         payloads=[],
+        task_kind="sums",
         advantages=[0.7, -0.7],
         references=None,
         num_bytes=10,

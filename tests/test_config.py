@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -10,17 +11,11 @@ from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from rlflow.algorithms.chosen import check_functions
 from rlflow.compose_errors import expected, leaf_keys, unknown_key
-from rlflow.config import Backend, Config, Correction, Late, Offload, Order, Placement, Update, check
+from rlflow.config import Backend, Config, Late, Offload, Order, Placement, Proximal, Update, check
 from rlflow.errors import ConfigError
 from rlflow.recipe_files import recipe_names, recipe_summary, recipe_text
-
-TIS = {
-    "algorithm.correction": Correction.tis,
-    "algorithm.clip_low": None,
-    "algorithm.clip_high": None,
-    "algorithm.tis_cap": 2.0,
-}
 
 
 def config_with(settings: dict[str, Any]) -> Config:
@@ -47,32 +42,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"staleness.max_versions": -1}, "staleness.max_versions must not be negative; got -1"),
     ({"trainer.beta2": 1.0}, "trainer.beta2 must be in [0, 1); got 1.0"),
     ({"cluster.cpu_threads": 0}, "cluster.cpu_threads must be at least 1, or null; got 0"),
+    ({"algorithm.group_size": 1}, "algorithm.group_size must be at least 2, to have something to compare; got 1"),
     (
-        {"algorithm.group_size": 1},
-        "algorithm.group_size must be at least 2 for algorithm.advantage=grpo, which compares the episodes of a group; "
-        "got 1",
+        {"algorithm.kl": "k1"},
+        "algorithm.kl=k1 has no effect with algorithm.kl_coefficient=0; set the coefficient",
     ),
     (
-        {**TIS, "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28},
-        "algorithm.clip_low and algorithm.clip_high have no effect with algorithm.correction=tis: with one update a "
-        "batch the ratio to the proximal policy is 1; got 0.2 and 0.28; set both to null",
+        {"algorithm.proximal": Proximal.interpolated, "staleness.max_versions": 1},
+        "algorithm.proximal=interpolated has no effect where no token is older than one version; got "
+        "staleness.max_versions=1; raise it to 2 or more, or take behaviour",
     ),
     (
-        {**TIS, "algorithm.tis_cap": None},
-        "algorithm.tis_cap must be at least 1 with algorithm.correction=tis; got None",
+        {"algorithm.overlong_tokens": 512},
+        "algorithm.overlong_tokens must be from 1 to rollout.max_new_tokens (256), or null; got 512",
     ),
-    ({**TIS, "algorithm.tis_cap": 0.5}, "algorithm.tis_cap must be at least 1 with algorithm.correction=tis; got 0.5"),
-    (
-        {"algorithm.tis_cap": 2.0},
-        "algorithm.tis_cap has no effect with algorithm.correction=none; got 2.0; set it to null, or "
-        "algorithm.correction=tis",
-    ),
-    (
-        {"algorithm.clip_high": None},
-        "algorithm.clip_low and algorithm.clip_high must be set with algorithm.correction=none; got null",
-    ),
-    ({"algorithm.clip_low": 1.0}, "algorithm.clip_low must be between 0 and 1; got 1.0"),
-    ({"algorithm.clip_high": 0.0}, "algorithm.clip_high must be positive; got 0.0"),
     (
         {"staleness.order": Order.ready_first},
         "staleness.order=ready_first has no effect with staleness.max_versions=0, where all groups of a step are of "
@@ -82,11 +65,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"staleness.max_versions": 1, "staleness.late": Late.mask},
         "staleness.late=mask has no effect with staleness.order=oldest_first, under which no group is late; set it to "
         "requeue, or staleness.order to ready_first",
-    ),
-    (
-        {"staleness.max_versions": 1, "staleness.order": Order.ready_first, "staleness.late": Late.train},
-        "staleness.late=train trains on tokens of any age, which needs a correction; set algorithm.correction=tis, or "
-        "staleness.late to mask or requeue",
     ),
     (
         {"cluster.placement": Placement.colocated, "trainer.streaming": False},
@@ -149,9 +127,68 @@ def test_a_setting_that_cannot_work_is_refused_with_the_cure(settings: dict[str,
     assert str(raised.value) == message
 
 
-def test_the_defaults_and_tis_pass() -> None:
+def test_the_defaults_pass() -> None:
     check(Config())
-    check(config_with(TIS))
+    check_functions(Config())
+
+
+WRONG_FUNCTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"algorithm.loss": "ppo_clp"}, "there is no loss 'ppo_clp'; did you mean ppo_clip?"),
+    ({"algorithm.loss_args": {"clip_hi": 0.3}}, "algorithm.loss_args has no option 'clip_hi'; did you mean clip_high?"),
+    (
+        {"algorithm.loss_args": {"clip_low": 2.0}},
+        "clip_low must be above 0 and at most 1, or null for no clip; got 2.0",
+    ),
+    ({"algorithm.corrections": {"tis": 3}}, "algorithm.corrections.tis must be options as name: value; got 3"),
+    (
+        {"algorithm.corrections": {"tis": None}},
+        "algorithm.corrections.tis weighs by the ratio to the policy that sampled, which algorithm.loss=ppo_clip does "
+        "already; take algorithm.loss=reinforce,",
+    ),
+    (
+        {"algorithm.loss": "aipo", "algorithm.corrections": {"icepop": None}},
+        "algorithm.corrections.icepop weighs by the ratio to the policy that sampled, which algorithm.loss=aipo does",
+    ),
+    (
+        {"algorithm.loss": "aipo", "algorithm.proximal": Proximal.interpolated, "staleness.max_versions": 4},
+        "algorithm.proximal=interpolated has no effect with algorithm.loss=aipo, which does not compare",
+    ),
+    (
+        {"staleness.max_versions": 1, "staleness.order": Order.ready_first, "staleness.late": Late.train},
+        "staleness.late=train trains on tokens of any age, which needs a correction; take algorithm=tis, or set",
+    ),
+    (
+        {"algorithm.advantage": "reinforce_pp", "trainer.streaming": False},
+        "trainer.streaming=false has no effect with algorithm.advantage=reinforce_pp, which waits for all groups",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG_FUNCTIONS)
+def test_functions_that_do_not_exist_or_do_not_go_together(settings: dict[str, Any], message: str) -> None:
+    config = config_with(settings)
+    check(config)
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        check_functions(config)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algorithm.loss": "reinforce", "algorithm.corrections": {"tis": {"cap": 3.0}, "veto": None}},
+        {"algorithm.loss": "ppo_clip", "algorithm.corrections": {"veto": {}}},
+        {
+            "algorithm.proximal": Proximal.interpolated,
+            "staleness.max_versions": 4,
+            "algorithm.corrections": {"mis": {}},
+        },
+        {"algorithm.loss": "gspo", "algorithm.loss_args": {"clip_low": 3e-4, "clip_high": 4e-4}},
+    ],
+)
+def test_functions_that_go_together(settings: dict[str, Any]) -> None:
+    config = config_with(settings)
+    check(config)
+    check_functions(config)
 
 
 def test_there_are_at_most_150_settings() -> None:
@@ -206,7 +243,8 @@ def test_every_recipe_gives_a_reason_on_each_line_that_sets_something(name: str)
 def test_every_recipe_can_use_tis(name: str) -> None:
     config = compose_recipe(f"recipe={name}", "algorithm=tis")
     check(config)
-    assert (config.algorithm.correction, config.algorithm.tis_cap) == (Correction.tis, 2.0)
+    check_functions(config)
+    assert (config.algorithm.loss, config.algorithm.corrections) == ("reinforce", {"tis": {"cap": 2.0}})
 
 
 def test_numbers_keep_their_types() -> None:

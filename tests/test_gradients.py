@@ -26,7 +26,7 @@ from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.types import TrainSample
 from rlflow.workers.trainer.attention import ATTENTION, attention_layout, check_attention, packed_attention
-from rlflow.workers.trainer.objective import token_objective
+from rlflow.workers.trainer.objective import Objective
 from rlflow.workers.trainer.policy import FrozenPolicy, Policy, load_policy
 
 TOLERANCE = 1e-5
@@ -42,7 +42,7 @@ def packed_gradients(
     for groups in micro_batches:
         packed = pack(groups, share_prompts)
         logprobs, entropies = policy(packed)
-        token_objective(logprobs, entropies, packed, config.algorithm).loss.backward()
+        Objective(config)(logprobs, entropies, packed, version=0).loss.backward()
     return {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
 
 
@@ -114,9 +114,8 @@ def test_logprobs_and_entropies_are_those_of_the_model(tmp_path: Path) -> None:
 
 def test_tis_weighs_the_policy_gradient(tmp_path: Path) -> None:
     config = tiny_config()
-    config.algorithm.correction = type(config.algorithm.correction).tis
-    config.algorithm.clip_low = config.algorithm.clip_high = None
-    config.algorithm.tis_cap = 1.5
+    config.algorithm.loss, config.algorithm.loss_args = "reinforce", {}
+    config.algorithm.corrections = {"tis": {"cap": 1.5}}
     path = save_model(tiny_llama(), tmp_path)
     groups = tiny_groups()
     model, rows = plain_logprobs(path, groups, config.rollout.temperature)

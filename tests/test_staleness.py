@@ -47,6 +47,7 @@ def make_group(group_id: int, *versions: tuple[int, int]) -> ReadyGroup:
         task_id="t",
         episodes=[make_episode(1.0, oldest, newest_version=newest) for oldest, newest in versions],
         payloads=[],
+        task_kind="",
         advantages=[],
         references=None,
         num_bytes=10,

@@ -51,6 +51,7 @@ def save_model(config: PreTrainedConfig, folder: Path) -> str:
 def tiny_config() -> Config:
     config = Config()
     config.model.max_length = 64
+    config.algorithm.loss_args = {"clip_low": 0.2, "clip_high": 0.28}  # the defaults, for the oracle to read
     config.trainer.learning_rate = 1e-2
     config.trainer.micro_batch_tokens = 64
     config.rollout.temperature = 0.7
@@ -109,13 +110,12 @@ def plain_logprobs(
 def plain_gradients(model_path: str, groups: Sequence[Sequence[TrainSample]], config: Config) -> dict[str, Tensor]:
     """Gradient sums of the clipped loss and the k3 penalty, written out token by token."""
     model, rows = plain_logprobs(model_path, groups, config.rollout.temperature)
-    assert config.algorithm.clip_low is not None
-    assert config.algorithm.clip_high is not None
+    low, high = config.algorithm.loss_args["clip_low"], config.algorithm.loss_args["clip_high"]
     total = torch.zeros(())
     for sample, logprobs in zip([sample for group in groups for sample in group], rows, strict=True):
         for token in np.flatnonzero(sample.sample.loss_mask):
             ratio = torch.exp(logprobs[token] - float(sample.sample.logprobs[token]))
-            clipped = ratio.clamp(1 - config.algorithm.clip_low, 1 + config.algorithm.clip_high)
+            clipped = ratio.clamp(1 - low, 1 + high)
             total = total + torch.maximum(-sample.advantage * ratio, -sample.advantage * clipped)
             if sample.reference_logprobs is not None:
                 difference = float(sample.reference_logprobs[token]) - logprobs[token]

@@ -12,19 +12,7 @@ from torch import Tensor
 
 from rlflow.algorithms.options import require
 from rlflow.algorithms.tokens import Tokens, spread
-
-
-class Aggregation(StrEnum):
-    """Over which tokens and sequences a step averages."""
-
-    token_mean = "token_mean"
-    """Every token weighs the same (DAPO, arXiv:2503.14476)."""
-    seq_mean_token_mean = "seq_mean_token_mean"
-    """Every sequence weighs the same (GRPO, arXiv:2402.03300; GSPO, GMPO)."""
-    seq_mean_token_sum = "seq_mean_token_sum"
-    """The sum over a sequence, averaged over sequences."""
-    seq_mean_token_sum_norm = "seq_mean_token_sum_norm"
-    """The same divided by the longest possible length, a constant (Dr. GRPO, arXiv:2503.20783)."""
+from rlflow.config import Aggregation
 
 
 class Denominator(StrEnum):

@@ -79,6 +79,7 @@ class TrainerWorker:
     def stage_weights(self, version: int) -> StagedWeights | None:
         """Gather the full parameters; rank 0 lays them out for the engines and returns where."""
         start_s = time.time()
+        self._backend.version = version
         named = self._backend.full_parameters()
         if self._arena is None:
             for _ in named:
@@ -131,11 +132,12 @@ class _Fetcher:
         references: list[Any] = [None] * len(payloads)
         if group.references is not None:
             references = ray.get([group.references[index] for index in episodes])  # type: ignore[assignment]
-        return [
-            sample
-            for index, payload, reference in zip(episodes, payloads, references, strict=True)
-            for sample in self._train_samples(payload, group.advantages[index], reference)
-        ]
+        found: list[TrainSample] = []
+        for index, payload, reference in zip(episodes, payloads, references, strict=True):
+            advantage = group.advantages[index]
+            if advantage is not None:
+                found += self._train_samples(payload, advantage, reference)
+        return found
 
     def _train_samples(
         self, payload: EpisodePayload, advantage: float, references: list[FloatArray] | None

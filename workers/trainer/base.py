@@ -19,9 +19,12 @@ MicroBatch = Sequence[Sequence[TrainSample]]
 class TrainerBackend(ABC):
     """One rank of the trainer. Every method is collective: all ranks call it, with equally many micro-batches."""
 
+    version: int = 0
+    """Of the current parameters; set by whoever counts the updates."""
+
     @abstractmethod
     def accumulate(self, groups: Sequence[MicroBatch]) -> None:
-        """Add the gradients (sums over loss tokens) of this rank's micro-batches to what the next step divides."""
+        """Add the gradients (weighted sums over loss tokens) of this rank's micro-batches to what the next step divides."""
 
     @abstractmethod
     def observe(self, groups: Sequence[MicroBatch]) -> None:
@@ -29,7 +32,7 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def step(self) -> StepOutcome:
-        """Divide by the global number of loss tokens, clip, update, clear.
+        """Divide by the global number of loss tokens or of sequences, clip, update, clear.
 
         A gradient that is not finite updates nothing and is cleared. Raises ValueError when nothing was accumulated.
         """

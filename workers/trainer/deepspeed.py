@@ -68,7 +68,7 @@ class DeepSpeedTrainer(PackedTrainer):
     def _backward(self, micro_batch: MicroBatch, is_last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(is_last)
         # DeepSpeed averages over the ranks; a step divides sums.
-        self._engine.backward(self._objective(micro_batch) * self._world_size, scale_wrt_gas=False)
+        self._engine.backward(self._loss(micro_batch) * self._world_size, scale_wrt_gas=False)
         if not is_last:
             self._engine.step()
 

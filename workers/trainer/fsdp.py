@@ -44,7 +44,7 @@ class FsdpTrainer(PackedTrainer):
 
     def accumulate(self, groups: Sequence[MicroBatch]) -> None:
         for micro_batch in groups:
-            self._objective(micro_batch).backward()
+            self._loss(micro_batch).backward()
 
     def _finish_gradients(self) -> None:
         """Where nothing had a gradient it is zero, so that the optimiser's momentum acts all the same."""

@@ -22,7 +22,7 @@ from rlflow.errors import RunError
 from rlflow.roles import StepOutcome
 from rlflow.types import FloatArray
 from rlflow.workers.trainer.base import MicroBatch, TrainerBackend
-from rlflow.workers.trainer.objective import NUM_SUMS, read_metrics, token_objective
+from rlflow.workers.trainer.objective import NUM_SUMS, Objective, divisor, read_metrics
 from rlflow.workers.trainer.parking import Parked, park, unpark
 from rlflow.workers.trainer.policy import load_policy, split_logprobs, torch_dtype
 from rlflow.workers.trainer.process_group import choose_device, join
@@ -55,6 +55,7 @@ class PackedTrainer(TrainerBackend):
         self._policy.train(config.trainer.gradient_checkpointing)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self._policy.model.named_parameters()}
         self._parked: list[Parked] = []
+        self._objective = Objective(config)
         self._updates = 0
         self._sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=self._device)
         self._largest_difference = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -91,29 +92,29 @@ class PackedTrainer(TrainerBackend):
     def observe(self, groups: Sequence[MicroBatch]) -> None:
         with torch.no_grad():
             for micro_batch in groups:
-                self._objective(micro_batch)
+                self._loss(micro_batch)
 
-    def _objective(self, micro_batch: MicroBatch) -> Tensor:
-        """The loss of a micro-batch, summed over its loss tokens; counts its figures."""
+    def _loss(self, micro_batch: MicroBatch) -> Tensor:
+        """The loss of a micro-batch, a weighted sum over its loss tokens; counts its figures."""
         packed = pack(micro_batch)
         logprobs, entropies = self._forward(packed)
-        objective = token_objective(logprobs, entropies, packed, self._config.algorithm)
-        self._sums += objective.sums
-        self._largest_difference = torch.maximum(self._largest_difference, objective.largest_difference)
-        return objective.loss
+        row = self._objective(logprobs, entropies, packed, self.version)
+        self._sums += row.sums
+        self._largest_difference = torch.maximum(self._largest_difference, row.largest_difference)
+        return row.loss
 
     def step(self) -> StepOutcome:
         self._finish_gradients()
         sums = self._all_reduce(self._sums)
-        num_tokens = float(sums[-1])
-        if num_tokens == 0:
+        count = divisor(sums, self._config.algorithm)
+        if count == 0:
             raise ValueError("a step needs at least one accumulated loss token; got none")
-        grad_norm = self._gradient_norm() / num_tokens
+        grad_norm = self._gradient_norm() / count
         learning_rate = self._learning_rate()
         is_finite = math.isfinite(grad_norm)
         if is_finite:
             clip = min(1.0, self._config.trainer.max_grad_norm / (grad_norm + 1e-6))
-            self._update(clip / num_tokens, learning_rate)
+            self._update(clip / count, learning_rate)
             self._updates += 1
         else:
             self._discard_gradients()

@@ -1,0 +1,101 @@
+"""The algorithm of a run, from its settings: functions with their options, and whether they go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlflow.algorithms.advantage.base import AdvantageFunction, Scope
+from rlflow.algorithms.names import Algorithm, Kind, bind, resolve, try_options
+from rlflow.config import AlgorithmConfig, Config, Late, Proximal
+from rlflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlflow.algorithms.kl import KlEstimate
+    from rlflow.algorithms.loss.base import PolicyLoss
+    from rlflow.algorithms.tokens import Tokens
+
+WITHOUT_RATIO = "reinforce"
+"""The loss that compares with no other policy, so that a correction may weigh it by one."""
+
+
+class ChosenAdvantage(NamedTuple):
+    function: AdvantageFunction
+    needs_batch: bool
+    """Whether it must see all groups of a step at once."""
+
+
+class ChosenObjective(NamedTuple):
+    loss: PolicyLoss
+    corrections: tuple[Callable[[Tokens, Tensor], Tensor], ...]
+    kl: KlEstimate
+
+
+def advantage_of(algorithm: AlgorithmConfig) -> ChosenAdvantage:
+    """Imports no torch. Raises ConfigError for an unknown name or option, or an option out of range."""
+    found, function = _bound(Kind.advantage, algorithm.advantage, algorithm.advantage_args, "algorithm.advantage_args")
+    return ChosenAdvantage(function=function, needs_batch=found.scope is Scope.batch)
+
+
+def objective_of(algorithm: AlgorithmConfig) -> ChosenObjective:
+    """Imports torch. Raises ConfigError for an unknown name or option, or an option out of range."""
+    _, loss = _bound(Kind.loss, algorithm.loss, algorithm.loss_args, "algorithm.loss_args")
+    corrections = tuple(
+        _bound(Kind.correction, name, args or {}, f"algorithm.corrections.{name}")[1]
+        for name, args in algorithm.corrections.items()
+    )
+    _, kl = _bound(Kind.kl, algorithm.kl, {}, "algorithm.kl")
+    return ChosenObjective(loss=loss, corrections=corrections, kl=kl)
+
+
+def check_functions(config: Config) -> None:
+    """Raise ConfigError for a function that cannot be found or called so, or for some that do not go together."""
+    algorithm = config.algorithm
+    chosen = advantage_of(algorithm)
+    if chosen.needs_batch and not config.trainer.streaming:
+        raise ConfigError(
+            f"trainer.streaming=false has no effect with algorithm.advantage={algorithm.advantage}, which waits for "
+            "all groups of a step anyway; leave it true"
+        )
+    objective_of(algorithm)
+    loss = resolve(Kind.loss, algorithm.loss)
+    weights = [name for name in algorithm.corrections if not resolve(Kind.correction, name).is_mask]
+    _check_ratios(algorithm, loss, weights)
+    if config.staleness.late is Late.train and not (weights or loss.is_corrected):
+        raise ConfigError(
+            "staleness.late=train trains on tokens of any age, which needs a correction; take algorithm=tis, or set "
+            "staleness.late to mask or requeue"
+        )
+
+
+def _check_ratios(algorithm: AlgorithmConfig, loss: Algorithm, weights: list[str]) -> None:
+    """The ratio to the behaviour policy must be in the gradient once, not twice."""
+    is_own = ":" in algorithm.loss
+    uses_proximal = not (loss.is_corrected or algorithm.loss == WITHOUT_RATIO)
+    if algorithm.proximal is Proximal.interpolated and not uses_proximal:
+        raise ConfigError(
+            f"algorithm.proximal=interpolated has no effect with algorithm.loss={algorithm.loss}, which does not "
+            "compare with the proximal policy; set it to behaviour"
+        )
+    has_ratio = loss.is_corrected or (uses_proximal and algorithm.proximal is Proximal.behaviour)
+    if weights and has_ratio and not is_own:
+        raise ConfigError(
+            f"algorithm.corrections.{weights[0]} weighs by the ratio to the policy that sampled, which "
+            f"algorithm.loss={algorithm.loss} does already; take algorithm.loss={WITHOUT_RATIO}, or "
+            "algorithm.proximal=interpolated, or leave the correction out"
+        )
+
+
+def _bound(kind: Kind, name: str, args: Mapping[str, Any], where: str) -> tuple[Algorithm, Callable[..., Any]]:
+    found = resolve(kind, name)
+    if kind is Kind.kl:
+        return found, found.function
+    if not isinstance(args, Mapping):
+        raise ConfigError(f"{where} must be options as name: value; got {args!r}")
+    function = bind(found.function, args, where)
+    if isinstance(function, partial) and ":" not in name:
+        try_options(kind, function)
+    return found, function

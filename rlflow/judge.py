@@ -1,0 +1,91 @@
+"""From a group that was played to one that can be trained on: who counts, what it was worth, with which advantage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlflow.algorithms.advantage.base import Scored, all_equal
+from rlflow.algorithms.chosen import advantage_of
+from rlflow.algorithms.overlong import overlong_penalty
+from rlflow.config import Config
+from rlflow.types import EpisodeSummary, PlayedGroup, ReadyGroup, Task
+
+
+class Judge:
+    """The algorithm's view of rewards. Metadata only."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError for an advantage that cannot be found, or options that it does not take."""
+        self._algorithm = config.algorithm
+        self._max_new_tokens = config.rollout.max_new_tokens
+        self._advantage = advantage_of(config.algorithm)
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether a group's advantages are known only with all groups of its step: see `assign`."""
+        return self._advantage.needs_batch
+
+    def ready(self, task: Task, played: PlayedGroup) -> ReadyGroup | None:
+        """The trainable part of a group; None when fewer than two episodes have a verdict.
+
+        An episode that failed is left out of the group's statistics, as if it had not been played.
+        """
+        kept = [
+            (summary, payload)
+            for summary, payload in zip(played.episodes, played.payloads, strict=True)
+            if summary.is_trainable
+        ]
+        if len(kept) < 2:
+            return None
+        ready = ReadyGroup(
+            group_id=played.group_id,
+            task_id=task.id,
+            task_kind=task.kind,
+            episodes=[summary for summary, _ in kept],
+            payloads=[payload for _, payload in kept],
+            advantages=[],
+            references=None,
+            num_bytes=played.num_bytes,
+        )
+        if not self.needs_batch:
+            self._set_advantages([ready])
+        return ready
+
+    def is_filtered(self, group: ReadyGroup) -> bool:
+        """Whether dynamic sampling plays another task instead: no episode was better than another."""
+        return self._algorithm.dynamic_sampling and all_equal([one.reward for one in self._scored(group)])
+
+    def assign(self, groups: Sequence[ReadyGroup]) -> None:
+        """Give the groups of a step their advantages, where these depend on the whole step."""
+        if self.needs_batch:
+            self._set_advantages(groups)
+
+    def _set_advantages(self, groups: Sequence[ReadyGroup]) -> None:
+        found = self._advantage.function([self._scored(group) for group in groups])
+        for group, advantages in zip(groups, found, strict=True):
+            assert len(advantages) == len(group.episodes), "an advantage for each episode"
+            group.advantages = [one for (one,) in advantages]
+            if self._algorithm.mask_truncated:
+                group.advantages = [
+                    None if episode.end.is_truncated else one
+                    for episode, one in zip(group.episodes, group.advantages, strict=True)
+                ]
+
+    def _scored(self, group: ReadyGroup) -> list[Scored]:
+        return [self._score(group.task_kind, episode) for episode in group.episodes]
+
+    def _score(self, task_kind: str, episode: EpisodeSummary) -> Scored:
+        assert episode.reward is not None, "only episodes with a verdict are scored"
+        reward, cache = episode.reward, self._algorithm.overlong_tokens
+        if cache is not None:
+            reward += overlong_penalty(episode.num_loss_tokens, max_length=self._max_new_tokens, cache=cache)
+        return Scored(
+            reward=reward, num_loss_tokens=episode.num_loss_tokens, rewards=episode.metrics, task_kind=task_kind
+        )
+
+
+def why_no_verdict(episodes: Sequence[EpisodeSummary]) -> str:
+    failed = [episode for episode in episodes if not episode.is_trainable]
+    first = f": {failed[0].detail}" if failed and failed[0].detail else ""
+    ends = ", ".join(sorted({episode.end.value for episode in failed}))
+    return f"{len(failed)} of {len(episodes)} episodes have no verdict ({ends}){first}"

@@ -15,6 +15,7 @@ from rlflow.errors import ConfigError, RunError
 _VERBS = {
     "train": "train a model: rlflow train recipe=NAME [key=value ...] [--dry-run]",
     "recipes": "list the recipes, or print one",
+    "algorithms": "list advantages, losses and corrections with their options",
     "export": "write a checkpoint as a folder for transformers and vLLM",
     "report": "write a run's report.html",
     "ledger": "count a run's groups by state",
@@ -94,6 +95,11 @@ def _parser() -> argparse.ArgumentParser:
 def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.verb == "recipes":
         _recipes(options.name)
+        return 0
+    if options.verb == "algorithms":
+        from rlflow.algorithms.listing import lines
+
+        print("\n".join(lines()))
         return 0
     if options.verb == "bench":
         _print_figures(_bench(options.name, overrides), as_json=options.json)

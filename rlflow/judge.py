@@ -52,7 +52,13 @@ class Judge:
         return ready
 
     def is_filtered(self, group: ReadyGroup) -> bool:
-        """Whether dynamic sampling plays another task instead: no episode was better than another."""
+        """Whether another task is played instead, for there is nothing to learn from this one.
+
+        Dynamic sampling passes over groups in which no episode was better than another; and where episodes that were
+        cut off are left out, one must remain.
+        """
+        if self._algorithm.mask_truncated and all(episode.end.is_truncated for episode in group.episodes):
+            return True
         return self._algorithm.dynamic_sampling and all_equal([one.reward for one in self._scored(group)])
 
     def assign(self, groups: Sequence[ReadyGroup]) -> None:

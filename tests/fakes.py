@@ -174,6 +174,7 @@ class FakeTrainer:
             raise WorkerError("the trainer died")
         await asyncio.sleep(self.train_s * len(groups))
         self.pending += groups
+        assert all(len(group.advantages) == len(group.episodes) for group in groups)
         oldest = -1 if oldest_version is None else oldest_version
         self.staleness += [self.version - max(oldest, group.oldest_version) for group in groups]
         return []

@@ -22,7 +22,18 @@ from rlflow.sampler import SamplerState
 
 Cli = Callable[..., tuple[int, str, str]]
 SAMPLER = SamplerState(task_pass=0, position=0, put_back=[])
-RECIPES = ["async_latency", "grpo_32b", "grpo_7b", "grpo_arithmetic", "grpo_arithmetic_async", "smoke"]
+RECIPES = [
+    "aipo_arithmetic_async",
+    "async_latency",
+    "dapo_arithmetic",
+    "decoupled_arithmetic_async",
+    "grpo_32b",
+    "grpo_7b",
+    "grpo_arithmetic",
+    "grpo_arithmetic_async",
+    "gspo_arithmetic",
+    "smoke",
+]
 HEAVY = ("torch", "vllm", "ray", "hydra", "transformers", "numpy")
 
 
@@ -58,6 +69,12 @@ def test_recipes_lists_and_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in listed] == RECIPES
     assert main(["recipes", "smoke"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["model"]["path"] == "tiny"
+
+
+def test_algorithms_are_listed_with_their_options(cli: Cli) -> None:
+    code, out, _ = cli("algorithms")
+    assert code == 0
+    assert "  gspo (clip_low=0.0003, clip_high=0.0004)\n      max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))" in out
 
 
 def test_an_unknown_recipe_to_print(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,90 @@
+"""From played groups to groups with advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from rlflow.config import Config
+from rlflow.judge import Judge
+from rlflow.types import EpisodeEnd, PlayedGroup, ReadyGroup, Task
+from tests.fakes import make_episode
+
+CUT_OFF = EpisodeEnd.TRUNCATED_LENGTH
+
+
+def played(
+    rewards: Sequence[float | None], ends: Sequence[EpisodeEnd] = (), lengths: Sequence[int] = ()
+) -> PlayedGroup:
+    ends = ends or [EpisodeEnd.COMPLETED] * len(rewards)
+    lengths = lengths or [2] * len(rewards)
+    episodes = [
+        replace(make_episode(reward, 0, end), num_loss_tokens=length)
+        for reward, end, length in zip(rewards, ends, lengths, strict=True)
+    ]
+    return PlayedGroup(group_id=1, episodes=episodes, payloads=list("abcdefgh"[: len(rewards)]), num_bytes=10)
+
+
+def ready(config: Config, group: PlayedGroup, kind: str = "") -> ReadyGroup:
+    found = Judge(config).ready(Task(id="t", prompt=(), kind=kind), group)
+    assert found is not None
+    return found
+
+
+def test_an_episode_without_a_verdict_is_left_out_of_the_statistics() -> None:
+    group = ready(Config(), played([1.0, None, 0.0], [EpisodeEnd.COMPLETED, EpisodeEnd.REWARD_ERROR, CUT_OFF]))
+    assert group.payloads == ["a", "c"]
+    assert group.advantages == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-5)
+
+
+def test_one_verdict_is_nothing_to_compare() -> None:
+    assert Judge(Config()).ready(Task(id="t", prompt=()), played([1.0, None])) is None
+
+
+def test_the_advantage_is_chosen_by_name() -> None:
+    config = Config()
+    config.algorithm.advantage = "rloo"
+    assert ready(config, played([1.0, 0.0, 0.0])).advantages == pytest.approx([1.0, -0.5, -0.5])
+
+
+def test_an_advantage_over_the_batch_waits_for_the_step() -> None:
+    config = Config()
+    config.algorithm.advantage = "grpo_task_std"
+    judge = Judge(config)
+    assert judge.needs_batch
+    groups = [ready(config, played(rewards), kind) for rewards, kind in (([4.0, 0.0], "a"), ([1.0, 0.0], "b"))]
+    assert [group.advantages for group in groups] == [[], []]
+    judge.assign(groups)
+    # Each kind of task has a deviation of its own, so that large rewards do not drown small ones.
+    assert groups[0].advantages == pytest.approx(groups[1].advantages, abs=1e-4)
+
+
+def test_dynamic_sampling_passes_over_equal_rewards() -> None:
+    config = Config()
+    config.algorithm.dynamic_sampling = True
+    judge = Judge(config)
+    assert judge.is_filtered(ready(config, played([1.0, 1.0])))
+    assert not judge.is_filtered(ready(config, played([1.0, 0.0])))
+    assert not Judge(Config()).is_filtered(ready(config, played([1.0, 1.0])))
+
+
+def test_truncated_episodes_are_compared_with_and_not_trained_on() -> None:
+    config = Config()
+    config.algorithm.mask_truncated = True
+    judge = Judge(config)
+    group = ready(config, played([1.0, 0.0], [EpisodeEnd.COMPLETED, CUT_OFF]))
+    assert group.advantages == [pytest.approx(0.5**0.5, abs=1e-5), None]
+    assert not judge.is_filtered(group)
+    assert judge.is_filtered(ready(config, played([1.0, 0.0], [CUT_OFF, CUT_OFF])))
+
+
+def test_a_long_reply_loses_reward() -> None:
+    config = Config()
+    config.rollout.max_new_tokens, config.algorithm.overlong_tokens = 100, 50
+    config.algorithm.advantage = "dr_grpo"
+    # Penalties 0, -0.5 and -1, so that the rewards are 1, 0.5 and 0.
+    group = ready(config, played([1.0, 1.0, 1.0], lengths=[50, 75, 100]))
+    assert group.advantages == pytest.approx([0.5, 0.0, -0.5])
+    assert [episode.reward for episode in group.episodes] == [1.0, 1.0, 1.0]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.balance import karmarkar_karp
-from rlflow.types import EpisodeSummary, FloatArray, TrainSample
+from rlflow.types import EpisodeSummary, FloatArray, Sample, TrainSample
 
 IndexArray = NDArray[np.int64]
 
@@ -198,6 +198,26 @@ def pack(groups: Sequence[Sequence[TrainSample]], share_prompts: bool = True) ->
     return row.packed(samples)
 
 
+def spread_over_turns(samples: Sequence[Sample], values: Sequence[float]) -> list[FloatArray]:
+    """One value for each turn of an episode -> [L] for each of its samples, 0 where there is no loss.
+
+    A turn is a run of loss tokens: something is always observed between two replies. Example: values [1, -2] for a
+    sample with loss mask [1 1 0 1] give [1 1 0 -2].
+    """
+    spread: list[FloatArray] = []
+    first = 0
+    for sample in samples:
+        mask = sample.loss_mask
+        starts = mask & ~np.concatenate([[False], mask[:-1]])
+        turn_of = first + np.cumsum(starts) - 1
+        row = np.zeros(len(mask), np.float32)
+        row[mask] = np.asarray(values, np.float32)[turn_of[mask]]
+        spread.append(row)
+        first += int(starts.sum())
+    assert first == len(values), f"{len(values)} values for {first} turns"
+    return spread
+
+
 class _Row:
     """A row as it grows."""
 
@@ -232,7 +252,7 @@ class _Row:
         prompts = np.array(self._prompts, np.int64).reshape(-1, 2)
         completions = np.array(self._completions, np.int64).reshape(-1, 3)
         masks = [sample.sample.loss_mask for sample in samples]
-        advantages = [np.full(mask.sum(), sample.advantage) for sample, mask in zip(samples, masks, strict=True)]
+        advantages = [np.broadcast_to(s.advantage, mask.shape)[mask] for s, mask in zip(samples, masks, strict=True)]
         return PackedBatch(
             input_ids=_join(self._input_ids),
             position_ids=_join(self._position_ids),

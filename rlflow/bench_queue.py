@@ -172,7 +172,7 @@ def _group(group_id: int, number: int, payload: object) -> ReadyGroup:
         task_kind="",
         episodes=episodes,
         payloads=[payload],
-        advantages=[-0.7, 0.7],
+        advantages=[[-0.7], [0.7]],
         references=None,
         num_bytes=PAYLOAD_BYTES,
     )

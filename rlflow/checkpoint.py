@@ -19,7 +19,7 @@ from typing import Any
 
 from rlflow.errors import RunError
 from rlflow.sampler import SamplerState
-from rlflow.types import EpisodeEnd, EpisodeSummary, ReadyGroup
+from rlflow.types import EpisodeEnd, EpisodeSummary, ReadyGroup, TurnSummary
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 
@@ -117,6 +117,7 @@ def _state_to_json(state: RunState) -> dict[str, Any]:
             "group_id": group.group_id,
             "task_id": group.task_id,
             "task_kind": group.task_kind,
+            "baseline": group.baseline,
             "episodes": [asdict(episode) for episode in group.episodes],
             "advantages": group.advantages,
             "num_bytes": group.num_bytes,
@@ -132,8 +133,16 @@ def _state_from_json(content: dict[str, Any]) -> RunState:
             group_id=group["group_id"],
             task_id=group["task_id"],
             task_kind=group["task_kind"],
+            baseline=group["baseline"],
             episodes=[
-                EpisodeSummary(**{**episode, "end": EpisodeEnd(episode["end"])}) for episode in group["episodes"]
+                EpisodeSummary(
+                    **{
+                        **episode,
+                        "end": EpisodeEnd(episode["end"]),
+                        "turns": tuple(TurnSummary(**turn) for turn in episode["turns"]),
+                    }
+                )
+                for episode in group["episodes"]
             ],
             payloads=[],
             advantages=group["advantages"],

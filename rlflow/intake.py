@@ -250,7 +250,8 @@ class Intake:
         order = GroupOrder(
             group_id=group_id,
             task=task,
-            num_episodes=self._config.algorithm.group_size,
+            num_episodes=self._config.algorithm.group_size + self.judge.needs_greedy,
+            is_last_greedy=self.judge.needs_greedy,
             seed=group_seed(self._config.run.seed, group_id),
         )
         played = await within(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlflow.algorithms.advantage.base import Scored, all_equal
+from rlflow.algorithms.advantage.base import Scored, ScoredTurn, all_equal
 from rlflow.algorithms.chosen import advantage_of
 from rlflow.algorithms.overlong import overlong_penalty
 from rlflow.config import Config
@@ -25,16 +25,24 @@ class Judge:
         """Whether a group's advantages are known only with all groups of its step: see `assign`."""
         return self._advantage.needs_batch
 
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether the last episode of a group must be a greedy one, more than there are to train on."""
+        return self._advantage.needs_greedy
+
     def ready(self, task: Task, played: PlayedGroup) -> ReadyGroup | None:
-        """The trainable part of a group; None when fewer than two episodes have a verdict.
+        """The trainable part of a group; None when fewer than two episodes, or not the greedy one, have a verdict.
 
         An episode that failed is left out of the group's statistics, as if it had not been played.
         """
-        kept = [
-            (summary, payload)
-            for summary, payload in zip(played.episodes, played.payloads, strict=True)
-            if summary.is_trainable
-        ]
+        baseline = None
+        pairs = list(zip(played.episodes, played.payloads, strict=True))
+        if self.needs_greedy:
+            greedy, _ = pairs.pop()
+            if not greedy.is_trainable:
+                return None
+            baseline = greedy.reward
+        kept = [(summary, payload) for summary, payload in pairs if summary.is_trainable]
         if len(kept) < 2:
             return None
         ready = ReadyGroup(
@@ -45,6 +53,7 @@ class Judge:
             payloads=[payload for _, payload in kept],
             advantages=[],
             references=None,
+            baseline=baseline,
             num_bytes=played.num_bytes,
         )
         if not self.needs_batch:
@@ -70,23 +79,32 @@ class Judge:
         found = self._advantage.function([self._scored(group) for group in groups])
         for group, advantages in zip(groups, found, strict=True):
             assert len(advantages) == len(group.episodes), "an advantage for each episode"
-            group.advantages = [one for (one,) in advantages]
-            if self._algorithm.mask_truncated:
-                group.advantages = [
-                    None if episode.end.is_truncated else one
-                    for episode, one in zip(group.episodes, group.advantages, strict=True)
-                ]
+            left_out = [self._algorithm.mask_truncated and episode.end.is_truncated for episode in group.episodes]
+            group.advantages = [
+                None if is_left_out else values for is_left_out, values in zip(left_out, advantages, strict=True)
+            ]
 
     def _scored(self, group: ReadyGroup) -> list[Scored]:
-        return [self._score(group.task_kind, episode) for episode in group.episodes]
+        return [self._score(group, episode) for episode in group.episodes]
 
-    def _score(self, task_kind: str, episode: EpisodeSummary) -> Scored:
+    def _score(self, group: ReadyGroup, episode: EpisodeSummary) -> Scored:
         assert episode.reward is not None, "only episodes with a verdict are scored"
         reward, cache = episode.reward, self._algorithm.overlong_tokens
         if cache is not None:
             reward += overlong_penalty(episode.num_loss_tokens, max_length=self._max_new_tokens, cache=cache)
+        last = len(episode.turns) - 1
         return Scored(
-            reward=reward, num_loss_tokens=episode.num_loss_tokens, rewards=episode.metrics, task_kind=task_kind
+            reward=reward,
+            num_loss_tokens=episode.num_loss_tokens,
+            rewards=episode.metrics,
+            task_kind=group.task_kind,
+            turns=[
+                ScoredTurn(
+                    anchor=turn.anchor, reward=reward if index == last else 0.0, num_loss_tokens=turn.num_loss_tokens
+                )
+                for index, turn in enumerate(episode.turns)
+            ],
+            baseline=group.baseline,
         )
 
 

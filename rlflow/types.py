@@ -141,6 +141,15 @@ class Span:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class TurnSummary:
+    """Metadata of one reply within an episode."""
+
+    anchor: str
+    """Names what the policy had been told before it replied: equal for equal prompts, or equal observations."""
+    num_loss_tokens: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class EpisodeSummary:
     """Metadata of one episode."""
 
@@ -154,6 +163,7 @@ class EpisodeSummary:
     newest_version: int
     detail: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
+    turns: tuple[TurnSummary, ...] = ()
 
     @property
     def is_trainable(self) -> bool:
@@ -169,6 +179,8 @@ class GroupOrder:
     num_episodes: int
     seed: int
     """Episode i of the group samples with a seed derived from (seed, i)."""
+    is_last_greedy: bool = False
+    """Whether the last episode takes the likeliest token each time; it is a baseline, not for training."""
     engine: int | None = None
     """The engine that plays it, pinned to one version for an evaluation; None lets the client choose."""
 
@@ -194,12 +206,14 @@ class ReadyGroup:
     task_kind: str
     episodes: list[EpisodeSummary]
     payloads: list[PayloadRef]  # one for each of `episodes`
-    advantages: list[float | None]
-    """One for each of `episodes`, None for one that stays out of the gradient; empty until all groups of the step are
-    known, where it depends on them."""
+    advantages: list[list[float] | None]
+    """For each of `episodes` one value, or one for each turn, or None where it stays out of the gradient; empty until
+    all groups of the step are known, where it depends on them."""
     references: list[object] | None
     """Handles to the reference policy's log-probabilities, one for each episode; None when KL is off."""
     num_bytes: int
+    baseline: float | None = None
+    """Reward of the greedy episode, where the advantage needs one."""
 
     @property
     def oldest_version(self) -> int:
@@ -215,5 +229,6 @@ class TrainSample:
     """A Sample with what the trainer adds to it."""
 
     sample: Sample
-    advantage: float
+    advantage: float | FloatArray
+    """Of every token, or [L]."""
     reference_logprobs: FloatArray | None = None  # [L]

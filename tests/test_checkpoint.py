@@ -29,7 +29,7 @@ def make_state(step: int) -> RunState:
         episodes=[make_episode(1.0, 2), make_episode(0.0, 3)],
         payloads=[],
         task_kind="sums",
-        advantages=[0.7, -0.7],
+        advantages=[[0.7], [-0.7, 0.1]],
         references=None,
         num_bytes=10,
     )

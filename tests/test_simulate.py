@@ -202,7 +202,7 @@ def test_the_balanced_trainer_takes_as_long_as_the_fleet() -> None:
             episodes=[episode] * 2,
             payloads=[None] * 2,
             task_kind="",
-            advantages=[0.0] * 2,
+            advantages=[[0.0]] * 2,
             references=None,
             num_bytes=0,
         )

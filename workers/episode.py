@@ -177,7 +177,8 @@ class EpisodeRunner:
         order = group.order
 
         def generate(request: GenerateRequest) -> Awaitable[Completion]:
-            return self._client.generate(replace(request, engine=order.engine), group.note)
+            is_greedy = order.is_last_greedy and index == order.num_episodes - 1
+            return self._client.generate(replace(request, engine=order.engine, is_greedy=is_greedy), group.note)
 
         try:
             environment = self._build()

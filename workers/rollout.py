@@ -168,7 +168,7 @@ class RolloutEngine:
         from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
-            temperature=self._config.rollout.temperature,
+            temperature=0.0 if request.is_greedy else self._config.rollout.temperature,
             max_tokens=request.max_new_tokens,
             seed=request.seed if self._config.rollout.seeded else None,
             stop_token_ids=self._stop_token_ids,

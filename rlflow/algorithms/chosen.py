@@ -26,6 +26,8 @@ class ChosenAdvantage(NamedTuple):
     function: AdvantageFunction
     needs_batch: bool
     """Whether it must see all groups of a step at once."""
+    needs_greedy: bool
+    """Whether each group plays one more episode, greedily, as its baseline."""
 
 
 class ChosenObjective(NamedTuple):
@@ -37,7 +39,7 @@ class ChosenObjective(NamedTuple):
 def advantage_of(algorithm: AlgorithmConfig) -> ChosenAdvantage:
     """Imports no torch. Raises ConfigError for an unknown name or option, or an option out of range."""
     found, function = _bound(Kind.advantage, algorithm.advantage, algorithm.advantage_args, "algorithm.advantage_args")
-    return ChosenAdvantage(function=function, needs_batch=found.scope is Scope.batch)
+    return ChosenAdvantage(function=function, needs_batch=found.scope is Scope.batch, needs_greedy=found.needs_greedy)
 
 
 def objective_of(algorithm: AlgorithmConfig) -> ChosenObjective:

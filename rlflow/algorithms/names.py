@@ -62,6 +62,7 @@ NAMES: dict[Kind, tuple[str, ...]] = {
 }
 _BATCH_SCOPE = ("gdpo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch_std", "grpo_task_std")
 _PER_TURN = ("gigpo", "eapo")
+_WITH_GREEDY = ("remax",)
 _MASKS = ("geometric", "veto", "opsm")
 _CORRECTED = ("aipo", "dppo_tv", "dppo_kl")
 
@@ -77,6 +78,8 @@ class Algorithm(NamedTuple):
     """Of an advantage: whether it must see every group of the step."""
     is_per_turn: bool = False
     """Of an advantage: whether each turn of an episode has its own, so that the episodes must carry their turns."""
+    needs_greedy: bool = False
+    """Of an advantage: whether each group plays one more episode, greedily, as its baseline."""
     is_mask: bool = False
     """Of a correction: whether its weights are 0 and 1 only, so that it may be combined with others."""
     is_corrected: bool = False
@@ -103,6 +106,7 @@ def resolve(kind: Kind, name: str) -> Algorithm:
         function=function,
         scope=Scope.batch if name in _BATCH_SCOPE else Scope.group,
         is_per_turn=name in _PER_TURN,
+        needs_greedy=name in _WITH_GREEDY,
         is_mask=name in _MASKS,
         is_corrected=name in _CORRECTED,
     )
@@ -161,6 +165,7 @@ def _of_user(kind: Kind, path: str) -> Algorithm:
         function=function,
         scope=scope,
         is_per_turn=bool(getattr(function, "is_per_turn", False)),
+        needs_greedy=bool(getattr(function, "needs_greedy", False)),
         is_mask=bool(getattr(function, "is_mask", False)),
         is_corrected=bool(getattr(function, "is_corrected", False)),
     )

@@ -6,6 +6,8 @@ Environment.reset -> prompt -> [generate -> reply -> Environment.step -> extende
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ import numpy as np
 from rlflow.config import Config
 from rlflow.envs.base import Environment, EnvironmentStep
 from rlflow.rollout.requests import Completion, GenerateRequest
-from rlflow.types import EpisodeEnd, EpisodePayload, EpisodeSummary, Message, Sample, Task, Turn, Verdict
+from rlflow.types import EpisodeEnd, EpisodePayload, EpisodeSummary, Message, Sample, Task, Turn, TurnSummary, Verdict
 
 CLOSE_TIMEOUT_S = 30.0
 NO_VERSION = -1
@@ -70,6 +72,7 @@ class PlayedEpisode:
     """Text of the last reply, "" when there is none."""
     detail: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
+    turns: tuple[TurnSummary, ...] = ()
 
 
 class EnvironmentFailure(Exception):
@@ -147,7 +150,14 @@ def summarize(played: PlayedEpisode, verdict: Verdict | None) -> EpisodeSummary:
         newest_version=max(versions, default=NO_VERSION),
         detail=detail,
         metrics=metrics,
+        turns=played.turns,
     )
+
+
+def anchor_of(messages: Sequence[Message]) -> str:
+    """16 hexadecimal digits that are the same for the same messages (the anchor state of GiGPO, arXiv:2505.10978)."""
+    text = json.dumps([[message["role"], message["content"]] for message in messages])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def environment_failed(call: str, error: Exception) -> PlayedEpisode:
@@ -188,6 +198,10 @@ async def play_episode(
     if failure and not end.is_error:
         end, detail = EpisodeEnd.ENVIRONMENT_ERROR, failure
     samples = samples_of(play.turns)
+    turns = tuple(
+        TurnSummary(anchor=anchor, num_loss_tokens=len(turn.output_ids))
+        for anchor, turn in zip(play.anchors, play.turns, strict=False)
+    )
     counts = {"turns": float(len(play.turns)), "forks": float(max(0, len(samples) - 1))}
     return PlayedEpisode(
         end=end,
@@ -195,6 +209,7 @@ async def play_episode(
         reply=play.reply,
         detail=detail,
         metrics=play.metrics | counts,
+        turns=turns,
     )
 
 
@@ -210,6 +225,8 @@ class _Play:
     prefix_key: str | None
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    anchors: list[str] = field(default_factory=list)
+    """For each turn, and for the one that is being sampled, what it goes by."""
     metrics: dict[str, float] = field(default_factory=dict)
     reply: str = ""
     phase: str = "reset"
@@ -230,6 +247,7 @@ class _Play:
 
     async def _turns(self, task: Task) -> tuple[EpisodeEnd, str]:
         self.messages += _checked_messages("reset", await _ask("reset", self.environment.reset, task))
+        self.anchors.append(anchor_of(self.messages))
         prompt_ids = self.renderer.prompt(self.messages)
         max_length = self.limits.max_length
         if len(prompt_ids) >= max_length:
@@ -249,6 +267,7 @@ class _Play:
             if step.done:
                 self.messages += step.messages
                 return EpisodeEnd.COMPLETED, ""
+            self.anchors.append(anchor_of(step.messages))
             prompt_ids = self._next_prompt(step.messages)
         return EpisodeEnd.TRUNCATED_LENGTH, ""
 

@@ -22,6 +22,8 @@ class GenerateRequest:
     max_new_tokens: int
     prefix_key: str | None
     """Equal for requests that share a prompt and arrive together; None where nothing is shared."""
+    is_greedy: bool = False
+    """Take the likeliest token each time instead of sampling."""
     engine: int | None = None
     """The only engine that may answer; None lets the client choose."""
 

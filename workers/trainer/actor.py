@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlflow.batching import plan_micro_batches
+from rlflow.batching import plan_micro_batches, spread_over_turns
 from rlflow.compute import keep_memory, share_cpu
 from rlflow.config import Config
 from rlflow.disk import disk_errors
@@ -59,7 +59,8 @@ class TrainerWorker:
 
     def _has_no_gradient(self, group: ReadyGroup) -> bool:
         """Whether the loss of every token is zero for every policy: no episode was better than another, no KL term."""
-        return not any(group.advantages) and self._config.algorithm.kl_coefficient == 0
+        values = (value for advantages in group.advantages if advantages is not None for value in advantages)
+        return not any(values) and self._config.algorithm.kl_coefficient == 0
 
     def _share(self, groups: list[ReadyGroup], oldest_version: int | None) -> list[MicroBatch]:
         """This rank's micro-batches of `groups`; none when there are no groups."""
@@ -134,18 +135,21 @@ class _Fetcher:
             references = ray.get([group.references[index] for index in episodes])  # type: ignore[assignment]
         found: list[TrainSample] = []
         for index, payload, reference in zip(episodes, payloads, references, strict=True):
-            advantage = group.advantages[index]
-            if advantage is not None:
-                found += self._train_samples(payload, advantage, reference)
+            advantages = group.advantages[index]
+            if advantages is not None:
+                found += self._train_samples(payload, advantages, reference)
         return found
 
     def _train_samples(
-        self, payload: EpisodePayload, advantage: float, references: list[FloatArray] | None
+        self, payload: EpisodePayload, advantages: Sequence[float], references: list[FloatArray] | None
     ) -> list[TrainSample]:
         samples = payload.samples
+        rows: Sequence[float | FloatArray] = [advantages[0]] * len(samples)
+        if len(advantages) > 1:
+            rows = spread_over_turns(samples, advantages)
         if self._oldest_version is not None:
             samples = [without_old_tokens(sample, self._oldest_version) for sample in samples]
         return [
-            TrainSample(sample=sample, advantage=advantage, reference_logprobs=reference)
-            for sample, reference in zip(samples, references or [None] * len(samples), strict=True)
+            TrainSample(sample=sample, advantage=row, reference_logprobs=reference)
+            for sample, row, reference in zip(samples, rows, references or [None] * len(samples), strict=True)
         ]

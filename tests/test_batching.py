@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlflow.batching import MicroBatchPlan, Piece, pack, plan_micro_batches
+from rlflow.batching import MicroBatchPlan, Piece, pack, plan_micro_batches, spread_over_turns
 from rlflow.types import EpisodeEnd, EpisodeSummary, Sample, TrainSample
 
 
@@ -139,6 +139,21 @@ def test_pack_shares_equal_prompts() -> None:
     assert packed.advantages.tolist() == [1.0, 1.0, 1.0, -1.0, 0.5, 0.5]
     assert packed.reference_logprobs is None
     assert packed.num_loss_tokens == 6
+
+
+def test_pack_knows_the_sequence_of_each_token() -> None:
+    packed = pack(SAMPLES)
+    assert packed.sequence_of.tolist() == [0, 0, 0, 1, 2, 2]
+    assert packed.num_sequences == 3
+
+
+def test_each_turn_may_have_an_advantage_of_its_own() -> None:
+    samples = [train_sample([3], [7, 8, 4, 9], [1, 1, 0, 1], 0.0), train_sample([5], [6], [1], 0.0)]
+    rows = spread_over_turns([one.sample for one in samples], [1.0, -2.0, 0.5])
+    assert [row.tolist() for row in rows] == [[1.0, 1.0, 0.0, -2.0], [0.5]]
+    for one, row in zip(samples, rows, strict=True):
+        one.advantage = row
+    assert pack([samples]).advantages.tolist() == [1.0, 1.0, -2.0, 0.5]
 
 
 def test_pack_shares_equal_completions_of_equal_prompts() -> None:

@@ -15,6 +15,7 @@ from rlflow.rollout.client import Transport
 from rlflow.rollout.episode import (
     EpisodeLimits,
     PlayedEpisode,
+    anchor_of,
     episode_seed,
     play_episode,
     samples_of,
@@ -149,6 +150,8 @@ async def test_observations_between_replies_carry_no_loss() -> None:
     assert engine.requests[1].prompt_ids == ids_of("ab.>c.d.>")
     assert engine.requests[1].seed == episode_seed(7, 1)
     assert played.metrics == {"last_reply_length": 1.0, "turns": 2.0, "forks": 0.0}
+    assert [turn.num_loss_tokens for turn in played.turns] == [2, 2]
+    assert played.turns[1].anchor == anchor_of([{"role": "user", "content": "d"}]) != played.turns[0].anchor
     assert environment.closed == 1
 
 
@@ -415,6 +418,13 @@ async def test_a_runner_plays_and_scores_a_group() -> None:
     assert {span.name for span in group.spans[1:]} == {"reward"}
     assert {span.actor for span in group.spans} == {"runner"}
     assert [environment.closed for environment in build.built] == [1, 1]
+
+
+async def test_the_last_episode_of_a_group_is_greedy_where_it_is_a_baseline() -> None:
+    actors = FakeActors()
+    order = GroupOrder(group_id=1, task=TASK, num_episodes=3, seed=0, is_last_greedy=True)
+    await runner(actors, ThirdFails(calls=3)).play(order)
+    assert [request.is_greedy for request in actors.requests] == [False, False, True]
 
 
 async def test_a_runner_saves_payloads_and_loads_them_after_their_number(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def figures_of(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 def compare(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """The figures of each setting, and each one's speed over the baseline's."""
     base = statistics.median(run["samples_per_s"] for run in found[BASELINE])
-    figures: dict[str, Any] = {"benchmark": "async", "seeds": len(found[BASELINE])}
+    figures: dict[str, Any] = {"seeds": len(found[BASELINE])}
     for name, runs in found.items():
         speed = statistics.median(run["samples_per_s"] for run in runs)
         figures |= {

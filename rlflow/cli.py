@@ -124,7 +124,7 @@ def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _bench(name: str, overrides: Sequence[str]) -> Mapping[str, float]:
+def _bench(name: str, overrides: Sequence[str]) -> Mapping[str, float | list[float]]:
     if name == "queue":
         if overrides:
             raise ConfigError(f"bench queue takes no settings; got {' '.join(overrides)}; leave them out")
@@ -160,12 +160,13 @@ def _ledger(run: Path, *, as_json: bool) -> None:
     _print_figures(counts_by_state(path), as_json=as_json)
 
 
-def _print_figures(figures: Mapping[str, float], *, as_json: bool) -> None:
+def _print_figures(figures: Mapping[str, float | list[float]], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(figures))
         return
     for name, value in figures.items():
-        print(f"{name:24} {value:10g}")
+        shown = " ".join(f"{each:.3g}" for each in value) if isinstance(value, list) else f"{value:.4g}"
+        print(f"{name:24} {shown}")
 
 
 def _complete(words: list[str]) -> int:

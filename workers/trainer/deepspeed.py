@@ -1,7 +1,7 @@
 """The DeepSpeed back end: ZeRO 1, 2 and 3; gloo on CPU, NCCL on CUDA.
 
-DeepSpeed shards, reduces and offloads. Which gradient is applied, and how far, is decided as for every back end; masters
-and moments are float32.
+DeepSpeed shards, reduces and offloads. Which gradient is applied, and how far, is decided as for every back end;
+masters and moments are float32.
 """
 
 from __future__ import annotations

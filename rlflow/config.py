@@ -344,7 +344,7 @@ def check(config: Config) -> None:
     _check_staleness(config)
     _check_engines(config)
     _check_lengths(config)
-    _check_backend(config.trainer)
+    _check_backend(config.trainer, config.model.dtype)
     for key in ("trainer.beta1", "trainer.beta2"):
         if not 0 <= value_of(config, key) < 1:
             raise ConfigError(f"{key} must be in [0, 1); got {value_of(config, key)}")
@@ -424,7 +424,7 @@ def _check_lengths(config: Config) -> None:
         )
 
 
-def _check_backend(trainer: TrainerConfig) -> None:
+def _check_backend(trainer: TrainerConfig, dtype: Dtype) -> None:
     if trainer.backend is Backend.deepspeed and trainer.zero_stage not in (1, 2, 3):
         found = "null" if trainer.zero_stage is None else trainer.zero_stage
         raise ConfigError(f"trainer.zero_stage must be 1, 2 or 3 with trainer.backend=deepspeed; got {found}")
@@ -432,6 +432,11 @@ def _check_backend(trainer: TrainerConfig) -> None:
         raise ConfigError(
             f"trainer.zero_stage={trainer.zero_stage} has no effect with trainer.backend={trainer.backend.value}; set "
             "it to null, or trainer.backend=deepspeed"
+        )
+    if trainer.zero_stage == 1 and dtype is Dtype.bfloat16:
+        raise ConfigError(
+            "trainer.zero_stage=1 with model.dtype=bfloat16 would add gradients up in bfloat16; set trainer.zero_stage "
+            "to 2, which adds them up in float32 and takes less memory"
         )
     if trainer.nvme_path is None:
         return

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from rlflow.algorithms.chosen import check_functions
 from rlflow.compose_errors import expected, leaf_keys, unknown_key
-from rlflow.config import Backend, Config, Late, Offload, Order, Placement, Proximal, Update, check
+from rlflow.config import Backend, Config, Dtype, Late, Offload, Order, Placement, Proximal, Update, check
 from rlflow.errors import ConfigError
 from rlflow.recipe_files import recipe_names, recipe_summary, recipe_text
 
@@ -96,13 +96,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "trainer.zero_stage must be 1, 2 or 3 with trainer.backend=deepspeed; got 4",
     ),
     (
+        {"trainer.backend": Backend.deepspeed, "trainer.zero_stage": 1, "model.dtype": Dtype.bfloat16},
+        "trainer.zero_stage=1 with model.dtype=bfloat16 would add gradients up in bfloat16; set trainer.zero_stage to "
+        "2, which adds them up in float32 and takes less memory",
+    ),
+    (
         {"trainer.zero_stage": 3},
         "trainer.zero_stage=3 has no effect with trainer.backend=fsdp; set it to null, or trainer.backend=deepspeed",
     ),
     (
         {"trainer.backend": Backend.deepspeed, "trainer.zero_stage": 2, "trainer.nvme_path": "/scratch"},
-        "trainer.nvme_path=/scratch has no effect without trainer.backend=deepspeed and trainer.zero_stage=3; set these, "
-        "or trainer.nvme_path to null",
+        "trainer.nvme_path=/scratch has no effect without trainer.backend=deepspeed and trainer.zero_stage=3; set "
+        "these, or trainer.nvme_path to null",
     ),
     (
         {

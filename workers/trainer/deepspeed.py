@@ -1,7 +1,7 @@
 """The DeepSpeed back end: ZeRO 1, 2 and 3; gloo on CPU, NCCL on CUDA.
 
-DeepSpeed shards, reduces and offloads. Which gradient is applied, and how far, is decided as for every back end; masters
-and moments are float32.
+DeepSpeed shards, reduces and offloads. Which gradient is applied, and how far, is decided as for every back end;
+masters and moments are float32.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ class DeepSpeedTrainer(PackedTrainer):
                     yield name, parameter.detach()
 
     def _shards(self) -> Iterator[Shard]:
-        kinds = (PARAMETER, *MOMENTS) if self._config.trainer.save_optimizer else (PARAMETER,)
+        kinds: tuple[str, ...] = (PARAMETER, *MOMENTS) if self._config.trainer.save_optimizer else (PARAMETER,)
         held: dict[str, Shard] = {}
         for flat, pieces in self._layout.masters():
             state = self._optimizer.state.get(flat) or fresh_moments(flat.detach(), self._updates)
@@ -112,11 +112,11 @@ class DeepSpeedTrainer(PackedTrainer):
             for piece in pieces:
                 found = {kind: tensors[kind][piece.run].cpu().clone() for kind in kinds}
                 held[piece.name] = self._shard(piece.name, piece.start, found)
-        nothing = dict.fromkeys(kinds, torch.empty(0))
+        nothing: dict[str, Tensor] = dict.fromkeys(kinds, torch.empty(0))
         for name in self._shapes:
             yield held.get(name) or self._shard(name, 0, nothing)
 
-    def _shard(self, name: str, start: int, tensors: dict[str, Tensor]) -> Shard:
+    def _shard(self, name: str, start: int, tensors: Mapping[str, Tensor]) -> Shard:
         return Shard(name=name, shape=self._shapes[name], start=start, tensors=tensors)
 
     def _load_shards(self, reader: ShardReader) -> None:

@@ -72,8 +72,8 @@ class FsdpTrainer(PackedTrainer):
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():
-            tensor = parameter.detach()
-            yield name, tensor.to(self._device).full_tensor() if isinstance(tensor, DTensor) else tensor
+            tensor = parameter.detach().to(self._device)
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def _shards(self) -> Iterator[Shard]:
         for name, parameter in self._parameters.items():

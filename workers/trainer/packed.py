@@ -156,7 +156,7 @@ class PackedTrainer(TrainerBackend):
 
     @abstractmethod
     def _resident(self) -> Iterator[Tensor]:
-        """Everything that takes memory of the device between two steps."""
+        """Everything that takes memory of the device between two calls."""
 
     def offload(self) -> None:
         if self._device.type != "cpu":
@@ -177,8 +177,12 @@ class PackedTrainer(TrainerBackend):
 
     def _norm(self, gradients: Sequence[Tensor]) -> float:
         """Euclidean norm over these pieces of all ranks; each element is held by one rank."""
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        squares = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+        dtypes = [torch.promote_types(gradient.dtype, torch.float32) for gradient in gradients]
+        norms = [
+            torch.linalg.vector_norm(gradient, dtype=dtype).double()
+            for gradient, dtype in zip(gradients, dtypes, strict=True)
+        ]
+        squares = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
         return float(self._all_reduce(squares).sqrt())
 
     def _all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

@@ -60,7 +60,7 @@ class ZeroLayout(ABC):
 
     @abstractmethod
     def resident(self) -> Iterator[Tensor]:
-        """What takes memory of the device between two steps, without the optimiser's state."""
+        """What takes memory of the device between two calls, without the optimiser's state."""
 
 
 class PartitionedOptimizer(ZeroLayout):
@@ -86,6 +86,10 @@ class PartitionedOptimizer(ZeroLayout):
     def resident(self) -> Iterator[Tensor]:
         yield from self._zero.single_partition_of_fp32_groups
         yield from self._zero.bit16_groups_flat
+        for group in (*self._zero.averaged_gradients.values(), *self._zero.all_grad_tensors.values()):
+            yield from group or ()
+        for parameter in self._parameters.values():
+            yield from (tensor for tensor in (parameter.grad, parameter.grad_accum) if tensor is not None)
 
 
 class PartitionedParameters(ZeroLayout):

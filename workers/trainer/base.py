@@ -24,7 +24,7 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def accumulate(self, groups: Sequence[MicroBatch]) -> None:
-        """Add the gradients (weighted sums over loss tokens) of this rank's micro-batches to what the next step divides."""
+        """Add the gradients of this rank's micro-batches (weighted sums over loss tokens) to what a step divides."""
 
     @abstractmethod
     def observe(self, groups: Sequence[MicroBatch]) -> None:

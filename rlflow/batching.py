@@ -66,6 +66,8 @@ class PackedBatch:
     versions: IndexArray  # [N], that sampled the target
     advantages: FloatArray  # [N]
     reference_logprobs: FloatArray | None  # [N]
+    values: FloatArray | None  # [N], the critic's before the update; only where it is the critic that learns
+    returns: FloatArray | None  # [N]
     sequence_of: IndexArray  # [N], index of the sample that the target is of, counting those with loss tokens only
     num_sequences: int
 
@@ -92,6 +94,11 @@ def plan_micro_batches(
     ranks = [_fill(pieces, groups, micro_batch_tokens) for pieces in _balance(pieces, groups, num_ranks)]
     longest = max(len(plans) for plans in ranks)
     return [plans + [MicroBatchPlan()] * (longest - len(plans)) for plans in ranks]
+
+
+def in_order_of_training(plans: Sequence[MicroBatchPlan]) -> list[tuple[int, int]]:
+    """(group, episode) of a rank's micro-batches, one after the other."""
+    return [(piece.group, index) for plan in plans for piece in plan.pieces for index in piece.episodes]
 
 
 def _cut_to_size(group: int, episodes: Sequence[EpisodeSummary], max_tokens: int) -> list[Piece]:
@@ -252,6 +259,8 @@ class _Row:
         prompts = np.array(self._prompts, np.int64).reshape(-1, 2)
         completions = np.array(self._completions, np.int64).reshape(-1, 3)
         masks = [sample.sample.loss_mask for sample in samples]
+        targets = [sample.critic for sample in samples if sample.critic is not None]
+        assert len(targets) in (0, len(samples)), "all samples of a row have targets for a critic, or none has"
         advantages = [np.broadcast_to(s.advantage, mask.shape)[mask] for s, mask in zip(samples, masks, strict=True)]
         return PackedBatch(
             input_ids=_join(self._input_ids),
@@ -267,6 +276,8 @@ class _Row:
             versions=_join([s.sample.versions[mask] for s, mask in zip(samples, masks, strict=True)]),
             advantages=_join_floats(advantages),
             reference_logprobs=_reference_logprobs(samples),
+            values=_join_floats([t.values[mask] for t, mask in zip(targets, masks, strict=True)]) if targets else None,
+            returns=_join_floats([t.returns[mask] for t, mask in zip(targets, masks, strict=True)]) if targets else None,
             sequence_of=np.repeat(np.arange(len(samples)), [int(mask.sum()) for mask in masks]),
             num_sequences=len(samples),
         )

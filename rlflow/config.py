@@ -209,6 +209,16 @@ class TrainerConfig:
 
 
 @dataclass
+class CriticConfig:
+    """The value model of algorithm.advantage=gae: of the policy's kind, on the trainer's back end and ranks."""
+
+    learning_rate: float = 1e-5
+    """Larger than the policy's: it must follow it."""
+    value_clip: float | None = 0.2
+    """How far a value may move in one update before its loss stops to fall; null: as far as it likes."""
+
+
+@dataclass
 class StalenessConfig:
     max_versions: int = 0
     """No token enters a gradient that was sampled more than this many versions before the update. 0 is synchronous."""
@@ -272,6 +282,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -297,6 +308,7 @@ _POSITIVE = (
     "eval.episodes",
     "trainer.ranks",
     "trainer.learning_rate",
+    "critic.learning_rate",
     "trainer.max_grad_norm",
     "trainer.micro_batch_tokens",
     "staleness.max_ready_mb",
@@ -341,6 +353,7 @@ def check(config: Config) -> None:
         if value < 0:
             raise ConfigError(f"{key} must not be negative; got {value}")
     _check_algorithm(config)
+    _check_critic(config.critic)
     _check_staleness(config)
     _check_engines(config)
     _check_lengths(config)
@@ -350,6 +363,11 @@ def check(config: Config) -> None:
             raise ConfigError(f"{key} must be in [0, 1); got {value_of(config, key)}")
     if config.cluster.cpu_threads is not None and config.cluster.cpu_threads < 1:
         raise ConfigError(f"cluster.cpu_threads must be at least 1, or null; got {config.cluster.cpu_threads}")
+
+
+def _check_critic(critic: CriticConfig) -> None:
+    if critic.value_clip is not None and critic.value_clip <= 0:
+        raise ConfigError(f"critic.value_clip must be positive, or null for no clip; got {critic.value_clip}")
 
 
 def _check_algorithm(config: Config) -> None:

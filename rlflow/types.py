@@ -212,6 +212,8 @@ class ReadyGroup:
     references: list[object] | None
     """Handles to the reference policy's log-probabilities, one for each episode; None when KL is off."""
     num_bytes: int
+    values: list[object] | None = None
+    """Handles to the critic's values, one for each episode; None where there is no critic, or before it was asked."""
     baseline: float | None = None
     """Reward of the greedy episode, where the advantage needs one."""
 
@@ -225,6 +227,14 @@ class ReadyGroup:
 
 
 @dataclass(kw_only=True, slots=True)
+class CriticTargets:
+    """What a critic learns from one sample."""
+
+    values: FloatArray  # [L], its own before the update
+    returns: FloatArray  # [L]
+
+
+@dataclass(kw_only=True, slots=True)
 class TrainSample:
     """A Sample with what the trainer adds to it."""
 
@@ -232,3 +242,4 @@ class TrainSample:
     advantage: float | FloatArray
     """Of every token, or [L]."""
     reference_logprobs: FloatArray | None = None  # [L]
+    critic: CriticTargets | None = None

@@ -26,7 +26,7 @@ from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.types import TrainSample
 from rlflow.workers.trainer.attention import ATTENTION, attention_layout, check_attention, packed_attention
-from rlflow.workers.trainer.objective import Objective
+from rlflow.workers.trainer.objective import PolicyObjective
 from rlflow.workers.trainer.policy import FrozenPolicy, Policy, load_policy
 
 TOLERANCE = 1e-5
@@ -42,7 +42,7 @@ def packed_gradients(
     for groups in micro_batches:
         packed = pack(groups, share_prompts)
         logprobs, entropies = policy(packed)
-        Objective(config)(logprobs, entropies, packed, version=0).loss.backward()
+        PolicyObjective(config)((logprobs, entropies), packed, version=0).loss.backward()
     return {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
 
 

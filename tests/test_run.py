@@ -98,6 +98,20 @@ def test_the_reward_rises(tmp_path: Path) -> None:
     assert all(torch.equal(parameters[name], weights[name]) for name in parameters)
 
 
+def test_ppo_trains_policy_and_critic_and_goes_on_with_both(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = ["algorithm.advantage=gae", "critic.learning_rate=1e-2", "trainer.ranks=2", "cluster.cpu_threads=1"]
+    train(run, "run.steps=6", *settings)
+    train(run, "run.steps=10", *settings)
+    records = metrics.read(run / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 11))
+    assert all(record["critic/update_skipped"] == 0 for record in records)
+    losses = [record["critic/loss"] for record in records]
+    # The head says 0 at first; within a few steps it is nearer to the mean reward than that, the resumed one too.
+    assert sum(losses[-3:]) < sum(losses[:3])
+    assert abs(records[6]["critic/value"]) > 0
+
+
 def test_the_driver_makes_the_updates_of_the_twin(tmp_path: Path) -> None:
     """Synchronous training with one engine is the single-file loop, update for update."""
     run = tmp_path / "run"

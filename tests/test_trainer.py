@@ -84,7 +84,7 @@ def test_metrics_are_means_over_loss_tokens(model_path: str) -> None:
     config.algorithm.kl_coefficient = 0.1
     trainer = one_rank(config, model_path)
     groups = tiny_groups(with_reference=True)
-    current = np.concatenate([row for rows in trainer.logprobs([groups]) for row in rows])
+    current = np.concatenate([row for rows in trainer.per_token([groups]) for row in rows])
     samples = [sample for group in groups for sample in group]
     mask = np.concatenate([sample.sample.loss_mask for sample in samples])
     behaviour = np.concatenate([sample.sample.logprobs for sample in samples])

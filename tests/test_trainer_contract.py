@@ -160,7 +160,7 @@ def write_outcomes(path: Path, outcomes: list[StepOutcome]) -> None:
 def write_state(folder: Path, trainer: TrainerBackend) -> None:
     """Parameters and log-probabilities, which are the same on every rank, and the checkpoint."""
     tensors = {name: tensor.float().contiguous().clone() for name, tensor in trainer.full_parameters()}
-    rows = trainer.logprobs([tiny_groups(), [], tiny_groups(num_groups=1)])
+    rows = trainer.per_token([tiny_groups(), [], tiny_groups(num_groups=1)])
     tensors["logprobs"] = torch.from_numpy(np.concatenate([row for part in rows for row in part]))
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / f"state_{os.getpid()}.safetensors")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from rlflow.algorithms.advantage.base import AdvantageFunction, Scope
-from rlflow.algorithms.names import Algorithm, Kind, bind, resolve, try_options
-from rlflow.config import AlgorithmConfig, Config, Late, Proximal
+import numpy as np
+from numpy.typing import NDArray
+
+from rlflow.algorithms.advantage.base import AdvantageFunction, Advantages, Group, Scope
+from rlflow.algorithms.advantage.gae import TokenAdvantages
+from rlflow.algorithms.names import NAMES, Algorithm, Kind, bind, resolve, try_options
+from rlflow.config import AlgorithmConfig, Config, CriticConfig, Late, Proximal
 from rlflow.errors import ConfigError
+from rlflow.types import BoolArray
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +35,14 @@ class ChosenAdvantage(NamedTuple):
     """Whether each group plays one more episode, greedily, as its baseline."""
 
 
+class TokenAdvantage(Protocol):
+    """An estimator of single tokens with its options bound; see `algorithms.advantage.gae`."""
+
+    def __call__(
+        self, rewards: NDArray[np.floating], values: NDArray[np.floating], mask: BoolArray, /
+    ) -> TokenAdvantages: ...
+
+
 class ChosenObjective(NamedTuple):
     loss: PolicyLoss
     corrections: tuple[Callable[[Tokens, Tensor], Tensor], ...]
@@ -37,9 +50,27 @@ class ChosenObjective(NamedTuple):
 
 
 def advantage_of(algorithm: AlgorithmConfig) -> ChosenAdvantage:
-    """Imports no torch. Raises ConfigError for an unknown name or option, or an option out of range."""
+    """Imports no torch. Raises ConfigError for an unknown name or option, or an option out of range.
+
+    Where a critic decides, episodes have their rewards here; tokens get their advantages from `token_advantage_of`.
+    """
+    if needs_critic(algorithm):
+        return ChosenAdvantage(function=_rewards_alone, needs_batch=True, needs_greedy=False)
     found, function = _bound(Kind.advantage, algorithm.advantage, algorithm.advantage_args, "algorithm.advantage_args")
     return ChosenAdvantage(function=function, needs_batch=found.scope is Scope.batch, needs_greedy=found.needs_greedy)
+
+
+def needs_critic(algorithm: AlgorithmConfig) -> bool:
+    return algorithm.advantage in NAMES[Kind.token_advantage]
+
+
+def token_advantage_of(algorithm: AlgorithmConfig) -> TokenAdvantage:
+    """The estimator, where `needs_critic`. Raises ConfigError for an option that is unknown or out of range."""
+    return _bound(Kind.token_advantage, algorithm.advantage, algorithm.advantage_args, "algorithm.advantage_args")[1]
+
+
+def _rewards_alone(groups: Sequence[Group]) -> Advantages:
+    return [[[episode.reward] for episode in group] for group in groups]
 
 
 def objective_of(algorithm: AlgorithmConfig) -> ChosenObjective:
@@ -57,6 +88,13 @@ def check_functions(config: Config) -> None:
     """Raise ConfigError for a function that cannot be found or called so, or for some that do not go together."""
     algorithm = config.algorithm
     chosen = advantage_of(algorithm)
+    if needs_critic(algorithm):
+        token_advantage_of(algorithm)
+    elif config.critic != CriticConfig():
+        raise ConfigError(
+            f"critic has no effect with algorithm.advantage={algorithm.advantage}, which needs no critic; leave its "
+            f"settings alone, or take algorithm.advantage={NAMES[Kind.token_advantage][0]}"
+        )
     if chosen.needs_batch and not config.trainer.streaming:
         raise ConfigError(
             f"trainer.streaming=false has no effect with algorithm.advantage={algorithm.advantage}, which waits for "

@@ -10,6 +10,7 @@ from rlflow.algorithms.names import NAMES, Kind, resolve
 
 _SETTINGS = {
     Kind.advantage: "algorithm.advantage, options in algorithm.advantage_args",
+    Kind.token_advantage: "algorithm.advantage with a critic, options in algorithm.advantage_args",
     Kind.loss: "algorithm.loss, options in algorithm.loss_args",
     Kind.correction: "algorithm.corrections, as name: {option: value}",
     Kind.kl: "algorithm.kl, with algorithm.kl_coefficient above 0",

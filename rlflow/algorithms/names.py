@@ -15,6 +15,8 @@ from functools import partial
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
+
 from rlflow.algorithms.advantage.base import Scope
 from rlflow.errors import ConfigError
 from rlflow.plugins import load_object
@@ -24,6 +26,8 @@ Result = TypeVar("Result")
 
 class Kind(StrEnum):
     advantage = "advantage"
+    token_advantage = "token_advantage"
+    """Of single tokens, from the values of a critic; named by the same setting as `advantage`."""
     loss = "loss"
     correction = "correction"
     kl = "kl"
@@ -46,6 +50,7 @@ NAMES: dict[Kind, tuple[str, ...]] = {
         "gigpo",
         "eapo",
     ),
+    Kind.token_advantage: ("gae",),
     Kind.loss: ("reinforce", "ppo_clip", "gspo", "gmpo", "cispo", "aipo", "sapo", "dppo_tv", "dppo_kl"),
     Kind.correction: (
         "tis",
@@ -99,7 +104,10 @@ def resolve(kind: Kind, name: str) -> Algorithm:
             f"there is no {kind} {name!r}; {_nearest(name, NAMES[kind])}; known are {', '.join(NAMES[kind])}, and your "
             "own function as package.module:name"
         )
-    module = "rlflow.algorithms.kl" if kind is Kind.kl else f"rlflow.algorithms.{kind}.{name}"
+    module = {
+        Kind.kl: "rlflow.algorithms.kl",
+        Kind.token_advantage: f"rlflow.algorithms.advantage.{name}",
+    }.get(kind, f"rlflow.algorithms.{kind}.{name}")
     function = load_object(f"{module}:{name}")
     assert callable(function), f"{module}:{name} is not a function"
     return Algorithm(
@@ -140,6 +148,9 @@ def try_options(kind: Kind, function: Callable[..., Any]) -> None:
     """Call a bound function on nothing, so that an option out of range is found at start, not in the first step."""
     if kind is Kind.advantage:
         function([])
+        return
+    if kind is Kind.token_advantage:
+        function(np.zeros(0), np.zeros(0), np.zeros(0, np.bool_))
         return
     # Not at the top: the driver resolves advantages without torch.
     from rlflow.algorithms.tokens import no_tokens

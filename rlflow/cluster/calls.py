@@ -106,8 +106,9 @@ class RayRunners:
 class RayTrainer:
     """The ranks of one trainer; every call goes to all of them, because they meet in collectives."""
 
-    def __init__(self, actors: Sequence[Any]) -> None:
+    def __init__(self, actors: Sequence[Any], name: str = "trainer") -> None:
         self._actors = actors
+        self._name = name
 
     async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
         return await self._all("accumulate", list(groups), oldest_version)
@@ -131,7 +132,7 @@ class RayTrainer:
     async def _all(self, method: str, *arguments: object) -> list[Any]:
         """The answer of each rank, in order."""
         calls = [
-            answer(f"trainer rank {rank}", getattr(actor, method).remote(*arguments), method)
+            answer(f"{self._name} rank {rank}", getattr(actor, method).remote(*arguments), method)
             for rank, actor in enumerate(self._actors)
         ]
         return list(await asyncio.gather(*calls))

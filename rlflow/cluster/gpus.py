@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlflow.algorithms.chosen import needs_critic
 from rlflow.config import Config, Placement
 from rlflow.errors import ConfigError
 
@@ -15,11 +16,12 @@ class GpuNeeds:
     engines: int
     """0 where the engines are on the trainer's GPUs."""
     trainer: int
+    critic: int
     reference: int
 
     @property
     def total(self) -> int:
-        return self.engines + self.trainer + self.reference
+        return self.engines + self.trainer + self.critic + self.reference
 
 
 def gpu_needs(config: Config) -> GpuNeeds:
@@ -27,6 +29,7 @@ def gpu_needs(config: Config) -> GpuNeeds:
     return GpuNeeds(
         engines=0 if is_colocated else config.rollout.engines * config.rollout.tensor_parallel,
         trainer=config.trainer.ranks,
+        critic=config.trainer.ranks if needs_critic(config.algorithm) else 0,
         reference=int(config.algorithm.kl_coefficient > 0),
     )
 
@@ -46,6 +49,6 @@ def check_gpus(config: Config, found: int) -> None:
     if found < needs.total:
         raise ConfigError(
             f"the run needs {needs.total} GPUs (rollout.engines x rollout.tensor_parallel = {needs.engines} of their "
-            f"own, trainer.ranks = {needs.trainer}, reference = {needs.reference}); the cluster has {found}; lower one "
-            "of them"
+            f"own, trainer.ranks = {needs.trainer}, critic = {needs.critic}, reference = {needs.reference}); the cluster "
+            f"has {found}; lower one of them"
         )

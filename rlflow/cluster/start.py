@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
 
+from rlflow.algorithms.chosen import needs_critic
 from rlflow.cluster.calls import RayReference, RayRunners, RayTrainer, answer, open_calls
+from rlflow.cluster.critic import RayActorCritic
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
 from rlflow.config import Config, Placement
 from rlflow.deadlines import within
 from rlflow.envs.base import Environment, EnvironmentSpec
 from rlflow.errors import ConfigError
-from rlflow.roles import Workers
+from rlflow.roles import Trainer, Workers
 from rlflow.rollout.client import EngineHandle
 from rlflow.rollout.fleet import EngineFleet
 from rlflow.workers.episode import EpisodeRunner, RewardHandle
@@ -109,11 +111,18 @@ async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec, al
         .remote(config, model_path, index, threads)
         for index, name in enumerate(engine_names)
     ]
+    num_ranks = config.trainer.ranks
     trainers = [
         ray.remote(TrainerWorker)
         .options(num_cpus=0, **devices.trainer(rank))
-        .remote(config, model_path, rank, config.trainer.ranks, threads)
-        for rank in range(config.trainer.ranks)
+        .remote(config, model_path, rank, num_ranks, threads)
+        for rank in range(num_ranks)
+    ]
+    critics = [
+        ray.remote(TrainerWorker)
+        .options(num_cpus=0, **devices.whole(1))
+        .remote(config, model_path, rank, num_ranks, threads, is_critic=True)
+        for rank in range(num_ranks if needs_critic(config.algorithm) else 0)
     ]
     reward = (
         ray.remote(RewardWorker)
@@ -137,13 +146,13 @@ async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec, al
     await within(
         "starting the workers",
         config.deadlines.start_s,
-        _start_all(engine_fleet, trainers, runners, [reward, *([reference] if reference else [])]),
+        _start_all(engine_fleet, [trainers, critics], runners, [reward, *([reference] if reference else [])]),
         "raise deadlines.start_s if the model takes this long to load",
     )
     workers = Workers(
         runners=RayRunners(runners),
         engines=engine_fleet,
-        trainer=RayTrainer(trainers),
+        trainer=_as_one(config, trainers, critics),
         reference=RayReference(reference) if reference else None,
         open_calls=open_calls,
     )
@@ -153,19 +162,29 @@ async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec, al
         engines=engines,
         engine_fleet=engine_fleet,
         membership=membership,
-        trainers=trainers,
+        trainers=[*trainers, *critics],
         reward=reward,
         reference=reference,
     )
 
 
-async def _start_all(engines: EngineFleet, trainers: list[Any], runners: list[Any], others: list[Any]) -> None:
-    async def start_trainers() -> None:
-        rendezvous = await answer("trainer", trainers[0].rendezvous.remote())
-        await asyncio.gather(*(answer("trainer", trainer.start.remote(rendezvous)) for trainer in trainers))
+def _as_one(config: Config, trainers: list[Any], critics: list[Any]) -> Trainer:
+    if not critics:
+        return RayTrainer(trainers)
+    return RayActorCritic(trainers, critics, config.trainer.micro_batch_tokens)
+
+
+async def _start_all(
+    engines: EngineFleet, trainers: Sequence[list[Any]], runners: list[Any], others: list[Any]
+) -> None:
+    """`trainers` holds sets of ranks that meet each other."""
+
+    async def start_ranks(ranks: list[Any]) -> None:
+        rendezvous = await answer("trainer", ranks[0].rendezvous.remote())
+        await asyncio.gather(*(answer("trainer", rank.start.remote(rendezvous)) for rank in ranks))
 
     await asyncio.gather(
-        start_trainers(),
+        *(start_ranks(ranks) for ranks in trainers if ranks),
         engines.start(),
         # An episode runner is ready when it is constructed, which also holds after a restart.
         *(answer("episode runner", runner.__ray_ready__.remote()) for runner in runners),
@@ -198,7 +217,8 @@ def _check_answers(address: str) -> None:
 def _threads(config: Config) -> int:
     """Share the cores out between the processes that compute at the same time."""
     cores = len(os.sched_getaffinity(0))
+    ranks = config.trainer.ranks * (1 + needs_critic(config.algorithm))
     if config.staleness.max_versions == 0 or config.cluster.placement is Placement.colocated:
         # Engines and trainer take turns, so that each side may have all cores.
-        return max(1, cores // max(config.rollout.engines, config.trainer.ranks))
-    return max(1, cores // (config.rollout.engines + config.trainer.ranks))
+        return max(1, cores // max(config.rollout.engines, ranks))
+    return max(1, cores // (config.rollout.engines + ranks))

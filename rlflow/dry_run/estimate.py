@@ -6,17 +6,19 @@ from dataclasses import dataclass
 
 from rlflow.batching import plan_micro_batches
 from rlflow.cluster.gpus import check_gpus, gpu_needs
-from rlflow.config import Config, Dtype, Placement
+from rlflow.config import Backend, Config, Dtype, Offload, Placement
 from rlflow.dry_run.facts import ModelFacts
 from rlflow.dry_run.memory import (
     BYTES_PER_ELEMENT,
     FLOAT32,
+    OUTPUT_LAYER,
     ProcessMemory,
     cached_sequences,
     engine_memory,
     reference_memory,
     trainer_memory,
 )
+from rlflow.errors import ConfigError
 from rlflow.types import EpisodeEnd, EpisodeSummary
 
 GPU_SIZES = (16, 24, 32, 40, 48, 80, 96, 141, 180, 288)
@@ -93,8 +95,13 @@ class Estimate:
 def estimate(config: Config, facts: ModelFacts, max_logits: int) -> Estimate:
     """What the run needs of GPUs; `max_logits` is how many logits the trainer holds at once.
 
-    Raises ConfigError when engines and ranks cannot be placed.
+    Raises ConfigError when engines and ranks cannot be placed, and for a trainer that is not modelled.
     """
+    if config.trainer.backend is not Backend.fsdp or config.trainer.offload is not Offload.none:
+        raise ConfigError(
+            "--dry-run knows the memory of trainer.backend=fsdp with trainer.offload=none only; got "
+            f"{config.trainer.backend.value} and {config.trainer.offload.value}"
+        )
     needs = gpu_needs(config)
     check_gpus(config, needs.total)
     batch = _batch(config, facts)
@@ -103,6 +110,10 @@ def estimate(config: Config, facts: ModelFacts, max_logits: int) -> Estimate:
         "engine": engine_memory(config, facts),
         "trainer": trainer_memory(config, facts, num_tokens, max_logits),
     }
+    if needs.critic:
+        # The same model, with a head of one number instead of logits.
+        items = (item for item in processes["trainer"].items if item.name != OUTPUT_LAYER)
+        processes["critic"] = ProcessMemory(items=tuple(items))
     if needs.reference:
         processes["reference"] = reference_memory(config, facts, num_tokens, max_logits)
     return Estimate(
@@ -138,6 +149,8 @@ def _gpus(config: Config, processes: dict[str, ProcessMemory]) -> list[GpuRange]
             (engines * parallel, _numbered("engine", engines) + each, engine.total),
             (ranks, rank_names, trainer.total),
         ]
+    if "critic" in processes:
+        loads.append((ranks, _numbered("critic rank", ranks), processes["critic"].total))
     if "reference" in processes:
         loads.append((1, "reference", processes["reference"].total))
     found: list[GpuRange] = []

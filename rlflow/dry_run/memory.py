@@ -14,6 +14,7 @@ from rlflow.rollout.engine_setup import CPU_BLOCK_TOKENS, CacheShape, cache_byte
 
 BYTES_PER_ELEMENT = {Dtype.float32: 4, Dtype.bfloat16: 2}
 FLOAT32 = 4
+OUTPUT_LAYER = "output layer"
 LOGIT_BYTES = 3 * FLOAT32
 """Of each logit in hand: the logits, their log-softmax and what the gradient makes of it, all float32."""
 GATHERED_LAYERS = 2
@@ -162,7 +163,7 @@ def _head(facts: ModelFacts, num_tokens: int, max_logits: int, width: int) -> It
     rows = logit_rows(facts, num_tokens, max_logits)
     num_bytes = LOGIT_BYTES * rows * facts.vocabulary_size + FLOAT32 * facts.vocabulary_size * facts.hidden_size
     return Item(
-        name="output layer",
+        name=OUTPUT_LAYER,
         num_bytes=num_bytes + 2 * width * num_tokens * facts.hidden_size,
         is_kept=False,
         note=f"logits of {rows:,} tokens at once, gradient in float32",

@@ -12,11 +12,13 @@ from rlflow.dry_run.memory import ProcessMemory, size
 _TITLES = {
     "engine": "Engine, on each of its GPUs",
     "trainer": "Trainer rank, with micro-batches of up to {tokens:,} tokens",
+    "critic": "Critic rank, with the same micro-batches",
     "reference": "Reference",
 }
 _CURES = {
     "engine": "lower rollout.kv_cache_gb or raise rollout.tensor_parallel",
     "trainer": "raise trainer.ranks, lower trainer.micro_batch_tokens, or set trainer.gradient_checkpointing=true",
+    "critic": "as for the trainer",
     "reference": "take a smaller model or algorithm.kl_coefficient=0",
 }
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rlflow.batching import plan_micro_batches, spread_over_turns
+from rlflow.algorithms.advantage.gae import Moments
+from rlflow.algorithms.chosen import needs_critic, token_advantage_of
+from rlflow.batching import MicroBatchPlan, plan_micro_batches
 from rlflow.compute import keep_memory, share_cpu
 from rlflow.config import Config
 from rlflow.disk import disk_errors
 from rlflow.roles import StagedWeights, StepOutcome
-from rlflow.staleness import without_old_tokens
-from rlflow.types import EpisodePayload, FloatArray, ReadyGroup, Span, TrainSample
+from rlflow.types import FloatArray, ReadyGroup, Span, TrainSample
+from rlflow.workers.trainer.fetch import Fetcher, moments_of, samples_in, whiten_all
 
 if TYPE_CHECKING:
     from rlflow.workers.trainer.base import MicroBatch
@@ -23,10 +25,17 @@ if TYPE_CHECKING:
 class TrainerWorker:
     """Wrapped by `ray.remote`. `start` builds the back end; every other call needs it."""
 
-    def __init__(self, config: Config, model_path: str, rank: int, world_size: int, threads: int) -> None:
+    def __init__(
+        self, config: Config, model_path: str, rank: int, world_size: int, threads: int, is_critic: bool = False
+    ) -> None:
         share_cpu(threads)
         keep_memory()
+        if is_critic:
+            own = replace(config.trainer, learning_rate=config.critic.learning_rate)
+            config = replace(config, trainer=own)
         self._config = config
+        self._is_critic = is_critic
+        self._token_advantage = token_advantage_of(config.algorithm) if needs_critic(config.algorithm) else None
         self._model_path = model_path
         self._rank = rank
         self._world_size = world_size
@@ -43,9 +52,12 @@ class TrainerWorker:
     def start(self, rendezvous: str) -> None:
         from rlflow.weights.arena import Arena
         from rlflow.workers.trainer.backends import build_backend
+        from rlflow.workers.trainer.base import Role
 
-        self._backend = build_backend(self._config, self._model_path, self._rank, self._world_size, rendezvous)
-        self._arena = Arena(self._backend.parameter_specs()) if self._rank == 0 else None
+        role = Role.critic if self._is_critic else Role.policy
+        self._backend = build_backend(self._config, self._model_path, self._rank, self._world_size, rendezvous, role)
+        is_sender = self._rank == 0 and not self._is_critic
+        self._arena = Arena(self._backend.parameter_specs()) if is_sender else None
 
     def accumulate(self, groups: list[ReadyGroup], oldest_version: int | None) -> Span:
         """Add the gradients of this rank's share of `groups`. Every rank plans the same shares from the metadata."""
@@ -53,12 +65,32 @@ class TrainerWorker:
         silent, loud = [], []
         for group in groups:
             (silent if self._has_no_gradient(group) else loud).append(group)
-        self._backend.accumulate(self._share(loud, oldest_version))
+        share = self._share(loud, oldest_version)
+        if self._token_advantage is not None and not self._is_critic:
+            self._whiten(share)
+        self._backend.accumulate(share)
         self._backend.observe(self._share(silent, oldest_version))
         return self._span("train", start_s)
 
+    def values(self, groups: list[ReadyGroup]) -> tuple[bool | list[FloatArray], ...]:
+        """Of a critic: True, then the values [L] of each sample of each episode of this rank's share, in order of
+        training."""
+        fetch = Fetcher(groups, None, None)
+        payloads = [[fetch.payloads(piece) for piece in plan.pieces] for plan in self._plans(groups)]
+        micro_batches = [
+            [[TrainSample(sample=one, advantage=0.0) for payload in piece for one in payload.samples] for piece in batch]
+            for batch in payloads
+        ]
+        rows = iter(row for found in self._backend.per_token(micro_batches) for row in found)
+        found = [
+            [next(rows) for _ in payload.samples] for batch in payloads for piece in batch for payload in piece
+        ]
+        return (True, *found)
+
     def _has_no_gradient(self, group: ReadyGroup) -> bool:
         """Whether the loss of every token is zero for every policy: no episode was better than another, no KL term."""
+        if self._token_advantage is not None:
+            return False
         values = (value for advantages in group.advantages if advantages is not None for value in advantages)
         return not any(values) and self._config.algorithm.kl_coefficient == 0
 
@@ -66,10 +98,17 @@ class TrainerWorker:
         """This rank's micro-batches of `groups`; none when there are no groups."""
         if not groups:
             return []
+        fetch = Fetcher(groups, oldest_version, self._token_advantage)
+        return [[fetch.samples(piece) for piece in plan.pieces] for plan in self._plans(groups)]
+
+    def _plans(self, groups: list[ReadyGroup]) -> list[MicroBatchPlan]:
         episodes = [group.episodes for group in groups]
-        plans = plan_micro_batches(episodes, self._world_size, self._config.trainer.micro_batch_tokens)
-        fetch = _Fetcher(groups, oldest_version)
-        return [[fetch.samples(piece.group, piece.episodes) for piece in plan.pieces] for plan in plans[self._rank]]
+        return plan_micro_batches(episodes, self._world_size, self._config.trainer.micro_batch_tokens)[self._rank]
+
+    def _whiten(self, share: list[MicroBatch]) -> None:
+        """Over all ranks: every one of them takes part."""
+        samples = list(samples_in(share))
+        whiten_all(samples, Moments(*self._backend.add_up(moments_of(samples))))
 
     def step(self) -> StepOutcome:
         start_s = time.time()
@@ -116,40 +155,3 @@ class TrainerWorker:
 
     def _span(self, name: str, start_s: float) -> Span:
         return Span(actor=f"trainer {self._rank}", name=name, start_s=start_s, end_s=time.time())
-
-
-class _Fetcher:
-    """Reads payloads from the object store as training samples, without the tokens that are too old."""
-
-    def __init__(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> None:
-        self._groups = groups
-        self._oldest_version = oldest_version
-
-    def samples(self, group_index: int, episodes: Sequence[int]) -> list[TrainSample]:
-        import ray
-
-        group = self._groups[group_index]
-        payloads: list[EpisodePayload] = ray.get([group.payloads[index] for index in episodes])  # type: ignore[assignment]
-        references: list[Any] = [None] * len(payloads)
-        if group.references is not None:
-            references = ray.get([group.references[index] for index in episodes])  # type: ignore[assignment]
-        found: list[TrainSample] = []
-        for index, payload, reference in zip(episodes, payloads, references, strict=True):
-            advantages = group.advantages[index]
-            if advantages is not None:
-                found += self._train_samples(payload, advantages, reference)
-        return found
-
-    def _train_samples(
-        self, payload: EpisodePayload, advantages: Sequence[float], references: list[FloatArray] | None
-    ) -> list[TrainSample]:
-        samples = payload.samples
-        rows: Sequence[float | FloatArray] = [advantages[0]] * len(samples)
-        if len(advantages) > 1:
-            rows = spread_over_turns(samples, advantages)
-        if self._oldest_version is not None:
-            samples = [without_old_tokens(sample, self._oldest_version) for sample in samples]
-        return [
-            TrainSample(sample=sample, advantage=row, reference_logprobs=reference)
-            for sample, row, reference in zip(samples, rows, references or [None] * len(samples), strict=True)
-        ]

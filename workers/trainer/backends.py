@@ -6,10 +6,12 @@ import torch
 
 from rlflow.config import Backend, Config, Offload
 from rlflow.errors import ConfigError
-from rlflow.workers.trainer.base import TrainerBackend
+from rlflow.workers.trainer.base import Role, TrainerBackend
 
 
-def build_backend(config: Config, model_path: str, rank: int, world_size: int, rendezvous: str) -> TrainerBackend:
+def build_backend(
+    config: Config, model_path: str, rank: int, world_size: int, rendezvous: str, role: Role
+) -> TrainerBackend:
     """One rank of the trainer; returns when all ranks have met at `rendezvous` and hold the model.
 
     Raises ConfigError for settings without effect on this machine, a package that is missing, or a model that cannot be
@@ -19,10 +21,10 @@ def build_backend(config: Config, model_path: str, rank: int, world_size: int, r
     if config.trainer.backend is Backend.deepspeed:
         from rlflow.workers.trainer.deepspeed import DeepSpeedTrainer
 
-        return DeepSpeedTrainer(config, model_path, rank, world_size, rendezvous)
+        return DeepSpeedTrainer(config, model_path, rank, world_size, rendezvous, role)
     from rlflow.workers.trainer.fsdp import FsdpTrainer
 
-    return FsdpTrainer(config, model_path, rank, world_size, rendezvous)
+    return FsdpTrainer(config, model_path, rank, world_size, rendezvous, role)
 
 
 def check_offload(config: Config, has_gpu: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from pathlib import Path
 
 import torch
@@ -14,6 +15,13 @@ from rlflow.types import FloatArray, TrainSample
 
 MicroBatch = Sequence[Sequence[TrainSample]]
 """What goes through the model at once: pieces of groups, each with its samples."""
+
+
+class Role(StrEnum):
+    """What a trainer trains."""
+
+    policy = "policy"
+    critic = "critic"
 
 
 class TrainerBackend(ABC):
@@ -38,8 +46,15 @@ class TrainerBackend(ABC):
         """
 
     @abstractmethod
-    def logprobs(self, groups: Sequence[MicroBatch]) -> list[list[FloatArray]]:
-        """For each micro-batch, [L] under the current policy for each of its samples; 0 where there is no loss."""
+    def per_token(self, groups: Sequence[MicroBatch]) -> list[list[FloatArray]]:
+        """For each micro-batch, [L] for each of its samples; 0 where there is no loss.
+
+        Log-probabilities under the current policy, or values of the current critic.
+        """
+
+    @abstractmethod
+    def add_up(self, values: Sequence[float]) -> list[float]:
+        """Each number summed over the ranks."""
 
     @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:

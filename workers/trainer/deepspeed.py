@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rlflow.config import Config, Dtype, Offload
 from rlflow.errors import ConfigError
-from rlflow.workers.trainer.base import MicroBatch
+from rlflow.workers.trainer.base import MicroBatch, Role
 from rlflow.workers.trainer.packed import PackedTrainer, adamw, fresh_moments, state_tensors
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader
 from rlflow.workers.trainer.zero import PartitionedOptimizer, PartitionedParameters
@@ -31,8 +31,10 @@ _TOO_LARGE = 1e19
 class DeepSpeedTrainer(PackedTrainer):
     """One rank; see `PackedTrainer` for the arguments."""
 
-    def __init__(self, config: Config, model_path: str, rank: int, world_size: int, rendezvous: str) -> None:
-        super().__init__(config, model_path, rank, world_size, rendezvous, is_distributed=True)
+    def __init__(
+        self, config: Config, model_path: str, rank: int, world_size: int, rendezvous: str, role: Role = Role.policy
+    ) -> None:
+        super().__init__(config, model_path, rank, world_size, rendezvous, role, is_distributed=True)
         self._deepspeed = _import_deepspeed(self._device)
         self._parameters = dict(self._policy.model.named_parameters())
         self._optimizer = adamw(config, list(self._parameters.values()))

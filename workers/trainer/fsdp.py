@@ -16,19 +16,22 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from rlflow.config import Config, Offload
-from rlflow.workers.trainer.base import MicroBatch
+from rlflow.workers.trainer.base import MicroBatch, Role
 from rlflow.workers.trainer.packed import PackedTrainer, adamw, fresh_moments, state_tensors
 from rlflow.workers.trainer.policy import Policy, torch_dtype
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader, shard_range
+from rlflow.workers.trainer.value import ValueModel
 
 
 class FsdpTrainer(PackedTrainer):
     """One rank; see `PackedTrainer` for the arguments."""
 
-    def __init__(self, config: Config, model_path: str, rank: int, world_size: int, rendezvous: str) -> None:
+    def __init__(
+        self, config: Config, model_path: str, rank: int, world_size: int, rendezvous: str, role: Role = Role.policy
+    ) -> None:
         self._is_offloaded = config.trainer.offload is Offload.cpu
         is_sharded = world_size > 1 or torch_dtype(config) != torch.float32 or self._is_offloaded
-        super().__init__(config, model_path, rank, world_size, rendezvous, is_distributed=is_sharded)
+        super().__init__(config, model_path, rank, world_size, rendezvous, role, is_distributed=is_sharded)
         if is_sharded:
             _shard(self._policy, self._device, world_size, torch_dtype(config), self._is_offloaded)
         if self._is_offloaded:
@@ -117,7 +120,7 @@ class FsdpTrainer(PackedTrainer):
                 yield _local(parameter.grad)
 
 
-def _shard(policy: Policy, device: torch.device, world_size: int, dtype: torch.dtype, is_offloaded: bool) -> None:
+def _shard(policy: Policy | ValueModel, device: torch.device, world_size: int, dtype: torch.dtype, is_offloaded: bool) -> None:
     """Shard each decoder layer, and the rest as the root; gradients are summed over the ranks, not averaged."""
     mesh = init_device_mesh(device.type, (world_size,))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -133,7 +136,7 @@ def _shard(policy: Policy, device: torch.device, world_size: int, dtype: torch.d
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _move_buffers(policy: Policy, device: torch.device) -> None:
+def _move_buffers(policy: Policy | ValueModel, device: torch.device) -> None:
     """What is not sharded is used where it lies."""
     for module in policy.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):

@@ -5,6 +5,7 @@ loss of a token -> times the corrections -> plus the KL penalty -> times the agg
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from rlflow.algorithms.chosen import objective_of
 from rlflow.algorithms.proximal import interpolate_proximal
 from rlflow.algorithms.tokens import Tokens, clamp_log_ratio
 from rlflow.batching import PackedBatch
-from rlflow.config import AlgorithmConfig, Config, Proximal
+from rlflow.config import Config, Proximal
 from rlflow.roles import Mean
 
 _METRICS = (
@@ -27,23 +28,39 @@ _METRICS = (
     "sampling/logp_difference_mean",
     "ratio/mean",
 )
-NUM_SUMS = len(_METRICS) + 3
-"""The metrics' sums, then the weighted loss, the number of sequences and the number of loss tokens."""
-
-
 class Row(NamedTuple):
     """What one packed row adds to a step."""
 
     loss: Tensor
     """Scalar, a weighted sum over the loss tokens; its gradient is the row's share before the division."""
     sums: Tensor
-    """[NUM_SUMS] float64 without gradient."""
-    largest_difference: Tensor
-    """Scalar float64: the largest |current - behaviour| log-probability, 0 without loss tokens."""
+    """[num_sums] float64 without gradient; ends with the weighted loss, the sequences and the loss tokens."""
+    largest: Tensor
+    """Scalar float64: the largest of what the objective watches, 0 without loss tokens."""
 
 
-class Objective:
-    """The chosen algorithm, applied to packed rows."""
+class Objective(ABC):
+    """What a model minimises over packed rows, and what it reports of a step."""
+
+    num_sums: int
+
+    @abstractmethod
+    def __call__(self, outputs: tuple[Tensor, ...], packed: PackedBatch, version: int) -> Row:
+        """One row, from what the model of `version` says of its loss tokens."""
+
+    @abstractmethod
+    def divisor(self, sums: Tensor) -> float:
+        """What the step divides its sums by: tokens or sequences, 0 when nothing was accumulated."""
+
+    @abstractmethod
+    def metrics(self, sums: Tensor, largest: Tensor) -> dict[str, Mean]:
+        """The metrics of a step from the sums [num_sums] over all rows and ranks."""
+
+
+class PolicyObjective(Objective):
+    """The chosen algorithm; outputs are log-probabilities and entropies, [N] each."""
+
+    num_sums = len(_METRICS) + 3
 
     def __init__(self, config: Config) -> None:
         """Raises ConfigError for an algorithm that cannot be found, or options that it does not take."""
@@ -51,8 +68,8 @@ class Objective:
         self._max_length = config.rollout.max_new_tokens
         self._chosen = objective_of(config.algorithm)
 
-    def __call__(self, logprobs: Tensor, entropies: Tensor, packed: PackedBatch, version: int) -> Row:
-        """One row, from the log-probabilities and entropies [N] that the policy of `version` gives its loss tokens."""
+    def __call__(self, outputs: tuple[Tensor, ...], packed: PackedBatch, version: int) -> Row:
+        logprobs, entropies = outputs
         tokens = self._tokens(logprobs, entropies, packed, version)
         loss, is_clipped = self._chosen.loss(tokens)
         weights = self._corrections(tokens)
@@ -70,8 +87,30 @@ class Objective:
         return Row(
             loss=total,
             sums=torch.cat([torch.stack([*sums, total.detach().double()]), counts]),
-            largest_difference=difference.abs().double().amax() if len(difference) else counts.new_zeros(()),
+            largest=difference.abs().double().amax() if len(difference) else counts.new_zeros(()),
         )
+
+    def divisor(self, sums: Tensor) -> float:
+        is_by_token = denominator(self._algorithm.aggregation) is Denominator.tokens
+        return float(sums[-1] if is_by_token else sums[-2])
+
+    def metrics(self, sums: Tensor, largest: Tensor) -> dict[str, Mean]:
+        """Without those that the algorithm lacks.
+
+        `ratio/mean` is the current policy over the one that sampled, before any clip or cap. `num_tokens` counts loss
+        tokens.
+        """
+        *totals, loss, _, num_tokens = sums.tolist()
+        metrics = {name: Mean(total=total, count=num_tokens) for name, total in zip(_METRICS, totals, strict=True)}
+        if self._algorithm.kl_coefficient == 0:
+            del metrics["kl"]
+        if not self._algorithm.corrections:
+            del metrics["correction/mean"], metrics["correction/rejected"]
+        return metrics | {
+            "loss": Mean(total=loss, count=self.divisor(sums)),
+            "sampling/logp_difference_max": Mean(total=largest.item(), count=1),
+            "num_tokens": Mean(total=num_tokens, count=num_tokens),
+        }
 
     def _tokens(self, logprobs: Tensor, entropies: Tensor, packed: PackedBatch, version: int) -> Tokens:
         device = logprobs.device
@@ -102,30 +141,6 @@ class Objective:
         for correction in self._chosen.corrections:
             weights = weights * correction(tokens, target)
         return weights
-
-
-def divisor(sums: Tensor, algorithm: AlgorithmConfig) -> float:
-    """What the step divides its sums by: tokens or sequences, 0 when nothing was accumulated."""
-    return float(sums[-1] if denominator(algorithm.aggregation) is Denominator.tokens else sums[-2])
-
-
-def read_metrics(sums: Tensor, largest_difference: Tensor, algorithm: AlgorithmConfig) -> dict[str, Mean]:
-    """The metrics of a step from the sums [NUM_SUMS] over all rows and ranks, without those that the algorithm lacks.
-
-    `ratio/mean` is the current policy over the one that sampled, before any clip or cap. `num_tokens` counts loss
-    tokens.
-    """
-    *totals, loss, _, num_tokens = sums.tolist()
-    metrics = {name: Mean(total=total, count=num_tokens) for name, total in zip(_METRICS, totals, strict=True)}
-    if algorithm.kl_coefficient == 0:
-        del metrics["kl"]
-    if not algorithm.corrections:
-        del metrics["correction/mean"], metrics["correction/rejected"]
-    return metrics | {
-        "loss": Mean(total=loss, count=divisor(sums, algorithm)),
-        "sampling/logp_difference_max": Mean(total=largest_difference.item(), count=1),
-        "num_tokens": Mean(total=num_tokens, count=num_tokens),
-    }
 
 
 def _references(packed: PackedBatch) -> Tensor:

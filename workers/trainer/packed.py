@@ -21,19 +21,27 @@ from rlflow.config import Config
 from rlflow.errors import RunError
 from rlflow.roles import StepOutcome
 from rlflow.types import FloatArray
-from rlflow.workers.trainer.base import MicroBatch, TrainerBackend
-from rlflow.workers.trainer.objective import NUM_SUMS, Objective, divisor, read_metrics
+from rlflow.workers.trainer.base import MicroBatch, Role, TrainerBackend
+from rlflow.workers.trainer.objective import Objective, PolicyObjective
 from rlflow.workers.trainer.parking import Parked, park, unpark
-from rlflow.workers.trainer.policy import load_policy, split_logprobs, torch_dtype
+from rlflow.workers.trainer.policy import Policy, load_policy, split_logprobs, torch_dtype
 from rlflow.workers.trainer.process_group import choose_device, join
 from rlflow.workers.trainer.shards import MOMENTS, Shard, ShardReader, write_shards
+from rlflow.workers.trainer.value import ValueModel, ValueObjective, load_value_model
 
 
 class PackedTrainer(TrainerBackend):
     """One rank, on one device. The model is loaded whole by every rank; the back end then shards it."""
 
     def __init__(
-        self, config: Config, model_path: str, rank: int, world_size: int, rendezvous: str, is_distributed: bool
+        self,
+        config: Config,
+        model_path: str,
+        rank: int,
+        world_size: int,
+        rendezvous: str,
+        role: Role,
+        is_distributed: bool,
     ) -> None:
         """Join the other ranks, if `is_distributed`, and load the model.
 
@@ -49,16 +57,15 @@ class PackedTrainer(TrainerBackend):
         self._is_distributed = is_distributed
         if is_distributed:
             join(rendezvous, rank, world_size, self._device, config.deadlines.train_s)
-        self._policy = load_policy(config, model_path)
+        self._policy, self._objective = _model_of(role, config, model_path)
         if config.trainer.gradient_checkpointing:
             self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._policy.train(config.trainer.gradient_checkpointing)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self._policy.model.named_parameters()}
         self._parked: list[Parked] = []
-        self._objective = Objective(config)
         self._updates = 0
-        self._sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=self._device)
-        self._largest_difference = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._sums = torch.zeros(self._objective.num_sums, dtype=torch.float64, device=self._device)
+        self._largest = torch.zeros((), dtype=torch.float64, device=self._device)
 
     @property
     @abstractmethod
@@ -97,16 +104,15 @@ class PackedTrainer(TrainerBackend):
     def _loss(self, micro_batch: MicroBatch) -> Tensor:
         """The loss of a micro-batch, a weighted sum over its loss tokens; counts its figures."""
         packed = pack(micro_batch)
-        logprobs, entropies = self._forward(packed)
-        row = self._objective(logprobs, entropies, packed, self.version)
+        row = self._objective(self._forward(packed), packed, self.version)
         self._sums += row.sums
-        self._largest_difference = torch.maximum(self._largest_difference, row.largest_difference)
+        self._largest = torch.maximum(self._largest, row.largest)
         return row.loss
 
     def step(self) -> StepOutcome:
         self._finish_gradients()
         sums = self._all_reduce(self._sums)
-        count = divisor(sums, self._config.algorithm)
+        count = self._objective.divisor(sums)
         if count == 0:
             raise ValueError("a step needs at least one accumulated loss token; got none")
         grad_norm = self._gradient_norm() / count
@@ -118,22 +124,25 @@ class PackedTrainer(TrainerBackend):
             self._updates += 1
         else:
             self._discard_gradients()
-        largest_difference = self._all_reduce(self._largest_difference, dist.ReduceOp.MAX)
+        largest = self._all_reduce(self._largest, dist.ReduceOp.MAX)
         self._sums.zero_()
-        self._largest_difference.zero_()
+        self._largest.zero_()
         return StepOutcome(
             applied=is_finite,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            metrics=read_metrics(sums, largest_difference, self._config.algorithm),
+            metrics=self._objective.metrics(sums, largest),
         )
 
-    def logprobs(self, groups: Sequence[MicroBatch]) -> list[list[FloatArray]]:
+    def add_up(self, values: Sequence[float]) -> list[float]:
+        return self._all_reduce(torch.tensor(values, dtype=torch.float64)).tolist()
+
+    def per_token(self, groups: Sequence[MicroBatch]) -> list[list[FloatArray]]:
         found: list[list[FloatArray]] = []
         for micro_batch in groups:
             with torch.no_grad():
-                logprobs, _ = self._forward(pack(micro_batch))
-            found.append(split_logprobs(logprobs, [sample for group in micro_batch for sample in group]))
+                first, *_ = self._forward(pack(micro_batch))
+            found.append(split_logprobs(first, [sample for group in micro_batch for sample in group]))
         return found
 
     def parameter_specs(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
@@ -190,6 +199,12 @@ class PackedTrainer(TrainerBackend):
         if self._is_distributed:
             dist.all_reduce(total, operation)
         return total
+
+
+def _model_of(role: Role, config: Config, model_path: str) -> tuple[Policy | ValueModel, Objective]:
+    if role is Role.critic:
+        return load_value_model(config, model_path), ValueObjective(config)
+    return load_policy(config, model_path), PolicyObjective(config)
 
 
 def adamw(config: Config, parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:

@@ -130,10 +130,15 @@ def load_policy(config: Config, model_path: str) -> Policy:
     disable_progress_bar()
     check_attention(AutoConfig.from_pretrained(model_path), config.model.max_length)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation=ATTENTION)
+    return Policy(without_dropout(model), config.rollout.temperature)
+
+
+def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    """The policy that is trained is the one that sampled."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0  # the policy that is trained is the one that sampled
-    return Policy(model, config.rollout.temperature)
+            module.p = 0.0
+    return model
 
 
 def split_logprobs(logprobs: Tensor, samples: Sequence[TrainSample]) -> list[FloatArray]:

@@ -1,0 +1,118 @@
+"""The critic: its values, its targets, and that it learns."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForTokenClassification
+
+from rlflow.algorithms.advantage.gae import Moments, gae
+from rlflow.batching import pack
+from rlflow.types import CriticTargets, Sample, TrainSample
+from rlflow.workers.trainer.base import Role
+from rlflow.workers.trainer.fetch import moments_of, token_level, whiten_all
+from rlflow.workers.trainer.fsdp import FsdpTrainer
+from rlflow.workers.trainer.policy import split_logprobs
+from rlflow.workers.trainer.value import load_value_model
+from tests.training import save_model, tiny_config, tiny_groups, tiny_llama
+
+
+def sample_of(mask: list[int]) -> Sample:
+    length = len(mask)
+    return Sample(
+        prompt_ids=np.array([1], np.int32),
+        completion_ids=np.arange(length, dtype=np.int32),
+        loss_mask=np.array(mask, np.bool_),
+        logprobs=np.zeros(length, np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+    )
+
+
+def test_values_of_a_packed_row_are_those_of_each_sequence_alone(tmp_path: Path) -> None:
+    path = save_model(tiny_llama(), tmp_path)
+    model = load_value_model(tiny_config(), path)
+    groups = tiny_groups()
+    (values,) = model(pack(groups))
+    assert values.count_nonzero() == 0  # a fresh head knows nothing
+    torch.manual_seed(0)
+    torch.nn.init.normal_(model.model.get_parameter("score.weight"))
+    plain = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+    plain.load_state_dict(model.model.state_dict())
+    samples = [sample for group in groups for sample in group]
+    for sample, row in zip(samples, split_logprobs(model(pack(groups))[0].detach(), samples), strict=True):
+        ids = np.concatenate([sample.sample.prompt_ids, sample.sample.completion_ids]).astype(np.int64)
+        with torch.no_grad():
+            states = plain.eval()(torch.from_numpy(ids)[None]).logits[0, :, 0].numpy()
+        expected = states[len(sample.sample.prompt_ids) - 1 : -1]
+        np.testing.assert_allclose(row, np.where(sample.sample.loss_mask, expected, 0), atol=1e-5)
+
+
+def test_an_episode_that_forked_is_one_sequence_with_its_reward_at_the_end() -> None:
+    samples = [sample_of([1, 0, 1]), sample_of([1])]
+    values = [np.array([0.5, 9.0, 0.25], np.float32), np.array([0.75], np.float32)]
+    advantages, targets = token_level(samples, 1.0, values, partial(gae, trace=0.0))
+    # Errors of one step: 0.25 - 0.5, 0.75 - 0.25, 1 - 0.75; the observation is skipped.
+    assert [row.tolist() for row in advantages] == [[-0.25, 0.0, 0.5], [0.25]]
+    assert [target.returns.tolist() for target in targets] == [[0.25, 0.0, 0.75], [1.0]]
+    assert targets[1].values.tolist() == [0.75]
+
+
+def test_advantages_are_whitened_over_the_loss_tokens_of_the_step() -> None:
+    rows = [[1.0, 50.0, 3.0], [5.0]]
+    samples = [
+        TrainSample(sample=sample_of(mask), advantage=np.array(row, np.float32))
+        for mask, row in zip([[1, 0, 1], [1]], rows, strict=True)
+    ]
+    moments = moments_of(samples)
+    assert moments == Moments(weight=3.0, total=9.0, squares=35.0)
+    whiten_all(samples, moments)
+    deviation = (8 / 3) ** 0.5
+    assert np.asarray(samples[0].advantage).tolist() == pytest.approx([-2 / deviation, 0.0, 0.0])
+    assert np.asarray(samples[1].advantage).tolist() == pytest.approx([2 / deviation])
+
+
+def with_targets(groups: list[list[TrainSample]]) -> list[list[TrainSample]]:
+    """Returns that can be read off the prompt: 1 for some groups, -1 for others."""
+    for number, group in enumerate(groups):
+        for one in group:
+            length = len(one.sample.loss_mask)
+            returns = np.full(length, 1.0 if number % 2 else -1.0, np.float32)
+            one.critic = CriticTargets(values=np.zeros(length, np.float32), returns=returns)
+    return groups
+
+
+def test_the_critic_learns_what_to_expect(tmp_path: Path) -> None:
+    config = tiny_config()
+    config.critic.value_clip = None
+    path = save_model(tiny_llama(), tmp_path / "model")
+    critic = FsdpTrainer(config, path, 0, 1, "", Role.critic)
+    explained: list[float] = []
+    for _ in range(12):
+        critic.accumulate([with_targets(tiny_groups(num_groups=4))])
+        outcome = critic.step()
+        assert outcome.applied
+        explained.append(outcome.metrics["critic/explained"].value or 0.0)
+    assert explained[0] == pytest.approx(0.0, abs=0.05)
+    assert explained[-1] > 0.9
+    (rows,) = critic.per_token([tiny_groups(num_groups=4)])
+    assert rows[0][0] < -0.5
+    critic.save(tmp_path / "saved")
+    again = FsdpTrainer(config, path, 0, 1, "", Role.critic)
+    again.load(tmp_path / "saved")
+    (found,) = again.per_token([tiny_groups(num_groups=4)])
+    assert all(np.array_equal(one, other) for one, other in zip(found, rows, strict=True))
+
+
+def test_the_clip_holds_values_near_the_old_ones(tmp_path: Path) -> None:
+    config = tiny_config()
+    config.critic.value_clip = 0.1
+    path = save_model(tiny_llama(), tmp_path / "model")
+    critic = FsdpTrainer(config, path, 0, 1, "", Role.critic)
+    for _ in range(12):
+        critic.accumulate([with_targets(tiny_groups(num_groups=4))])
+        outcome = critic.step()
+    assert (outcome.metrics["critic/clip_fraction"].value or 0.0) > 0.5

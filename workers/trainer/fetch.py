@@ -1,0 +1,117 @@
+"""From groups in the object store to training samples: what one rank needs of them, with advantages and targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlflow.algorithms.advantage.gae import Moments, TokenAdvantages, token_rewards, whiten
+from rlflow.algorithms.chosen import TokenAdvantage
+from rlflow.batching import Piece, spread_over_turns
+from rlflow.staleness import without_old_tokens
+from rlflow.types import CriticTargets, EpisodePayload, FloatArray, ReadyGroup, Sample, TrainSample
+
+
+class Fetcher:
+    """Reads payloads as training samples, without the tokens that are too old."""
+
+    def __init__(
+        self, groups: Sequence[ReadyGroup], oldest_version: int | None, token_advantage: TokenAdvantage | None
+    ) -> None:
+        """`token_advantage` turns the critic's values, which the groups then carry, into advantages of tokens."""
+        self._groups = groups
+        self._oldest_version = oldest_version
+        self._token_advantage = token_advantage
+
+    def payloads(self, piece: Piece) -> list[EpisodePayload]:
+        return _get(self._groups[piece.group].payloads, piece)
+
+    def samples(self, piece: Piece) -> list[TrainSample]:
+        group = self._groups[piece.group]
+        nothing: list[Any] = [None] * len(piece.episodes)
+        references = nothing if group.references is None else _get(group.references, piece)
+        values = nothing if group.values is None else _get(group.values, piece)
+        found: list[TrainSample] = []
+        for index, payload, reference, value in zip(
+            piece.episodes, self.payloads(piece), references, values, strict=True
+        ):
+            advantages = group.advantages[index]
+            if advantages is not None:
+                found += self._episode(payload.samples, advantages, reference, value)
+        return found
+
+    def _episode(
+        self,
+        samples: Sequence[Sample],
+        advantages: Sequence[float],
+        references: Sequence[FloatArray] | None,
+        values: Sequence[FloatArray] | None,
+    ) -> list[TrainSample]:
+        rows: Sequence[float | FloatArray] = [advantages[0]] * len(samples)
+        targets: Sequence[CriticTargets | None] = [None] * len(samples)
+        if self._token_advantage is not None:
+            assert values is not None, "the critic is asked before the trainer"
+            (reward,) = advantages
+            rows, targets = token_level(samples, reward, values, self._token_advantage)
+        elif len(advantages) > 1:
+            rows = spread_over_turns(samples, advantages)
+        kept = samples
+        if self._oldest_version is not None:
+            kept = [without_old_tokens(sample, self._oldest_version) for sample in samples]
+        return [
+            TrainSample(sample=sample, advantage=row, reference_logprobs=reference, critic=target)
+            for sample, row, reference, target in zip(
+                kept, rows, references or [None] * len(samples), targets, strict=True
+            )
+        ]
+
+
+def token_level(
+    samples: Sequence[Sample], reward: float, values: Sequence[FloatArray], estimate: TokenAdvantage
+) -> tuple[list[FloatArray], list[CriticTargets]]:
+    """Advantages [L] of each sample of an episode, and what the critic learns from it.
+
+    The samples of an episode that forked are one sequence here; the reward is on its last loss token.
+    """
+    mask = np.concatenate([sample.loss_mask for sample in samples])
+    flat = np.concatenate([np.asarray(row, np.float32) for row in values])
+    found: TokenAdvantages = estimate(token_rewards(reward, flat, flat, mask, 0.0), flat, mask)
+    ends = np.cumsum([len(sample.loss_mask) for sample in samples])[:-1]
+    advantages = [row.astype(np.float32) for row in np.split(found.advantages, ends)]
+    returns = [row.astype(np.float32) for row in np.split(found.returns, ends)]
+    targets = [
+        CriticTargets(values=np.asarray(value, np.float32), returns=row)
+        for value, row in zip(values, returns, strict=True)
+    ]
+    return advantages, targets
+
+
+def moments_of(samples: Sequence[TrainSample]) -> Moments:
+    """Of the advantages of all loss tokens."""
+    total = Moments(0.0, 0.0, 0.0)
+    for sample in samples:
+        mask = sample.sample.loss_mask
+        total = total.plus(Moments.of(np.broadcast_to(sample.advantage, mask.shape), mask))
+    return total
+
+
+def whiten_all(samples: Sequence[TrainSample], moments: Moments) -> None:
+    """Bring the advantages of all loss tokens of a step, on all ranks, to mean 0 and deviation 1."""
+    for sample in samples:
+        mask = sample.sample.loss_mask
+        row = np.broadcast_to(sample.advantage, mask.shape)
+        sample.advantage = whiten(row, mask, moments).astype(np.float32)
+
+
+def samples_in(micro_batches: Sequence[Sequence[Sequence[TrainSample]]]) -> Iterator[TrainSample]:
+    for micro_batch in micro_batches:
+        for piece in micro_batch:
+            yield from piece
+
+
+def _get(handles: Sequence[object], piece: Piece) -> list[Any]:
+    import ray
+
+    return ray.get([handles[index] for index in piece.episodes])  # type: ignore[arg-type]

@@ -1,0 +1,107 @@
+"""The critic: a transformers model with a value head, and what it minimises.
+
+Shape letter: N loss tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from rlflow.algorithms.loss.value import value_loss
+from rlflow.batching import PackedBatch
+from rlflow.config import Config
+from rlflow.roles import Mean
+from rlflow.workers.trainer.attention import ATTENTION, attention_layout, check_attention
+from rlflow.workers.trainer.objective import Objective, Row
+from rlflow.workers.trainer.policy import without_dropout
+
+
+class ValueModel(nn.Module):
+    """The whole computation is inside `forward`, so that FSDP's hooks on the root see it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """`model` is a token classifier of one label, loaded with `attn_implementation=ATTENTION`."""
+        super().__init__()
+        self.model = model
+
+    def forward(self, packed: PackedBatch) -> tuple[Tensor]:
+        """The value [N] (float32, with gradient) of the state in which each loss token was sampled."""
+        device = next(self.model.parameters()).device
+        hidden = self.model.base_model(
+            input_ids=torch.from_numpy(packed.input_ids)[None].to(device),
+            position_ids=torch.from_numpy(packed.position_ids)[None].to(device),
+            use_cache=False,
+            layout=attention_layout(packed, device, use_flex=device.type == "cuda"),
+        ).last_hidden_state[0]
+        head = self.model.get_submodule("score")
+        # An embedding gathers rows with a backward that is deterministic on CPU.
+        states = F.embedding(torch.from_numpy(packed.loss_positions).to(device), hidden)
+        return (head(states)[:, 0].float(),)
+
+
+def load_value_model(config: Config, model_path: str) -> ValueModel:
+    """The model at `model_path` with float32 parameters on CPU, and a head that says 0 everywhere at first.
+
+    Raises ConfigError for a model that cannot be trained packed.
+    """
+    disable_progress_bar()
+    check_attention(AutoConfig.from_pretrained(model_path), config.model.max_length)
+    model = AutoModelForTokenClassification.from_pretrained(
+        model_path, num_labels=1, dtype=torch.float32, attn_implementation=ATTENTION
+    )
+    for parameter in model.get_submodule("score").parameters():
+        nn.init.zeros_(parameter)
+    return ValueModel(without_dropout(model))
+
+
+class _Sums(NamedTuple):
+    """Over the loss tokens; `unexplained` is the squared error, the others say how much there was to explain."""
+
+    clipped: float
+    value: float
+    return_: float
+    return_squared: float
+    unexplained: float
+
+
+class ValueObjective(Objective):
+    """Mean over the loss tokens of the clipped squared error; outputs are values, [N]."""
+
+    num_sums = len(_Sums._fields) + 3
+
+    def __init__(self, config: Config) -> None:
+        self._clip = config.critic.value_clip
+
+    def __call__(self, outputs: tuple[Tensor, ...], packed: PackedBatch, version: int) -> Row:
+        (values,) = outputs
+        empty = values.new_zeros(0).cpu().numpy()
+        old = torch.from_numpy(empty if packed.values is None else packed.values).to(values.device)
+        returns = torch.from_numpy(empty if packed.returns is None else packed.returns).to(values.device)
+        assert len(old) == len(returns) == len(values), "a critic learns from samples with targets"
+        loss, is_clipped = value_loss(values, old, returns, clip=self._clip)
+        columns = [is_clipped, values, returns, returns.square(), (values - returns).square()]
+        sums = [column.detach().double().sum() for column in (*columns, loss)]
+        counts = values.new_tensor([packed.num_sequences, len(values)], dtype=torch.float64)
+        return Row(loss=loss.sum(), sums=torch.cat([torch.stack(sums), counts]), largest=counts.new_zeros(()))
+
+    def divisor(self, sums: Tensor) -> float:
+        return float(sums[-1])
+
+    def metrics(self, sums: Tensor, largest: Tensor) -> dict[str, Mean]:
+        """`critic/explained` is 1 - squared error / variance of the returns: 0 for a constant, 1 for an oracle."""
+        *totals, loss, _, count = sums.tolist()
+        found = _Sums(*totals)
+        variation = found.return_squared - found.return_**2 / max(count, 1)
+        explained = 1 - found.unexplained / variation if variation > 1e-9 * max(count, 1) else 0.0
+        return {
+            "critic/loss": Mean(total=loss, count=count),
+            "critic/clip_fraction": Mean(total=found.clipped, count=count),
+            "critic/value": Mean(total=found.value, count=count),
+            "critic/explained": Mean(total=explained, count=1),
+        }

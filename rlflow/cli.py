@@ -24,7 +24,8 @@ _VERBS = {
 }
 
 _BENCH_HELP = (
-    "e2e: a whole run's steady state; async: what asynchrony gains; queue: ledger and ready queue beside TransferQueue"
+    "e2e: a whole run's steady state; async: what asynchrony gains; queue: ledger and ready queue beside TransferQueue; "
+    "train: a step of the trainer beside a padded loop"
 )
 
 
@@ -84,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     verb["export"].add_argument("out", type=Path, metavar="OUT", help="the folder to write; it must not exist")
     verb["export"].add_argument("--step", type=int, metavar="N", help="the checkpoint's step; the last one by default")
     verb["export"].add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    verb["bench"].add_argument("name", choices=("e2e", "async", "queue"), help=_BENCH_HELP)
+    verb["bench"].add_argument("name", choices=("e2e", "async", "queue", "train"), help=_BENCH_HELP)
     verb["bench"].epilog = "Further arguments (key=value) are settings of the runs that e2e and async measure."
     verb["bench"].add_argument("--json", action="store_true", help="as one JSON object on the last line")
     verb["ledger"].add_argument("--json", action="store_true", help="as one JSON object")
@@ -125,12 +126,16 @@ def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _bench(name: str, overrides: Sequence[str]) -> Mapping[str, float | list[float]]:
+    if name in ("queue", "train") and overrides:
+        raise ConfigError(f"bench {name} takes no settings; got {' '.join(overrides)}; leave them out")
     if name == "queue":
-        if overrides:
-            raise ConfigError(f"bench queue takes no settings; got {' '.join(overrides)}; leave them out")
         from rlflow.bench_queue import queue
 
         return queue()
+    if name == "train":
+        from rlflow.bench_train import training
+
+        return training()
     if name == "async":
         from rlflow.bench_async import asynchrony
 

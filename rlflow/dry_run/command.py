@@ -9,6 +9,7 @@ from rlflow.config import Config
 
 def dry_run(config: Config, *, as_json: bool) -> int:
     """Print the estimate; returns the exit code, 0. Raises ConfigError for what the run would refuse."""
+    from rlflow.algorithms.chosen import check_functions
     from rlflow.dry_run import render
     from rlflow.dry_run.estimate import estimate
     from rlflow.dry_run.model import read_model  # imports torch and transformers
@@ -16,6 +17,7 @@ def dry_run(config: Config, *, as_json: bool) -> int:
     from rlflow.rollout.engine_setup import check_engine
     from rlflow.workers.trainer.policy import MAX_LOGITS
 
+    check_functions(config)
     folder = resolve_config(config.model.path)
     facts = read_model(config, folder)
     check_engine(config, facts.cache, folder, on_gpu=True)

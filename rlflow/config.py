@@ -153,6 +153,8 @@ class AlgorithmConfig:
     kl: str = "k3"
     kl_coefficient: float = 0.0
     """Weight of KL(policy || reference) in the loss; above 0 starts a frozen reference."""
+    kl_in_reward: bool = False
+    """Take the penalty (k1, at the time of sampling) off each token's reward instead, as PPO does; with gae only."""
     dynamic_sampling: bool = False
     """Play another task instead of a group whose rewards are all equal, until the step is full (DAPO)."""
     mask_truncated: bool = False
@@ -380,6 +382,14 @@ def _check_algorithm(config: Config) -> None:
     if algorithm.kl != AlgorithmConfig().kl and not algorithm.kl_coefficient:
         raise ConfigError(
             f"algorithm.kl={algorithm.kl} has no effect with algorithm.kl_coefficient=0; set the coefficient"
+        )
+    if algorithm.kl_in_reward and not algorithm.kl_coefficient:
+        raise ConfigError(
+            "algorithm.kl_in_reward has no effect with algorithm.kl_coefficient=0; set the coefficient, or it to false"
+        )
+    if algorithm.kl_in_reward and algorithm.kl != AlgorithmConfig().kl:
+        raise ConfigError(
+            f"algorithm.kl={algorithm.kl} has no effect with algorithm.kl_in_reward=true, which takes k1; leave it out"
         )
     if algorithm.proximal is Proximal.interpolated and config.staleness.max_versions < 2:
         raise ConfigError(

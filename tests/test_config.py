@@ -48,6 +48,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "algorithm.kl=k1 has no effect with algorithm.kl_coefficient=0; set the coefficient",
     ),
     (
+        {"algorithm.kl_in_reward": True},
+        "algorithm.kl_in_reward has no effect with algorithm.kl_coefficient=0; set the coefficient, or it to false",
+    ),
+    (
+        {"algorithm.kl_in_reward": True, "algorithm.kl_coefficient": 0.1, "algorithm.kl": "k1"},
+        "algorithm.kl=k1 has no effect with algorithm.kl_in_reward=true, which takes k1; leave it out",
+    ),
+    ({"critic.value_clip": 0.0}, "critic.value_clip must be positive, or null for no clip; got 0.0"),
+    (
         {"algorithm.proximal": Proximal.interpolated, "staleness.max_versions": 1},
         "algorithm.proximal=interpolated has no effect where no token is older than one version; got "
         "staleness.max_versions=1; raise it to 2 or more, or take behaviour",
@@ -161,6 +170,18 @@ WRONG_FUNCTIONS: list[tuple[dict[str, Any], str]] = [
     (
         {"staleness.max_versions": 1, "staleness.order": Order.ready_first, "staleness.late": Late.train},
         "staleness.late=train trains on tokens of any age, which needs a correction; take algorithm=tis, or set",
+    ),
+    (
+        {"algorithm.kl_in_reward": True, "algorithm.kl_coefficient": 0.1},
+        "algorithm.kl_in_reward=true needs rewards of single tokens, and algorithm.advantage=grpo compares episodes;",
+    ),
+    (
+        {"critic.learning_rate": 1e-4},
+        "critic has no effect with algorithm.advantage=grpo, which needs no critic; leave its settings alone, or take",
+    ),
+    (
+        {"algorithm.advantage": "gae", "algorithm.advantage_args": {"trace": 2.0}},
+        "trace must be from 0 to 1; got 2.0",
     ),
     (
         {"algorithm.advantage": "reinforce_pp", "trainer.streaming": False},

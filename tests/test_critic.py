@@ -14,7 +14,7 @@ from rlflow.algorithms.advantage.gae import Moments, gae
 from rlflow.batching import pack
 from rlflow.types import CriticTargets, Sample, TrainSample
 from rlflow.workers.trainer.base import Role
-from rlflow.workers.trainer.fetch import moments_of, token_level, whiten_all
+from rlflow.workers.trainer.fetch import moments_of, rewards_of_tokens, token_level, whiten_all
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.policy import split_logprobs
 from rlflow.workers.trainer.value import load_value_model
@@ -54,11 +54,20 @@ def test_values_of_a_packed_row_are_those_of_each_sequence_alone(tmp_path: Path)
 def test_an_episode_that_forked_is_one_sequence_with_its_reward_at_the_end() -> None:
     samples = [sample_of([1, 0, 1]), sample_of([1])]
     values = [np.array([0.5, 9.0, 0.25], np.float32), np.array([0.75], np.float32)]
-    advantages, targets = token_level(samples, 1.0, values, partial(gae, trace=0.0))
+    rewards = rewards_of_tokens(samples, 1.0, None, 0.0)
+    assert rewards.tolist() == [0.0, 0.0, 0.0, 1.0]
+    advantages, targets = token_level(samples, rewards, values, partial(gae, trace=0.0))
     # Errors of one step: 0.25 - 0.5, 0.75 - 0.25, 1 - 0.75; the observation is skipped.
     assert [row.tolist() for row in advantages] == [[-0.25, 0.0, 0.5], [0.25]]
     assert [target.returns.tolist() for target in targets] == [[0.25, 0.0, 0.75], [1.0]]
     assert targets[1].values.tolist() == [0.75]
+
+
+def test_the_distance_to_the_reference_is_taken_off_each_reward() -> None:
+    one = sample_of([1, 0, 1])
+    one.logprobs[:] = [-1.0, 0.0, -2.0]
+    rewards = rewards_of_tokens([one], 1.0, [np.array([-1.5, 9.0, -1.0], np.float32)], 0.1)
+    assert rewards.tolist() == pytest.approx([-0.05, 0.0, 1.1])
 
 
 def test_advantages_are_whitened_over_the_loss_tokens_of_the_step() -> None:

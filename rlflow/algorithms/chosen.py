@@ -90,6 +90,11 @@ def check_functions(config: Config) -> None:
     chosen = advantage_of(algorithm)
     if needs_critic(algorithm):
         token_advantage_of(algorithm)
+    elif algorithm.kl_in_reward:
+        raise ConfigError(
+            f"algorithm.kl_in_reward=true needs rewards of single tokens, and algorithm.advantage={algorithm.advantage} "
+            "compares episodes; set it to false, or take algorithm.advantage=gae"
+        )
     elif config.critic != CriticConfig():
         raise ConfigError(
             f"critic has no effect with algorithm.advantage={algorithm.advantage}, which needs no critic; leave its "

@@ -98,7 +98,9 @@ class TrainerWorker:
         """This rank's micro-batches of `groups`; none when there are no groups."""
         if not groups:
             return []
-        fetch = Fetcher(groups, oldest_version, self._token_advantage)
+        algorithm = self._config.algorithm
+        kl_coefficient = algorithm.kl_coefficient if algorithm.kl_in_reward else 0.0
+        fetch = Fetcher(groups, oldest_version, self._token_advantage, kl_coefficient)
         return [[fetch.samples(piece) for piece in plan.pieces] for plan in self._plans(groups)]
 
     def _plans(self, groups: list[ReadyGroup]) -> list[MicroBatchPlan]:

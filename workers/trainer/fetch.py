@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlflow.algorithms.advantage.gae import Moments, TokenAdvantages, token_rewards, whiten
+from rlflow.algorithms.advantage.gae import DoubleArray, Moments, TokenAdvantages, token_rewards, whiten
 from rlflow.algorithms.chosen import TokenAdvantage
 from rlflow.batching import Piece, spread_over_turns
 from rlflow.staleness import without_old_tokens
@@ -18,12 +18,20 @@ class Fetcher:
     """Reads payloads as training samples, without the tokens that are too old."""
 
     def __init__(
-        self, groups: Sequence[ReadyGroup], oldest_version: int | None, token_advantage: TokenAdvantage | None
+        self,
+        groups: Sequence[ReadyGroup],
+        oldest_version: int | None,
+        token_advantage: TokenAdvantage | None,
+        kl_coefficient: float = 0.0,
     ) -> None:
-        """`token_advantage` turns the critic's values, which the groups then carry, into advantages of tokens."""
+        """`token_advantage` turns the critic's values, which the groups then carry, into advantages of tokens.
+
+        `kl_coefficient` weighs the distance to the reference that is taken off each token's reward.
+        """
         self._groups = groups
         self._oldest_version = oldest_version
         self._token_advantage = token_advantage
+        self._kl_coefficient = kl_coefficient
 
     def payloads(self, piece: Piece) -> list[EpisodePayload]:
         return _get(self._groups[piece.group].payloads, piece)
@@ -54,7 +62,8 @@ class Fetcher:
         if self._token_advantage is not None:
             assert values is not None, "the critic is asked before the trainer"
             (reward,) = advantages
-            rows, targets = token_level(samples, reward, values, self._token_advantage)
+            rewards = rewards_of_tokens(samples, reward, references, self._kl_coefficient)
+            rows, targets = token_level(samples, rewards, values, self._token_advantage)
         elif len(advantages) > 1:
             rows = spread_over_turns(samples, advantages)
         kept = samples
@@ -68,16 +77,26 @@ class Fetcher:
         ]
 
 
+def rewards_of_tokens(
+    samples: Sequence[Sample], reward: float, references: Sequence[FloatArray] | None, kl_coefficient: float
+) -> DoubleArray:
+    """The episode's reward on its last loss token, less the penalty of each; over the tokens of all samples."""
+    mask = np.concatenate([sample.loss_mask for sample in samples])
+    sampled = np.concatenate([sample.logprobs for sample in samples])
+    reference = sampled if references is None else np.concatenate(list(references))
+    return token_rewards(reward, sampled, reference, mask, kl_coefficient)
+
+
 def token_level(
-    samples: Sequence[Sample], reward: float, values: Sequence[FloatArray], estimate: TokenAdvantage
+    samples: Sequence[Sample], rewards: DoubleArray, values: Sequence[FloatArray], estimate: TokenAdvantage
 ) -> tuple[list[FloatArray], list[CriticTargets]]:
     """Advantages [L] of each sample of an episode, and what the critic learns from it.
 
-    The samples of an episode that forked are one sequence here; the reward is on its last loss token.
+    The samples of an episode that forked are one sequence here, and `rewards` are of all its tokens.
     """
     mask = np.concatenate([sample.loss_mask for sample in samples])
     flat = np.concatenate([np.asarray(row, np.float32) for row in values])
-    found: TokenAdvantages = estimate(token_rewards(reward, flat, flat, mask, 0.0), flat, mask)
+    found: TokenAdvantages = estimate(rewards, flat, mask)
     ends = np.cumsum([len(sample.loss_mask) for sample in samples])[:-1]
     advantages = [row.astype(np.float32) for row in np.split(found.advantages, ends)]
     returns = [row.astype(np.float32) for row in np.split(found.returns, ends)]

@@ -77,7 +77,8 @@ class PolicyObjective(Objective):
         loss = loss * weights
         if self._algorithm.kl_coefficient > 0:
             kl = self._chosen.kl(logprobs, _references(packed).to(logprobs.device))
-            loss = loss + self._algorithm.kl_coefficient * kl
+            if not self._algorithm.kl_in_reward:
+                loss = loss + self._algorithm.kl_coefficient * kl
         total = (loss * token_weights(self._algorithm.aggregation, tokens, self._max_length)).sum()
         difference = (logprobs - tokens.behaviour).detach()
         ratio = clamp_log_ratio(difference).exp()

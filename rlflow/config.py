@@ -153,8 +153,14 @@ class AlgorithmConfig:
     kl: str = "k3"
     kl_coefficient: float = 0.0
     """Weight of KL(policy || reference) in the loss; above 0 starts a frozen reference."""
+    kl_target: float | None = None
+    """The KL that the coefficient is adapted to reach, in nats a token; null: it stays."""
     kl_in_reward: bool = False
     """Take the penalty (k1, at the time of sampling) off each token's reward instead, as PPO does; with gae only."""
+    entropy_low: float | None = None
+    entropy_high: float | None = None
+    """Above it, tokens with negative advantage are left out of the loss, until the entropy is below `entropy_low` (AEPO,
+    arXiv:2512.12967). Nats a token; null: never."""
     dynamic_sampling: bool = False
     """Play another task instead of a group whose rewards are all equal, until the step is full (DAPO)."""
     mask_truncated: bool = False
@@ -382,6 +388,20 @@ def _check_algorithm(config: Config) -> None:
     if algorithm.kl != AlgorithmConfig().kl and not algorithm.kl_coefficient:
         raise ConfigError(
             f"algorithm.kl={algorithm.kl} has no effect with algorithm.kl_coefficient=0; set the coefficient"
+        )
+    if algorithm.kl_target is not None and (algorithm.kl_target <= 0 or not algorithm.kl_coefficient):
+        raise ConfigError(
+            "algorithm.kl_target must be positive, with an algorithm.kl_coefficient to begin with; got "
+            f"{algorithm.kl_target} and {algorithm.kl_coefficient}"
+        )
+    if algorithm.kl_target is not None and algorithm.kl_in_reward:
+        raise ConfigError(
+            "algorithm.kl_target has no effect with algorithm.kl_in_reward=true, whose coefficient stays; set it to null"
+        )
+    bounds = (algorithm.entropy_low, algorithm.entropy_high)
+    if bounds != (None, None) and (None in bounds or not 0 <= (bounds[0] or 0.0) < (bounds[1] or 0.0)):
+        raise ConfigError(
+            f"algorithm.entropy_low and entropy_high must be null both, or 0 <= low < high; got {bounds[0]} and {bounds[1]}"
         )
     if algorithm.kl_in_reward and not algorithm.kl_coefficient:
         raise ConfigError(

@@ -55,6 +55,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"algorithm.kl_in_reward": True, "algorithm.kl_coefficient": 0.1, "algorithm.kl": "k1"},
         "algorithm.kl=k1 has no effect with algorithm.kl_in_reward=true, which takes k1; leave it out",
     ),
+    (
+        {"algorithm.kl_target": 0.1},
+        "algorithm.kl_target must be positive, with an algorithm.kl_coefficient to begin with; got 0.1 and 0.0",
+    ),
+    (
+        {"algorithm.entropy_high": 0.3},
+        "algorithm.entropy_low and entropy_high must be null both, or 0 <= low < high; got None and 0.3",
+    ),
     ({"critic.value_clip": 0.0}, "critic.value_clip must be positive, or null for no clip; got 0.0"),
     (
         {"algorithm.proximal": Proximal.interpolated, "staleness.max_versions": 1},

@@ -357,3 +357,29 @@ def test_observing_groups_without_gradient_is_accumulating_them(model_path: str)
         wanted = parameters(first)
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in second.full_parameters())
     assert found.grad_norm == 0.0
+
+
+def test_the_kl_coefficient_and_the_entropy_control_adapt_and_are_remembered(model_path: str, tmp_path: Path) -> None:
+    config = tiny_config()
+    config.algorithm.kl_coefficient, config.algorithm.kl_target = 0.5, 1e-6
+    config.algorithm.entropy_low, config.algorithm.entropy_high = 0.1, 0.2
+    trainer = one_rank(config, model_path)
+    groups = tiny_groups(with_reference=True)
+    trainer.accumulate([groups])
+    first = trainer.step().metrics
+    # 12 sequences of 10,000 push the coefficient up by 20 % of their share.
+    assert first["kl_coefficient"].value == pytest.approx(0.5 * (1 + 0.2 * 12 / 10_000))
+    assert first["entropy_control"].value == 1.0
+    trainer.save(tmp_path)
+    again = one_rank(config, model_path)
+    again.load(tmp_path)
+    for one in (trainer, again):
+        one.accumulate([groups])
+    assert again.step().grad_norm == trainer.step().grad_norm
+    free = one_rank(tiny_config(), model_path)
+    free.load(tmp_path)
+    negative = [[replace(sample, advantage=-1.0, reference_logprobs=None) for sample in group] for group in groups]
+    again.accumulate([[[replace(sample, reference_logprobs=sample.sample.logprobs) for sample in g] for g in negative]])
+    controlled = again.step()
+    free.accumulate([negative])
+    assert controlled.grad_norm < free.step().grad_norm

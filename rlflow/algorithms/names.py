@@ -62,13 +62,14 @@ NAMES: dict[Kind, tuple[str, ...]] = {
         "geometric",
         "veto",
         "opsm",
+        "uncertain_negatives",
     ),
     Kind.kl: ("k1", "k2", "k3", "k3_straight_through"),
 }
 _BATCH_SCOPE = ("gdpo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch_std", "grpo_task_std")
 _PER_TURN = ("gigpo", "eapo")
 _WITH_GREEDY = ("remax",)
-_MASKS = ("geometric", "veto", "opsm")
+_MASKS = ("geometric", "veto", "opsm", "uncertain_negatives")
 _CORRECTED = ("aipo", "dppo_tv", "dppo_kl")
 
 

@@ -6,6 +6,7 @@ loss of a token -> times the corrections -> plus the KL penalty -> times the agg
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,12 +14,16 @@ from torch import Tensor
 
 from rlflow.algorithms.aggregation import Denominator, denominator, token_weights
 from rlflow.algorithms.chosen import objective_of
+from rlflow.algorithms.entropy import leaves_out_negatives, without_negatives
+from rlflow.algorithms.kl import next_coefficient
 from rlflow.algorithms.proximal import interpolate_proximal
 from rlflow.algorithms.tokens import Tokens, clamp_log_ratio
 from rlflow.batching import PackedBatch
 from rlflow.config import Config, Proximal
 from rlflow.roles import Mean
 
+KL_HORIZON = 10_000
+"""Episodes over which an adaptive KL coefficient may change by about 20 % (arXiv:1909.08593)."""
 _METRICS = (
     "entropy",
     "kl",
@@ -56,6 +61,16 @@ class Objective(ABC):
     def metrics(self, sums: Tensor, largest: Tensor) -> dict[str, Mean]:
         """The metrics of a step from the sums [num_sums] over all rows and ranks."""
 
+    def end_step(self, sums: Tensor) -> None:  # noqa: B027  optional: most objectives do not adapt
+        """Adapt to what an update measured; called on every rank with the same sums."""
+
+    def state(self) -> dict[str, float]:
+        """What a resumed run must remember of the steps before."""
+        return {}
+
+    def load_state(self, state: Mapping[str, float]) -> None:  # noqa: B027
+        """Take up what `state` gave; what is missing begins anew."""
+
 
 class PolicyObjective(Objective):
     """The chosen algorithm; outputs are log-probabilities and entropies, [N] each."""
@@ -67,6 +82,8 @@ class PolicyObjective(Objective):
         self._algorithm = config.algorithm
         self._max_length = config.rollout.max_new_tokens
         self._chosen = objective_of(config.algorithm)
+        self._kl_coefficient = config.algorithm.kl_coefficient
+        self._leaves_out_negatives = False
 
     def __call__(self, outputs: tuple[Tensor, ...], packed: PackedBatch, version: int) -> Row:
         logprobs, entropies = outputs
@@ -78,7 +95,7 @@ class PolicyObjective(Objective):
         if self._algorithm.kl_coefficient > 0:
             kl = self._chosen.kl(logprobs, _references(packed).to(logprobs.device))
             if not self._algorithm.kl_in_reward:
-                loss = loss + self._algorithm.kl_coefficient * kl
+                loss = loss + self._kl_coefficient * kl
         total = (loss * token_weights(self._algorithm.aggregation, tokens, self._max_length)).sum()
         difference = (logprobs - tokens.behaviour).detach()
         ratio = clamp_log_ratio(difference).exp()
@@ -107,11 +124,39 @@ class PolicyObjective(Objective):
             del metrics["kl"]
         if not self._algorithm.corrections:
             del metrics["correction/mean"], metrics["correction/rejected"]
+        if self._algorithm.kl_target is not None:
+            metrics["kl_coefficient"] = Mean(total=self._kl_coefficient, count=1)
+        if self._algorithm.entropy_high is not None:
+            metrics["entropy_control"] = Mean(total=float(self._leaves_out_negatives), count=1)
         return metrics | {
             "loss": Mean(total=loss, count=self.divisor(sums)),
             "sampling/logp_difference_max": Mean(total=largest.item(), count=1),
             "num_tokens": Mean(total=num_tokens, count=num_tokens),
         }
+
+    def end_step(self, sums: Tensor) -> None:
+        means = dict(zip(_METRICS, (sums / sums[-1]).tolist(), strict=False))
+        algorithm, num_sequences = self._algorithm, int(sums[-2])
+        if algorithm.kl_target is not None:
+            horizon = max(KL_HORIZON, num_sequences)
+            self._kl_coefficient = next_coefficient(
+                self._kl_coefficient, means["kl"], algorithm.kl_target, num_sequences, horizon
+            )
+        if algorithm.entropy_low is not None and algorithm.entropy_high is not None:
+            self._leaves_out_negatives = leaves_out_negatives(
+                self._leaves_out_negatives, means["entropy"], low=algorithm.entropy_low, high=algorithm.entropy_high
+            )
+
+    def state(self) -> dict[str, float]:
+        return {
+            "kl_coefficient": self._kl_coefficient,
+            "leaves_out_negatives": float(self._leaves_out_negatives),
+        }
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        if self._algorithm.kl_target is not None:  # otherwise the setting says it
+            self._kl_coefficient = state.get("kl_coefficient", self._kl_coefficient)
+        self._leaves_out_negatives = bool(state.get("leaves_out_negatives", 0.0))
 
     def _tokens(self, logprobs: Tensor, entropies: Tensor, packed: PackedBatch, version: int) -> Tokens:
         device = logprobs.device
@@ -141,7 +186,7 @@ class PolicyObjective(Objective):
         target = tokens.proximal if is_interpolated else tokens.logprobs.detach()
         for correction in self._chosen.corrections:
             weights = weights * correction(tokens, target)
-        return weights
+        return weights * without_negatives(tokens) if self._leaves_out_negatives else weights
 
 
 def _references(packed: PackedBatch) -> Tensor:

@@ -122,6 +122,7 @@ class PackedTrainer(TrainerBackend):
             clip = min(1.0, self._config.trainer.max_grad_norm / (grad_norm + 1e-6))
             self._update(clip / count, learning_rate)
             self._updates += 1
+            self._objective.end_step(sums)
         else:
             self._discard_gradients()
         largest = self._all_reduce(self._largest, dist.ReduceOp.MAX)
@@ -150,7 +151,8 @@ class PackedTrainer(TrainerBackend):
         return [(name, dtype, shape) for name, shape in self._shapes.items()]
 
     def save(self, folder: Path) -> None:
-        write_shards(folder, self._rank, self._world_size, list(self._shards()), self._updates)
+        shards, state = list(self._shards()), self._objective.state()
+        write_shards(folder, self._rank, self._world_size, shards, self._updates, state)
 
     def load(self, folder: Path) -> None:
         reader = ShardReader(folder)
@@ -161,6 +163,7 @@ class PackedTrainer(TrainerBackend):
                 "set model.path to the model that the run began with"
             )
         self._updates = reader.updates
+        self._objective.load_state(reader.objective)
         self._load_shards(reader)
 
     @abstractmethod

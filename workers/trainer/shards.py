@@ -1,6 +1,6 @@
 """Checkpoints of sharded tensors, without pickle: what a rank holds is what it writes, and any layout can read it.
 
-    manifest.json         ranks, updates, kinds of tensors
+    manifest.json         ranks, updates, state of the objective, kinds of tensors
     rank_R.json           name -> global shape, dtype, elements that rank R holds
     rank_R.safetensors    "<kind>/<name>" -> those elements
 
@@ -51,8 +51,17 @@ def shard_range(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
     return min(rank * chunk, size), min((rank + 1) * chunk, size)
 
 
-def write_shards(folder: Path, rank: int, num_ranks: int, shards: Sequence[Shard], updates: int) -> None:
-    """Write one rank's files; rank 0 writes the manifest too. `updates` counts the optimiser's steps.
+def write_shards(
+    folder: Path,
+    rank: int,
+    num_ranks: int,
+    shards: Sequence[Shard],
+    updates: int,
+    objective: Mapping[str, float] | None = None,
+) -> None:
+    """Write one rank's files; rank 0 writes the manifest too.
+
+    `updates` counts the optimiser's steps, `objective` is what the objective must remember.
 
     Every rank passes every parameter, in the order of the model, also those that it holds no element of.
     """
@@ -70,6 +79,7 @@ def write_shards(folder: Path, rank: int, num_ranks: int, shards: Sequence[Shard
     if rank == 0:
         kinds = list(shards[0].tensors)
         manifest = {"format": _FORMAT, "num_ranks": num_ranks, "updates": updates, "kinds": kinds}
+        manifest["objective"] = dict(objective or {})
         (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
 
 
@@ -88,6 +98,7 @@ class ShardReader:
                 "use the rlflow that wrote it"
             )
         self.updates: int = manifest["updates"]
+        self.objective: dict[str, float] = manifest["objective"]
         self.kinds: list[str] = manifest["kinds"]
         self._layouts = [self._read_json(f"rank_{rank}.json") for rank in range(manifest["num_ranks"])]
         self._files = [self._open(f"rank_{rank}.safetensors") for rank in range(manifest["num_ranks"])]

@@ -277,7 +277,9 @@ class _Row:
             advantages=_join_floats(advantages),
             reference_logprobs=_reference_logprobs(samples),
             values=_join_floats([t.values[mask] for t, mask in zip(targets, masks, strict=True)]) if targets else None,
-            returns=_join_floats([t.returns[mask] for t, mask in zip(targets, masks, strict=True)]) if targets else None,
+            returns=_join_floats([t.returns[mask] for t, mask in zip(targets, masks, strict=True)])
+            if targets
+            else None,
             sequence_of=np.repeat(np.arange(len(samples)), [int(mask.sum()) for mask in masks]),
             num_sequences=len(samples),
         )

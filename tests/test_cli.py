@@ -22,7 +22,19 @@ from rlflow.sampler import SamplerState
 
 Cli = Callable[..., tuple[int, str, str]]
 SAMPLER = SamplerState(task_pass=0, position=0, put_back=[])
-RECIPES = ["aipo_arithmetic_async", "async_latency", "dapo_arithmetic", "decoupled_arithmetic_async", "grpo_32b", "grpo_7b", "grpo_arithmetic", "grpo_arithmetic_async", "gspo_arithmetic", "ppo_arithmetic", "smoke"]
+RECIPES = [
+    "aipo_arithmetic_async",
+    "async_latency",
+    "dapo_arithmetic",
+    "decoupled_arithmetic_async",
+    "grpo_32b",
+    "grpo_7b",
+    "grpo_arithmetic",
+    "grpo_arithmetic_async",
+    "gspo_arithmetic",
+    "ppo_arithmetic",
+    "smoke",
+]
 HEAVY = ("torch", "vllm", "ray", "hydra", "transformers", "numpy")
 
 

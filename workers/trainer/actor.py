@@ -78,13 +78,14 @@ class TrainerWorker:
         fetch = Fetcher(groups, None, None)
         payloads = [[fetch.payloads(piece) for piece in plan.pieces] for plan in self._plans(groups)]
         micro_batches = [
-            [[TrainSample(sample=one, advantage=0.0) for payload in piece for one in payload.samples] for piece in batch]
+            [
+                [TrainSample(sample=one, advantage=0.0) for payload in piece for one in payload.samples]
+                for piece in batch
+            ]
             for batch in payloads
         ]
         rows = iter(row for found in self._backend.per_token(micro_batches) for row in found)
-        found = [
-            [next(rows) for _ in payload.samples] for batch in payloads for piece in batch for payload in piece
-        ]
+        found = [[next(rows) for _ in payload.samples] for batch in payloads for piece in batch for payload in piece]
         return (True, *found)
 
     def _has_no_gradient(self, group: ReadyGroup) -> bool:

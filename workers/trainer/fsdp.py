@@ -120,7 +120,9 @@ class FsdpTrainer(PackedTrainer):
                 yield _local(parameter.grad)
 
 
-def _shard(policy: Policy | ValueModel, device: torch.device, world_size: int, dtype: torch.dtype, is_offloaded: bool) -> None:
+def _shard(
+    policy: Policy | ValueModel, device: torch.device, world_size: int, dtype: torch.dtype, is_offloaded: bool
+) -> None:
     """Shard each decoder layer, and the rest as the root; gradients are summed over the ranks, not averaged."""
     mesh = init_device_mesh(device.type, (world_size,))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

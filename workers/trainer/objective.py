@@ -33,6 +33,8 @@ _METRICS = (
     "sampling/logp_difference_mean",
     "ratio/mean",
 )
+
+
 class Row(NamedTuple):
     """What one packed row adds to a step."""
 

@@ -19,7 +19,8 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlflow.config import AlgorithmConfig, Config, check
+from rlflow.config import AlgorithmConfig, Config
+from rlflow.config_checks import check
 from rlflow.environments import load_environment
 from rlflow.envs.base import EnvironmentSpec, RewardFunction
 from rlflow.intake import group_seed

@@ -15,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlflow.compose_errors import explain, leaf_keys, unknown_key
-from rlflow.config import Config, check
+from rlflow.config import Config
+from rlflow.config_checks import check
 from rlflow.errors import ConfigError, RunError
 from rlflow.recipe_files import recipe_names
 

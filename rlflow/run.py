@@ -13,7 +13,8 @@ from typing import Any
 from rlflow.algorithms.chosen import check_functions
 from rlflow.checkpoint import RunState, read_state
 from rlflow.cluster.start import Fleet, ray_cluster, start_fleet, stop_fleet
-from rlflow.config import Config, check
+from rlflow.config import Config
+from rlflow.config_checks import check
 from rlflow.driver import Driver
 from rlflow.environments import held_out_tasks, load_environment
 from rlflow.envs.base import EnvironmentSpec

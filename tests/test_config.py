@@ -1,4 +1,4 @@
-"""Every message of `rlflow.config.check`, and what Hydra composes from the shipped recipes."""
+"""Every message of `rlflow.config_checks.check`, and what Hydra composes from the shipped recipes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 
 from rlflow.algorithms.chosen import check_functions
 from rlflow.compose_errors import expected, leaf_keys, unknown_key
-from rlflow.config import Backend, Config, Dtype, Late, Offload, Order, Placement, Proximal, Update, check
+from rlflow.config import Backend, Config, Dtype, Late, Offload, Order, Placement, Proximal, Update
+from rlflow.config_checks import check
 from rlflow.errors import ConfigError
 from rlflow.recipe_files import recipe_names, recipe_summary, recipe_text
 

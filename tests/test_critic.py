@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from training import save_model, tiny_config, tiny_groups, tiny_llama
 from transformers import AutoModelForTokenClassification
 
 from rlflow.algorithms.advantage.gae import Moments, gae
@@ -18,7 +19,6 @@ from rlflow.workers.trainer.fetch import moments_of, rewards_of_tokens, token_le
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.policy import split_logprobs
 from rlflow.workers.trainer.value import load_value_model
-from tests.training import save_model, tiny_config, tiny_groups, tiny_llama
 
 
 def sample_of(mask: list[int]) -> Sample:

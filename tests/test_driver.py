@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from rlflow.algorithms.chosen import check_functions
 from rlflow.checkpoint import read_state
-from rlflow.config import Config, Late, Order, Placement, check
+from rlflow.config import Config, Late, Order, Placement
+from rlflow.config_checks import check
 from rlflow.driver import StepReport
 from rlflow.errors import DeadlineError, RunError, WorkerError
 from rlflow.ledger import DropReason, Ledger

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from fakes import make_episode
 
 from rlflow.config import Config
 from rlflow.judge import Judge
 from rlflow.types import EpisodeEnd, PlayedGroup, ReadyGroup, Task, TurnSummary
-from tests.fakes import make_episode
 
 CUT_OFF = EpisodeEnd.TRUNCATED_LENGTH
 

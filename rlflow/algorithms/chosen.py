@@ -92,8 +92,8 @@ def check_functions(config: Config) -> None:
         token_advantage_of(algorithm)
     elif algorithm.kl_in_reward:
         raise ConfigError(
-            f"algorithm.kl_in_reward=true needs rewards of single tokens, and algorithm.advantage={algorithm.advantage} "
-            "compares episodes; set it to false, or take algorithm.advantage=gae"
+            "algorithm.kl_in_reward=true needs rewards of single tokens, and "
+            f"algorithm.advantage={algorithm.advantage} compares episodes; set it to false, or take algorithm.advantage=gae"
         )
     elif config.critic != CriticConfig():
         raise ConfigError(

@@ -49,6 +49,6 @@ def check_gpus(config: Config, found: int) -> None:
     if found < needs.total:
         raise ConfigError(
             f"the run needs {needs.total} GPUs (rollout.engines x rollout.tensor_parallel = {needs.engines} of their "
-            f"own, trainer.ranks = {needs.trainer}, critic = {needs.critic}, reference = {needs.reference}); the cluster "
-            f"has {found}; lower one of them"
+            f"own, trainer.ranks = {needs.trainer}, critic = {needs.critic}, reference = {needs.reference}); "
+            f"the cluster has {found}; lower one of them"
         )

@@ -1,0 +1,221 @@
+"""Every cross-check of the settings. Each message names the field, the value found and the cure.
+
+What needs the functions that were chosen is `algorithms.chosen.check_functions`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from rlflow.config import (
+    AlgorithmConfig,
+    Backend,
+    Config,
+    CriticConfig,
+    Dtype,
+    EvalConfig,
+    Late,
+    Offload,
+    Order,
+    Placement,
+    Proximal,
+    TrainerConfig,
+    Update,
+    samples_while_loading,
+    value_of,
+)
+from rlflow.errors import ConfigError
+
+_POSITIVE = (
+    "run.steps",
+    "run.keep_checkpoints",
+    "run.show_samples_every",
+    "model.max_length",
+    "reward.workers",
+    "reward.timeout_s",
+    "algorithm.groups_per_step",
+    "rollout.engines",
+    "rollout.tensor_parallel",
+    "rollout.max_new_tokens",
+    "rollout.temperature",
+    "rollout.max_running",
+    "rollout.kv_cache_gb",
+    "rollout.episode_timeout_s",
+    "eval.episodes",
+    "trainer.ranks",
+    "trainer.learning_rate",
+    "critic.learning_rate",
+    "trainer.max_grad_norm",
+    "trainer.micro_batch_tokens",
+    "staleness.max_ready_mb",
+    "deadlines.start_s",
+    "deadlines.group_s",
+    "deadlines.train_s",
+    "deadlines.weights_s",
+    "deadlines.checkpoint_s",
+)
+_NOT_NEGATIVE = (
+    "run.seed",
+    "run.checkpoint_every",
+    "algorithm.kl_coefficient",
+    "trainer.warmup_steps",
+    "trainer.weight_decay",
+    "staleness.max_versions",
+    "eval.every",
+)
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for the first setting that is out of range, contradicts another or has no effect."""
+    for key in (*_POSITIVE, *_NOT_NEGATIVE):
+        value = value_of(config, key)
+        if not math.isfinite(value):
+            raise ConfigError(f"{key} must be a finite number; got {value}")
+        if key in _POSITIVE and value <= 0:
+            raise ConfigError(f"{key} must be positive; got {value}")
+        if value < 0:
+            raise ConfigError(f"{key} must not be negative; got {value}")
+    _check_algorithm(config)
+    _check_critic(config.critic)
+    _check_staleness(config)
+    _check_engines(config)
+    _check_lengths(config)
+    _check_backend(config.trainer, config.model.dtype)
+    for key in ("trainer.beta1", "trainer.beta2"):
+        if not 0 <= value_of(config, key) < 1:
+            raise ConfigError(f"{key} must be in [0, 1); got {value_of(config, key)}")
+    if config.cluster.cpu_threads is not None and config.cluster.cpu_threads < 1:
+        raise ConfigError(f"cluster.cpu_threads must be at least 1, or null; got {config.cluster.cpu_threads}")
+
+
+def _check_critic(critic: CriticConfig) -> None:
+    if critic.value_clip is not None and critic.value_clip <= 0:
+        raise ConfigError(f"critic.value_clip must be positive, or null for no clip; got {critic.value_clip}")
+
+
+def _check_algorithm(config: Config) -> None:
+    """What can be known without the functions themselves; the rest is `algorithms.chosen.check_functions`."""
+    algorithm = config.algorithm
+    if algorithm.group_size < 2:
+        raise ConfigError(
+            f"algorithm.group_size must be at least 2, to have something to compare; got {algorithm.group_size}"
+        )
+    _check_kl(algorithm)
+    bounds = (algorithm.entropy_low, algorithm.entropy_high)
+    if bounds != (None, None) and (None in bounds or not 0 <= (bounds[0] or 0.0) < (bounds[1] or 0.0)):
+        raise ConfigError(
+            "algorithm.entropy_low and entropy_high must be null both, or 0 <= low < high; got "
+            f"{bounds[0]} and {bounds[1]}"
+        )
+    if algorithm.proximal is Proximal.interpolated and config.staleness.max_versions < 2:
+        raise ConfigError(
+            "algorithm.proximal=interpolated has no effect where no token is older than one version; got "
+            f"staleness.max_versions={config.staleness.max_versions}; raise it to 2 or more, or take behaviour"
+        )
+    overlong = algorithm.overlong_tokens
+    if overlong is not None and not 0 < overlong <= config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"algorithm.overlong_tokens must be from 1 to rollout.max_new_tokens ({config.rollout.max_new_tokens}), or "
+            f"null; got {overlong}"
+        )
+
+
+def _check_kl(algorithm: AlgorithmConfig) -> None:
+    if algorithm.kl != AlgorithmConfig().kl and not algorithm.kl_coefficient:
+        raise ConfigError(
+            f"algorithm.kl={algorithm.kl} has no effect with algorithm.kl_coefficient=0; set the coefficient"
+        )
+    if algorithm.kl_target is not None and (algorithm.kl_target <= 0 or not algorithm.kl_coefficient):
+        raise ConfigError(
+            "algorithm.kl_target must be positive, with an algorithm.kl_coefficient to begin with; got "
+            f"{algorithm.kl_target} and {algorithm.kl_coefficient}"
+        )
+    if algorithm.kl_target is not None and algorithm.kl_in_reward:
+        raise ConfigError(
+            "algorithm.kl_target has no effect with algorithm.kl_in_reward=true, whose coefficient stays; set "
+            "it to null"
+        )
+    if algorithm.kl_in_reward and not algorithm.kl_coefficient:
+        raise ConfigError(
+            "algorithm.kl_in_reward has no effect with algorithm.kl_coefficient=0; set the coefficient, or it to false"
+        )
+    if algorithm.kl_in_reward and algorithm.kl != AlgorithmConfig().kl:
+        raise ConfigError(
+            f"algorithm.kl={algorithm.kl} has no effect with algorithm.kl_in_reward=true, which takes k1; leave it out"
+        )
+
+
+def _check_staleness(config: Config) -> None:
+    staleness = config.staleness
+    if staleness.max_versions == 0 and staleness.order is not Order.oldest_first:
+        raise ConfigError(
+            f"staleness.order={staleness.order.value} has no effect with staleness.max_versions=0, where all groups of "
+            "a step are of one version; set it to oldest_first, or raise staleness.max_versions"
+        )
+    if staleness.late is not Late.requeue and staleness.order is Order.oldest_first:
+        raise ConfigError(
+            f"staleness.late={staleness.late.value} has no effect with staleness.order=oldest_first, under which no "
+            "group is late; set it to requeue, or staleness.order to ready_first"
+        )
+    if config.cluster.placement is Placement.colocated and not config.trainer.streaming:
+        raise ConfigError(
+            "trainer.streaming=false has no effect with cluster.placement=colocated, which trains a step when its last "
+            "group is ready; leave it true"
+        )
+
+
+def _check_engines(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.update is Update.all and not (rollout.engines > 1 and samples_while_loading(config)):
+        raise ConfigError(
+            "rollout.update=all has no effect with a single engine, with staleness.max_versions=0 or with "
+            "cluster.placement=colocated, where engines load at once anyway; leave it at rolling"
+        )
+    if rollout.drain and not samples_while_loading(config):
+        raise ConfigError(
+            "rollout.drain has no effect with staleness.max_versions=0 or with cluster.placement=colocated, where no "
+            "request is under way when weights are loaded; leave it false"
+        )
+    if config.eval.episodes != EvalConfig().episodes and not config.eval.every:
+        raise ConfigError(f"eval.episodes={config.eval.episodes} has no effect with eval.every=0; set eval.every")
+
+
+def _check_lengths(config: Config) -> None:
+    if config.rollout.max_new_tokens >= config.model.max_length:
+        raise ConfigError(
+            f"rollout.max_new_tokens ({config.rollout.max_new_tokens}) leaves no room for a prompt within "
+            f"model.max_length ({config.model.max_length}); lower the first or raise the second"
+        )
+    if config.trainer.micro_batch_tokens < config.model.max_length:
+        raise ConfigError(
+            f"trainer.micro_batch_tokens ({config.trainer.micro_batch_tokens}) must hold at least one sequence of "
+            f"model.max_length ({config.model.max_length}) tokens"
+        )
+
+
+def _check_backend(trainer: TrainerConfig, dtype: Dtype) -> None:
+    if trainer.backend is Backend.deepspeed and trainer.zero_stage not in (1, 2, 3):
+        found = "null" if trainer.zero_stage is None else trainer.zero_stage
+        raise ConfigError(f"trainer.zero_stage must be 1, 2 or 3 with trainer.backend=deepspeed; got {found}")
+    if trainer.backend is not Backend.deepspeed and trainer.zero_stage is not None:
+        raise ConfigError(
+            f"trainer.zero_stage={trainer.zero_stage} has no effect with trainer.backend={trainer.backend.value}; set "
+            "it to null, or trainer.backend=deepspeed"
+        )
+    if trainer.zero_stage == 1 and dtype is Dtype.bfloat16:
+        raise ConfigError(
+            "trainer.zero_stage=1 with model.dtype=bfloat16 would add gradients up in bfloat16; set trainer.zero_stage "
+            "to 2, which adds them up in float32 and takes less memory"
+        )
+    if trainer.nvme_path is None:
+        return
+    if trainer.zero_stage != 3:
+        raise ConfigError(
+            f"trainer.nvme_path={trainer.nvme_path} has no effect without trainer.backend=deepspeed and "
+            "trainer.zero_stage=3; set these, or trainer.nvme_path to null"
+        )
+    if trainer.offload is Offload.cpu:
+        raise ConfigError(
+            f"trainer.offload=cpu contradicts trainer.nvme_path={trainer.nvme_path}, where everything goes; set one of "
+            "them only"
+        )

@@ -93,7 +93,8 @@ def check_functions(config: Config) -> None:
     elif algorithm.kl_in_reward:
         raise ConfigError(
             "algorithm.kl_in_reward=true needs rewards of single tokens, and "
-            f"algorithm.advantage={algorithm.advantage} compares episodes; set it to false, or take algorithm.advantage=gae"
+            f"algorithm.advantage={algorithm.advantage} compares episodes; set it to false, or take "
+            "algorithm.advantage=gae"
         )
     elif config.critic != CriticConfig():
         raise ConfigError(

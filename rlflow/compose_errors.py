@@ -99,10 +99,13 @@ def expected(kind: Any) -> str:
 def unknown_key(key: str) -> str:
     """That there is no such setting, and the one that was probably meant."""
     known = [*leaf_keys(), *_GROUPS]
-    close = get_close_matches(key, known, n=1)
-    if not close:  # a setting named without its section, or under another one
-        ends = {leaf.rpartition(".")[2]: leaf for leaf in known}
-        close = [ends[name] for name in get_close_matches(key.rpartition(".")[2], ends, n=1, cutoff=0.75)]
+    # Last to first, so that of equal names the first counts: the trainer's learning rate, not the critic's.
+    ends = {leaf.rpartition(".")[2]: leaf for leaf in reversed(known)}
+    name = key.rpartition(".")[2]
+    # A setting named without its section, or under another one; or else misspelt.
+    close = [ends[name]] if name in ends else get_close_matches(key, known, n=1)
+    if not close:
+        close = [ends[near] for near in get_close_matches(name, ends, n=1, cutoff=0.75)]
     hint = f"did you mean {close[0]}?" if close else "`rlflow train --help` lists them all"
     return f"{key} is not a setting; {hint}"
 

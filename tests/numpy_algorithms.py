@@ -251,12 +251,31 @@ def opsm(p: Padded, delta: float = 0.5) -> Array:
     return _weights(p, of_token)
 
 
+def uncertain_negatives(p: Padded, threshold: float = 1.0, of: str = "token") -> Array:
+    def of_token(i: int, t: int) -> float:
+        entropy = p.entropies[i, t] if of == "token" else np.mean([p.entropies[i, s] for s in p.places_of(i)])
+        return float(not (p.advantages[i, t] < 0 and entropy > threshold))
+
+    return _weights(p, of_token)
+
+
 LOSSES: dict[str, Callable[..., LossOracle]] = {
     function.__name__: function for function in (reinforce, ppo_clip, gspo, gmpo, cispo, aipo, sapo, dppo_tv, dppo_kl)
 }
 CORRECTIONS: dict[str, Callable[..., Array]] = {
     function.__name__: function
-    for function in (tis, tis_sequence, tis_geometric, mis, mis_sequence, icepop, geometric, veto, opsm)
+    for function in (
+        tis,
+        tis_sequence,
+        tis_geometric,
+        mis,
+        mis_sequence,
+        icepop,
+        geometric,
+        veto,
+        opsm,
+        uncertain_negatives,
+    )
 }
 KL: dict[str, tuple[Callable[[float, float], float], Callable[[float, float], float]]] = {
     # name -> value and slope at (policy, reference) log-probabilities

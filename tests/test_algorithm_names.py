@@ -48,6 +48,7 @@ def test_what_a_caller_must_know() -> None:
         "geometric",
         "veto",
         "opsm",
+        "uncertain_negatives",
     }
     assert {name for name in NAMES[Kind.loss] if resolve(Kind.loss, name).is_corrected} == {
         "aipo",

@@ -105,7 +105,7 @@ def test_the_critic_learns_what_to_expect(tmp_path: Path) -> None:
         outcome = critic.step()
         assert outcome.applied
         explained.append(outcome.metrics["critic/explained"].value or 0.0)
-    assert explained[0] == pytest.approx(0.0, abs=0.05)
+    assert explained[0] <= 0.0
     assert explained[-1] > 0.9
     (rows,) = critic.per_token([tiny_groups(num_groups=4)])
     assert rows[0][0] < -0.5

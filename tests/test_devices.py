@@ -32,7 +32,11 @@ def test_enough(asked: Config, found: int) -> None:
 @pytest.mark.parametrize(
     ("asked", "found", "message"),
     [
-        (config(1, 1), 1, r"needs 2 GPUs .* = 1 of their own, trainer.ranks = 1, reference = 0\); the cluster has 1"),
+        (
+            config(1, 1),
+            1,
+            r"needs 2 GPUs .* = 1 of their own, trainer.ranks = 1, critic = 0, reference = 0\); the cluster has 1",
+        ),
         (config(2, 1, tensor_parallel=2, kl=0.1), 5, "needs 6 GPUs .* = 4 of their own, .* reference = 1"),
         (config(4, 4, kl=0.1, colocated=True), 4, "needs 5 GPUs .* = 0 of their own, trainer.ranks = 4"),
         (config(2, 1, colocated=True), 8, "equal to trainer.ranks; got 1, 2 and 1; change them"),

@@ -10,7 +10,7 @@ from rlflow.workers.trainer.base import Role, TrainerBackend
 
 
 def build_backend(
-    config: Config, model_path: str, rank: int, world_size: int, rendezvous: str, role: Role
+    config: Config, model_path: str, rank: int, world_size: int, rendezvous: str, role: Role = Role.policy
 ) -> TrainerBackend:
     """One rank of the trainer; returns when all ranks have met at `rendezvous` and hold the model.
 

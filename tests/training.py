@@ -113,6 +113,7 @@ def plain_gradients(model_path: str, groups: Sequence[Sequence[TrainSample]], co
     low, high = config.algorithm.loss_args["clip_low"], config.algorithm.loss_args["clip_high"]
     total = torch.zeros(())
     for sample, logprobs in zip([sample for group in groups for sample in group], rows, strict=True):
+        assert isinstance(sample.advantage, float)
         for token in np.flatnonzero(sample.sample.loss_mask):
             ratio = torch.exp(logprobs[token] - float(sample.sample.logprobs[token]))
             clipped = ratio.clamp(1 - low, 1 + high)

@@ -41,7 +41,7 @@ class Judge:
             greedy, _ = pairs.pop()
             if not greedy.is_trainable:
                 return None
-            baseline = greedy.reward
+            baseline = self._shaped_reward(greedy)
         kept = [(summary, payload) for summary, payload in pairs if summary.is_trainable]
         if len(kept) < 2:
             return None
@@ -88,10 +88,7 @@ class Judge:
         return [self._score(group, episode) for episode in group.episodes]
 
     def _score(self, group: ReadyGroup, episode: EpisodeSummary) -> Scored:
-        assert episode.reward is not None, "only episodes with a verdict are scored"
-        reward, cache = episode.reward, self._algorithm.overlong_tokens
-        if cache is not None:
-            reward += overlong_penalty(episode.num_loss_tokens, max_length=self._max_new_tokens, cache=cache)
+        reward = self._shaped_reward(episode)
         last = len(episode.turns) - 1
         return Scored(
             reward=reward,
@@ -106,6 +103,14 @@ class Judge:
             ],
             baseline=group.baseline,
         )
+
+    def _shaped_reward(self, episode: EpisodeSummary) -> float:
+        """The verdict, less the penalty for a long reply; the same for what is compared and what it is compared with."""
+        assert episode.reward is not None, "only episodes with a verdict are scored"
+        cache = self._algorithm.overlong_tokens
+        if cache is None:
+            return episode.reward
+        return episode.reward + overlong_penalty(episode.num_loss_tokens, max_length=self._max_new_tokens, cache=cache)
 
 
 def why_no_verdict(episodes: Sequence[EpisodeSummary]) -> str:

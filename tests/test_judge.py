@@ -115,3 +115,10 @@ def test_remax_compares_with_the_greedy_episode() -> None:
     assert (group.payloads, group.baseline) == (["a", "b"], 0.25)
     assert group.advantages == [[0.75], [-0.25]]
     assert judge.ready(Task(id="t", prompt=()), played([1.0, 0.0, None])) is None
+
+
+def test_the_greedy_episode_is_punished_for_its_length_too() -> None:
+    config = Config()
+    config.rollout.max_new_tokens, config.algorithm.overlong_tokens = 100, 50
+    config.algorithm.advantage = "remax"
+    assert whole(ready(config, played([1.0, 1.0, 1.0], lengths=[100, 50, 100]))) == [0.0, 1.0]

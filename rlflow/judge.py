@@ -105,7 +105,7 @@ class Judge:
         )
 
     def _shaped_reward(self, episode: EpisodeSummary) -> float:
-        """The verdict, less the penalty for a long reply; the same for what is compared and what it is compared with."""
+        """The verdict, less the penalty for a long reply; also of a baseline."""
         assert episode.reward is not None, "only episodes with a verdict are scored"
         cache = self._algorithm.overlong_tokens
         if cache is None:

@@ -44,13 +44,8 @@ class Policy(nn.Module):
 
     def forward(self, packed: PackedBatch) -> tuple[Tensor, Tensor]:
         """Log-probabilities [N] (float32, with gradient) and entropies [N] (float32, without) of the loss tokens."""
-        device = next(self.model.parameters()).device
-        hidden = self.model.base_model(
-            input_ids=torch.from_numpy(packed.input_ids)[None].to(device),
-            position_ids=torch.from_numpy(packed.position_ids)[None].to(device),
-            use_cache=False,
-            layout=attention_layout(packed, device, use_flex=device.type == "cuda"),
-        ).last_hidden_state[0]
+        hidden = hidden_states(self.model, packed)
+        device = hidden.device
         head = self.model.get_output_embeddings()
         assert head is not None, "checked at construction"
         # Tokens that one state predicts, such as the first ones of a group's completions, share its logits.
@@ -61,6 +56,17 @@ class Policy(nn.Module):
         predictive = F.embedding(positions, hidden)
         targets = torch.from_numpy(packed.targets).to(device)
         return _TokenLogprobs.apply(predictive, head.weight, row_of, targets, self._temperature, self._max_logits)
+
+
+def hidden_states(model: PreTrainedModel, packed: PackedBatch) -> Tensor:
+    """The last layer's states [T, hidden size] of a row, from a model that `load_packed` has loaded."""
+    device = next(model.parameters()).device
+    return model.base_model(
+        input_ids=torch.from_numpy(packed.input_ids)[None].to(device),
+        position_ids=torch.from_numpy(packed.position_ids)[None].to(device),
+        use_cache=False,
+        layout=attention_layout(packed, device, use_flex=device.type == "cuda"),
+    ).last_hidden_state[0]
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -127,17 +133,20 @@ def load_policy(config: Config, model_path: str) -> Policy:
 
     Raises ConfigError for a model that cannot be trained packed.
     """
+    return Policy(load_packed(AutoModelForCausalLM, config, model_path), config.rollout.temperature)
+
+
+def load_packed(auto_class: Any, config: Config, model_path: str, **options: object) -> PreTrainedModel:
+    """A model by one of transformers' Auto classes, float32 on CPU, for packed rows.
+
+    Raises ConfigError for a model that cannot be trained packed.
+    """
     disable_progress_bar()
     check_attention(AutoConfig.from_pretrained(model_path), config.model.max_length)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation=ATTENTION)
-    return Policy(without_dropout(model), config.rollout.temperature)
-
-
-def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
-    """The policy that is trained is the one that sampled."""
+    model = auto_class.from_pretrained(model_path, dtype=torch.float32, attn_implementation=ATTENTION, **options)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0
+            module.p = 0.0  # the policy that is trained is the one that sampled
     return model
 
 

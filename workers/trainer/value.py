@@ -10,38 +10,30 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from rlflow.algorithms.loss.value import value_loss
 from rlflow.batching import PackedBatch
 from rlflow.config import Config
 from rlflow.roles import Mean
-from rlflow.workers.trainer.attention import ATTENTION, attention_layout, check_attention
 from rlflow.workers.trainer.objective import Objective, Row
-from rlflow.workers.trainer.policy import without_dropout
+from rlflow.workers.trainer.policy import hidden_states, load_packed
 
 
 class ValueModel(nn.Module):
     """The whole computation is inside `forward`, so that FSDP's hooks on the root see it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """`model` is a token classifier of one label, loaded with `attn_implementation=ATTENTION`."""
+        """`model` is a token classifier of one label, as `load_packed` gives it."""
         super().__init__()
         self.model = model
 
     def forward(self, packed: PackedBatch) -> tuple[Tensor]:
         """The value [N] (float32, with gradient) of the state in which each loss token was sampled."""
-        device = next(self.model.parameters()).device
-        hidden = self.model.base_model(
-            input_ids=torch.from_numpy(packed.input_ids)[None].to(device),
-            position_ids=torch.from_numpy(packed.position_ids)[None].to(device),
-            use_cache=False,
-            layout=attention_layout(packed, device, use_flex=device.type == "cuda"),
-        ).last_hidden_state[0]
+        hidden = hidden_states(self.model, packed)
         head = self.model.get_submodule("score")
         # An embedding gathers rows with a backward that is deterministic on CPU.
-        states = F.embedding(torch.from_numpy(packed.loss_positions).to(device), hidden)
+        states = F.embedding(torch.from_numpy(packed.loss_positions).to(hidden.device), hidden)
         return (head(states)[:, 0].float(),)
 
 
@@ -50,14 +42,10 @@ def load_value_model(config: Config, model_path: str) -> ValueModel:
 
     Raises ConfigError for a model that cannot be trained packed.
     """
-    disable_progress_bar()
-    check_attention(AutoConfig.from_pretrained(model_path), config.model.max_length)
-    model = AutoModelForTokenClassification.from_pretrained(
-        model_path, num_labels=1, dtype=torch.float32, attn_implementation=ATTENTION
-    )
+    model = load_packed(AutoModelForTokenClassification, config, model_path, num_labels=1)
     for parameter in model.get_submodule("score").parameters():
         nn.init.zeros_(parameter)
-    return ValueModel(without_dropout(model))
+    return ValueModel(model)
 
 
 class _Sums(NamedTuple):

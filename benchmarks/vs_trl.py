@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlflow.bench.others import other_python
 from rlflow.envs.arithmetic import load
 from rlflow.models import resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent
-TRL_VENV = Path.home() / ".cache" / "rlflow" / "trl-venv"
 WARM_UP_STEPS = 2
 RUN_TIMEOUT_S = 7200.0
 
@@ -120,16 +120,6 @@ def write_prompts(path: Path, count: int) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make_trl_venv() -> Path:
-    """TRL's Python, installed on first use."""
-    options = ["--venv", str(TRL_VENV), "--lock", str(ROOT / "requirements" / "trl.lock"), "--packages-only"]
-    setup = [sys.executable, str(ROOT / "scripts" / "setup.py")]
-    installed = subprocess.run([*setup, *options], stdout=sys.stderr, check=False)
-    if installed.returncode != 0:
-        raise SystemExit("vs_trl: error: TRL could not be installed; the reason is above")
-    return TRL_VENV / "bin" / "python"
-
-
 def measure(setting: Setting, modes: Sequence[str], rounds: int, python: Path) -> dict[str, list[list[float]]]:
     """System -> for each of its runs, samples a second of every steady step."""
     found: dict[str, list[list[float]]] = {}
@@ -206,7 +196,7 @@ def main() -> None:
         learning_rate=arguments.learning_rate,
         threads=len(os.sched_getaffinity(0)),
     )
-    python = arguments.trl_python or make_trl_venv()
+    python = arguments.trl_python or other_python("trl-venv", "trl.lock")
     summary = summarize(measure(setting, arguments.modes, arguments.rounds, python), setting)
     print(table(summary))
     print(json.dumps(summary))

@@ -129,18 +129,18 @@ def _bench(name: str, overrides: Sequence[str]) -> Mapping[str, float | list[flo
     if name in ("queue", "train") and overrides:
         raise ConfigError(f"bench {name} takes no settings; got {' '.join(overrides)}; leave them out")
     if name == "queue":
-        from rlflow.bench_queue import queue
+        from rlflow.bench.queue import queue
 
         return queue()
     if name == "train":
-        from rlflow.bench_train import training
+        from rlflow.bench.training import training
 
         return training()
     if name == "async":
-        from rlflow.bench_async import asynchrony
+        from rlflow.bench.asynchrony import asynchrony
 
         return asynchrony(overrides)
-    from rlflow.bench import end_to_end
+    from rlflow.bench.end_to_end import end_to_end
 
     return end_to_end(overrides)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlflow.bench_async import SETTINGS, compare, figures_of
+from rlflow.bench.asynchrony import SETTINGS, compare, figures_of
 from rlflow.telemetry import metrics
 
 

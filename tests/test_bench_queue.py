@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.bench_queue import count_lines, our_round, summarize
+from rlflow.bench.queue import count_lines, our_round, summarize
 from rlflow.cli import main
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlflow.batching import pack
+from rlflow.batching import PackedBatch, pack
 from rlflow.config import Config
 from rlflow.errors import RunError
 from rlflow.roles import StepOutcome
@@ -103,11 +103,14 @@ class PackedTrainer(TrainerBackend):
 
     def _loss(self, micro_batch: MicroBatch) -> Tensor:
         """The loss of a micro-batch, a weighted sum over its loss tokens; counts its figures."""
-        packed = pack(micro_batch)
+        packed = self._lay_out(micro_batch)
         row = self._objective(self._forward(packed), packed, self.version)
         self._sums += row.sums
         self._largest = torch.maximum(self._largest, row.largest)
         return row.loss
+
+    def _lay_out(self, micro_batch: MicroBatch) -> PackedBatch:
+        return pack(micro_batch)
 
     def step(self) -> StepOutcome:
         self._finish_gradients()
@@ -142,7 +145,7 @@ class PackedTrainer(TrainerBackend):
         found: list[list[FloatArray]] = []
         for micro_batch in groups:
             with torch.no_grad():
-                first, *_ = self._forward(pack(micro_batch))
+                first, *_ = self._forward(self._lay_out(micro_batch))
             found.append(split_logprobs(first, [sample for group in micro_batch for sample in group]))
         return found
 

@@ -14,9 +14,7 @@ up.
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,9 +25,9 @@ from typing import Any
 import numpy as np
 import ray
 
+from rlflow.bench.others import figures_of, other_python, worker_script
 from rlflow.cluster.start import ray_cluster
 from rlflow.config import Config, Order
-from rlflow.errors import ConfigError, RunError
 from rlflow.ledger import GroupState, Ledger
 from rlflow.ready import ReadyQueue
 from rlflow.types import EpisodeEnd, EpisodeSummary, ReadyGroup
@@ -43,11 +41,8 @@ PRODUCERS = 8
 GROUPS_PER_TAKE = 8
 ROUNDS = 3
 ROUND_TIMEOUT_S = 600.0
-INSTALL_TIMEOUT_S = 1800.0
 
-_LIBRARY = Path(__file__).resolve().parent
-_CHECKOUT = _LIBRARY.parent
-_THEIR_VENV = Path.home() / ".cache" / "rlflow" / "transfer-queue-venv"
+_LIBRARY = Path(__file__).resolve().parent.parent
 _OUR_FILES = ("ledger.py", "ready.py")
 
 
@@ -104,10 +99,8 @@ def queue() -> dict[str, Any]:
 
     Raises ConfigError outside a checkout, RunError when TransferQueue cannot be installed or fails.
     """
-    worker = _CHECKOUT / "benchmarks" / "transfer_queue_worker.py"
-    if not worker.is_file():
-        raise ConfigError(f"bench queue needs a checkout of rlflow for its other side; there is no {worker}")
-    python = _make_venv()
+    worker = worker_script("transfer_queue_worker.py")
+    python = other_python("transfer-queue-venv", "transfer_queue.lock")
     found: dict[str, list[float]] = {"rlflow": [], "transfer_queue": [], "transfer_queue_batched": []}
     lines = 0
     for number in range(ROUNDS):
@@ -178,17 +171,6 @@ def _group(group_id: int, number: int, payload: object) -> ReadyGroup:
     )
 
 
-def _make_venv() -> Path:
-    """TransferQueue's Python, installed on first use."""
-    lock = _CHECKOUT / "requirements" / "transfer_queue.lock"
-    options = ["--venv", str(_THEIR_VENV), "--lock", str(lock), "--packages-only"]
-    command = [sys.executable, str(_CHECKOUT / "scripts" / "setup.py"), *options]
-    installed = subprocess.run(command, stdout=sys.stderr, timeout=INSTALL_TIMEOUT_S, check=False)
-    if installed.returncode:
-        raise RunError("TransferQueue could not be installed; the reason is above")
-    return _THEIR_VENV / "bin" / "python"
-
-
 def _their_round(python: Path, worker: Path) -> dict[str, Any]:
     settings: dict[str, int] = {
         "--groups": NUM_GROUPS,
@@ -199,13 +181,7 @@ def _their_round(python: Path, worker: Path) -> dict[str, Any]:
         "--groups-per-take": GROUPS_PER_TAKE,
     }
     words = [str(word) for pair in settings.items() for word in pair]
-    done = subprocess.run(
-        [str(python), str(worker), *words], capture_output=True, text=True, timeout=ROUND_TIMEOUT_S, check=False
-    )
-    if done.returncode:
-        ending = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
-        raise RunError(f"TransferQueue's side ended with exit code {done.returncode}; it ends with:\n{ending}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return figures_of("TransferQueue's side", [str(python), str(worker), *words], ROUND_TIMEOUT_S)
 
 
 def _our_lines() -> int:

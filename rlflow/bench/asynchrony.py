@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from rlflow.bench import WARM_UP_STEPS, run_recipe, summarize
+from rlflow.bench.end_to_end import WARM_UP_STEPS, run_recipe, summarize
 
 SETTINGS: dict[str, tuple[str, ...]] = {
     "0_whole_batch": ("staleness.max_versions=0", "trainer.streaming=false"),

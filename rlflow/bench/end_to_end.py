@@ -1,4 +1,4 @@
-"""Measurements that anybody can repeat: `rlflow bench <name> --json`."""
+"""Steady state of a whole run: `rlflow bench e2e`."""
 
 from __future__ import annotations
 

@@ -205,8 +205,8 @@ def _check_backend(trainer: TrainerConfig, dtype: Dtype) -> None:
         )
     if trainer.tensor_parallel > 1 and trainer.backend is Backend.deepspeed:
         raise ConfigError(
-            f"trainer.tensor_parallel={trainer.tensor_parallel} has no effect with trainer.backend=deepspeed; set it to "
-            "1, or trainer.backend=fsdp"
+            f"trainer.tensor_parallel={trainer.tensor_parallel} has no effect with trainer.backend=deepspeed; set it "
+            "to 1, or trainer.backend=fsdp"
         )
     if trainer.ranks % trainer.tensor_parallel:
         raise ConfigError(

@@ -49,7 +49,7 @@ class FsdpTrainer(PackedTrainer):
         self._optimizer = adamw(config, list(self._parameters.values()))
 
     def _cut_for_tensor_parallel(self) -> DeviceMesh:
-        """Leave of the model what this rank computes; returns the ranks that compute the same of other micro-batches."""
+        """Leave of the model what this rank computes; returns the ranks that do the same with other micro-batches."""
         size, timeout_s = self._config.trainer.tensor_parallel, self._config.deadlines.train_s
         ranks = torch.arange(self._world_size).view(-1, size)
         neighbours = join_subgroup(ranks.tolist(), timeout_s)
@@ -107,7 +107,8 @@ class FsdpTrainer(PackedTrainer):
             width = math.prod(self._shapes[name][1:])
             found: dict[str, Tensor] = {}
             for kind, tensor in tensors.items():
-                assert len(rows := _local(tensor)) == held[1] - held[0], f"{name} is cut another way than FSDP2 does"
+                rows = _local(tensor)
+                assert len(rows) == held[1] - held[0], f"{name} is cut another way than FSDP2 does"
                 if self._cut.get(name) == 1:
                     rows = self._group.join(rows.to(self._device), 1)[saved[0] - held[0] : saved[1] - held[0]]
                 found[kind] = rows.cpu().flatten()

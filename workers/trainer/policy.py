@@ -68,7 +68,7 @@ class Policy(nn.Module):
             predictive, head.weight, row_of[tokens] - start, targets[tokens], self._temperature, self._max_logits
         )  # pyright: ignore[reportAssignmentType]
         logprobs, entropies = (of_own.new_zeros(len(targets)).index_copy(0, tokens, of_own) for of_own in own)
-        return self._group.add_up(logprobs), self._group.add_up(entropies).detach()
+        return self._group.add_up(logprobs), self._group.add_up(entropies)
 
 
 def hidden_states(model: PreTrainedModel, packed: PackedBatch) -> Tensor:

@@ -1,13 +1,13 @@
-"""Tensor parallelism: a group of ranks goes through the same micro-batches, each rank with a slice of every decoder layer.
+"""Tensor parallelism: a group of ranks goes through the same micro-batches, each with a slice of every decoder layer.
 
 The model's own plan names the linear layers that are cut. A `colwise` one computes some of the outputs on each rank; a
-`rowwise` one computes a part of every output from some of the inputs, and the parts are summed over the group. Everything
-else is computed by every rank, from whole parameters; the output layer shares out the tokens instead (policy.py).
+`rowwise` one computes a part of every output from some of the inputs, and the parts are summed over the group. All else
+is computed by every rank, from whole parameters; the output layer shares out the tokens instead (policy.py).
 
-Each rank takes its share of the loss, 1 / size, and the derivative of what it computed itself. Gradients of activations
-and of whole parameters are then parts as well, which add up to the gradient over the group: FSDP shards whole parameters
-over all ranks and sums over all ranks. The backward of a sum over the group is that sum again, so that behind it the
-gradient is complete: that of a slice needs to be summed over the data ranks only.
+Each rank takes its share of the loss, 1 / size, and the derivative of what it computed itself. So the gradients of
+activations and of whole parameters are parts too, which add up over the group: FSDP shards whole parameters over all
+ranks and sums over all ranks. The backward of a sum over the group is that sum again, so that behind it the gradient is
+complete: that of a slice needs to be summed over the data ranks only.
 """
 
 from __future__ import annotations
@@ -142,11 +142,15 @@ def _layers_to_cut(model: PreTrainedModel, size: int) -> dict[str, str]:
 
 
 def _plan(config: PreTrainedConfig, size: int) -> dict[str, str]:
-    """transformers' plan for the model. Raises ConfigError when there is none, or none that is known here."""
+    """transformers' plan for the decoder layers. Raises ConfigError when there is none, or none that is known here.
+
+    What it says of the embedding is left aside: that stays whole.
+    """
     text = config.get_text_config()
     problem = f"trainer.tensor_parallel={size}: model.path names a {text.model_type} model"
     cure = "set it to 1, or choose a model such as Llama, Qwen2 or Qwen3"
-    plan: dict[str, str] = dict(text.base_model_tp_plan or {})
+    entries: dict[str, str] = text.base_model_tp_plan or {}
+    plan = {pattern: style for pattern, style in entries.items() if pattern.startswith("layers.")}
     if not plan:
         raise ConfigError(f"{problem}, for which transformers has no plan to cut it; {cure}")
     unknown = sorted(set(plan.values()) - {_COLWISE, _ROWWISE, _WHOLE})

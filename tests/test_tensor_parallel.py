@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -60,7 +62,7 @@ def test_the_decoder_of_a_critic_is_cut_likewise() -> None:
     assert critic.get_parameter("score.weight").shape == (2, 32)
 
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def cut_layers(model: PreTrainedModel, group: TensorGroup) -> dict[str, int]:
     return cut
 
 
-def _slice(parameter: nn.Parameter, dim: int, group: TensorGroup) -> nn.Parameter:
+def _slice(parameter: Tensor, dim: int, group: TensorGroup) -> nn.Parameter:
     own = group.slice(parameter.detach(), dim).clone(memory_format=torch.contiguous_format)
     return nn.Parameter(own, requires_grad=parameter.requires_grad)
 

@@ -198,6 +198,9 @@ class TrainerConfig:
     nvme_path: str | None = None
     """A folder on a fast local disk that ZeRO 3 offloads to instead."""
     ranks: int = 1
+    tensor_parallel: int = 1
+    """Ranks that go through the same micro-batches, each with a slice of every decoder layer; it divides `ranks`. With
+    `fsdp` only. For activations that one GPU cannot hold, on GPUs of one machine: each layer waits for their sums."""
     learning_rate: float = 1e-6
     warmup_steps: int = 0
     weight_decay: float = 0.0
@@ -300,6 +303,11 @@ def value_of(config: Config, key: str) -> Any:
     for part in key.split("."):
         found = getattr(found, part)
     return found
+
+
+def num_shares(trainer: TrainerConfig) -> int:
+    """Into how many shares a batch is divided: the ranks of a tensor group, which are neighbours, have the same one."""
+    return trainer.ranks // trainer.tensor_parallel
 
 
 def samples_while_loading(config: Config) -> bool:

@@ -43,6 +43,7 @@ _POSITIVE = (
     "rollout.episode_timeout_s",
     "eval.episodes",
     "trainer.ranks",
+    "trainer.tensor_parallel",
     "trainer.learning_rate",
     "critic.learning_rate",
     "trainer.max_grad_norm",
@@ -201,6 +202,15 @@ def _check_backend(trainer: TrainerConfig, dtype: Dtype) -> None:
         raise ConfigError(
             f"trainer.zero_stage={trainer.zero_stage} has no effect with trainer.backend={trainer.backend.value}; set "
             "it to null, or trainer.backend=deepspeed"
+        )
+    if trainer.tensor_parallel > 1 and trainer.backend is Backend.deepspeed:
+        raise ConfigError(
+            f"trainer.tensor_parallel={trainer.tensor_parallel} has no effect with trainer.backend=deepspeed; set it "
+            "to 1, or trainer.backend=fsdp"
+        )
+    if trainer.ranks % trainer.tensor_parallel:
+        raise ConfigError(
+            f"trainer.tensor_parallel must divide trainer.ranks ({trainer.ranks}); got {trainer.tensor_parallel}"
         )
     if trainer.zero_stage == 1 and dtype is Dtype.bfloat16:
         raise ConfigError(

@@ -136,6 +136,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         },
         "trainer.offload=cpu contradicts trainer.nvme_path=/scratch, where everything goes; set one of them only",
     ),
+    ({"trainer.tensor_parallel": 0}, "trainer.tensor_parallel must be positive; got 0"),
+    (
+        {"trainer.tensor_parallel": 2, "trainer.ranks": 3},
+        "trainer.tensor_parallel must divide trainer.ranks (3); got 2",
+    ),
+    (
+        {
+            "trainer.tensor_parallel": 2,
+            "trainer.ranks": 2,
+            "trainer.backend": Backend.deepspeed,
+            "trainer.zero_stage": 3,
+        },
+        "trainer.tensor_parallel=2 has no effect with trainer.backend=deepspeed; set it to 1, or trainer.backend=fsdp",
+    ),
     (
         {"trainer.micro_batch_tokens": 1000},
         "trainer.micro_batch_tokens (1000) must hold at least one sequence of model.max_length (1024) tokens",

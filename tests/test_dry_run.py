@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,7 @@ SMALL = ModelFacts(
         Weight(name="layers.1.norm", shape=(4,), layer=1),
     ),
     activations=Activations(layers=1000, largest_layer=600, layer_inputs=16, rest=40),
+    trainer_activations=Activations(layers=1000, largest_layer=600, layer_inputs=16, rest=40),
     cache=CacheShape(num_layers=2, num_key_value_heads=2, head_dim=8),
     hidden_size=4,
     vocabulary_size=10,
@@ -71,7 +73,7 @@ def sizes(memory: ProcessMemory) -> dict[str, int]:
 def test_parameters_of_a_7b_are_counted_without_weights() -> None:
     facts = read_model(config(model__dtype=Dtype.bfloat16), QWEN2_7B)
     assert facts.num_parameters == PARAMETERS_7B
-    assert (facts.largest_layer, facts.outside_layers) == (233_057_792, 1_089_998_336)
+    assert (facts.largest_layer(), facts.outside_layers) == (233_057_792, 1_089_998_336)
     assert (facts.num_layers, facts.hidden_size, facts.vocabulary_size) == (28, 3584, 152_064)
     assert facts.cache == CacheShape(num_layers=28, num_key_value_heads=4, head_dim=128)
 
@@ -96,6 +98,24 @@ def test_activations_of_a_token_are_those_that_autograd_keeps() -> None:
         layer_inputs=28 * 2 * 3584,
         rest=norm - 2 * 3584 + 8,  # the last norm's output is nobody's input; a token's id
     )
+
+
+def test_a_tensor_group_shares_out_heads_and_mlp_but_not_norms() -> None:
+    asked = config(model__dtype=Dtype.bfloat16, trainer__ranks=4, trainer__tensor_parallel=4)
+    facts = read_model(asked, QWEN2_7B)
+    norm = 4 * 3584 + 4 + 2 * 3584 + 2 * 3584
+    attention = 2 * (2 * 7 * 128 + 2 * 1 * 128) + 4 * 7  # 7 query heads and 1 of keys and values
+    mlp = 2 * 4 * 18_944 // 4
+    assert facts.trainer_activations.layers == 28 * (2 * norm + attention + mlp) + 2 * 2 * 128
+    assert facts.activations == read_model(config(model__dtype=Dtype.bfloat16), QWEN2_7B).activations
+    cut = 2 * 3584 * 3584 + 2 * 3584 * 512 + 3584 + 2 * 512 + 3 * 3584 * 18_944
+    assert facts.largest_layer(4) == 2 * 3584 + cut // 4
+    assert (facts.num_parameters, facts.outside_layers) == (PARAMETERS_7B, 1_089_998_336)
+
+
+def test_a_model_whose_heads_cannot_be_shared_out_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel=8: .* a qwen2 model with num_attention_heads=28"):
+        read_model(config(model__dtype=Dtype.bfloat16, trainer__tensor_parallel=8), QWEN2_7B)
 
 
 def test_a_config_that_transformers_does_not_know(tmp_path: Path) -> None:
@@ -159,6 +179,29 @@ def test_memory_of_a_rank() -> None:
     assert (found.kept, found.total) == (4 * shard, 4 * shard + found.passing)
 
 
+def test_memory_of_a_rank_of_a_tensor_group() -> None:
+    facts = replace(
+        SMALL,
+        weights=(
+            Weight(name="embedding", shape=(10, 4), layer=None),
+            Weight(name="layers.0.up", shape=(6, 4), layer=0, cut=0),
+            Weight(name="layers.0.down", shape=(4, 6), layer=0, cut=1),
+            Weight(name="layers.0.norm", shape=(4,), layer=0),
+        ),
+        trainer_activations=Activations(layers=600, largest_layer=400, layer_inputs=16, rest=40),
+    )
+    asked = config(model__dtype=Dtype.bfloat16, trainer__ranks=4, trainer__tensor_parallel=2)
+    found = sizes(trainer_memory(asked, facts, num_tokens=5, max_logits=50))
+    # Of 10 rows over all ranks 3; of 3 rows 2, of 4 rows of 3 columns 2, over 2 ranks; of 4 elements over all ranks 1.
+    assert found["parameters"] == 4 * (3 * 4 + 2 * 4 + 2 * 3 + 1)
+    assert found["gathered parameters"] == 2 * (40 + 2 * (12 + 12 + 4))
+    assert found["activations"] == 5 * (600 + 40)
+    assert found["output layer"] == 12 * 3 * 10 + 4 * 10 * 4 + 2 * 2 * 5 * 4  # logits of 3 of the 5 tokens
+    assert small_estimate(trainer__ranks=4, trainer__tensor_parallel=2, algorithm__group_size=4).batch == (
+        small_estimate(trainer__ranks=2, algorithm__group_size=4).batch
+    )
+
+
 def test_a_single_float32_rank_gathers_nothing() -> None:
     found = sizes(trainer_memory(config(), SMALL, num_tokens=5, max_logits=20))
     assert found["parameters"] == found["gradients"] == 4 * 92
@@ -179,7 +222,7 @@ def test_checkpointing_keeps_the_inputs_of_layers_and_one_layer() -> None:
 
 
 def test_shards_are_padded_as_fsdp2_does() -> None:
-    assert [shard_size(SMALL.weights[0], ranks) for ranks in (1, 2, 3, 4, 16)] == [40, 20, 16, 12, 4]
+    assert [shard_size(SMALL.weights[0], ranks, 1) for ranks in (1, 2, 3, 4, 16)] == [40, 20, 16, 12, 4]
 
 
 def test_logits_exist_for_some_tokens_at_a_time() -> None:

@@ -99,10 +99,11 @@ def test_the_reward_rises(tmp_path: Path) -> None:
 
 
 def test_ppo_trains_policy_and_critic_and_goes_on_with_both(tmp_path: Path) -> None:
+    """Also: what two ranks with half of the batch each began, two with half of each layer take up."""
     run = tmp_path / "run"
     settings = ["algorithm.advantage=gae", "critic.learning_rate=1e-2", "trainer.ranks=2", "cluster.cpu_threads=1"]
     train(run, "run.steps=6", *settings)
-    train(run, "run.steps=10", *settings)
+    train(run, "run.steps=10", *settings, "trainer.tensor_parallel=2")
     records = metrics.read(run / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, 11))
     assert all(record["critic/update_skipped"] == 0 for record in records)

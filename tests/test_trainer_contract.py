@@ -1,4 +1,4 @@
-"""What every back end of the trainer does alike, on one rank and on two: FSDP2, and ZeRO 1, 2 and 3.
+"""What every back end of the trainer does alike, on one rank and on more: FSDP2, also tensor-parallel, and ZeRO 1 to 3.
 
 One FSDP2 rank, which shards nothing, is what the others are compared with. They are disturbed on the way: by a step
 whose gradient is not finite, by sleep, and by micro-batches that are empty or known to have no gradient.
@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
-from training import largest_relative_difference, save_model, share, tiny_config, tiny_groups, tiny_llama
+from training import largest_relative_difference, save_model, share, tiny_config, tiny_groups, tiny_llama, tiny_qwen3
 
 from rlflow.config import Backend, Config, Dtype, Offload
 from rlflow.errors import ConfigError
@@ -47,11 +47,21 @@ class Layout:
     backend: Backend
     zero_stage: int | None = None
     ranks: int = 2
+    tensor_parallel: int = 1
+
+    @property
+    def num_shares(self) -> int:
+        """Into which the batch is divided."""
+        return self.ranks // self.tensor_parallel
+
+    def share_of(self, rank: int) -> int:
+        return rank // self.tensor_parallel
 
     def config(self, dtype: Dtype = Dtype.float32) -> Config:
         config = tiny_config()
         config.model.dtype = dtype
         config.trainer.backend, config.trainer.zero_stage = self.backend, self.zero_stage
+        config.trainer.ranks, config.trainer.tensor_parallel = self.ranks, self.tensor_parallel
         config.trainer.learning_rate, config.trainer.warmup_steps = 1e-3, 2
         config.trainer.max_grad_norm = 0.25
         config.trainer.weight_decay = 0.1
@@ -59,8 +69,12 @@ class Layout:
 
 
 REFERENCE = Layout(name="fsdp_1", backend=Backend.fsdp, ranks=1)
+TENSOR_2 = Layout(name="fsdp_1x2", backend=Backend.fsdp, ranks=2, tensor_parallel=2)
+DATA_2_TENSOR_2 = Layout(name="fsdp_2x2", backend=Backend.fsdp, ranks=4, tensor_parallel=2)
 OTHERS = (
     Layout(name="fsdp_2", backend=Backend.fsdp),
+    TENSOR_2,
+    DATA_2_TENSOR_2,
     *(Layout(name=f"zero{stage}_2", backend=Backend.deepspeed, zero_stage=stage) for stage in (1, 2, 3)),
 )
 LAYOUTS = [
@@ -108,27 +122,28 @@ def silent_groups() -> list[list[TrainSample]]:
     return groups
 
 
-def take_step(trainer: TrainerBackend, rank: int, ranks: int) -> StepOutcome:
-    """In two parts; the second one's micro-batch is empty on all ranks but the last."""
+def take_step(trainer: TrainerBackend, rank: int, layout: Layout) -> StepOutcome:
+    """In two parts; the second one's micro-batch is empty in all shares but the last."""
     groups = tiny_groups(num_groups=5)
-    trainer.accumulate(share(groups[:3], rank, ranks))
-    trainer.observe(share(silent_groups(), rank, ranks))
-    trainer.accumulate([groups[3:] if rank == ranks - 1 else []])
+    own, num_shares = layout.share_of(rank), layout.num_shares
+    trainer.accumulate(share(groups[:3], own, num_shares))
+    trainer.observe(share(silent_groups(), own, num_shares))
+    trainer.accumulate([groups[3:] if own == num_shares - 1 else []])
     return trainer.step()
 
 
-def take_momentum_step(trainer: TrainerBackend, rank: int, ranks: int) -> StepOutcome:
+def take_momentum_step(trainer: TrainerBackend, rank: int, layout: Layout) -> StepOutcome:
     """A step without any gradient."""
-    trainer.observe(share(silent_groups(), rank, ranks))
+    trainer.observe(share(silent_groups(), layout.share_of(rank), layout.num_shares))
     return trainer.step()
 
 
-def disturb(trainer: PackedTrainer, rank: int, ranks: int) -> None:
+def disturb(trainer: PackedTrainer, rank: int, layout: Layout) -> None:
     """Nothing of this may change anything."""
     before = {name: tensor.clone() for name, tensor in trainer.full_parameters()}
     broken = tiny_groups(num_groups=4)
     broken[3][0].advantage = math.inf
-    trainer.accumulate(share(broken, rank, ranks))
+    trainer.accumulate(share(broken, layout.share_of(rank), layout.num_shares))
     outcome = trainer.step()
     assert not outcome.applied
     assert not math.isfinite(outcome.grad_norm)
@@ -138,7 +153,7 @@ def disturb(trainer: PackedTrainer, rank: int, ranks: int) -> None:
     parked = park(trainer._resident(), torch.device("cpu"))
     num_elements = sum(tensor.numel() for tensor in before.values())
     # Parameters and two moments in float32; the ranks' shares differ a little.
-    assert sum(contents.nbytes() for _, contents in parked) > 0.9 * 3 * 4 * num_elements / ranks
+    assert sum(contents.nbytes() for _, contents in parked) > 0.9 * 3 * 4 * num_elements / layout.ranks
     assert all(storage.nbytes() == 0 for storage, _ in parked)
     unpark(parked)
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.full_parameters())
@@ -178,11 +193,11 @@ def read_state(folder: Path) -> dict[str, Tensor]:
 def train(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> None:
     """Three steps, the last by momentum alone."""
     trainer = build(rank, layout, config, folder, rendezvous)
-    outcomes = [take_step(trainer, rank, layout.ranks)]
+    outcomes = [take_step(trainer, rank, layout)]
     if layout != REFERENCE:
-        disturb(trainer, rank, layout.ranks)
-    outcomes.append(take_step(trainer, rank, layout.ranks))
-    outcomes.append(take_momentum_step(trainer, rank, layout.ranks))
+        disturb(trainer, rank, layout)
+    outcomes.append(take_step(trainer, rank, layout))
+    outcomes.append(take_momentum_step(trainer, rank, layout))
     write_state(folder / layout.name, trainer)
     if rank == 0:
         write_outcomes(folder / layout.name / "outcomes.json", outcomes)
@@ -192,12 +207,12 @@ def train(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: s
 def go_on(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> None:
     """Load every checkpoint in turn into a trainer that has a state of its own; write it again, and take a step."""
     trainer = build(rank, layout, config, folder, rendezvous)
-    take_step(trainer, rank, layout.ranks)
+    take_step(trainer, rank, layout)
     outcomes = []
     for source in sorted(folder.glob("*/checkpoint")):
         trainer.load(source)
         write_state(folder / layout.name / f"from_{source.parent.name}", trainer)
-        outcomes.append(take_step(trainer, rank, layout.ranks))
+        outcomes.append(take_step(trainer, rank, layout))
     if rank == 0:
         write_outcomes(folder / layout.name / "went_on.json", outcomes)
     trainer.close()
@@ -234,6 +249,22 @@ def test_every_layout_trains_alike(layout: Layout, folder: Path) -> None:
     assert [outcome["learning_rate"] for outcome in outcomes[0]] == [5e-4, 1e-3, 1e-3]
     assert outcomes[0][0]["grad_norm"] > layout.config().trainer.max_grad_norm
     assert outcomes[0][2]["grad_norm"] == 0
+
+
+@pytest.mark.slow
+def test_queries_and_keys_with_norms_and_biases_are_cut_alike(tmp_path: Path) -> None:
+    """Also: slices that do not divide evenly over the data ranks, and layers that are computed again."""
+    save_model(tiny_qwen3(attention_bias=True, intermediate_size=50), tmp_path / "model")
+    for layout in (REFERENCE, DATA_2_TENSOR_2):
+        config = layout.config()
+        config.trainer.gradient_checkpointing = layout is DATA_2_TENSOR_2
+        run_ranks(train, layout, config, tmp_path)
+    ours, theirs = (tmp_path / layout.name for layout in (DATA_2_TENSOR_2, REFERENCE))
+    assert_same_outcomes(*(json.loads((path / "outcomes.json").read_text()) for path in (ours, theirs)))
+    assert largest_relative_difference(read_state(ours), read_state(theirs)) <= TOLERANCE
+    for kind in (PARAMETER, *MOMENTS):
+        found, expected = (read_kind(ShardReader(path / "checkpoint"), kind) for path in (ours, theirs))
+        assert largest_relative_difference(found, expected) <= TOLERANCE
 
 
 @pytest.mark.slow
@@ -276,7 +307,7 @@ def read_kind(reader: ShardReader, kind: str) -> dict[str, Tensor]:
 
 def train_in_bfloat16(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> None:
     trainer = build(rank, layout, config, folder, rendezvous)
-    outcomes = [take_step(trainer, rank, layout.ranks) for _ in range(2)]
+    outcomes = [take_step(trainer, rank, layout) for _ in range(2)]
     write_state(folder / layout.name, trainer)
     if rank == 0:
         write_outcomes(folder / layout.name / "outcomes.json", outcomes)
@@ -284,7 +315,7 @@ def train_in_bfloat16(rank: int, layout: Layout, config: Config, folder: Path, r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[3]])
+@pytest.mark.parametrize("layout", [TENSOR_2, *LAYOUTS[-2:]], ids=lambda layout: layout.name)
 def test_masters_stay_in_float32_when_the_model_computes_in_bfloat16(layout: Layout, tmp_path: Path) -> None:
     save_model(tiny_llama(), tmp_path / "model")
     run_ranks(train_in_bfloat16, REFERENCE, REFERENCE.config(), tmp_path)
@@ -299,7 +330,7 @@ def test_masters_stay_in_float32_when_the_model_computes_in_bfloat16(layout: Lay
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[2], LAYOUTS[3]])
+@pytest.mark.parametrize("layout", [OTHERS[0], TENSOR_2, *LAYOUTS[-2:]], ids=lambda layout: layout.name)
 def test_offloaded_shards_train_alike(layout: Layout, folder: Path, tmp_path: Path) -> None:
     save_model(tiny_llama(), tmp_path / "model")
     config = layout.config()

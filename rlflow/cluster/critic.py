@@ -9,6 +9,7 @@ from typing import Any
 
 from rlflow.batching import in_order_of_training, plan_micro_batches
 from rlflow.cluster.calls import RayTrainer, answer
+from rlflow.config import TrainerConfig, num_shares
 from rlflow.roles import Mean, StagedWeights, StepOutcome
 from rlflow.types import ReadyGroup, Span
 
@@ -16,12 +17,12 @@ from rlflow.types import ReadyGroup, Span
 class RayActorCritic:
     """Implements `roles.Trainer`: the critic values the groups first, then both learn from them side by side."""
 
-    def __init__(self, policy: Sequence[Any], critic: Sequence[Any], micro_batch_tokens: int) -> None:
+    def __init__(self, policy: Sequence[Any], critic: Sequence[Any], trainer: TrainerConfig) -> None:
         """`policy` and `critic` are the ranks of either."""
         self._policy = RayTrainer(policy)
         self._critic = RayTrainer(critic, name="critic")
         self._critic_ranks = critic
-        self._micro_batch_tokens = micro_batch_tokens
+        self._trainer = trainer
 
     async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
         await self._value(groups)
@@ -51,13 +52,14 @@ class RayActorCritic:
 
     async def _value(self, groups: Sequence[ReadyGroup]) -> None:
         """Hang the handles of the critic's values on the groups."""
-        plans = plan_micro_batches(
-            [group.episodes for group in groups], len(self._critic_ranks), self._micro_batch_tokens
-        )
+        trainer = self._trainer
+        episodes = [group.episodes for group in groups]
+        plans = plan_micro_batches(episodes, num_shares(trainer), trainer.micro_batch_tokens)
         handles: list[dict[int, object]] = [{} for _ in groups]
         waiting = []
         for rank, actor in enumerate(self._critic_ranks):
-            places = in_order_of_training(plans[rank])
+            share, others = divmod(rank, trainer.tensor_parallel)
+            places = [] if others else in_order_of_training(plans[share])
             call = actor.values.options(num_returns=len(places) + 1).remote(list(groups))
             done, *values = call if places else [call]
             for (group, episode), value in zip(places, values, strict=True):

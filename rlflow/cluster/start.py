@@ -171,7 +171,7 @@ async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec, al
 def _as_one(config: Config, trainers: list[Any], critics: list[Any]) -> Trainer:
     if not critics:
         return RayTrainer(trainers)
-    return RayActorCritic(trainers, critics, config.trainer.micro_batch_tokens)
+    return RayActorCritic(trainers, critics, config.trainer)
 
 
 async def _start_all(

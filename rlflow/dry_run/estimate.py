@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlflow.batching import plan_micro_batches
 from rlflow.cluster.gpus import check_gpus, gpu_needs
-from rlflow.config import Backend, Config, Dtype, Offload, Placement
+from rlflow.config import Backend, Config, Dtype, Offload, Placement, num_shares
 from rlflow.dry_run.facts import ModelFacts
 from rlflow.dry_run.memory import (
     BYTES_PER_ELEMENT,
@@ -169,10 +169,10 @@ def _batch(config: Config, facts: ModelFacts) -> Batch:
     groups, size = config.algorithm.groups_per_step, config.algorithm.group_size
     live_groups = min(1 + config.staleness.max_versions, config.run.steps) * groups
     group = [_longest_episode(config.model.max_length)] * size
-    ranks, max_tokens = config.trainer.ranks, config.trainer.micro_batch_tokens
+    shares, max_tokens = num_shares(config.trainer), config.trainer.micro_batch_tokens
     one_by_one = None
     if config.trainer.streaming and config.cluster.placement is Placement.separate:
-        one_by_one = groups * len(plan_micro_batches([group], ranks, max_tokens)[0])
+        one_by_one = groups * len(plan_micro_batches([group], shares, max_tokens)[0])
     return Batch(
         groups=groups,
         episodes=groups * size,
@@ -181,7 +181,7 @@ def _batch(config: Config, facts: ModelFacts) -> Batch:
         live_episodes=live_groups * size,
         decoding=config.rollout.engines * config.rollout.max_running,
         cached_sequences=cached_sequences(config, facts),
-        micro_batches=len(plan_micro_batches([group] * groups, ranks, max_tokens)[0]),
+        micro_batches=len(plan_micro_batches([group] * groups, shares, max_tokens)[0]),
         micro_batches_one_by_one=one_by_one,
     )
 

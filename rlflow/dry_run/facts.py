@@ -16,10 +16,16 @@ class Weight:
     shape: tuple[int, ...]
     layer: int | None
     """The decoder layer that it belongs to. None: the rest, which FSDP2 gathers as one."""
+    cut: int | None = None
+    """The dimension along which a tensor group of the trainer shares it out; None: it stays whole."""
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    def slice_size(self, tensor_parallel: int) -> int:
+        """Elements that one rank of a tensor group computes with."""
+        return self.size if self.cut is None else self.size // tensor_parallel
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -40,6 +46,9 @@ class ModelFacts:
     model_type: str
     weights: tuple[Weight, ...]
     activations: Activations
+    """Of a process that computes everything."""
+    trainer_activations: Activations
+    """Of one rank of the trainer, which computes a slice of each layer where trainer.tensor_parallel is above 1."""
     cache: CacheShape
     hidden_size: int
     vocabulary_size: int
@@ -53,13 +62,12 @@ class ModelFacts:
     def num_layers(self) -> int:
         return len({weight.layer for weight in self.weights} - {None})
 
-    @property
-    def largest_layer(self) -> int:
-        """Parameters of the largest decoder layer."""
+    def largest_layer(self, tensor_parallel: int = 1) -> int:
+        """Parameters of the largest decoder layer that one rank of a tensor group computes with."""
         sizes: dict[int, int] = {}
         for weight in self.weights:
             if weight.layer is not None:
-                sizes[weight.layer] = sizes.get(weight.layer, 0) + weight.size
+                sizes[weight.layer] = sizes.get(weight.layer, 0) + weight.slice_size(tensor_parallel)
         return max(sizes.values())
 
     @property

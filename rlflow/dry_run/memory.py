@@ -56,12 +56,13 @@ def size(num_bytes: int) -> str:
 def trainer_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logits: int) -> ProcessMemory:
     """One rank of FSDP2 whose micro-batches have up to `num_tokens` tokens, `max_logits` logits at once.
 
-    Parameters, gradients and both moments are float32 and sharded: 16 bytes a parameter, over the ranks. What computes
-    is gathered in model.dtype, layer by layer; the embedding and the output layer stay whole between forward and
-    backward. A single float32 rank has nothing to gather.
+    Parameters, gradients and both moments are float32 and sharded: 16 bytes a parameter, over all ranks. What computes
+    is gathered in model.dtype, layer by layer, with tensor parallelism a slice of each; the embedding and the output
+    layer stay whole between forward and backward. A single float32 rank has nothing to gather.
     """
     ranks, width = config.trainer.ranks, BYTES_PER_ELEMENT[config.model.dtype]
-    shard = FLOAT32 * sum(shard_size(weight, ranks) for weight in facts.weights)
+    parallel = config.trainer.tensor_parallel
+    shard = FLOAT32 * sum(shard_size(weight, ranks, parallel) for weight in facts.weights)
     share = f"float32, a share of {ranks}" if ranks > 1 else "float32"
     items = [
         Item(name="parameters", num_bytes=shard, note=share),
@@ -69,14 +70,16 @@ def trainer_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logit
         Item(name="moments of AdamW", num_bytes=2 * shard, note=share),
     ]
     if ranks > 1 or config.model.dtype is not Dtype.float32:
-        whole = facts.outside_layers + GATHERED_LAYERS * facts.largest_layer
-        largest = max(facts.outside_layers, facts.largest_layer)
+        layer = facts.largest_layer(parallel)
+        whole = facts.outside_layers + GATHERED_LAYERS * layer
+        largest = max(facts.outside_layers, layer)
+        layers = f"{GATHERED_LAYERS} layers" if parallel == 1 else f"a slice of {parallel} of {GATHERED_LAYERS} layers"
         items += [
             Item(
                 name="gathered parameters",
                 num_bytes=width * whole,
                 is_kept=False,
-                note=f"{config.model.dtype.value}: embedding, output layer and {GATHERED_LAYERS} layers",
+                note=f"{config.model.dtype.value}: embedding, output layer and {layers}",
             ),
             Item(
                 name="gradients to be scattered",
@@ -85,18 +88,26 @@ def trainer_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logit
                 note=f"{config.model.dtype.value}, and their sum in float32",
             ),
         ]
-    items += [_activations(config, facts, num_tokens), _head(facts, num_tokens, max_logits, width)]
+    rows = logit_rows(facts, -(-num_tokens // parallel), max_logits)
+    items += [_activations(config, facts, num_tokens), _head(facts, num_tokens, rows, width)]
     return ProcessMemory(items=tuple(items))
 
 
-def shard_size(weight: Weight, ranks: int) -> int:
-    """Elements of the largest shard: FSDP2 cuts along the first dimension and pads."""
-    return -(-weight.shape[0] // ranks) * (weight.size // weight.shape[0])
+def shard_size(weight: Weight, ranks: int, tensor_parallel: int) -> int:
+    """Elements of the largest shard: FSDP2 cuts along the first dimension and pads.
+
+    A whole weight is cut over all ranks, a slice of a tensor group over those that have the same one.
+    """
+    rows, columns = weight.shape[0], weight.size // weight.shape[0]
+    if weight.cut is None:
+        return -(-rows // ranks) * columns
+    rows, columns = (rows // tensor_parallel, columns) if weight.cut == 0 else (rows, columns // tensor_parallel)
+    return -(-rows // (ranks // tensor_parallel)) * columns
 
 
 def activation_bytes(facts: ModelFacts, num_tokens: int, *, with_checkpointing: bool) -> int:
     """With gradient checkpointing: the input of every layer, and all of the one that is computed again."""
-    found = facts.activations
+    found = facts.trainer_activations
     layers = found.layer_inputs + found.largest_layer if with_checkpointing else found.layers
     return num_tokens * (layers + found.rest)
 
@@ -158,9 +169,8 @@ def _activations(config: Config, facts: ModelFacts, num_tokens: int) -> Item:
     )
 
 
-def _head(facts: ModelFacts, num_tokens: int, max_logits: int, width: int) -> Item:
-    """Logits chunk by chunk, the float32 gradient of the output layer, and the hidden states with their gradient."""
-    rows = logit_rows(facts, num_tokens, max_logits)
+def _head(facts: ModelFacts, num_tokens: int, rows: int, width: int) -> Item:
+    """Logits of `rows` tokens at once, the float32 gradient of the output layer, and the hidden states with theirs."""
     num_bytes = LOGIT_BYTES * rows * facts.vocabulary_size + FLOAT32 * facts.vocabulary_size * facts.hidden_size
     return Item(
         name=OUTPUT_LAYER,

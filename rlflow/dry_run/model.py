@@ -17,6 +17,7 @@ from rlflow.errors import ConfigError
 from rlflow.rollout.engine_setup import cache_shape
 from rlflow.workers.trainer.attention import check_attention
 from rlflow.workers.trainer.policy import Policy, torch_dtype
+from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
 
 _ATTENTION = "rlflow_dry_run"
 _NUM_TOKENS = 64
@@ -26,13 +27,15 @@ _NUM_TOKENS = 64
 def read_model(config: Config, folder: str) -> ModelFacts:
     """The facts of the model whose config.json is in `folder`.
 
-    Raises ConfigError for a config.json that transformers does not know, for a model that cannot be trained packed, and
-    for one that cannot be followed without weights.
+    Raises ConfigError for a config.json that transformers does not know, for a model that cannot be trained packed or
+    cut, and for one that cannot be followed without weights.
     """
-    model = _build(config, folder)
+    model, one_rank, cut = _build(config, folder), _build(config, folder), dict[str, int]()
     layer_of = _layers_of_parameters(model)
+    if config.trainer.tensor_parallel > 1:
+        cut = cut_layers(one_rank, TensorGroup(size=config.trainer.tensor_parallel))
     try:
-        activations = _activations(model)
+        activations, trainer_activations = _activations(model), _activations(one_rank)
     except RuntimeError as error:
         raise ConfigError(
             f"model.path: a {model.config.model_type} model in {config.model.dtype.value} cannot be followed without "
@@ -41,10 +44,11 @@ def read_model(config: Config, folder: str) -> ModelFacts:
     return ModelFacts(
         model_type=str(model.config.model_type),
         weights=tuple(
-            Weight(name=name, shape=tuple(parameter.shape), layer=layer_of.get(id(parameter)))
+            Weight(name=name, shape=tuple(parameter.shape), layer=layer_of.get(id(parameter)), cut=cut.get(name))
             for name, parameter in model.named_parameters()
         ),
         activations=activations,
+        trainer_activations=trainer_activations,
         cache=cache_shape(folder),
         hidden_size=model.config.get_text_config().hidden_size,
         vocabulary_size=_output_rows(model),

@@ -17,7 +17,8 @@ _TITLES = {
 }
 _CURES = {
     "engine": "lower rollout.kv_cache_gb or raise rollout.tensor_parallel",
-    "trainer": "raise trainer.ranks, lower trainer.micro_batch_tokens, or set trainer.gradient_checkpointing=true",
+    "trainer": "raise trainer.ranks, lower trainer.micro_batch_tokens, set trainer.gradient_checkpointing=true, or "
+    "raise trainer.tensor_parallel",
     "critic": "as for the trainer",
     "reference": "take a smaller model or algorithm.kl_coefficient=0",
 }

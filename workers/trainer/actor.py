@@ -12,7 +12,7 @@ from rlflow.algorithms.advantage.gae import Moments
 from rlflow.algorithms.chosen import needs_critic, token_advantage_of
 from rlflow.batching import MicroBatchPlan, plan_micro_batches
 from rlflow.compute import keep_memory, share_cpu
-from rlflow.config import Config
+from rlflow.config import Config, num_shares
 from rlflow.disk import disk_errors
 from rlflow.roles import StagedWeights, StepOutcome
 from rlflow.types import FloatArray, ReadyGroup, Span, TrainSample
@@ -74,7 +74,7 @@ class TrainerWorker:
 
     def values(self, groups: list[ReadyGroup]) -> tuple[bool | list[FloatArray], ...]:
         """Of a critic: True, then the values [L] of each sample of each episode of this rank's share, in order of
-        training."""
+        training. The first rank of a tensor group speaks for all of it."""
         fetch = Fetcher(groups, None, None)
         payloads = [[fetch.payloads(piece) for piece in plan.pieces] for plan in self._plans(groups)]
         micro_batches = [
@@ -85,6 +85,8 @@ class TrainerWorker:
             for batch in payloads
         ]
         rows = iter(row for found in self._backend.per_token(micro_batches) for row in found)
+        if self._rank % self._config.trainer.tensor_parallel:
+            return (True,)
         found = [[next(rows) for _ in payload.samples] for batch in payloads for piece in batch for payload in piece]
         return (True, *found)
 
@@ -106,7 +108,9 @@ class TrainerWorker:
 
     def _plans(self, groups: list[ReadyGroup]) -> list[MicroBatchPlan]:
         episodes = [group.episodes for group in groups]
-        return plan_micro_batches(episodes, self._world_size, self._config.trainer.micro_batch_tokens)[self._rank]
+        trainer = self._config.trainer
+        plans = plan_micro_batches(episodes, num_shares(trainer), trainer.micro_batch_tokens)
+        return plans[self._rank // trainer.tensor_parallel]
 
     def _whiten(self, share: list[MicroBatch]) -> None:
         """Over all ranks: every one of them takes part."""

@@ -1,25 +1,30 @@
-"""The FSDP2 back end: gloo on CPU, NCCL on CUDA.
+"""The FSDP2 back end, with tensor parallelism: gloo on CPU, NCCL on CUDA.
 
-Parameters and moments are float32, sharded along their first dimension. A single float32 rank that keeps everything on
-its device has nothing to shard or to cast, so it trains the bare module.
+Parameters and moments are float32, sharded along their first dimension: whole parameters over all ranks, slices of
+tensor-parallel ones over the ranks that have the same slice. So every element is on one rank, once. A single float32
+rank that keeps everything on its device has nothing to shard or to cast, so it trains the bare module.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor
 
 from rlflow.config import Config, Offload
 from rlflow.workers.trainer.base import MicroBatch, Role
 from rlflow.workers.trainer.packed import PackedTrainer, adamw, fresh_moments, state_tensors
 from rlflow.workers.trainer.policy import Policy, torch_dtype
+from rlflow.workers.trainer.process_group import join_subgroup
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader, shard_range
+from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
 from rlflow.workers.trainer.value import ValueModel
 
 
@@ -32,8 +37,10 @@ class FsdpTrainer(PackedTrainer):
         self._is_offloaded = config.trainer.offload is Offload.cpu
         is_sharded = world_size > 1 or torch_dtype(config) != torch.float32 or self._is_offloaded
         super().__init__(config, model_path, rank, world_size, rendezvous, role, is_distributed=is_sharded)
+        self._group, self._cut = TensorGroup(), dict[str, int]()
         if is_sharded:
-            _shard(self._policy, self._device, world_size, torch_dtype(config), self._is_offloaded)
+            data_mesh = self._cut_for_tensor_parallel() if config.trainer.tensor_parallel > 1 else None
+            _shard(self._policy, self._device, data_mesh, set(self._cut), torch_dtype(config), self._is_offloaded)
         if self._is_offloaded:
             _move_buffers(self._policy, self._device)
         else:
@@ -41,13 +48,24 @@ class FsdpTrainer(PackedTrainer):
         self._parameters = dict(self._policy.model.named_parameters())
         self._optimizer = adamw(config, list(self._parameters.values()))
 
+    def _cut_for_tensor_parallel(self) -> DeviceMesh:
+        """Leave of the model what this rank computes; returns the ranks that do the same with other micro-batches."""
+        size, timeout_s = self._config.trainer.tensor_parallel, self._config.deadlines.train_s
+        ranks = torch.arange(self._world_size).view(-1, size)
+        neighbours = join_subgroup(ranks.tolist(), timeout_s)
+        self._group = TensorGroup(rank=self._rank % size, size=size, process_group=neighbours)
+        self._cut = cut_layers(self._policy.model, self._group)
+        if isinstance(self._policy, Policy):
+            self._policy.share_head(self._group)
+        return DeviceMesh.from_group(join_subgroup(ranks.T.tolist(), timeout_s), self._device.type)
+
     @property
     def _forward(self) -> nn.Module:
         return self._policy
 
     def accumulate(self, groups: Sequence[MicroBatch]) -> None:
         for micro_batch in groups:
-            self._loss(micro_batch).backward()
+            (self._loss(micro_batch) / self._group.size).backward()
 
     def _finish_gradients(self) -> None:
         """Where nothing had a gradient it is zero, so that the optimiser's momentum acts all the same."""
@@ -76,40 +94,65 @@ class FsdpTrainer(PackedTrainer):
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():
             tensor = parameter.detach().to(self._device)
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield name, self._group.join(whole, self._cut[name]) if name in self._cut else whole
 
     def _shards(self) -> Iterator[Shard]:
         for name, parameter in self._parameters.items():
-            tensors = {PARAMETER: _elements(parameter.detach())}
+            tensors = {PARAMETER: parameter.detach()}
             if self._config.trainer.save_optimizer:
                 state = self._optimizer.state.get(parameter) or fresh_moments(parameter, self._updates)
-                tensors |= {kind: _elements(state[kind]) for kind in MOMENTS}
-            start, stop = self._interval(name)
-            assert len(tensors[PARAMETER]) == stop - start, f"{name} is cut another way than FSDP2 does"
-            yield Shard(name=name, shape=self._shapes[name], start=start, tensors=tensors)
+                tensors |= {kind: state[kind] for kind in MOMENTS}
+            held, saved = self._rows(name), self._rows_to_save(name)
+            width = math.prod(self._shapes[name][1:])
+            found: dict[str, Tensor] = {}
+            for kind, tensor in tensors.items():
+                rows = _local(tensor)
+                assert len(rows) == held[1] - held[0], f"{name} is cut another way than FSDP2 does"
+                if self._cut.get(name) == 1:
+                    rows = self._group.join(rows.to(self._device), 1)[saved[0] - held[0] : saved[1] - held[0]]
+                found[kind] = rows.cpu().flatten()
+            yield Shard(name=name, shape=self._shapes[name], start=saved[0] * width, tensors=found)
 
     def _load_shards(self, reader: ShardReader) -> None:
         self._reshard()
         for name, parameter in self._parameters.items():
-            interval = self._interval(name)
-            _fill(parameter.detach(), reader.read(PARAMETER, name, *interval))
+            self._fill(parameter.detach(), reader, PARAMETER, name)
             self._optimizer.state.pop(parameter, None)
             if reader.has_optimizer:
                 state = fresh_moments(parameter.detach(), self._updates)
                 for kind in MOMENTS:
-                    _fill(state[kind], reader.read(kind, name, *interval))
+                    self._fill(state[kind], reader, kind, name)
                 self._optimizer.state[parameter] = state
+
+    def _fill(self, tensor: Tensor, reader: ShardReader, kind: str, name: str) -> None:
+        (start, stop), row = self._rows(name), self._shapes[name][1:]
+        rows = reader.read(kind, name, start * math.prod(row), stop * math.prod(row)).view(stop - start, *row)
+        _local(tensor).copy_(self._group.slice(rows, 1) if self._cut.get(name) == 1 else rows)
 
     def _reshard(self) -> None:
         """The root stays gathered after a forward without backward; the next one would use it as it was then."""
         if isinstance(self._policy, FSDPModule):
             self._policy.reshard()
 
-    def _interval(self, name: str) -> tuple[int, int]:
-        """The elements of a parameter that this rank holds: its rows."""
-        num_rows, *row = self._shapes[name]
-        start, stop = shard_range(num_rows, self._rank, self._world_size)
-        return start * math.prod(row), stop * math.prod(row)
+    def _rows(self, name: str) -> tuple[int, int]:
+        """The rows of a parameter that this rank holds, of all columns or of those of its slice."""
+        num_rows, dim = self._shapes[name][0], self._cut.get(name)
+        if dim is None:
+            return shard_range(num_rows, self._rank, self._world_size)
+        data_rank, tensor_rank = divmod(self._rank, self._group.size)
+        num_slices, own_slice = (self._group.size, tensor_rank) if dim == 0 else (1, 0)
+        slice_rows = num_rows // num_slices
+        start, stop = shard_range(slice_rows, data_rank, self._world_size // self._group.size)
+        return own_slice * slice_rows + start, own_slice * slice_rows + stop
+
+    def _rows_to_save(self, name: str) -> tuple[int, int]:
+        """The rows of which this rank saves all columns: those with the same rows share them out."""
+        start, stop = self._rows(name)
+        if self._cut.get(name) != 1:
+            return start, stop
+        own_start, own_stop = shard_range(stop - start, self._group.rank, self._group.size)
+        return start + own_start, start + own_stop
 
     def _resident(self) -> Iterator[Tensor]:
         self._reshard()
@@ -121,17 +164,32 @@ class FsdpTrainer(PackedTrainer):
 
 
 def _shard(
-    policy: Policy | ValueModel, device: torch.device, world_size: int, dtype: torch.dtype, is_offloaded: bool
+    policy: Policy | ValueModel,
+    device: torch.device,
+    data_mesh: DeviceMesh | None,
+    cut: Set[str],
+    dtype: torch.dtype,
+    is_offloaded: bool,
 ) -> None:
-    """Shard each decoder layer, and the rest as the root; gradients are summed over the ranks, not averaged."""
-    mesh = init_device_mesh(device.type, (world_size,))
+    """Shard each decoder layer, and the rest as the root; gradients are summed over the ranks, not averaged.
+
+    The parameters named in `cut` go over `data_mesh`, the others over all ranks.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_offloaded else OffloadPolicy()
+    slices = {parameter for name, parameter in policy.model.named_parameters() if name in cut}
+    among_data = None
+    if data_mesh is not None:
+        among_data = ShardPlacementResult(placement=None, mesh_info=FSDPMeshInfo(mesh=data_mesh, shard_mesh_dim=0))
+
+    def placement(parameter: nn.Parameter) -> ShardPlacementResult | None:
+        return among_data if parameter in slices else None
+
     layers = policy.model.base_model.layers
     assert isinstance(layers, nn.ModuleList)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    for module in (*layers, policy):
+        fully_shard(module, mesh=mesh, shard_placement_fn=placement, mp_policy=precision, offload_policy=offload)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -148,13 +206,3 @@ def _move_buffers(policy: Policy | ValueModel, device: torch.device) -> None:
 def _local(tensor: Tensor) -> Tensor:
     """This rank's rows."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _elements(tensor: Tensor) -> Tensor:
-    """This rank's rows, flat, on the CPU."""
-    return _local(tensor).cpu().flatten()
-
-
-def _fill(tensor: Tensor, elements: Tensor) -> None:
-    rows = _local(tensor)
-    rows.copy_(elements.view(rows.shape))

@@ -114,7 +114,7 @@ class PackedTrainer(TrainerBackend):
 
     def step(self) -> StepOutcome:
         self._finish_gradients()
-        sums = self._all_reduce(self._sums)
+        sums = self._add_up_data(self._sums)
         count = self._objective.divisor(sums)
         if count == 0:
             raise ValueError("a step needs at least one accumulated loss token; got none")
@@ -139,7 +139,7 @@ class PackedTrainer(TrainerBackend):
         )
 
     def add_up(self, values: Sequence[float]) -> list[float]:
-        return self._all_reduce(torch.tensor(values, dtype=torch.float64)).tolist()
+        return self._add_up_data(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def per_token(self, groups: Sequence[MicroBatch]) -> list[list[FloatArray]]:
         found: list[list[FloatArray]] = []
@@ -199,6 +199,10 @@ class PackedTrainer(TrainerBackend):
         ]
         squares = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
         return float(self._all_reduce(squares).sqrt())
+
+    def _add_up_data(self, values: Tensor) -> Tensor:
+        """Summed over the ranks; what the ranks of a tensor group all have counts once."""
+        return self._all_reduce(values) / self._config.trainer.tensor_parallel
 
     def _all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         total = values.to(self._device, copy=True)

@@ -21,6 +21,8 @@ from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.types import FloatArray, TrainSample
 from rlflow.workers.trainer.attention import ATTENTION, attention_layout, check_attention
+from rlflow.workers.trainer.shards import shard_range
+from rlflow.workers.trainer.tensor_parallel import TensorGroup
 
 MAX_LOGITS = 2**26
 """Logits that exist at once (256 MiB in float32); more loss tokens go through the head in chunks."""
@@ -35,12 +37,17 @@ class Policy(nn.Module):
         self.model = model
         self._temperature = temperature
         self._max_logits = max_logits
+        self._group = TensorGroup()
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
             raise ConfigError(
                 f"model.path names a {model.config.model_type} model whose output layer is not a linear layer without "
                 f"bias; got {head}; choose a model such as Llama, Qwen2 or Qwen3"
             )
+
+    def share_head(self, group: TensorGroup) -> None:
+        """Compute the logits of some of the tokens on each rank of `group`, which all have the same hidden states."""
+        self._group = group
 
     def forward(self, packed: PackedBatch) -> tuple[Tensor, Tensor]:
         """Log-probabilities [N] (float32, with gradient) and entropies [N] (float32, without) of the loss tokens."""
@@ -52,10 +59,16 @@ class Policy(nn.Module):
         positions, row_of = (
             torch.from_numpy(part).to(device) for part in np.unique(packed.loss_positions, return_inverse=True)
         )
-        # An embedding gathers rows with a backward that is deterministic on CPU.
-        predictive = F.embedding(positions, hidden)
         targets = torch.from_numpy(packed.targets).to(device)
-        return _TokenLogprobs.apply(predictive, head.weight, row_of, targets, self._temperature, self._max_logits)
+        start, stop = shard_range(len(positions), self._group.rank, self._group.size)
+        tokens = torch.nonzero((row_of >= start) & (row_of < stop))[:, 0]
+        # An embedding gathers rows with a backward that is deterministic on CPU.
+        predictive = F.embedding(positions[start:stop], hidden)
+        own: tuple[Tensor, Tensor] = _TokenLogprobs.apply(
+            predictive, head.weight, row_of[tokens] - start, targets[tokens], self._temperature, self._max_logits
+        )  # pyright: ignore[reportAssignmentType]
+        logprobs, entropies = (of_own.new_zeros(len(targets)).index_copy(0, tokens, of_own) for of_own in own)
+        return self._group.add_up(logprobs), self._group.add_up(entropies)
 
 
 def hidden_states(model: PreTrainedModel, packed: PackedBatch) -> Tensor:

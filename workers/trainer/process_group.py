@@ -6,6 +6,7 @@ import datetime
 import ipaddress
 import os
 import socket
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import torch
@@ -43,6 +44,14 @@ def join(rendezvous: str, rank: int, world_size: int, device: torch.device, time
             os.environ.setdefault(variable, "lo")
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def join_subgroup(groups: Sequence[Sequence[int]], timeout_s: float) -> dist.ProcessGroup:
+    """The one of `groups`, which share out all ranks, that this rank is in; every rank calls it with the same ones."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout=timeout)
+    assert isinstance(own, dist.ProcessGroup), "every rank is in one of the groups"
+    return own
 
 
 def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:

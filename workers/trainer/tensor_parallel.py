@@ -1,0 +1,163 @@
+"""Tensor parallelism: a group of ranks goes through the same micro-batches, each with a slice of every decoder layer.
+
+The model's own plan names the linear layers that are cut. A `colwise` one computes some of the outputs on each rank; a
+`rowwise` one computes a part of every output from some of the inputs, and the parts are summed over the group. All else
+is computed by every rank, from whole parameters; the output layer shares out the tokens instead (policy.py).
+
+Each rank takes its share of the loss, 1 / size, and the derivative of what it computed itself. So the gradients of
+activations and of whole parameters are parts too, which add up over the group: FSDP shards whole parameters over all
+ranks and sums over all ranks. The backward of a sum over the group is that sum again, so that behind it the gradient is
+complete: that of a slice needs to be summed over the data ranks only.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rlflow.errors import ConfigError
+
+_COLWISE, _ROWWISE = "colwise", "rowwise"
+_WHOLE = "replicated_with_grad_allreduce"
+"""Of the norms of queries and keys: whole on every rank, which applies it to its own heads."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TensorGroup:
+    """The ranks that share the work on the same micro-batches."""
+
+    rank: int = 0
+    """Within the group."""
+    size: int = 1
+    process_group: dist.ProcessGroup | None = None
+    """None where there is nobody to talk to: alone, or in a dry run."""
+
+    def add_up(self, part: Tensor) -> Tensor:
+        """The sum over the group; its gradient is the sum of the gradients."""
+        if self.process_group is None:
+            return part
+        total: Tensor = _Sum.apply(part, self.process_group)  # pyright: ignore[reportAssignmentType]
+        return total
+
+    def join(self, part: Tensor, dim: int) -> Tensor:
+        """The parts of all ranks, equal in shape, side by side along `dim`; without gradient."""
+        if self.process_group is None:
+            return part
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(parts, part.contiguous(), group=self.process_group)
+        return torch.cat(parts, dim)
+
+    def slice(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part of what `join` gives."""
+        return whole.chunk(self.size, dim)[self.rank]
+
+
+class _Sum(torch.autograd.Function):
+    """Forward and backward are the same sum: each rank's result depends on all parts, each loss on all results."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, process_group: dist.ProcessGroup) -> Tensor:
+        ctx.process_group = process_group
+        return _summed(part, process_group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _summed(gradients[0], ctx.process_group), None
+
+
+def _summed(part: Tensor, process_group: dist.ProcessGroup) -> Tensor:
+    total = part.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=process_group)
+    return total
+
+
+class RowwiseLinear(nn.Module):
+    """A linear layer of which each rank has some of the columns; the bias is whole, and added once."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: TensorGroup) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+        self._group = group
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output = self._group.add_up(F.linear(inputs, self.weight))
+        return output if self.bias is None else output + self.bias
+
+
+def cut_layers(model: PreTrainedModel, group: TensorGroup) -> dict[str, int]:
+    """Leave of the decoder layers of `model`, a model with a head, what this rank computes.
+
+    Returns the name of each parameter that was cut, and the dimension along which the group shares it out. Raises
+    ConfigError for a model that cannot be cut, or not into that many slices.
+    """
+    cut: dict[str, int] = {}
+    for name, style in _layers_to_cut(model, group.size).items():
+        linear = model.get_submodule(name)
+        if not isinstance(linear, nn.Linear):
+            raise ConfigError(
+                f"trainer.tensor_parallel={group.size} cannot cut {name}, which is no plain linear layer but {linear}; "
+                "set it to 1"
+            )
+        dim = 0 if style == _COLWISE else 1
+        if linear.weight.shape[dim] % group.size:
+            raise ConfigError(
+                f"trainer.tensor_parallel must divide the size of every layer that it cuts; got {group.size}, and "
+                f"{linear.weight.shape[dim]} {'outputs' if dim == 0 else 'inputs'} of {name}; lower it"
+            )
+        cut[f"{name}.weight"] = dim
+        weight = _slice(linear.weight, dim, group)
+        if dim == 1:
+            model.set_submodule(name, RowwiseLinear(weight, linear.bias, group))
+            continue
+        linear.weight, linear.out_features = weight, len(weight)
+        if linear.bias is not None:
+            linear.bias = _slice(linear.bias, 0, group)
+            cut[f"{name}.bias"] = 0
+    return cut
+
+
+def _slice(parameter: Tensor, dim: int, group: TensorGroup) -> nn.Parameter:
+    own = group.slice(parameter.detach(), dim).clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(own, requires_grad=parameter.requires_grad)
+
+
+def _layers_to_cut(model: PreTrainedModel, size: int) -> dict[str, str]:
+    """Name of each module that the model's plan cuts, and how."""
+    plan = _plan(model.config, size)
+    found: dict[str, str] = {}
+    for pattern, style in plan.items():
+        path = re.escape(f"{model.base_model_prefix}.{pattern}").replace(r"\*", r"\d+")
+        found |= {name: style for name, _ in model.named_modules() if re.fullmatch(path, name)}
+    return {name: style for name, style in found.items() if style != _WHOLE}
+
+
+def _plan(config: PreTrainedConfig, size: int) -> dict[str, str]:
+    """transformers' plan for the decoder layers. Raises ConfigError when there is none, or none that is known here.
+
+    What it says of the embedding is left aside: that stays whole.
+    """
+    text = config.get_text_config()
+    problem = f"trainer.tensor_parallel={size}: model.path names a {text.model_type} model"
+    cure = "set it to 1, or choose a model such as Llama, Qwen2 or Qwen3"
+    entries: dict[str, str] = text.base_model_tp_plan or {}
+    plan = {pattern: style for pattern, style in entries.items() if pattern.startswith("layers.")}
+    if not plan:
+        raise ConfigError(f"{problem}, for which transformers has no plan to cut it; {cure}")
+    unknown = sorted(set(plan.values()) - {_COLWISE, _ROWWISE, _WHOLE})
+    if unknown:
+        raise ConfigError(f"{problem}, whose plan has {', '.join(unknown)}, which training does not do; {cure}")
+    for field in ("num_attention_heads", "num_key_value_heads"):
+        number = getattr(text, field, None) or text.num_attention_heads
+        if number % size:
+            raise ConfigError(f"{problem} with {field}={number}, which it must divide; lower it")
+    return plan

@@ -15,6 +15,7 @@ from rlflow.config import (
     Dtype,
     EvalConfig,
     Late,
+    LoraConfig,
     Offload,
     Order,
     Placement,
@@ -44,6 +45,7 @@ _POSITIVE = (
     "eval.episodes",
     "trainer.ranks",
     "trainer.learning_rate",
+    "lora.alpha",
     "critic.learning_rate",
     "trainer.max_grad_norm",
     "trainer.micro_batch_tokens",
@@ -77,6 +79,7 @@ def check(config: Config) -> None:
             raise ConfigError(f"{key} must not be negative; got {value}")
     _check_algorithm(config)
     _check_critic(config.critic)
+    _check_lora(config.lora)
     _check_staleness(config)
     _check_engines(config)
     _check_lengths(config)
@@ -91,6 +94,13 @@ def check(config: Config) -> None:
 def _check_critic(critic: CriticConfig) -> None:
     if critic.value_clip is not None and critic.value_clip <= 0:
         raise ConfigError(f"critic.value_clip must be positive, or null for no clip; got {critic.value_clip}")
+
+
+def _check_lora(lora: LoraConfig) -> None:
+    if lora.rank is not None and lora.rank < 1:
+        raise ConfigError(f"lora.rank must be at least 1, or null to train the whole model; got {lora.rank}")
+    if lora.rank is None and lora.alpha != LoraConfig().alpha:
+        raise ConfigError(f"lora.alpha={lora.alpha} has no effect with lora.rank=null; set lora.rank")
 
 
 def _check_algorithm(config: Config) -> None:

@@ -1,6 +1,6 @@
 """The FSDP2 back end: gloo on CPU, NCCL on CUDA.
 
-Parameters and moments are float32, sharded along their first dimension. A single float32 rank that keeps everything on
+What is trained and its moments are float32, sharded along their first dimension. A single float32 rank that keeps everything on
 its device has nothing to shard or to cast, so it trains the bare module.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,8 @@ class FsdpTrainer(PackedTrainer):
         else:
             self._policy.to(self._device)
         self._parameters = dict(self._policy.model.named_parameters())
-        self._optimizer = adamw(config, list(self._parameters.values()))
+        self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+        self._optimizer = adamw(config, list(self._trained.values()))
 
     @property
     def _forward(self) -> nn.Module:
@@ -51,12 +53,12 @@ class FsdpTrainer(PackedTrainer):
 
     def _finish_gradients(self) -> None:
         """Where nothing had a gradient it is zero, so that the optimiser's momentum acts all the same."""
-        for parameter in self._parameters.values():
+        for parameter in self._trained.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _gradients(self) -> list[Tensor]:
-        return [_local(parameter.grad) for parameter in self._parameters.values() if parameter.grad is not None]
+        return [_local(parameter.grad) for parameter in self._trained.values() if parameter.grad is not None]
 
     def _gradient_norm(self) -> float:
         return self._norm(self._gradients())
@@ -73,13 +75,12 @@ class FsdpTrainer(PackedTrainer):
     def _discard_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._parameters.items():
-            tensor = parameter.detach().to(self._device)
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    def _whole(self, names: Sequence[str]) -> AbstractContextManager[list[Tensor]]:
+        tensors = [self._parameters[name].detach().to(self._device) for name in names]
+        return nullcontext([tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors])
 
     def _shards(self) -> Iterator[Shard]:
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._trained.items():
             tensors = {PARAMETER: _elements(parameter.detach())}
             if self._config.trainer.save_optimizer:
                 state = self._optimizer.state.get(parameter) or fresh_moments(parameter, self._updates)
@@ -90,7 +91,7 @@ class FsdpTrainer(PackedTrainer):
 
     def _load_shards(self, reader: ShardReader) -> None:
         self._reshard()
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._trained.items():
             interval = self._interval(name)
             _fill(parameter.detach(), reader.read(PARAMETER, name, *interval))
             self._optimizer.state.pop(parameter, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlflow.rollout.engine_setup import CacheShape
@@ -44,6 +45,8 @@ class ModelFacts:
     hidden_size: int
     vocabulary_size: int
     """Rows of the output layer."""
+    adapters: tuple[Weight, ...] = ()
+    """What is trained in place of `weights`; none where these are trained."""
 
     @property
     def num_parameters(self) -> int:
@@ -56,13 +59,22 @@ class ModelFacts:
     @property
     def largest_layer(self) -> int:
         """Parameters of the largest decoder layer."""
-        sizes: dict[int, int] = {}
-        for weight in self.weights:
-            if weight.layer is not None:
-                sizes[weight.layer] = sizes.get(weight.layer, 0) + weight.size
-        return max(sizes.values())
+        return _largest_layer(self.weights)
+
+    @property
+    def largest_adapters(self) -> int:
+        """Parameters of the adapters of one decoder layer."""
+        return _largest_layer(self.adapters)
 
     @property
     def outside_layers(self) -> int:
         """Parameters of the embedding, the last norm and the output layer."""
         return sum(weight.size for weight in self.weights if weight.layer is None)
+
+
+def _largest_layer(weights: Sequence[Weight]) -> int:
+    sizes: dict[int, int] = {}
+    for weight in weights:
+        if weight.layer is not None:
+            sizes[weight.layer] = sizes.get(weight.layer, 0) + weight.size
+    return max(sizes.values(), default=0)

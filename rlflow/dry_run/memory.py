@@ -58,19 +58,24 @@ def trainer_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logit
 
     Parameters, gradients and both moments are float32 and sharded: 16 bytes a parameter, over the ranks. What computes
     is gathered in model.dtype, layer by layer; the embedding and the output layer stay whole between forward and
-    backward. A single float32 rank has nothing to gather.
+    backward. A single float32 rank has nothing to gather. With adapters all that is of them alone, and the frozen model
+    is sharded in model.dtype.
     """
     ranks, width = config.trainer.ranks, BYTES_PER_ELEMENT[config.model.dtype]
-    shard = FLOAT32 * sum(shard_size(weight, ranks) for weight in facts.weights)
-    share = f"float32, a share of {ranks}" if ranks > 1 else "float32"
+    share = f", a share of {ranks}" if ranks > 1 else ""
+    shard = FLOAT32 * sum(shard_size(weight, ranks) for weight in facts.adapters or facts.weights)
     items = [
-        Item(name="parameters", num_bytes=shard, note=share),
-        Item(name="gradients", num_bytes=shard, note=share),
-        Item(name="moments of AdamW", num_bytes=2 * shard, note=share),
+        Item(name="adapters" if facts.adapters else "parameters", num_bytes=shard, note=f"float32{share}"),
+        Item(name="gradients", num_bytes=shard, note=f"float32{share}"),
+        Item(name="moments of AdamW", num_bytes=2 * shard, note=f"float32{share}"),
     ]
+    if facts.adapters:
+        frozen = width * sum(shard_size(weight, ranks) for weight in facts.weights)
+        note = f"{config.model.dtype.value}{share}"
+        items.insert(0, Item(name="frozen parameters", num_bytes=frozen, note=note))
     if ranks > 1 or config.model.dtype is not Dtype.float32:
-        whole = facts.outside_layers + GATHERED_LAYERS * facts.largest_layer
-        largest = max(facts.outside_layers, facts.largest_layer)
+        whole = facts.outside_layers + GATHERED_LAYERS * (facts.largest_layer + facts.largest_adapters)
+        largest = facts.largest_adapters or max(facts.outside_layers, facts.largest_layer)
         items += [
             Item(
                 name="gathered parameters",
@@ -159,12 +164,13 @@ def _activations(config: Config, facts: ModelFacts, num_tokens: int) -> Item:
 
 
 def _head(facts: ModelFacts, num_tokens: int, max_logits: int, width: int) -> Item:
-    """Logits chunk by chunk, the float32 gradient of the output layer, and the hidden states with their gradient."""
+    """Logits chunk by chunk, the output layer's float32 gradient if it has one, the hidden states with theirs."""
     rows = logit_rows(facts, num_tokens, max_logits)
-    num_bytes = LOGIT_BYTES * rows * facts.vocabulary_size + FLOAT32 * facts.vocabulary_size * facts.hidden_size
+    gradient = 0 if facts.adapters else FLOAT32 * facts.vocabulary_size * facts.hidden_size
+    num_bytes = LOGIT_BYTES * rows * facts.vocabulary_size + gradient
     return Item(
         name=OUTPUT_LAYER,
         num_bytes=num_bytes + 2 * width * num_tokens * facts.hidden_size,
         is_kept=False,
-        note=f"logits of {rows:,} tokens at once, gradient in float32",
+        note=f"logits of {rows:,} tokens at once" + ("" if facts.adapters else ", gradient in float32"),
     )

@@ -16,6 +16,7 @@ from rlflow.dry_run.facts import Activations, ModelFacts, Weight
 from rlflow.errors import ConfigError
 from rlflow.rollout.engine_setup import cache_shape
 from rlflow.workers.trainer.attention import check_attention
+from rlflow.workers.trainer.lora import add_adapters, is_adapter
 from rlflow.workers.trainer.policy import Policy, torch_dtype
 
 _ATTENTION = "rlflow_dry_run"
@@ -30,7 +31,15 @@ def read_model(config: Config, folder: str) -> ModelFacts:
     for one that cannot be followed without weights.
     """
     model = _build(config, folder)
+    if config.lora.rank is not None:
+        with torch.device("meta"):
+            add_adapters(model, config.lora, config.run.seed, torch_dtype(config))
+        nn.Module.to(model, torch_dtype(config))  # what computes
     layer_of = _layers_of_parameters(model)
+    weights = [
+        Weight(name=name, shape=tuple(parameter.shape), layer=layer_of.get(id(parameter)))
+        for name, parameter in model.named_parameters()
+    ]
     try:
         activations = _activations(model)
     except RuntimeError as error:
@@ -40,10 +49,8 @@ def read_model(config: Config, folder: str) -> ModelFacts:
         ) from error
     return ModelFacts(
         model_type=str(model.config.model_type),
-        weights=tuple(
-            Weight(name=name, shape=tuple(parameter.shape), layer=layer_of.get(id(parameter)))
-            for name, parameter in model.named_parameters()
-        ),
+        weights=tuple(weight for weight in weights if not is_adapter(weight.name)),
+        adapters=tuple(weight for weight in weights if is_adapter(weight.name)),
         activations=activations,
         cache=cache_shape(folder),
         hidden_size=model.config.get_text_config().hidden_size,

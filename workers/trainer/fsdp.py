@@ -1,7 +1,7 @@
 """The FSDP2 back end: gloo on CPU, NCCL on CUDA.
 
-What is trained and its moments are float32, sharded along their first dimension. A single float32 rank that keeps everything on
-its device has nothing to shard or to cast, so it trains the bare module.
+What is trained and its moments are float32, sharded along their first dimension. A single float32 rank that keeps
+everything on its device has nothing to shard or to cast, so it trains the bare module.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def parts_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     for name in names:
         module, base, kind = name.rpartition(_BASE)
         if base and kind == "weight":
-            found[f"{module}.weight"] = (name, *(f"{module}.lora_{each}.{_ADAPTER}.weight" for each in "AB"))
+            found[f"{module}.weight"] = (name, *adapters_of(module))
         elif not is_adapter(name):
             found[name.replace(_BASE, ".")] = (name,)
     return found
@@ -109,8 +109,18 @@ def merged(parts: Sequence[Tensor], lora: LoraConfig) -> Tensor:
     return weight.float() + outer.float() @ inner.float() * (lora.alpha / lora.rank)
 
 
+def adapters_of(module: str) -> tuple[str, str]:
+    """The names of A and B of a linear layer."""
+    return f"{module}.lora_A.{_ADAPTER}.weight", f"{module}.lora_B.{_ADAPTER}.weight"
+
+
+def module_of(name: str) -> str:
+    """The linear layer that a parameter of an adapter belongs to; the inverse of `adapters_of`."""
+    return name.rpartition(".lora_")[0]
+
+
 def is_adapter(name: str) -> bool:
-    return ".lora_A." in name or ".lora_B." in name
+    return bool(module_of(name))
 
 
 def peft_name(name: str) -> str:

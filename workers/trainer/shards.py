@@ -66,7 +66,7 @@ def write_shards(
     `updates` counts the optimiser's steps, `objective` is what the objective must remember. With `lora.rank` the
     parameters are those of adapters.
 
-    Every rank passes every parameter that is trained, in the order of the model, also those that it holds no element of.
+    Every rank passes every parameter that is trained, in the order of the model, also those that it holds nothing of.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}

@@ -85,6 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     verb["export"].add_argument("out", type=Path, metavar="OUT", help="the folder to write; it must not exist")
     verb["export"].add_argument("--step", type=int, metavar="N", help="the checkpoint's step; the last one by default")
     verb["export"].add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    verb["export"].add_argument(
+        "--adapter", action="store_true", help="the adapters of a run with lora.rank alone, for PEFT"
+    )
     verb["bench"].add_argument("name", choices=("e2e", "async", "queue", "train"), help=_BENCH_HELP)
     verb["bench"].epilog = "Further arguments (key=value) are settings of the runs that e2e and async measure."
     verb["bench"].add_argument("--json", action="store_true", help="as one JSON object on the last line")
@@ -115,7 +118,8 @@ def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.verb == "export":
         from rlflow.export import export
 
-        print(export(options.run, options.out, step=options.step, dtype=options.dtype))
+        found = export(options.run, options.out, step=options.step, dtype=options.dtype, adapter_only=options.adapter)
+        print(found)
     elif options.verb == "report":
         from rlflow.telemetry.report import write_report
 

@@ -216,6 +216,17 @@ class TrainerConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters on all linear layers of the decoder layers; everything else of the model is frozen
+    (arXiv:2106.09685). Of the policy and of the critic, whose head is trained whole."""
+
+    rank: int | None = None
+    """null trains the whole model; a rank needs the extra `lora`."""
+    alpha: float = 32.0
+    """What the adapters add is multiplied by alpha / rank."""
+
+
+@dataclass
 class CriticConfig:
     """The value model of algorithm.advantage=gae: of the policy's kind, on the trainer's back end and ranks."""
 
@@ -289,6 +300,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
@@ -308,6 +320,16 @@ def value_of(config: Config, key: str) -> Any:
 def num_shares(trainer: TrainerConfig) -> int:
     """Into how many shares a batch is divided: the ranks of a tensor group, which are neighbours, have the same one."""
     return trainer.ranks // trainer.tensor_parallel
+
+
+def refers_to_itself(config: Config) -> bool:
+    """Whether the reference is the policy with its adapters switched off."""
+    return config.algorithm.kl_coefficient > 0 and config.lora.rank is not None
+
+
+def needs_reference(config: Config) -> bool:
+    """Whether a process of its own holds the reference."""
+    return config.algorithm.kl_coefficient > 0 and not refers_to_itself(config)
 
 
 def samples_while_loading(config: Config) -> bool:

@@ -15,6 +15,7 @@ from rlflow.config import (
     Dtype,
     EvalConfig,
     Late,
+    LoraConfig,
     Offload,
     Order,
     Placement,
@@ -45,6 +46,7 @@ _POSITIVE = (
     "trainer.ranks",
     "trainer.tensor_parallel",
     "trainer.learning_rate",
+    "lora.alpha",
     "critic.learning_rate",
     "trainer.max_grad_norm",
     "trainer.micro_batch_tokens",
@@ -78,6 +80,7 @@ def check(config: Config) -> None:
             raise ConfigError(f"{key} must not be negative; got {value}")
     _check_algorithm(config)
     _check_critic(config.critic)
+    _check_lora(config.lora, config.trainer.tensor_parallel)
     _check_staleness(config)
     _check_engines(config)
     _check_lengths(config)
@@ -92,6 +95,18 @@ def check(config: Config) -> None:
 def _check_critic(critic: CriticConfig) -> None:
     if critic.value_clip is not None and critic.value_clip <= 0:
         raise ConfigError(f"critic.value_clip must be positive, or null for no clip; got {critic.value_clip}")
+
+
+def _check_lora(lora: LoraConfig, tensor_parallel: int) -> None:
+    if lora.rank is not None and lora.rank < 1:
+        raise ConfigError(f"lora.rank must be at least 1, or null to train the whole model; got {lora.rank}")
+    if lora.rank is None and lora.alpha != LoraConfig().alpha:
+        raise ConfigError(f"lora.alpha={lora.alpha} has no effect with lora.rank=null; set lora.rank")
+    if lora.rank is not None and tensor_parallel > 1:
+        raise ConfigError(
+            f"lora.rank={lora.rank} does not go with trainer.tensor_parallel={tensor_parallel}: adapters are not cut "
+            "into slices; set trainer.tensor_parallel to 1, which adapters leave memory for"
+        )
 
 
 def _check_algorithm(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""A run's checkpoint -> a folder that transformers and vLLM load."""
+"""A run's checkpoint -> a folder that transformers and vLLM load, or the adapters alone for PEFT."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 
 from rlflow.checkpoint import CheckpointStore, read_state
 from rlflow.disk import disk_errors
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, RunError
 from rlflow.models import resolve_model
 
 if TYPE_CHECKING:
@@ -23,23 +23,29 @@ _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _MAX_FILE_BYTES = 4 << 30
 
 
-def export(run: Path, out: Path, *, step: int | None, dtype: str) -> Path:
+def export(run: Path, out: Path, *, step: int | None, dtype: str, adapter_only: bool = False) -> Path:
     """Write checkpoint `step` of a run (None: the last) to the new folder `out`, whole or not at all; returns `out`.
 
-    dtype: "bfloat16" or "float32", of every floating-point weight.
-    Raises ConfigError when `out` exists or the run has no such checkpoint, RunError when the checkpoint is damaged.
+    dtype: "bfloat16" or "float32", of every floating-point weight. Adapters are merged into the model that the run
+    began with, or with `adapter_only` written alone, as PEFT does.
+    Raises ConfigError when `out` exists or the run has no such checkpoint or no adapters, RunError when the checkpoint
+    is damaged.
     """
     if out.exists():
         raise ConfigError(f"{out} already exists; give a new folder, or remove it first")
     checkpoint = _checkpoint(run, step)
     read_state(checkpoint)  # checks that every file has the size it was written with
-    source = Path(resolve_model(_model_path(run)))
+    model_path = _model_path(run)
     with disk_errors("the exported model", out.absolute().parent):
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
         try:
-            _copy_files(source, partial, dtype)
-            _write_weights(checkpoint / "trainer", partial, dtype)
+            if adapter_only:
+                _write_adapters(checkpoint / "trainer", partial, dtype, model_path)
+            else:
+                source = Path(resolve_model(model_path))
+                _copy_files(source, partial, dtype)
+                _write_weights(checkpoint / "trainer", source, partial, dtype)
             partial.chmod(0o755)
             partial.rename(out)
         except BaseException:
@@ -77,15 +83,54 @@ def _copy_files(source: Path, target: Path, dtype: str) -> None:
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _write_weights(trainer: Path, target: Path, dtype: str) -> None:
+def _write_adapters(trainer: Path, target: Path, dtype: str, model_path: str) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from rlflow.workers.trainer.shards import read_full
+    from rlflow.workers.trainer.lora import module_of, peft_config, peft_name
+    from rlflow.workers.trainer.shards import PARAMETER, ShardReader
+
+    reader = ShardReader(trainer)
+    if reader.lora.rank is None:
+        raise ConfigError("--adapter has no effect: the run trained the whole model, without adapters; leave it out")
+    tensors = {peft_name(name): reader.read_whole(PARAMETER, name).to(getattr(torch, dtype)) for name in reader.shapes}
+    save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    targets = sorted({module_of(name).rpartition(".")[2] for name in reader.shapes})
+    peft_config(reader.lora, targets, model_path).save_pretrained(target)
+
+
+def _weights(trainer: Path, source: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter of the trained model, whole; `source` is the model that adapters belong to."""
+    from rlflow.workers.trainer.lora import adapters_of, merged, module_of
+    from rlflow.workers.trainer.shards import PARAMETER, ShardReader, read_full
+
+    reader = ShardReader(trainer)
+    if reader.lora.rank is None:
+        yield from read_full(trainer)
+        return
+    from transformers import AutoModelForCausalLM
+
+    modules = {module_of(name) for name in reader.shapes}
+    for name, weight in AutoModelForCausalLM.from_pretrained(source, dtype="auto").named_parameters():
+        module = name.removesuffix(".weight")
+        names = adapters_of(module) if module in modules else ()
+        modules.discard(module)
+        adapters = (reader.read_whole(PARAMETER, each) for each in names)
+        yield name, merged((weight.detach(), *adapters), reader.lora)
+    if modules:
+        raise RunError(
+            f"{trainer} holds adapters of {min(modules)}, which the model in {source} lacks; put the model there that "
+            "the run began with"
+        )
+
+
+def _write_weights(trainer: Path, source: Path, target: Path, dtype: str) -> None:
+    import torch
+    from safetensors.torch import save_file
 
     files: list[list[str]] = []
     num_bytes = 0
-    for bucket in _buckets(read_full(trainer), getattr(torch, dtype), _MAX_FILE_BYTES):
+    for bucket in _buckets(_weights(trainer, source), getattr(torch, dtype), _MAX_FILE_BYTES):
         save_file(bucket, target / f"{len(files)}.partial", metadata={"format": "pt"})
         files.append(list(bucket))
         num_bytes += sum(tensor.nbytes for tensor in bucket.values())

@@ -32,6 +32,7 @@ RECIPES = [
     "grpo_arithmetic",
     "grpo_arithmetic_async",
     "gspo_arithmetic",
+    "lora_arithmetic",
     "ppo_arithmetic",
     "smoke",
 ]

@@ -64,6 +64,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"algorithm.entropy_high": 0.3},
         "algorithm.entropy_low and entropy_high must be null both, or 0 <= low < high; got None and 0.3",
     ),
+    ({"lora.rank": 0}, "lora.rank must be at least 1, or null to train the whole model; got 0"),
+    ({"lora.rank": 4, "lora.alpha": 0.0}, "lora.alpha must be positive; got 0.0"),
+    ({"lora.alpha": 16.0}, "lora.alpha=16.0 has no effect with lora.rank=null; set lora.rank"),
+    (
+        {"lora.rank": 4, "trainer.ranks": 2, "trainer.tensor_parallel": 2},
+        "lora.rank=4 does not go with trainer.tensor_parallel=2: adapters are not cut into slices; set "
+        "trainer.tensor_parallel to 1, which adapters leave memory for",
+    ),
     ({"critic.value_clip": 0.0}, "critic.value_clip must be positive, or null for no clip; got 0.0"),
     (
         {"algorithm.proximal": Proximal.interpolated, "staleness.max_versions": 1},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -207,6 +208,47 @@ def test_a_single_float32_rank_gathers_nothing() -> None:
     assert found["parameters"] == found["gradients"] == 4 * 92
     assert found["moments of AdamW"] == 8 * 92
     assert "gathered parameters" not in found
+
+
+def test_memory_of_a_rank_with_adapters() -> None:
+    asked = config(model__dtype=Dtype.bfloat16, trainer__ranks=4)
+    adapters = tuple(
+        Weight(name=f"layers.{layer}.lora_{name}", shape=shape, layer=layer)
+        for layer in (0, 1)
+        for name, shape in (("A", (2, 4)), ("B", (6, 2)))
+    )
+    found = trainer_memory(asked, replace(SMALL, adapters=adapters), num_tokens=5, max_logits=20)
+    shard = 4 * 2 * (1 * 4 + 2 * 2)  # of 2 rows 1, of 6 rows 2
+    assert sizes(found) == {
+        "frozen parameters": 2 * (3 * 4 + 2 * 4 + 2 * 4 + 1),
+        "adapters": shard,
+        "gradients": shard,
+        "moments of AdamW": 2 * shard,
+        "gathered parameters": 2 * (40 + 2 * (28 + 20)),
+        "gradients to be scattered": (2 + 4) * 20,
+        "activations": 5 * (1000 + 40),
+        "output layer": 12 * 2 * 10 + 2 * 2 * 5 * 4,
+    }
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs the package peft")
+def test_adapters_of_a_7b_are_counted_and_take_few_activations() -> None:
+    plain, asked = config(model__dtype=Dtype.bfloat16), config(model__dtype=Dtype.bfloat16, lora__rank=16)
+    facts = read_model(asked, QWEN2_7B)
+    assert facts.num_parameters == PARAMETERS_7B
+    inputs_and_outputs = 2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18_944)
+    assert facts.largest_adapters == 16 * inputs_and_outputs
+    assert sum(weight.size for weight in facts.adapters) == 28 * 16 * inputs_and_outputs == 40_370_176
+    # 7 layers keep 16 more numbers; norms whose weights are frozen keep less.
+    assert facts.activations.layers < read_model(plain, QWEN2_7B).activations.layers + 28 * 7 * 2 * 16
+
+
+def test_adapters_are_staged_merged_and_gathered_as_they_lie() -> None:
+    asked = config(model__dtype=Dtype.bfloat16, algorithm__kl_coefficient=0.1, lora__rank=2)
+    facts = replace(SMALL, adapters=(Weight(name="lora_A", shape=(2, 4), layer=0),))
+    found = estimate(asked, facts, max_logits=20)
+    assert (found.weights.staged, found.weights.gathered, found.weights.loaded) == (2 * 92, 2 * 92 + 4 * 8, 4 * 92)
+    assert "reference" not in found.processes
 
 
 def test_a_single_bfloat16_rank_computes_on_copies() -> None:

@@ -22,7 +22,7 @@ from rlflow.ledger import counts_by_state
 from rlflow.recipes.minimal_grpo import MinimalGrpo
 from rlflow.telemetry import metrics
 from rlflow.telemetry.metrics import REQUIRED
-from rlflow.workers.trainer.shards import read_full
+from rlflow.workers.trainer.shards import ShardReader, read_full
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +96,22 @@ def test_the_reward_rises(tmp_path: Path) -> None:
     parameters = dict(read_full(run / "checkpoints" / "step_40" / "trainer"))
     assert parameters.keys() == weights.keys()
     assert all(torch.equal(parameters[name], weights[name]) for name in parameters)
+
+
+def test_adapters_are_trained_beside_a_reference_and_a_critic_without_one_more_process(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = ["lora.rank=4", "trainer.learning_rate=1e-2", "algorithm.advantage=gae", "critic.learning_rate=1e-2"]
+    settings += ["algorithm.kl_coefficient=0.05", "algorithm.kl_in_reward=true"]
+    train(run, "run.steps=2", *settings)
+    train(run, "run.steps=4", *settings)
+    records = metrics.read(run / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert records[0]["kl"] < 1e-6  # adapters add nothing at first
+    assert records[3]["kl"] > 1e-6
+    assert max(record["sampling/logp_difference_mean"] for record in records) < 1e-4
+    assert all(record["critic/update_skipped"] == 0 for record in records)
+    shapes = ShardReader(run / "checkpoints" / "step_4" / "trainer").shapes
+    assert all(".lora_" in name for name in shapes)
 
 
 def test_ppo_trains_policy_and_critic_and_goes_on_with_both(tmp_path: Path) -> None:

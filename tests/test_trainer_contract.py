@@ -152,8 +152,10 @@ def disturb(trainer: PackedTrainer, rank: int, layout: Layout) -> None:
     # On the CPU that does nothing, so here is what it does elsewhere.
     parked = park(trainer._resident(), torch.device("cpu"))
     num_elements = sum(tensor.numel() for tensor in before.values())
-    # Parameters and two moments in float32; the ranks' shares differ a little.
-    assert sum(contents.nbytes() for _, contents in parked) > 0.9 * 3 * 4 * num_elements / layout.ranks
+    num_trained = sum(math.prod(shape) for shape in trainer._shapes.values())
+    # Parameters, and two moments of what is trained, in float32; the ranks' shares differ a little.
+    num_elements += 2 * num_trained
+    assert sum(contents.nbytes() for _, contents in parked) > 0.9 * 4 * num_elements / layout.ranks
     assert all(storage.nbytes() == 0 for storage, _ in parked)
     unpark(parked)
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.full_parameters())

@@ -13,6 +13,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from rlflow.batching import in_order_of_training, plan_micro_batches
+from rlflow.config import TrainerConfig, num_shares
 from rlflow.errors import ConfigError, RunError, WorkerError
 from rlflow.roles import StagedWeights, StepOutcome
 from rlflow.types import GroupOrder, Message, PayloadRef, PlayedGroup, ReadyGroup, Span
@@ -106,12 +108,50 @@ class RayRunners:
 class RayTrainer:
     """The ranks of one trainer; every call goes to all of them, because they meet in collectives."""
 
-    def __init__(self, actors: Sequence[Any], name: str = "trainer") -> None:
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        config: TrainerConfig,
+        *,
+        name: str = "trainer",
+        refers_to_itself: bool = False,
+    ) -> None:
+        """`refers_to_itself`: whether a policy with adapters is the reference too."""
         self._actors = actors
+        self._config = config
         self._name = name
+        self._refers_to_itself = refers_to_itself
 
     async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
+        await self.refer(groups)
         return await self._all("accumulate", list(groups), oldest_version)
+
+    async def refer(self, groups: Sequence[ReadyGroup]) -> None:
+        """Hang handles to the reference's log-probabilities on the groups that lack them, if this is the reference."""
+        lacking = [group for group in groups if group.references is None]
+        if not (self._refers_to_itself and lacking):
+            return
+        for group, references in zip(lacking, await self.per_token("references", lacking), strict=True):
+            group.references = references
+
+    async def per_token(self, method: str, groups: Sequence[ReadyGroup]) -> list[list[object]]:
+        """For each group, handles to what `method` of the ranks says of its episodes."""
+        episodes = [group.episodes for group in groups]
+        plans = plan_micro_batches(episodes, num_shares(self._config), self._config.micro_batch_tokens)
+        handles: list[dict[int, object]] = [{} for _ in groups]
+        waiting = []
+        for rank, actor in enumerate(self._actors):
+            share, others = divmod(rank, self._config.tensor_parallel)
+            places = [] if others else in_order_of_training(plans[share])
+            call = getattr(actor, method).options(num_returns=len(places) + 1).remote(list(groups))
+            done, *found = call if places else [call]
+            for (group, episode), handle in zip(places, found, strict=True):
+                handles[group][episode] = handle
+            waiting.append(answer(f"{self._name} rank {rank}", done, method))
+        await asyncio.gather(*waiting)
+        return [
+            [found[index] for index in range(len(group.episodes))] for group, found in zip(groups, handles, strict=True)
+        ]
 
     async def step(self) -> StepOutcome:
         outcomes = await self._all("step")

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from rlflow.batching import in_order_of_training, plan_micro_batches
-from rlflow.cluster.calls import RayTrainer, answer
-from rlflow.config import TrainerConfig, num_shares
+from rlflow.cluster.calls import RayTrainer
 from rlflow.roles import Mean, StagedWeights, StepOutcome
 from rlflow.types import ReadyGroup, Span
 
@@ -17,15 +14,13 @@ from rlflow.types import ReadyGroup, Span
 class RayActorCritic:
     """Implements `roles.Trainer`: the critic values the groups first, then both learn from them side by side."""
 
-    def __init__(self, policy: Sequence[Any], critic: Sequence[Any], trainer: TrainerConfig) -> None:
-        """`policy` and `critic` are the ranks of either."""
-        self._policy = RayTrainer(policy)
-        self._critic = RayTrainer(critic, name="critic")
-        self._critic_ranks = critic
-        self._trainer = trainer
+    def __init__(self, policy: RayTrainer, critic: RayTrainer) -> None:
+        self._policy = policy
+        self._critic = critic
 
     async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
-        await self._value(groups)
+        # Before either learns: the critic, too, may learn from rewards that hold the distance to the reference.
+        await asyncio.gather(self._value(groups), self._policy.refer(groups))
         spans = await asyncio.gather(
             self._policy.accumulate(groups, oldest_version), self._critic.accumulate(groups, oldest_version)
         )
@@ -52,19 +47,5 @@ class RayActorCritic:
 
     async def _value(self, groups: Sequence[ReadyGroup]) -> None:
         """Hang the handles of the critic's values on the groups."""
-        trainer = self._trainer
-        episodes = [group.episodes for group in groups]
-        plans = plan_micro_batches(episodes, num_shares(trainer), trainer.micro_batch_tokens)
-        handles: list[dict[int, object]] = [{} for _ in groups]
-        waiting = []
-        for rank, actor in enumerate(self._critic_ranks):
-            share, others = divmod(rank, trainer.tensor_parallel)
-            places = [] if others else in_order_of_training(plans[share])
-            call = actor.values.options(num_returns=len(places) + 1).remote(list(groups))
-            done, *values = call if places else [call]
-            for (group, episode), value in zip(places, values, strict=True):
-                handles[group][episode] = value
-            waiting.append(answer(f"critic rank {rank}", done, "values"))
-        await asyncio.gather(*waiting)
-        for group, found in zip(groups, handles, strict=True):
-            group.values = [found[index] for index in range(len(group.episodes))]
+        for group, values in zip(groups, await self._critic.per_token("values", groups), strict=True):
+            group.values = values

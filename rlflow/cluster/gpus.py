@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlflow.algorithms.chosen import needs_critic
-from rlflow.config import Config, Placement
+from rlflow.config import Config, Placement, needs_reference
 from rlflow.errors import ConfigError
 
 
@@ -30,7 +30,7 @@ def gpu_needs(config: Config) -> GpuNeeds:
         engines=0 if is_colocated else config.rollout.engines * config.rollout.tensor_parallel,
         trainer=config.trainer.ranks,
         critic=config.trainer.ranks if needs_critic(config.algorithm) else 0,
-        reference=int(config.algorithm.kl_coefficient > 0),
+        reference=int(needs_reference(config)),
     )
 
 

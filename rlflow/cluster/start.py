@@ -17,7 +17,7 @@ from rlflow.cluster.calls import RayReference, RayRunners, RayTrainer, answer, o
 from rlflow.cluster.critic import RayActorCritic
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
-from rlflow.config import Config, Placement
+from rlflow.config import Config, Placement, needs_reference, refers_to_itself
 from rlflow.deadlines import within
 from rlflow.envs.base import Environment, EnvironmentSpec
 from rlflow.errors import ConfigError
@@ -136,7 +136,7 @@ async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec, al
         for _ in range(-(-config.rollout.engines // ENGINES_PER_RUNNER))
     ]
     reference = None
-    if config.algorithm.kl_coefficient > 0:
+    if needs_reference(config):
         reference = (
             ray.remote(ReferenceWorker).options(num_cpus=0, **devices.whole(1)).remote(config, model_path, threads)
         )
@@ -169,9 +169,8 @@ async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec, al
 
 
 def _as_one(config: Config, trainers: list[Any], critics: list[Any]) -> Trainer:
-    if not critics:
-        return RayTrainer(trainers)
-    return RayActorCritic(trainers, critics, config.trainer)
+    policy = RayTrainer(trainers, config.trainer, refers_to_itself=refers_to_itself(config))
+    return RayActorCritic(policy, RayTrainer(critics, config.trainer, name="critic")) if critics else policy
 
 
 async def _start_all(

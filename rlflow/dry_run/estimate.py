@@ -70,7 +70,7 @@ class WeightUpdate:
     staged: int
     """In the shared memory that all engines read."""
     gathered: int
-    """That the ranks send each other, in float32, so that the first one has all."""
+    """That the ranks send each other, as they hold it, so that the first one has all."""
     largest: int
     """Of these, the largest tensor, which is whole on every rank at its time."""
     loaded: int
@@ -201,9 +201,11 @@ def _longest_episode(max_length: int) -> EpisodeSummary:
 
 def _weights(config: Config, facts: ModelFacts) -> WeightUpdate:
     whole = FLOAT32 * facts.num_parameters
+    staged = BYTES_PER_ELEMENT[config.model.dtype] * facts.num_parameters
+    held = staged + FLOAT32 * sum(weight.size for weight in facts.adapters) if facts.adapters else whole
     return WeightUpdate(
-        staged=BYTES_PER_ELEMENT[config.model.dtype] * facts.num_parameters,
-        gathered=whole if config.trainer.ranks > 1 or config.model.dtype is not Dtype.float32 else 0,
+        staged=staged,
+        gathered=held if config.trainer.ranks > 1 or config.model.dtype is not Dtype.float32 else 0,
         largest=FLOAT32 * max(weight.size for weight in facts.weights),
         loaded=whole,
     )

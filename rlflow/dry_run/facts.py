@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlflow.rollout.engine_setup import CacheShape
@@ -53,6 +54,8 @@ class ModelFacts:
     hidden_size: int
     vocabulary_size: int
     """Rows of the output layer."""
+    adapters: tuple[Weight, ...] = ()
+    """What is trained in place of `weights`; none where these are trained."""
 
     @property
     def num_parameters(self) -> int:
@@ -64,13 +67,22 @@ class ModelFacts:
 
     def largest_layer(self, tensor_parallel: int = 1) -> int:
         """Parameters of the largest decoder layer that one rank of a tensor group computes with."""
-        sizes: dict[int, int] = {}
-        for weight in self.weights:
-            if weight.layer is not None:
-                sizes[weight.layer] = sizes.get(weight.layer, 0) + weight.slice_size(tensor_parallel)
-        return max(sizes.values())
+        return _largest_layer(self.weights, tensor_parallel)
+
+    @property
+    def largest_adapters(self) -> int:
+        """Parameters of the adapters of one decoder layer."""
+        return _largest_layer(self.adapters)
 
     @property
     def outside_layers(self) -> int:
         """Parameters of the embedding, the last norm and the output layer."""
         return sum(weight.size for weight in self.weights if weight.layer is None)
+
+
+def _largest_layer(weights: Sequence[Weight], tensor_parallel: int = 1) -> int:
+    sizes: dict[int, int] = {}
+    for weight in weights:
+        if weight.layer is not None:
+            sizes[weight.layer] = sizes.get(weight.layer, 0) + weight.slice_size(tensor_parallel)
+    return max(sizes.values(), default=0)

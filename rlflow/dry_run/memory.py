@@ -58,21 +58,26 @@ def trainer_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logit
 
     Parameters, gradients and both moments are float32 and sharded: 16 bytes a parameter, over all ranks. What computes
     is gathered in model.dtype, layer by layer, with tensor parallelism a slice of each; the embedding and the output
-    layer stay whole between forward and backward. A single float32 rank has nothing to gather.
+    layer stay whole between forward and backward. A single float32 rank has nothing to gather. With adapters all that
+    is of them alone, and the frozen model is sharded in model.dtype.
     """
     ranks, width = config.trainer.ranks, BYTES_PER_ELEMENT[config.model.dtype]
     parallel = config.trainer.tensor_parallel
-    shard = FLOAT32 * sum(shard_size(weight, ranks, parallel) for weight in facts.weights)
-    share = f"float32, a share of {ranks}" if ranks > 1 else "float32"
+    share = f", a share of {ranks}" if ranks > 1 else ""
+    shard = FLOAT32 * sum(shard_size(weight, ranks, parallel) for weight in facts.adapters or facts.weights)
     items = [
-        Item(name="parameters", num_bytes=shard, note=share),
-        Item(name="gradients", num_bytes=shard, note=share),
-        Item(name="moments of AdamW", num_bytes=2 * shard, note=share),
+        Item(name="adapters" if facts.adapters else "parameters", num_bytes=shard, note=f"float32{share}"),
+        Item(name="gradients", num_bytes=shard, note=f"float32{share}"),
+        Item(name="moments of AdamW", num_bytes=2 * shard, note=f"float32{share}"),
     ]
+    if facts.adapters:
+        frozen = width * sum(shard_size(weight, ranks, parallel) for weight in facts.weights)
+        note = f"{config.model.dtype.value}{share}"
+        items.insert(0, Item(name="frozen parameters", num_bytes=frozen, note=note))
     if ranks > 1 or config.model.dtype is not Dtype.float32:
         layer = facts.largest_layer(parallel)
-        whole = facts.outside_layers + GATHERED_LAYERS * layer
-        largest = max(facts.outside_layers, layer)
+        whole = facts.outside_layers + GATHERED_LAYERS * (layer + facts.largest_adapters)
+        largest = facts.largest_adapters or max(facts.outside_layers, layer)
         layers = f"{GATHERED_LAYERS} layers" if parallel == 1 else f"a slice of {parallel} of {GATHERED_LAYERS} layers"
         items += [
             Item(
@@ -170,11 +175,13 @@ def _activations(config: Config, facts: ModelFacts, num_tokens: int) -> Item:
 
 
 def _head(facts: ModelFacts, num_tokens: int, rows: int, width: int) -> Item:
-    """Logits of `rows` tokens at once, the float32 gradient of the output layer, and the hidden states with theirs."""
-    num_bytes = LOGIT_BYTES * rows * facts.vocabulary_size + FLOAT32 * facts.vocabulary_size * facts.hidden_size
+    """Logits of `rows` tokens at once, the output layer's float32 gradient if it has one, and the hidden states with
+    theirs."""
+    gradient = 0 if facts.adapters else FLOAT32 * facts.vocabulary_size * facts.hidden_size
+    num_bytes = LOGIT_BYTES * rows * facts.vocabulary_size + gradient
     return Item(
         name=OUTPUT_LAYER,
         num_bytes=num_bytes + 2 * width * num_tokens * facts.hidden_size,
         is_kept=False,
-        note=f"logits of {rows:,} tokens at once, gradient in float32",
+        note=f"logits of {rows:,} tokens at once" + ("" if facts.adapters else ", gradient in float32"),
     )

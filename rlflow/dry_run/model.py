@@ -16,6 +16,7 @@ from rlflow.dry_run.facts import Activations, ModelFacts, Weight
 from rlflow.errors import ConfigError
 from rlflow.rollout.engine_setup import cache_shape
 from rlflow.workers.trainer.attention import check_attention
+from rlflow.workers.trainer.lora import add_adapters, is_adapter
 from rlflow.workers.trainer.policy import Policy, torch_dtype
 from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
 
@@ -31,9 +32,18 @@ def read_model(config: Config, folder: str) -> ModelFacts:
     cut, and for one that cannot be followed without weights.
     """
     model, one_rank, cut = _build(config, folder), _build(config, folder), dict[str, int]()
-    layer_of = _layers_of_parameters(model)
     if config.trainer.tensor_parallel > 1:
         cut = cut_layers(one_rank, TensorGroup(size=config.trainer.tensor_parallel))
+    if config.lora.rank is not None:
+        with torch.device("meta"):
+            add_adapters(one_rank, config.lora, config.run.seed, torch_dtype(config))
+        nn.Module.to(one_rank, torch_dtype(config))  # what computes
+        model = one_rank
+    layer_of = _layers_of_parameters(model)
+    weights = [
+        Weight(name=name, shape=tuple(parameter.shape), layer=layer_of.get(id(parameter)), cut=cut.get(name))
+        for name, parameter in model.named_parameters()
+    ]
     try:
         activations, trainer_activations = _activations(model), _activations(one_rank)
     except RuntimeError as error:
@@ -43,10 +53,8 @@ def read_model(config: Config, folder: str) -> ModelFacts:
         ) from error
     return ModelFacts(
         model_type=str(model.config.model_type),
-        weights=tuple(
-            Weight(name=name, shape=tuple(parameter.shape), layer=layer_of.get(id(parameter)), cut=cut.get(name))
-            for name, parameter in model.named_parameters()
-        ),
+        weights=tuple(weight for weight in weights if not is_adapter(weight.name)),
+        adapters=tuple(weight for weight in weights if is_adapter(weight.name)),
         activations=activations,
         trainer_activations=trainer_activations,
         cache=cache_shape(folder),

@@ -88,9 +88,8 @@ def _step(found: Estimate, config: Config) -> list[str]:
 
 def _weights(found: Estimate) -> list[str]:
     weights = found.weights
-    gathered = (
-        f"  {size(weights.gathered):>10}  gathered by the ranks, in float32; the largest tensor {size(weights.largest)}"
-    )
+    largest = f"the largest tensor {size(weights.largest)} in float32"
+    gathered = f"  {size(weights.gathered):>10}  gathered by the ranks; {largest}"
     return [
         "A new version of the weights",
         f"  {size(weights.staged):>10}  in /dev/shm of one machine, on which trainer rank 0 and all engines must be",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,6 +76,15 @@ class TrainerWorker:
     def values(self, groups: list[ReadyGroup]) -> tuple[bool | list[FloatArray], ...]:
         """Of a critic: True, then the values [L] of each sample of each episode of this rank's share, in order of
         training. The first rank of a tensor group speaks for all of it."""
+        return self._per_token(groups, self._backend.per_token)
+
+    def references(self, groups: list[ReadyGroup]) -> tuple[bool | list[FloatArray], ...]:
+        """Of a policy with adapters: as `values`, the log-probabilities [L] under the model that the run began with."""
+        return self._per_token(groups, self._backend.reference_logprobs)
+
+    def _per_token(
+        self, groups: list[ReadyGroup], ask: Callable[[Sequence[MicroBatch]], list[list[FloatArray]]]
+    ) -> tuple[bool | list[FloatArray], ...]:
         fetch = Fetcher(groups, None, None)
         payloads = [[fetch.payloads(piece) for piece in plan.pieces] for plan in self._plans(groups)]
         micro_batches = [
@@ -84,7 +94,7 @@ class TrainerWorker:
             ]
             for batch in payloads
         ]
-        rows = iter(row for found in self._backend.per_token(micro_batches) for row in found)
+        rows = iter(row for found in ask(micro_batches) for row in found)
         if self._rank % self._config.trainer.tensor_parallel:
             return (True,)
         found = [[next(rows) for _ in payload.samples] for batch in payloads for piece in batch for payload in piece]

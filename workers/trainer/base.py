@@ -53,12 +53,23 @@ class TrainerBackend(ABC):
         """
 
     @abstractmethod
+    def reference_logprobs(self, groups: Sequence[MicroBatch]) -> list[list[FloatArray]]:
+        """`per_token` of a policy with its adapters switched off, which is the model that the run began with."""
+
+    @abstractmethod
     def add_up(self, values: Sequence[float]) -> list[float]:
         """Each number summed over the ranks."""
 
     @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter, whole, by its Hugging Face name; tied ones once. All ranks iterate in the same order."""
+        """Every parameter, whole, by its Hugging Face name; tied ones once. All ranks iterate in the same order.
+
+        Adapters are merged into what they belong to, which itself stays as it is.
+        """
+
+    @abstractmethod
+    def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapters alone, whole, by PEFT's names; none where the whole model is trained. As `full_parameters`."""
 
     @abstractmethod
     def parameter_specs(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
@@ -70,7 +81,10 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Read a checkpoint written on any number of ranks. Raises RunError when it is incomplete."""
+        """Read a checkpoint written on any number of ranks.
+
+        Raises RunError when it is incomplete, or of another model or other adapters.
+        """
 
     @abstractmethod
     def offload(self) -> None:

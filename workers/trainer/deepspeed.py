@@ -10,6 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class DeepSpeedTrainer(PackedTrainer):
         super().__init__(config, model_path, rank, world_size, rendezvous, role, is_distributed=True)
         self._deepspeed = _import_deepspeed(self._device)
         self._parameters = dict(self._policy.model.named_parameters())
-        self._optimizer = adamw(config, list(self._parameters.values()))
+        self._optimizer = adamw(config, [each for each in self._parameters.values() if each.requires_grad])
         self._optimizer.register_step_pre_hook(self._before_update)
         vectors = [parameter.numel() for parameter in self._parameters.values() if parameter.dim() < 2]
         self._engine: Any = self._deepspeed.initialize(
@@ -97,13 +98,11 @@ class DeepSpeedTrainer(PackedTrainer):
             for flat in options["params"]:
                 flat.grad.mul_(self._scale)
 
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._parameters.items():
-            if self._is_gathered:
-                yield name, parameter.detach()
-            else:
-                with self._deepspeed.zero.GatheredParameters([parameter]):
-                    yield name, parameter.detach()
+    @contextmanager
+    def _whole(self, names: Sequence[str]) -> Iterator[list[Tensor]]:
+        parameters = [self._parameters[name] for name in names]
+        with self._deepspeed.zero.GatheredParameters(parameters, enabled=not self._is_gathered):
+            yield [parameter.detach() for parameter in parameters]
 
     def _shards(self) -> Iterator[Shard]:
         kinds: tuple[str, ...] = (PARAMETER, *MOMENTS) if self._config.trainer.save_optimizer else (PARAMETER,)

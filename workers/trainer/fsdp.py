@@ -1,14 +1,15 @@
 """The FSDP2 back end, with tensor parallelism: gloo on CPU, NCCL on CUDA.
 
-Parameters and moments are float32, sharded along their first dimension: whole parameters over all ranks, slices of
-tensor-parallel ones over the ranks that have the same slice. So every element is on one rank, once. A single float32
-rank that keeps everything on its device has nothing to shard or to cast, so it trains the bare module.
+What is trained and its moments are float32, sharded along their first dimension: whole parameters over all ranks,
+slices of tensor-parallel ones over the ranks that have the same slice. So every element is on one rank, once. A single
+float32 rank that keeps everything on its device has nothing to shard or to cast, so it trains the bare module.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,8 @@ class FsdpTrainer(PackedTrainer):
         else:
             self._policy.to(self._device)
         self._parameters = dict(self._policy.model.named_parameters())
-        self._optimizer = adamw(config, list(self._parameters.values()))
+        self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+        self._optimizer = adamw(config, list(self._trained.values()))
 
     def _cut_for_tensor_parallel(self) -> DeviceMesh:
         """Leave of the model what this rank computes; returns the ranks that do the same with other micro-batches."""
@@ -69,12 +71,12 @@ class FsdpTrainer(PackedTrainer):
 
     def _finish_gradients(self) -> None:
         """Where nothing had a gradient it is zero, so that the optimiser's momentum acts all the same."""
-        for parameter in self._parameters.values():
+        for parameter in self._trained.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _gradients(self) -> list[Tensor]:
-        return [_local(parameter.grad) for parameter in self._parameters.values() if parameter.grad is not None]
+        return [_local(parameter.grad) for parameter in self._trained.values() if parameter.grad is not None]
 
     def _gradient_norm(self) -> float:
         return self._norm(self._gradients())
@@ -91,14 +93,16 @@ class FsdpTrainer(PackedTrainer):
     def _discard_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._parameters.items():
-            tensor = parameter.detach().to(self._device)
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            yield name, self._group.join(whole, self._cut[name]) if name in self._cut else whole
+    def _whole(self, names: Sequence[str]) -> AbstractContextManager[list[Tensor]]:
+        return nullcontext([self._gathered(name) for name in names])
+
+    def _gathered(self, name: str) -> Tensor:
+        tensor = self._parameters[name].detach().to(self._device)
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return self._group.join(whole, self._cut[name]) if name in self._cut else whole
 
     def _shards(self) -> Iterator[Shard]:
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._trained.items():
             tensors = {PARAMETER: parameter.detach()}
             if self._config.trainer.save_optimizer:
                 state = self._optimizer.state.get(parameter) or fresh_moments(parameter, self._updates)
@@ -116,7 +120,7 @@ class FsdpTrainer(PackedTrainer):
 
     def _load_shards(self, reader: ShardReader) -> None:
         self._reshard()
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._trained.items():
             self._fill(parameter.detach(), reader, PARAMETER, name)
             self._optimizer.state.pop(parameter, None)
             if reader.has_optimizer:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from rlflow.errors import RunError
 from rlflow.roles import StepOutcome
 from rlflow.types import FloatArray
 from rlflow.workers.trainer.base import MicroBatch, Role, TrainerBackend
+from rlflow.workers.trainer.lora import add_adapters, is_adapter, merged, parts_of, peft_name, without_adapters
 from rlflow.workers.trainer.objective import Objective, PolicyObjective
 from rlflow.workers.trainer.parking import Parked, park, unpark
 from rlflow.workers.trainer.policy import Policy, load_policy, split_logprobs, torch_dtype
@@ -61,7 +63,12 @@ class PackedTrainer(TrainerBackend):
         if config.trainer.gradient_checkpointing:
             self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._policy.train(config.trainer.gradient_checkpointing)
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in self._policy.model.named_parameters()}
+        named = dict(self._policy.model.named_parameters())
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in named.items() if parameter.requires_grad}
+        """Of what is trained."""
+        self._parts = parts_of(named)
+        dtype = torch_dtype(config)
+        self._specs = [(name, dtype, tuple(named[parts[0]].shape)) for name, parts in self._parts.items()]
         self._parked: list[Parked] = []
         self._updates = 0
         self._sums = torch.zeros(self._objective.num_sums, dtype=torch.float64, device=self._device)
@@ -149,16 +156,34 @@ class PackedTrainer(TrainerBackend):
             found.append(split_logprobs(first, [sample for group in micro_batch for sample in group]))
         return found
 
+    def reference_logprobs(self, groups: Sequence[MicroBatch]) -> list[list[FloatArray]]:
+        with without_adapters(self._policy):
+            return self.per_token(groups)
+
+    @abstractmethod
+    def _whole(self, names: Sequence[str]) -> AbstractContextManager[list[Tensor]]:
+        """These parameters, whole on every rank, for as long as the block lasts; not to be written to."""
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parts in self._parts.items():
+            with self._whole(parts) as tensors:
+                yield name, merged(tensors, self._config.lora)
+
+    def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for name in filter(is_adapter, self._shapes):
+            with self._whole([name]) as tensors:
+                yield peft_name(name), tensors[0]
+
     def parameter_specs(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        dtype = torch_dtype(self._config)
-        return [(name, dtype, shape) for name, shape in self._shapes.items()]
+        return list(self._specs)
 
     def save(self, folder: Path) -> None:
         shards, state = list(self._shards()), self._objective.state()
-        write_shards(folder, self._rank, self._world_size, shards, self._updates, state)
+        write_shards(folder, self._rank, self._world_size, shards, self._updates, state, self._config.lora)
 
     def load(self, folder: Path) -> None:
         reader = ShardReader(folder)
+        reader.check_adapters(self._config.lora)
         if reader.shapes != self._shapes:
             wrong = sorted(set(reader.shapes.items()) ^ set(self._shapes.items()))[0]
             raise RunError(
@@ -212,9 +237,12 @@ class PackedTrainer(TrainerBackend):
 
 
 def _model_of(role: Role, config: Config, model_path: str) -> tuple[Policy | ValueModel, Objective]:
-    if role is Role.critic:
-        return load_value_model(config, model_path), ValueObjective(config)
-    return load_policy(config, model_path), PolicyObjective(config)
+    is_critic = role is Role.critic
+    found = load_value_model(config, model_path) if is_critic else load_policy(config, model_path)
+    if config.lora.rank is not None:
+        heads = ("score",) if is_critic else ()
+        add_adapters(found.model, config.lora, config.run.seed, torch_dtype(config), heads)
+    return found, ValueObjective(config) if is_critic else PolicyObjective(config)
 
 
 def adamw(config: Config, parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:

@@ -115,7 +115,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, row_of, targets, kept = ctx.saved_tensors
         scaled = gradients[0] / ctx.temperature
         hidden_gradient = torch.empty_like(hidden)
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows, tokens in _chunks(len(hidden), ctx.chunk, row_of):
             probabilities = _log_softmax(hidden[rows], weight, ctx.temperature).exp_() if kept is None else kept
             own_rows = row_of[tokens] - rows.start
@@ -124,8 +124,10 @@ class _TokenLogprobs(torch.autograd.Function):
             by_logit.view(-1).index_add_(0, own_rows * len(weight) + targets[tokens], scaled[tokens])
             by_logit = by_logit.to(hidden.dtype)
             hidden_gradient[rows] = by_logit @ weight
-            weight_gradient += by_logit.T @ hidden[rows]
-        return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None, None
+            if weight_gradient is not None:
+                weight_gradient += by_logit.T @ hidden[rows]
+        whole = None if weight_gradient is None else weight_gradient.to(weight.dtype)
+        return hidden_gradient, whole, None, None, None, None
 
 
 def _chunks(num_rows: int, chunk: int, row_of: Tensor) -> Iterator[tuple[slice, Tensor]]:

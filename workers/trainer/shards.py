@@ -1,6 +1,6 @@
 """Checkpoints of sharded tensors, without pickle: what a rank holds is what it writes, and any layout can read it.
 
-    manifest.json         ranks, updates, state of the objective, kinds of tensors
+    manifest.json         ranks, updates, state of the objective, kinds of tensors, settings of the adapters if any
     rank_R.json           name -> global shape, dtype, elements that rank R holds
     rank_R.safetensors    "<kind>/<name>" -> those elements
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlflow.config import LoraConfig
 from rlflow.errors import RunError
 
 PARAMETER = "parameter"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,12 +59,14 @@ def write_shards(
     shards: Sequence[Shard],
     updates: int,
     objective: Mapping[str, float] | None = None,
+    lora: LoraConfig | None = None,
 ) -> None:
     """Write one rank's files; rank 0 writes the manifest too.
 
-    `updates` counts the optimiser's steps, `objective` is what the objective must remember.
+    `updates` counts the optimiser's steps, `objective` is what the objective must remember. With `lora.rank` the
+    parameters are those of adapters.
 
-    Every rank passes every parameter, in the order of the model, also those that it holds no element of.
+    Every rank passes every parameter that is trained, in the order of the model, also those that it holds nothing of.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
@@ -80,6 +83,7 @@ def write_shards(
         kinds = list(shards[0].tensors)
         manifest = {"format": _FORMAT, "num_ranks": num_ranks, "updates": updates, "kinds": kinds}
         manifest["objective"] = dict(objective or {})
+        manifest["lora"] = asdict(lora or LoraConfig())
         (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
 
 
@@ -100,17 +104,26 @@ class ShardReader:
         self.updates: int = manifest["updates"]
         self.objective: dict[str, float] = manifest["objective"]
         self.kinds: list[str] = manifest["kinds"]
+        self.lora = LoraConfig(**manifest["lora"])
         self._layouts = [self._read_json(f"rank_{rank}.json") for rank in range(manifest["num_ranks"])]
         self._files = [self._open(f"rank_{rank}.safetensors") for rank in range(manifest["num_ranks"])]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every parameter, in the order of the model."""
+        """Name -> shape of every parameter that is trained, in the order of the model."""
         return {name: tuple(entry["shape"]) for name, entry in self._layouts[0].items()}
 
     @property
     def has_optimizer(self) -> bool:
         return set(MOMENTS) <= set(self.kinds)
+
+    def check_adapters(self, lora: LoraConfig) -> None:
+        """Raise RunError for a checkpoint of other adapters than these."""
+        if self.lora != lora:
+            raise RunError(
+                f"checkpoint {self._folder} was saved with {_adapters(self.lora)}, but the run has {_adapters(lora)}; "
+                "set lora.rank and lora.alpha to what the run began with, or start anew with run.on_exists=fresh"
+            )
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a tensor, flat."""
@@ -152,6 +165,10 @@ class ShardReader:
             f"checkpoint {self._folder} cannot be read: {name}: {error}; use an older checkpoint, or start anew with "
             "run.on_exists=fresh"
         )
+
+
+def _adapters(lora: LoraConfig) -> str:
+    return "no adapters" if lora.rank is None else f"adapters of lora.rank={lora.rank}, lora.alpha={lora.alpha:g}"
 
 
 def read_full(folder: Path) -> Iterator[tuple[str, Tensor]]:

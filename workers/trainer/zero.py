@@ -37,6 +37,7 @@ class ZeroLayout(ABC):
         """`parameters` are the model's, by name; DeepSpeed has hung attributes of its own on them."""
         self._zero = optimizer
         self._parameters = parameters
+        self._trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._rank = rank
         self._world_size = world_size
 
@@ -72,7 +73,7 @@ class PartitionedOptimizer(ZeroLayout):
 
     def masters(self) -> Iterator[tuple[Tensor, list[Piece]]]:
         pieces: list[Piece] = []
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._trained.items():
             mapping = parameter._hp_mapping
             if mapping is not None:
                 start, size = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
@@ -88,8 +89,9 @@ class PartitionedOptimizer(ZeroLayout):
         yield from self._zero.bit16_groups_flat
         for group in (*self._zero.averaged_gradients.values(), *self._zero.all_grad_tensors.values()):
             yield from group or ()
-        for parameter in self._parameters.values():
+        for parameter in self._trained.values():
             yield from (tensor for tensor in (parameter.grad, parameter.grad_accum) if tensor is not None)
+        yield from (parameter.detach() for parameter in self._parameters.values() if not parameter.requires_grad)
 
 
 class PartitionedParameters(ZeroLayout):
@@ -101,7 +103,7 @@ class PartitionedParameters(ZeroLayout):
 
     def masters(self) -> Iterator[tuple[Tensor, list[Piece]]]:
         pieces: list[list[Piece]] = [[] for _ in self._zero.fp32_partitioned_groups_flat]
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._trained.items():
             group, offset, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
             start, stop = shard_range(parameter.ds_numel, self._rank, self._world_size)
             pieces[group].append(Piece(name=name, start=start, stop=stop, offset=offset))

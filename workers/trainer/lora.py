@@ -1,0 +1,140 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) by PEFT: into a model, out of use for a while, merged, and named.
+
+A linear layer with the weight W computes with W + alpha / rank * B A. A and B are trained, W is frozen.
+Shape letters: R rank, I inputs and O outputs of a linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlflow.config import LoraConfig
+from rlflow.errors import ConfigError
+
+_ADAPTER = "default"
+_BASE = ".base_layer."
+
+
+def add_adapters(
+    model: PreTrainedModel, lora: LoraConfig, seed: int, dtype: torch.dtype, whole: Sequence[str] = ()
+) -> None:
+    """Put adapters into every linear layer of the decoder layers of a float32 model, and freeze the rest.
+
+    What is frozen is held in `dtype`, what is trained in float32; the modules `whole` are trained as they are. The same
+    seed gives the same adapters everywhere. Raises ConfigError without peft, and for a model without such layers.
+    """
+    peft = _import_peft()
+    options = peft_config(lora, linear_layers(model))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(options, model)
+    for name in whole:
+        model.get_submodule(name).requires_grad_(True)
+    for parameter in model.parameters():
+        rounded = parameter.detach().to(dtype)
+        # A back end may begin with what `dtype` can hold, so that all do.
+        parameter.data = rounded.float() if parameter.requires_grad else rounded
+
+
+def linear_layers(model: PreTrainedModel) -> list[str]:
+    """The last parts of the names of all linear layers within the decoder layers. Raises ConfigError without any."""
+    layers = model.base_model.layers
+    assert isinstance(layers, nn.Module)
+    names = {name.rpartition(".")[2] for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
+    if not names:
+        raise ConfigError(
+            f"lora.rank: the {model.config.model_type} model at model.path has no linear layers that adapters could be "
+            "put on; set lora.rank to null, or choose a model such as Llama, Qwen2 or Qwen3"
+        )
+    return sorted(names)
+
+
+def peft_config(lora: LoraConfig, targets: Sequence[str], base: str | None = None) -> Any:
+    """PEFT's own configuration of such adapters; `base` is the model that they belong to, for who reads it later."""
+    options: dict[str, Any] = {
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": list(targets),
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+    }
+    return _import_peft().LoraConfig(**options)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The frozen model, for as long as the block lasts.
+
+    The adapters are multiplied by 0, not skipped: a back end that gathers parameters module by module sees the modules
+    in the order that it knows.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    assert layers, "a model without adapters"
+    for layer in layers:
+        layer.set_scale(_ADAPTER, 0.0)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.set_scale(_ADAPTER, 1.0)
+
+
+def parts_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Hugging Face name -> the parameters that it is made of: one, or what `merged` takes. From the model's names."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        module, base, kind = name.rpartition(_BASE)
+        if base and kind == "weight":
+            found[f"{module}.weight"] = (name, *adapters_of(module))
+        elif not is_adapter(name):
+            found[name.replace(_BASE, ".")] = (name,)
+    return found
+
+
+def merged(parts: Sequence[Tensor], lora: LoraConfig) -> Tensor:
+    """A parameter that nothing is added to as it is; or W [O, I], A [R, I] and B [O, R] -> W + alpha / rank * B A,
+    float32."""
+    if len(parts) == 1:
+        return parts[0]
+    weight, inner, outer = parts
+    assert lora.rank is not None
+    return weight.float() + outer.float() @ inner.float() * (lora.alpha / lora.rank)
+
+
+def adapters_of(module: str) -> tuple[str, str]:
+    """The names of A and B of a linear layer."""
+    return f"{module}.lora_A.{_ADAPTER}.weight", f"{module}.lora_B.{_ADAPTER}.weight"
+
+
+def module_of(name: str) -> str:
+    """The linear layer that a parameter of an adapter belongs to; the inverse of `adapters_of`."""
+    return name.rpartition(".lora_")[0]
+
+
+def is_adapter(name: str) -> bool:
+    return bool(module_of(name))
+
+
+def peft_name(name: str) -> str:
+    """How PEFT calls a parameter of an adapter in its files."""
+    return f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}"
+
+
+def _import_peft() -> Any:
+    """Raises ConfigError when it is not installed."""
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"lora.rank needs a package that is missing: {error}; install rlflow with the extra `lora`, or set "
+            "lora.rank to null"
+        ) from error
+    return peft

@@ -43,7 +43,7 @@ class ModelFacts:
     cache: CacheShape
     hidden_size: int
     vocabulary_size: int
-    """Rows of the output layer."""
+    """Rows of the output layer; 1 of a reward model."""
 
     @property
     def num_parameters(self) -> int:

@@ -114,6 +114,18 @@ def reference_memory(config: Config, facts: ModelFacts, num_tokens: int, max_log
     )
 
 
+def reward_model_memory(config: Config, facts: ModelFacts) -> ProcessMemory:
+    """The frozen classifier, whole, whose rows have up to trainer.micro_batch_tokens tokens."""
+    width, num_tokens = BYTES_PER_ELEMENT[config.model.dtype], config.trainer.micro_batch_tokens
+    layer = num_tokens * facts.activations.largest_layer
+    return ProcessMemory(
+        items=(
+            Item(name="parameters", num_bytes=width * facts.num_parameters, note=config.model.dtype.value),
+            Item(name="one layer", num_bytes=layer, is_kept=False, note=f"{num_tokens:,} tokens"),
+        )
+    )
+
+
 def engine_memory(config: Config, facts: ModelFacts) -> ProcessMemory:
     """Each GPU of one engine: its slice of the weights, and the cache."""
     parallel = config.rollout.tensor_parallel

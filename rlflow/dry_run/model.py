@@ -9,11 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
 from rlflow.config import Config
 from rlflow.dry_run.facts import Activations, ModelFacts, Weight
 from rlflow.errors import ConfigError
+from rlflow.models import POLICY, REWARD
 from rlflow.rollout.engine_setup import cache_shape
 from rlflow.workers.trainer.attention import check_attention
 from rlflow.workers.trainer.policy import Policy, torch_dtype
@@ -29,13 +36,24 @@ def read_model(config: Config, folder: str) -> ModelFacts:
     Raises ConfigError for a config.json that transformers does not know, for a model that cannot be trained packed, and
     for one that cannot be followed without weights.
     """
-    model = _build(config, folder)
+    model = _build(AutoModelForCausalLM, config, folder, POLICY)
+    Policy(model, config.rollout.temperature)  # refuses an output layer that it cannot take
+    return _facts(model, config, folder, POLICY, _output_rows(model))
+
+
+def read_reward_model(config: Config, folder: str) -> ModelFacts:
+    """As `read_model`, of a classifier with one label."""
+    model = _build(AutoModelForSequenceClassification, config, folder, REWARD)
+    return _facts(model, config, folder, REWARD, 1)
+
+
+def _facts(model: PreTrainedModel, config: Config, folder: str, setting: str, vocabulary_size: int) -> ModelFacts:
     layer_of = _layers_of_parameters(model)
     try:
         activations = _activations(model)
     except RuntimeError as error:
         raise ConfigError(
-            f"model.path: a {model.config.model_type} model in {config.model.dtype.value} cannot be followed without "
+            f"{setting}: a {model.config.model_type} model in {config.model.dtype.value} cannot be followed without "
             f"weights: {_first_line(error)}; take model.dtype=bfloat16 or another model"
         ) from error
     return ModelFacts(
@@ -47,30 +65,28 @@ def read_model(config: Config, folder: str) -> ModelFacts:
         activations=activations,
         cache=cache_shape(folder),
         hidden_size=model.config.get_text_config().hidden_size,
-        vocabulary_size=_output_rows(model),
+        vocabulary_size=vocabulary_size,
     )
 
 
-def _build(config: Config, folder: str) -> PreTrainedModel:
-    """The model on the meta device, refused where the trainer would refuse it."""
+def _build(auto_class: Any, config: Config, folder: str, setting: str) -> PreTrainedModel:
+    """The model on the meta device, refused where a run would refuse it."""
     try:
         model_config = AutoConfig.from_pretrained(folder)
-        check_attention(model_config, config.model.max_length)
+        # What is longer than a reward model looks back gets no verdict, so that any window will do.
+        check_attention(model_config, config.model.max_length if setting == POLICY else 1, setting)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                model_config, dtype=torch_dtype(config), attn_implementation=_ATTENTION
-            )
+            model = auto_class.from_config(model_config, dtype=torch_dtype(config), attn_implementation=_ATTENTION)
     except ConfigError:
         raise
     except (ValueError, KeyError, AttributeError, OSError) as error:
         raise ConfigError(
-            f"model.path: no language model can be built from {folder}/config.json: {_first_line(error)}; "
+            f"{setting}: no language model can be built from {folder}/config.json: {_first_line(error)}; "
             "take the config.json that came with the model"
         ) from error
-    Policy(model, config.rollout.temperature)  # refuses an output layer that it cannot take
     if not isinstance(getattr(model.base_model, "layers", None), nn.ModuleList):
         raise ConfigError(
-            f"model.path names a {model_config.model_type} model whose decoder layers are not a list named `layers`, "
+            f"{setting} names a {model_config.model_type} model whose decoder layers are not a list named `layers`, "
             "as sharding needs it; choose a model such as Llama, Qwen2 or Qwen3"
         )
     return model

@@ -14,12 +14,14 @@ _TITLES = {
     "trainer": "Trainer rank, with micro-batches of up to {tokens:,} tokens",
     "critic": "Critic rank, with the same micro-batches",
     "reference": "Reference",
+    "reward_model": "Reward model, of which each replica is whole",
 }
 _CURES = {
     "engine": "lower rollout.kv_cache_gb or raise rollout.tensor_parallel",
     "trainer": "raise trainer.ranks, lower trainer.micro_batch_tokens, or set trainer.gradient_checkpointing=true",
     "critic": "as for the trainer",
     "reference": "take a smaller model or algorithm.kl_coefficient=0",
+    "reward_model": "take a smaller reward.model",
 }
 
 

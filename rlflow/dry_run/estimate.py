@@ -9,7 +9,7 @@ from itertools import pairwise
 from rlflow.batching import plan_micro_batches
 from rlflow.cluster.gpus import GpuPlan, Process, check_gpus, gpu_plan
 from rlflow.config import Backend, Config, Dtype, Offload, Placement
-from rlflow.dry_run.facts import ModelFacts
+from rlflow.dry_run.facts import ModelFacts, RewardModelFacts
 from rlflow.dry_run.memory import (
     BYTES_PER_ELEMENT,
     FLOAT32,
@@ -95,7 +95,9 @@ class Estimate:
     weights: WeightUpdate
 
 
-def estimate(config: Config, facts: ModelFacts, max_logits: int, reward_model: ModelFacts | None = None) -> Estimate:
+def estimate(
+    config: Config, facts: ModelFacts, max_logits: int, reward_model: RewardModelFacts | None = None
+) -> Estimate:
     """What the run needs of GPUs; `max_logits` is how many logits the trainer holds at once.
 
     `reward_model` are the facts of `reward.model`, where there is one. Raises ConfigError when engines and ranks cannot

@@ -36,6 +36,15 @@ class Activations:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class RewardModelFacts:
+    """All that matters of a classifier that is never trained."""
+
+    num_parameters: int
+    largest_layer: int
+    """Bytes that the largest decoder layer needs of each token."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class ModelFacts:
     model_type: str
     weights: tuple[Weight, ...]
@@ -43,7 +52,7 @@ class ModelFacts:
     cache: CacheShape
     hidden_size: int
     vocabulary_size: int
-    """Rows of the output layer; 1 of a reward model."""
+    """Rows of the output layer."""
 
     @property
     def num_parameters(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import (
 )
 
 from rlflow.config import Config
-from rlflow.dry_run.facts import Activations, ModelFacts, Weight
+from rlflow.dry_run.facts import Activations, ModelFacts, RewardModelFacts, Weight
 from rlflow.errors import ConfigError
 from rlflow.models import POLICY, REWARD
 from rlflow.rollout.engine_setup import cache_shape
@@ -36,24 +37,13 @@ def read_model(config: Config, folder: str) -> ModelFacts:
     Raises ConfigError for a config.json that transformers does not know, for a model that cannot be trained packed, and
     for one that cannot be followed without weights.
     """
-    model = _build(AutoModelForCausalLM, config, folder, POLICY)
-    Policy(model, config.rollout.temperature)  # refuses an output layer that it cannot take
-    return _facts(model, config, folder, POLICY, _output_rows(model))
-
-
-def read_reward_model(config: Config, folder: str) -> ModelFacts:
-    """As `read_model`, of a classifier with one label."""
-    model = _build(AutoModelForSequenceClassification, config, folder, REWARD)
-    return _facts(model, config, folder, REWARD, 1)
-
-
-def _facts(model: PreTrainedModel, config: Config, folder: str, setting: str, vocabulary_size: int) -> ModelFacts:
+    model = _build(config, folder)
     layer_of = _layers_of_parameters(model)
     try:
         activations = _activations(model)
     except RuntimeError as error:
         raise ConfigError(
-            f"{setting}: a {model.config.model_type} model in {config.model.dtype.value} cannot be followed without "
+            f"model.path: a {model.config.model_type} model in {config.model.dtype.value} cannot be followed without "
             f"weights: {_first_line(error)}; take model.dtype=bfloat16 or another model"
         ) from error
     return ModelFacts(
@@ -65,23 +55,39 @@ def _facts(model: PreTrainedModel, config: Config, folder: str, setting: str, vo
         activations=activations,
         cache=cache_shape(folder),
         hidden_size=model.config.get_text_config().hidden_size,
-        vocabulary_size=vocabulary_size,
+        vocabulary_size=_output_rows(model),
     )
 
 
-def _build(auto_class: Any, config: Config, folder: str, setting: str) -> PreTrainedModel:
-    """The model on the meta device, refused where a run would refuse it."""
+def read_reward_model(config: Config, folder: str) -> RewardModelFacts:
+    """The facts of the classifier whose config.json is in `folder`. Raises ConfigError as `read_model`."""
+    # What is longer than a reward model looks back gets no verdict, so that any window will do.
+    own = replace(config, model=replace(config.model, max_length=1))
+    model = _on_meta(AutoModelForSequenceClassification, own, folder, REWARD)
+    return RewardModelFacts(
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        largest_layer=_activations(model).largest_layer,
+    )
+
+
+def _build(config: Config, folder: str) -> PreTrainedModel:
+    """The model on the meta device, refused where the trainer would refuse it."""
+    model = _on_meta(AutoModelForCausalLM, config, folder, POLICY)
+    Policy(model, config.rollout.temperature)  # refuses an output layer that it cannot take
+    return model
+
+
+def _on_meta(auto_class: Any, config: Config, folder: str, setting: str) -> PreTrainedModel:
     try:
         model_config = AutoConfig.from_pretrained(folder)
-        # What is longer than a reward model looks back gets no verdict, so that any window will do.
-        check_attention(model_config, config.model.max_length if setting == POLICY else 1, setting)
+        check_attention(model_config, config.model.max_length, setting)
         with torch.device("meta"):
             model = auto_class.from_config(model_config, dtype=torch_dtype(config), attn_implementation=_ATTENTION)
     except ConfigError:
         raise
     except (ValueError, KeyError, AttributeError, OSError) as error:
         raise ConfigError(
-            f"{setting}: no language model can be built from {folder}/config.json: {_first_line(error)}; "
+            f"{setting}: no model can be built from {folder}/config.json: {_first_line(error)}; "
             "take the config.json that came with the model"
         ) from error
     if not isinstance(getattr(model.base_model, "layers", None), nn.ModuleList):

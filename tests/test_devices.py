@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import ray
 
@@ -104,12 +106,13 @@ def gpus_of(asked: Config) -> dict[tuple[Process, int], str]:
             return ray.get_runtime_context().get_accelerator_ids()["GPU"]
 
     devices = Devices(asked)
+    actor: Any = ray.remote(Lodger)
     lodgers = {
-        (kind, index): ray.remote(Lodger).options(num_cpus=0, **devices.of(kind, index)).remote()
+        (kind, index): actor.options(num_cpus=0, **devices.of(kind, index)).remote()
         for kind, count in gpu_plan(asked).counts.items()
         for index in range(count)
     }
-    found = ray.get([one.gpus.remote() for one in lodgers.values()], timeout=120)  # pyright: ignore[reportAttributeAccessIssue]
+    found = ray.get([one.gpus.remote() for one in lodgers.values()], timeout=120)
     return {who: gpu for who, (gpu,) in zip(lodgers, found, strict=True)}
 
 

@@ -71,11 +71,10 @@ class RewardModelWorker:
 
     async def _started(self) -> RewardModel:
         async with self._starting:
-            model = self._model
-            if model is None:
-                model = self._model = await asyncio.get_running_loop().run_in_executor(self._rows, self._load)
-                self._serving = asyncio.create_task(self._serve(model))
-            return model
+            if self._model is None:
+                loaded: RewardModel = await asyncio.get_running_loop().run_in_executor(self._rows, self._load)
+                self._model, self._serving = loaded, asyncio.create_task(self._serve(loaded))
+            return self._model
 
     def _load(self) -> RewardModel:
         from rlflow.workers.trainer.reward_model import load_reward_model

@@ -68,6 +68,8 @@ class MinimalGrpo:
             raise ValueError(
                 "the minimal loop is GRPO with the clipped loss; leave the other settings of algorithm alone"
             )
+        if config.reward.model is not None:
+            raise ValueError("the minimal loop scores by a function; set reward.function in place of reward.model")
         self.config = config
         model_path = resolve_model(config.model.path)
         self.spec: EnvironmentSpec = load_environment(config.env, config.reward)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.balance import karmarkar_karp
-from rlflow.types import EpisodeSummary, FloatArray, Sample, TrainSample
+from rlflow.types import EpisodeSummary, FloatArray, IntArray, Sample, TrainSample
 
 IndexArray = NDArray[np.int64]
 
@@ -40,6 +40,14 @@ class MicroBatchPlan:
     """What one rank sends through the model at once. Without pieces it only keeps step with the other ranks."""
 
     pieces: tuple[Piece, ...] = ()
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Conversation:
+    """What is scored by its last token; cut where the conversations of one task begin to differ."""
+
+    prompt_ids: IntArray  # [P], at least one token
+    reply_ids: IntArray  # [R]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -203,6 +211,30 @@ def pack(groups: Sequence[Sequence[TrainSample]], share_prompts: bool = True) ->
     if not samples:
         row.add_prompt(np.zeros(1, np.int64))
     return row.packed(samples)
+
+
+def row_tokens(conversations: Sequence[Conversation]) -> int:
+    """Tokens that the packed row of these conversations has at most."""
+    prompts = {conversation.prompt_ids.tobytes(): len(conversation.prompt_ids) for conversation in conversations}
+    return sum(prompts.values()) + sum(len(conversation.reply_ids) for conversation in conversations)
+
+
+def pack_conversations(conversations: Sequence[Conversation]) -> PackedBatch:
+    """One row; its loss positions [N] are the last token of each conversation, in order."""
+    return pack([[_ending(conversation) for conversation in conversations]])
+
+
+def _ending(conversation: Conversation) -> TrainSample:
+    """The conversation and one loss token behind it, which the state of the last token predicts."""
+    length = len(conversation.reply_ids) + 1
+    sample = Sample(
+        prompt_ids=conversation.prompt_ids,
+        completion_ids=np.append(conversation.reply_ids, np.int32(0)),
+        loss_mask=np.arange(length) == length - 1,
+        logprobs=np.zeros(length, np.float32),
+        versions=np.zeros(length, np.int32),
+    )
+    return TrainSample(sample=sample, advantage=0.0)
 
 
 def spread_over_turns(samples: Sequence[Sample], values: Sequence[float]) -> list[FloatArray]:

@@ -70,6 +70,13 @@ class Placement(StrEnum):
     separate = "separate"
 
 
+class Roles(StrEnum):
+    """Where the models beside the trainer are."""
+
+    separate = "separate"
+    shared = "shared"
+
+
 class Backend(StrEnum):
     """What shards the model over the ranks of the trainer."""
 
@@ -120,10 +127,16 @@ class EnvConfig:
 @dataclass
 class RewardConfig:
     function: str | None = None
-    """`package.module:function` or `file.py:function`; None means the environment's own."""
+    """`package.module:function` or `file.py:function`; None means the environment's own, or `model`."""
+    model: str | None = None
+    """A sequence classifier with one label whose score is the reward: a local folder, or a hub id."""
+    model_replicas: int = 1
+    """Processes that each hold the whole reward model, on a GPU each; a reply goes to the one with the fewest."""
     workers: int = 1
-    """Processes that score; each is killed and replaced when a score overruns its deadline."""
+    """Processes that call the function; not with `model`."""
     timeout_s: float = 10.0
+    """For one score, or for one row of conversations that go through the model at once; waiting for its turn does not
+    count. The process that overruns it is killed and replaced."""
 
 
 @dataclass
@@ -278,6 +291,9 @@ class ClusterConfig:
     placement: Placement = Placement.separate
     """`separate`: engines and trainer have devices of their own and overlap. `colocated`: they share them in turn; the
     engines sleep while the trainer works, and a step is trained when its last group is ready."""
+    roles: Roles = Roles.separate
+    """`separate`: critic, reference and reward model have GPUs of their own. `shared`: rank i of the critic, the
+    reference and replica i of the reward model are on the GPU of the trainer's rank i, and stay there."""
     cpu_threads: int | None = None
     """Threads of each engine and trainer process on a machine without a GPU; None shares the cores out."""
 

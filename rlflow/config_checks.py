@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from rlflow.algorithms.chosen import needs_critic
 from rlflow.config import (
     AlgorithmConfig,
     Backend,
@@ -20,8 +21,11 @@ from rlflow.config import (
     Order,
     Placement,
     Proximal,
+    RewardConfig,
+    Roles,
     TrainerConfig,
     Update,
+    needs_reference,
     samples_while_loading,
     value_of,
 )
@@ -32,6 +36,7 @@ _POSITIVE = (
     "run.keep_checkpoints",
     "run.show_samples_every",
     "model.max_length",
+    "reward.model_replicas",
     "reward.workers",
     "reward.timeout_s",
     "algorithm.groups_per_step",
@@ -78,6 +83,8 @@ def check(config: Config) -> None:
             raise ConfigError(f"{key} must be positive; got {value}")
         if value < 0:
             raise ConfigError(f"{key} must not be negative; got {value}")
+    _check_reward(config.reward)
+    _check_roles(config)
     _check_algorithm(config)
     _check_critic(config.critic)
     _check_lora(config.lora, config.trainer.tensor_parallel)
@@ -90,6 +97,41 @@ def check(config: Config) -> None:
             raise ConfigError(f"{key} must be in [0, 1); got {value_of(config, key)}")
     if config.cluster.cpu_threads is not None and config.cluster.cpu_threads < 1:
         raise ConfigError(f"cluster.cpu_threads must be at least 1, or null; got {config.cluster.cpu_threads}")
+
+
+def _check_reward(reward: RewardConfig) -> None:
+    if reward.model is None:
+        if reward.model_replicas != RewardConfig().model_replicas:
+            raise ConfigError(
+                f"reward.model_replicas={reward.model_replicas} has no effect without reward.model; give one, or set "
+                "reward.workers for more processes that call a function"
+            )
+        return
+    if reward.function is not None:
+        raise ConfigError(
+            f"reward.function={reward.function} contradicts reward.model={reward.model}: a reply has one reward; set "
+            "one of them to null"
+        )
+    if reward.workers != RewardConfig().workers:
+        raise ConfigError(
+            f"reward.workers={reward.workers} has no effect with reward.model; set reward.model_replicas instead"
+        )
+
+
+def _check_roles(config: Config) -> None:
+    if config.cluster.roles is Roles.separate:
+        return
+    has_model = config.reward.model is not None
+    if not (has_model or needs_reference(config) or needs_critic(config.algorithm)):
+        raise ConfigError(
+            "cluster.roles=shared has no effect without a critic, a reference or a reward model; set it to separate"
+        )
+    if has_model and config.reward.model_replicas > config.trainer.ranks:
+        raise ConfigError(
+            "cluster.roles=shared puts each replica of the reward model on the GPU of another rank of the trainer; got "
+            f"reward.model_replicas={config.reward.model_replicas} and trainer.ranks={config.trainer.ranks}; lower the "
+            "first, or set cluster.roles=separate"
+        )
 
 
 def _check_critic(critic: CriticConfig) -> None:

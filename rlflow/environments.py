@@ -30,10 +30,10 @@ def load_environment(config: EnvConfig, reward: RewardConfig) -> EnvironmentSpec
     spec = load(**config.args)
     if not isinstance(spec, EnvironmentSpec):
         raise ConfigError(f"env.name={config.name} must return an EnvironmentSpec; it returned {type(spec).__name__}")
-    if reward.function is None and spec.reward is no_reward:
+    if reward.function is None and reward.model is None and spec.reward is no_reward:
         raise ConfigError(
             f"reward.function is required with env.name={config.name}, which has no reward of its own; "
-            "give package.module:function or file.py:function"
+            "give package.module:function or file.py:function, or a reward.model"
         )
     if reward.function is not None:
         _check_reward(reward.function)

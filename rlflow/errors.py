@@ -19,6 +19,10 @@ class EngineLost(WorkerError):
     """A rollout engine cannot answer: it died, or holds no complete weights. Another engine can."""
 
 
+class RewardLost(WorkerError):
+    """A process that scores died, or will not come back."""
+
+
 class WeightsOvertaken(RunError):
     """The staged weights were rewritten while an engine read them; the engine waits for the next version."""
 

@@ -1,6 +1,7 @@
 """Which folder a `model.path` means: name | folder | hub id -> a folder with weights, tokenizer and chat template.
 
-Nothing here imports torch: the driver resolves the model before any worker starts.
+`reward.model` is found likewise, but for the names. Nothing here imports torch: the driver resolves the models before
+any worker starts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from rlflow.builtin_models import write_smollm2, write_tiny
 from rlflow.errors import ConfigError
 
 BUILTIN = ("smollm2-135m", "tiny")
+POLICY, REWARD = "model.path", "reward.model"
 LOCK_TIMEOUT_S = 600.0
 _CONVERSION_REVISION = 1  # counts changes of what the builders write, so that an older cached folder is not used
 _HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -30,60 +32,107 @@ def resolve_model(path: str) -> str:
     """
     if path in BUILTIN:
         return str(_cached(path))
-    folder = _find(path, _HUB_FILES)
+    folder = _find(path, _HUB_FILES, POLICY)
     check_folder(folder)
     return str(folder.resolve())
 
 
-def resolve_config(path: str) -> str:
-    """The folder with the config.json of a model, named as for `resolve_model`; no weights are needed or downloaded."""
-    if path in BUILTIN:
-        return str(_cached(path))
-    folder = _find(path, ("config.json",))
-    _check_config(folder)
+def resolve_reward_model(path: str) -> str:
+    """The local folder of a reward model: a folder, or a hub id that is downloaded or in the hub's cache.
+
+    Raises ConfigError when there is no such model, when it cannot read conversations, and when it gives no score.
+    """
+    folder = _find(path, _HUB_FILES, REWARD)
+    check_folder(folder, REWARD)
+    check_gives_score(folder)
+    if not any(name.endswith("score.weight") for name in _weight_names(folder)):
+        raise ConfigError(
+            f"reward.model: {folder} has no score.weight, so that its scores would be random; take a model that was "
+            "trained and saved as a sequence classifier"
+        )
     return str(folder.resolve())
 
 
-def check_folder(folder: Path) -> None:
+def resolve_config(path: str, setting: str = POLICY) -> str:
+    """The folder with the config.json of a model, named as by `setting`; no weights are needed or downloaded."""
+    if setting == POLICY and path in BUILTIN:
+        return str(_cached(path))
+    folder = _find(path, ("config.json",), setting)
+    _check_config(folder, setting)
+    return str(folder.resolve())
+
+
+def check_folder(folder: Path, setting: str = POLICY) -> None:
     """Raise ConfigError for the first thing that a model folder lacks."""
-    _check_config(folder)
-    _check_weights(folder)
+    _check_config(folder, setting)
+    _check_weights(folder, setting)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ConfigError(
-            f"model.path: {folder} has no tokenizer (tokenizer.json); "
+            f"{setting}: {folder} has no tokenizer (tokenizer.json); "
             "save it there with AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
         )
     if not _has_chat_template(folder):
         raise ConfigError(
-            f"model.path: {folder} has no chat template, and prompts are conversations; use the instruct version of "
+            f"{setting}: {folder} has no chat template, and prompts are conversations; use the instruct version of "
             "the model, or put a chat_template.jinja into the folder"
         )
 
 
-def _check_config(folder: Path) -> None:
+def check_gives_score(folder: Path) -> None:
+    """Raise ConfigError unless config.json is that of a sequence classifier with one label."""
+    config = json.loads((folder / "config.json").read_text())
+    architecture = next(iter(config.get("architectures") or ()), "no architecture")
+    if not architecture.endswith("ForSequenceClassification"):
+        raise ConfigError(
+            f"reward.model: {folder} holds {architecture}, which gives no score; take a model that was trained and "
+            "saved as a sequence classifier with one label, such as LlamaForSequenceClassification"
+        )
+    # As transformers counts: two, where nothing is said.
+    num_labels = len(config["id2label"]) if config.get("id2label") else config.get("num_labels", 2)
+    if num_labels != 1:
+        raise ConfigError(
+            f"reward.model: {folder} is a classifier with {num_labels} labels, and a reward is one number; take a "
+            "model with one label"
+        )
+
+
+def _check_config(folder: Path, setting: str) -> None:
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path: {folder} has no config.json; it is not a model folder that transformers saved")
+        raise ConfigError(f"{setting}: {folder} has no config.json; it is not a model folder that transformers saved")
 
 
-def _find(path: str, hub_files: Sequence[str]) -> Path:
+def _weight_names(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return list(json.loads(index.read_text())["weight_map"])
+    from safetensors import safe_open
+
+    names: list[str] = []
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="np") as file:
+            names += file.keys()
+    return names
+
+
+def _find(path: str, hub_files: Sequence[str], setting: str) -> Path:
     """A folder that is here, or one into which these files of a hub id were downloaded."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
     if path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or folder.exists():
-        choices = f"give a folder, a hub id or one of {', '.join(BUILTIN)}"
-        raise ConfigError(f"model.path={path} is not a folder; {choices}")
-    return Path(_download(path, hub_files))
+        choices = f"a folder, a hub id or one of {', '.join(BUILTIN)}" if setting == POLICY else "a folder or a hub id"
+        raise ConfigError(f"{setting}={path} is not a folder; give {choices}")
+    return Path(_download(path, hub_files, setting))
 
 
-def _check_weights(folder: Path) -> None:
+def _check_weights(folder: Path, setting: str) -> None:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         missing = [name for name in shards if not (folder / name).is_file()]
         if missing:
             raise ConfigError(
-                f"model.path: {folder} lacks {len(missing)} of its {len(shards)} weight files, {missing[0]} first; "
+                f"{setting}: {folder} lacks {len(missing)} of its {len(shards)} weight files, {missing[0]} first; "
                 "copy or download the model again"
             )
     elif not any(folder.glob("*.safetensors")):
@@ -93,7 +142,7 @@ def _check_weights(folder: Path) -> None:
             if pickled
             else "save the model there with save_pretrained(folder)"
         )
-        raise ConfigError(f"model.path: {folder} has no *.safetensors; {cure}")
+        raise ConfigError(f"{setting}: {folder} has no *.safetensors; {cure}")
 
 
 def _has_chat_template(folder: Path) -> bool:
@@ -103,20 +152,23 @@ def _has_chat_template(folder: Path) -> bool:
     return config.is_file() and bool(json.loads(config.read_text()).get("chat_template"))
 
 
-def _download(path: str, files: Sequence[str]) -> str:
+def _download(path: str, files: Sequence[str], setting: str) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    close = get_close_matches(path.lower(), BUILTIN, n=1, cutoff=0.4)
+    builtin = BUILTIN if setting == POLICY else ()
+    close = get_close_matches(path.lower(), builtin, n=1, cutoff=0.4)
     hint = f"; did you mean {close[0]}?" if close else ""
     try:
         return snapshot_download(path, allow_patterns=list(files))
     except (HFValidationError, HfHubHTTPError, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         offline = " (HF_HUB_OFFLINE is set, so nothing was downloaded)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        nothing_here = (
+            f"neither a built-in model ({', '.join(builtin)}) nor a folder here" if builtin else "no folder here"
+        )
         raise ConfigError(
-            f"model.path={path} is neither a built-in model ({', '.join(BUILTIN)}) nor a folder here, and the hub did "
-            f"not give it{offline}: {reason}{hint}"
+            f"{setting}={path} is {nothing_here}, and the hub did not give it{offline}: {reason}{hint}"
         ) from error
 
 

@@ -20,7 +20,7 @@ from rlflow.environments import held_out_tasks, load_environment
 from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import RunError
 from rlflow.ledger import Ledger
-from rlflow.models import resolve_model
+from rlflow.models import resolve_model, resolve_reward_model
 from rlflow.rundir import RunDir, claim
 from rlflow.sampler import TaskSampler
 from rlflow.telemetry.observer import RunObserver
@@ -38,6 +38,7 @@ class _Run:
     sampler: TaskSampler
     evaluation_tasks: Sequence[Task]
     model_path: str
+    reward_model_path: str | None
     run_dir: RunDir
     state: RunState | None
 
@@ -54,6 +55,7 @@ def train(config: Config) -> int:
     sampler = TaskSampler(spec.tasks(), config.run.seed)
     evaluation_tasks = held_out_tasks(config, spec)
     model_path = resolve_model(config.model.path)
+    reward_model_path = resolve_reward_model(config.reward.model) if config.reward.model is not None else None
     with claim(config) as run_dir:
         state = read_state(run_dir.resume_from) if run_dir.resume_from else None
         if state is not None and state.step >= config.run.steps:
@@ -65,6 +67,7 @@ def train(config: Config) -> int:
             sampler=sampler,
             evaluation_tasks=evaluation_tasks,
             model_path=model_path,
+            reward_model_path=reward_model_path,
             run_dir=run_dir,
             state=state,
         )
@@ -78,7 +81,8 @@ async def _train(run: _Run, observer: RunObserver) -> None:
     stopper = _Stopper(observer.message)
     observer.phase("starting")
     try:
-        fleet = await stopper.until_stopped(start_fleet(run.config, run.model_path, run.spec, observer.alarm))
+        starting = start_fleet(run.config, run.model_path, run.spec, observer.alarm, run.reward_model_path)
+        fleet = await stopper.until_stopped(starting)
         if fleet is None:
             return
         ledger = Ledger(run.run_dir.ledger)

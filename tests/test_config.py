@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from rlflow.algorithms.chosen import check_functions
 from rlflow.compose_errors import expected, leaf_keys, unknown_key
-from rlflow.config import Backend, Config, Dtype, Late, Offload, Order, Placement, Proximal, Update
+from rlflow.config import Backend, Config, Dtype, Late, Offload, Order, Placement, Proximal, Roles, Update
 from rlflow.config_checks import check
 from rlflow.errors import ConfigError
 from rlflow.recipe_files import recipe_names, recipe_summary, recipe_text
@@ -107,6 +107,28 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "rollout.drain has no effect with staleness.max_versions=0 or with cluster.placement=colocated, where no "
         "request is under way when weights are loaded; leave it false",
     ),
+    (
+        {"reward.model": "mine", "reward.function": "my.py:score"},
+        "reward.function=my.py:score contradicts reward.model=mine: a reply has one reward; set one of them to null",
+    ),
+    (
+        {"reward.model": "mine", "reward.workers": 4},
+        "reward.workers=4 has no effect with reward.model; set reward.model_replicas instead",
+    ),
+    (
+        {"reward.model_replicas": 2},
+        "reward.model_replicas=2 has no effect without reward.model; give one, or set reward.workers for more "
+        "processes that call a function",
+    ),
+    (
+        {"cluster.roles": Roles.shared},
+        "cluster.roles=shared has no effect without a critic, a reference or a reward model; set it to separate",
+    ),
+    (
+        {"cluster.roles": Roles.shared, "reward.model": "mine", "reward.model_replicas": 3, "trainer.ranks": 2},
+        "cluster.roles=shared puts each replica of the reward model on the GPU of another rank of the trainer; got "
+        "reward.model_replicas=3 and trainer.ranks=2; lower the first, or set cluster.roles=separate",
+    ),
     ({"eval.episodes": 4}, "eval.episodes=4 has no effect with eval.every=0; set eval.every"),
     (
         {"rollout.max_new_tokens": 1024},
@@ -170,6 +192,18 @@ def test_a_setting_that_cannot_work_is_refused_with_the_cure(settings: dict[str,
     with pytest.raises(ConfigError) as raised:
         check(config_with(settings))
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"reward.model": "mine", "reward.model_replicas": 2, "trainer.ranks": 2},
+        {"algorithm.kl_coefficient": 0.1},
+        {"algorithm.advantage": "gae"},
+    ],
+)
+def test_models_beside_the_trainer_can_share_its_gpus(settings: dict[str, Any]) -> None:
+    check(config_with({"cluster.roles": Roles.shared, **settings}))
 
 
 def test_the_defaults_pass() -> None:

@@ -1,17 +1,39 @@
-"""Whether a cluster has the GPUs that a run asks for."""
+"""Whether a cluster has the GPUs that a run asks for, and who shares one."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
+import ray
 
-from rlflow.cluster.gpus import check_gpus
-from rlflow.config import Config, Placement
+from rlflow.cluster.devices import Devices
+from rlflow.cluster.gpus import Process, check_gpus, gpu_plan
+from rlflow.config import Config, Placement, Roles
 from rlflow.errors import ConfigError
 
+ENGINE, TRAINER, CRITIC, REFERENCE, REWARD_MODEL = Process
 
-def config(engines: int, ranks: int, *, tensor_parallel: int = 1, kl: float = 0.0, colocated: bool = False) -> Config:
+
+def config(
+    engines: int,
+    ranks: int,
+    *,
+    tensor_parallel: int = 1,
+    kl: float = 0.0,
+    colocated: bool = False,
+    shared: bool = False,
+    replicas: int = 0,
+    advantage: str = "grpo",
+) -> Config:
     config = Config()
     config.rollout.engines, config.rollout.tensor_parallel = engines, tensor_parallel
     config.trainer.ranks, config.algorithm.kl_coefficient = ranks, kl
+    config.algorithm.advantage = advantage
     config.cluster.placement = Placement.colocated if colocated else Placement.separate
+    config.cluster.roles = Roles.shared if shared else Roles.separate
+    if replicas:
+        config.reward.model, config.reward.model_replicas = "mine", replicas
     return config
 
 
@@ -23,10 +45,14 @@ def config(engines: int, ranks: int, *, tensor_parallel: int = 1, kl: float = 0.
         (config(2, 1, tensor_parallel=2, kl=0.1), 6),
         (config(1, 1, colocated=True), 1),
         (config(4, 4, kl=0.1, colocated=True), 5),
+        (config(1, 2, replicas=3, advantage="gae"), 8),
+        (config(1, 2, kl=0.1, replicas=2, advantage="gae", shared=True), 3),
+        (config(2, 2, kl=0.1, replicas=1, advantage="gae", shared=True, colocated=True), 2),
     ],
 )
 def test_enough(asked: Config, found: int) -> None:
     check_gpus(asked, found)
+    assert found in (0, gpu_plan(asked).total)
 
 
 @pytest.mark.parametrize(
@@ -35,10 +61,17 @@ def test_enough(asked: Config, found: int) -> None:
         (
             config(1, 1),
             1,
-            r"needs 2 GPUs .* = 1 of their own, trainer.ranks = 1, critic = 0, reference = 0\); the cluster has 1",
+            r"needs 2 GPUs \(rollout.engines x rollout.tensor_parallel = 1, trainer.ranks = 1\); the cluster has 1; "
+            "lower one of them$",
         ),
-        (config(2, 1, tensor_parallel=2, kl=0.1), 5, "needs 6 GPUs .* = 4 of their own, .* reference = 1"),
-        (config(4, 4, kl=0.1, colocated=True), 4, "needs 5 GPUs .* = 0 of their own, trainer.ranks = 4"),
+        (
+            config(2, 1, tensor_parallel=2, kl=0.1),
+            5,
+            "needs 6 GPUs .* = 4, .* reference = 1.; the cluster has 5; lower one of them, or set cluster.roles=shared",
+        ),
+        (config(4, 4, kl=0.1, colocated=True), 4, "needs 5 GPUs .trainer.ranks = 4, reference = 1"),
+        (config(1, 2, replicas=3), 5, "needs 6 GPUs .* reward.model_replicas = 3"),
+        (config(1, 2, replicas=2, shared=True), 2, "needs 3 GPUs .* trainer.ranks = 2.; the .*; lower one of them$"),
         (config(2, 1, colocated=True), 8, "equal to trainer.ranks; got 1, 2 and 1; change them"),
         (config(1, 1, tensor_parallel=2, colocated=True), 8, "got 2, 1 and 1"),
     ],
@@ -46,3 +79,57 @@ def test_enough(asked: Config, found: int) -> None:
 def test_too_few(asked: Config, found: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_gpus(asked, found)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sharing"),
+    [
+        (config(1, 1, kl=0.1), (TRAINER,)),
+        (config(1, 1, kl=0.1, colocated=True), (ENGINE, TRAINER)),
+        (config(1, 1, kl=0.1, shared=True), (TRAINER, REFERENCE)),
+        (config(2, 2, replicas=1, colocated=True, shared=True), (ENGINE, TRAINER, REWARD_MODEL)),
+        (config(1, 2, kl=0.1, replicas=1, advantage="gae", shared=True), (TRAINER, CRITIC, REFERENCE, REWARD_MODEL)),
+    ],
+)
+def test_kinds_on_the_gpus_of_the_trainer(asked: Config, sharing: tuple[Process, ...]) -> None:
+    plan = gpu_plan(asked)
+    assert plan.sharing == sharing
+    # Ray counts in ten-thousandths; all of them must fit on one GPU.
+    assert round(plan.share * 10_000) * len(sharing) <= 10_000
+
+
+def gpus_of(asked: Config) -> dict[tuple[Process, int], str]:
+    """The GPU on which Ray puts each process of a run."""
+
+    class Lodger:  # inside, so that a worker need not import this file
+        def gpus(self) -> list[str]:
+            return ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+    devices = Devices(asked)
+    actor: Any = ray.remote(Lodger)
+    lodgers = {
+        (kind, index): actor.options(num_cpus=0, **devices.of(kind, index)).remote()
+        for kind, count in gpu_plan(asked).counts.items()
+        for index in range(count)
+    }
+    found = ray.get([one.gpus.remote() for one in lodgers.values()], timeout=120)
+    return {who: gpu for who, (gpu,) in zip(lodgers, found, strict=True)}
+
+
+@pytest.mark.slow
+def test_ray_puts_each_process_on_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+    ray.init(address="local", num_cpus=1, num_gpus=5, _node_ip_address="127.0.0.1", **options)
+    try:
+        separate = gpus_of(config(1, 2, kl=0.1, replicas=2, shared=True))
+        colocated = gpus_of(config(2, 2, replicas=1, shared=True, colocated=True))
+    finally:
+        ray.shutdown()
+    first, second = separate[TRAINER, 0], separate[TRAINER, 1]
+    assert len({first, second, separate[ENGINE, 0]}) == 3
+    assert separate[REFERENCE, 0] == separate[REWARD_MODEL, 0] == first
+    assert separate[REWARD_MODEL, 1] == second
+    first, second = colocated[TRAINER, 0], colocated[TRAINER, 1]
+    assert colocated[ENGINE, 0] == colocated[REWARD_MODEL, 0] == first
+    assert colocated[ENGINE, 1] == second != first

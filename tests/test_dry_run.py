@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from rlflow.cli import main
-from rlflow.config import Config, Dtype, Placement
+from rlflow.config import Config, Dtype, Placement, Roles
 from rlflow.dry_run.estimate import Estimate, estimate, smallest_gpu
-from rlflow.dry_run.facts import Activations, ModelFacts, Weight
+from rlflow.dry_run.facts import Activations, ModelFacts, RewardModelFacts, Weight
 from rlflow.dry_run.memory import (
     ProcessMemory,
     activation_bytes,
@@ -22,10 +22,11 @@ from rlflow.dry_run.memory import (
     engine_memory,
     logit_rows,
     reference_memory,
+    reward_model_memory,
     shard_size,
     trainer_memory,
 )
-from rlflow.dry_run.model import read_model
+from rlflow.dry_run.model import read_model, read_reward_model
 from rlflow.errors import ConfigError
 from rlflow.rollout.engine_setup import CacheShape
 
@@ -53,6 +54,7 @@ SMALL = ModelFacts(
     vocabulary_size=10,
 )
 """92 parameters: 40 outside the layers, 24 and 28 in them."""
+CLASSIFIER = RewardModelFacts(num_parameters=50, largest_layer=300)
 
 
 def config(**settings: object) -> Config:
@@ -121,7 +123,7 @@ def test_a_model_whose_heads_cannot_be_shared_out_is_refused() -> None:
 
 def test_a_config_that_transformers_does_not_know(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "lama"}')
-    with pytest.raises(ConfigError, match="no language model can be built from .*config.json: .*lama"):
+    with pytest.raises(ConfigError, match="no model can be built from .*config.json: .*lama"):
         read_model(config(), str(tmp_path))
 
 
@@ -303,6 +305,18 @@ def test_memory_of_the_reference() -> None:
     assert sizes(found) == {"parameters": 2 * 92, "one layer and the logits": 5 * 600 + 12 * 2 * 10}
 
 
+def test_memory_of_a_reward_model() -> None:
+    asked = config(model__dtype=Dtype.bfloat16, trainer__micro_batch_tokens=7)
+    assert sizes(reward_model_memory(asked, CLASSIFIER)) == {"parameters": 2 * 50, "one layer": 7 * 300}
+
+
+def test_parameters_of_a_reward_model(tmp_path: Path) -> None:
+    fields = {"model_type": "llama", "num_key_value_heads": 2, "num_labels": 1}
+    found = read_reward_model(config(), write_config(tmp_path, **fields))
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+    assert found.num_parameters == 2 * layer + 100 * 64 + 64 + 64
+
+
 @pytest.mark.parametrize(
     ("gib", "expected"), [(0.1, 16), (14.4, 16), (14.5, 24), (72.0, 80), (72.1, 96), (259.2, 288), (260.0, None)]
 )
@@ -341,6 +355,42 @@ def test_colocated_processes_take_turns_but_the_trainer_keeps_its_state() -> Non
     assert found.batch.micro_batches_one_by_one is None
     with pytest.raises(ConfigError, match="rollout.engines equal to trainer.ranks; got 1, 2 and 3"):
         small_estimate(**{**settings, "trainer__ranks": 3})
+
+
+def test_what_shares_a_gpu_adds_up_there() -> None:
+    settings = {"rollout__engines": 3, "trainer__ranks": 3, "algorithm__advantage": "gae"}
+    settings |= {"algorithm__kl_coefficient": 0.1, "reward__model": "mine", "reward__model_replicas": 2}
+    asked = config(**settings, cluster__roles=Roles.shared)
+    found = estimate(asked, SMALL, max_logits=20, reward_model=CLASSIFIER)
+    memory = {name: each.total for name, each in found.processes.items()}
+    third = memory["trainer"] + memory["critic"]
+    second = third + memory["reward_model"]
+    first = second + memory["reference"]
+    assert [(each.first, each.last, each.holds, each.num_bytes) for each in found.gpus] == [
+        (0, 2, "engines 0 to 2", memory["engine"]),
+        (3, 3, "trainer rank 0; critic rank 0; reference; reward model 0", first),
+        (4, 4, "trainer rank 1; critic rank 1; reward model 1", second),
+        (5, 5, "trainer rank 2; critic rank 2", third),
+    ]
+    asked.cluster.placement = Placement.colocated
+    found = estimate(asked, SMALL, max_logits=20, reward_model=CLASSIFIER)
+    kept = found.processes["trainer"].kept + found.processes["critic"].kept
+    # The engine's cache is larger than what passes while the other two work.
+    beside = memory["reward_model"] + memory["reference"]
+    assert (found.gpus[0].first, found.gpus[-1].last) == (0, 2)
+    assert found.gpus[0].holds == "engine 0 and trainer rank 0, in turn; critic rank 0; reference; reward model 0"
+    assert found.gpus[0].num_bytes == kept + memory["engine"] + beside
+
+
+def test_replicas_of_a_reward_model_have_gpus_of_their_own() -> None:
+    asked = config(reward__model="mine", reward__model_replicas=2)
+    found = estimate(asked, SMALL, max_logits=20, reward_model=CLASSIFIER)
+    assert [(each.first, each.last, each.holds) for each in found.gpus] == [
+        (0, 0, "engine 0"),
+        (1, 1, "trainer rank 0"),
+        (2, 3, "reward models 0 to 1"),
+    ]
+    assert found.gpus[2].num_bytes == found.processes["reward_model"].total
 
 
 def test_a_step_at_its_most() -> None:
@@ -458,6 +508,21 @@ def test_a_model_that_fits_no_gpu_is_told_so(
     code, out, _ = dry_run(*asked, capsys=capsys, monkeypatch=monkeypatch)
     assert code == 0
     assert "of each: NO GPU IS LARGE ENOUGH; trainer rank 0" in out
+
+
+def test_a_reward_model_is_read_from_its_config_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    asked = ["recipe=smoke", "reward.function=null", f"reward.model={write_config(tmp_path, **fields)}"]
+    code, out, _ = dry_run(*asked, capsys=capsys, monkeypatch=monkeypatch)
+    assert code == 0
+    assert "\nReward model, of which each replica is whole\n" in out
+    assert "a GPU of 16 GB or more; reward model 0\n" in out
+    write_config(tmp_path, **{**fields, "num_labels": 3})
+    code, _, error = dry_run(*asked, capsys=capsys, monkeypatch=monkeypatch)
+    assert code == 2
+    assert "is a classifier with 3 labels" in error
 
 
 def test_what_a_run_would_refuse_is_refused(

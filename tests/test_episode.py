@@ -352,7 +352,7 @@ class Remote:
 
 @dataclass
 class FakeActors:
-    """An engine that answers "c." and a reward that gives 1 to "c"; both as actor handles."""
+    """An engine, as an actor handle, that answers "c."; and a scorer that gives 1 to "c"."""
 
     requests: list[GenerateRequest] = field(default_factory=list)
     fails: bool = False
@@ -361,17 +361,13 @@ class FakeActors:
     def generate(self) -> Remote:
         return Remote(self._generate)
 
-    @property
-    def score(self) -> Remote:
-        return Remote(self._score)
-
     async def _generate(self, request: GenerateRequest) -> Completion:
         self.requests.append(request)
         if self.fails:
             raise RuntimeError("engine died")
         return Completion(ids=ids_of("c."), logprobs=[-1.0, -2.0], versions=[3, 4], finish_reason="stop")
 
-    async def _score(self, task: Task, text: str) -> Verdict:
+    async def score(self, task: Task, text: str) -> Verdict:
         return Verdict(reward=float(text == task.answer))
 
 
@@ -395,7 +391,7 @@ def runner(actors: FakeActors, build: ThirdFails) -> EpisodeRunner:
         Config(),
         "",
         build,
-        actors,  # pyright: ignore[reportArgumentType]
+        actors,
         actors,  # pyright: ignore[reportArgumentType]
         renderer=LetterRenderer(),
         transport=Transport(cancel=lambda call: None, is_lost=lambda error: False),
@@ -482,7 +478,7 @@ def sliced_runner(engine: SlicedEngine, build: ThirdFails) -> EpisodeRunner:
         Config(),
         "",
         build,
-        FakeActors(),  # pyright: ignore[reportArgumentType]
+        FakeActors(),
         engine,  # pyright: ignore[reportArgumentType]
         renderer=LetterRenderer(),
         transport=Transport(cancel=lambda call: None, is_lost=lambda error: False),

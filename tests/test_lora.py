@@ -109,14 +109,14 @@ def train(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: s
     assert all(torch.equal(tensor, fresh.pop(name)) for name, tensor in trainer.adapter_parameters())
     assert not fresh
     trainer.load(folder / "begin")
-    outcomes = [take_step(trainer, rank, layout.ranks)]
+    outcomes = [take_step(trainer, rank, layout)]
     if layout.zero_stage == 2:
         for frozen in filter(lambda each: not each.requires_grad, trainer._policy.parameters()):
             frozen.data = frozen.data.clone()  # what is mapped from a file cannot be emptied, as `disturb` does
     if layout != REFERENCE:
-        disturb(trainer, rank, layout.ranks)
-    outcomes.append(take_step(trainer, rank, layout.ranks))
-    outcomes.append(take_momentum_step(trainer, rank, layout.ranks))
+        disturb(trainer, rank, layout)
+    outcomes.append(take_step(trainer, rank, layout))
+    outcomes.append(take_momentum_step(trainer, rank, layout))
     assert_base_is_untouched(trainer, folder)
     write_state(folder / layout.name, trainer)
     if rank == 0:
@@ -168,7 +168,7 @@ def adapted(folder: Path, config: Config | None = None, role: Role = Role.policy
     """After two steps."""
     trainer = one_rank(config or with_adapters(tiny_config()), folder, role)
     for _ in range(2):
-        take_step(trainer, 0, 1)
+        take_step(trainer, 0, REFERENCE)
     return trainer
 
 
@@ -293,7 +293,7 @@ def train_in_bfloat16(rank: int, layout: Layout, config: Config, folder: Path, r
     for name, tensor in trainer.adapter_parameters():
         assert torch.equal(tensor.float(), fresh[name].bfloat16().float()), name
     for _ in range(2):
-        assert take_step(trainer, rank, layout.ranks).applied
+        assert take_step(trainer, rank, layout).applied
     frozen = [each for each in trainer._policy.parameters() if not each.requires_grad]
     assert {parameter.dtype for parameter in frozen} == {torch.bfloat16}
     difference = logprobs_of(trainer.reference_logprobs(micro_batches())) - np.load(folder / "base_logprobs.npy")

@@ -16,12 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from training import plain_score, save_reward_model
 
 from rlflow.config import Config
 from rlflow.ledger import counts_by_state
 from rlflow.recipes.minimal_grpo import MinimalGrpo
 from rlflow.telemetry import metrics
 from rlflow.telemetry.metrics import REQUIRED
+from rlflow.telemetry.samples import read_samples
 from rlflow.workers.trainer.shards import ShardReader, read_full
 
 pytestmark = pytest.mark.slow
@@ -127,6 +129,21 @@ def test_ppo_trains_policy_and_critic_and_goes_on_with_both(tmp_path: Path) -> N
     # The head says 0 at first; within a few steps it is nearer to the mean reward than that, the resumed one too.
     assert sum(losses[-3:]) < sum(losses[:3])
     assert abs(records[6]["critic/value"]) > 0
+
+
+def test_a_reward_model_gives_the_rewards(tmp_path: Path) -> None:
+    """With two episodes a step, the worst and the best are all that there are."""
+    run, folder = tmp_path / "run", save_reward_model(tmp_path / "classifier")
+    settings = ["reward.function=null", f"reward.model={folder}", "algorithm.groups_per_step=1"]
+    train(run, *settings, "algorithm.group_size=2")
+    records = metrics.read(run / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3]
+    for record in records:
+        samples = read_samples(run, record["step"])
+        expected = [plain_score(folder, episode.messages) for episode in (samples.worst, samples.best)]
+        assert expected[0] != expected[1]
+        assert [samples.worst.reward, samples.best.reward] == pytest.approx(expected, abs=1e-5)
+        assert record["reward"] == pytest.approx(sum(expected) / 2, abs=1e-5)
 
 
 def test_the_driver_makes_the_updates_of_the_twin(tmp_path: Path) -> None:

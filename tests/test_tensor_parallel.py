@@ -34,6 +34,7 @@ def test_the_slices_of_all_ranks_are_the_model() -> None:
     config = tiny_qwen3(attention_bias=True)
     whole = parameters_of(model_of(config))
     slices: list[dict[str, Tensor]] = []
+    cut: dict[str, int] = {}
     for rank in range(2):
         model = model_of(config)
         cut = cut_layers(model, TensorGroup(rank=rank, size=2))

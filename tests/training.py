@@ -10,11 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 
 from rlflow.batching import plan_micro_batches
 from rlflow.config import Config
-from rlflow.types import EpisodeEnd, EpisodeSummary, Sample, TrainSample
+from rlflow.models import resolve_model
+from rlflow.types import EpisodeEnd, EpisodeSummary, Message, Sample, TrainSample
 
 VOCABULARY = 67
 
@@ -46,6 +54,27 @@ def save_model(config: PreTrainedConfig, folder: Path) -> str:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return str(folder)
+
+
+def save_reward_model(folder: Path, **changes: Any) -> str:
+    """A random classifier, with one label if nothing else is said, that reads bytes."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny"))
+    options = {"vocab_size": len(tokenizer), "pad_token_id": 0, "num_labels": 1, "max_position_embeddings": 512}
+    torch.manual_seed(0)
+    config = tiny_llama(**{**options, **changes})
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def plain_score(folder: str, messages: Sequence[Message]) -> float:
+    """What transformers alone says of one conversation, without padding."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    with torch.no_grad():
+        return float(model(input_ids=ids).logits)
 
 
 def tiny_config() -> Config:

@@ -7,13 +7,14 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 from rlflow.concurrency import all_or_none
 from rlflow.config import Config
 from rlflow.disk import disk_errors
 from rlflow.envs.base import Environment
 from rlflow.errors import EngineLost, StaleGroup
+from rlflow.reward_client import Scorer
 from rlflow.rollout import payloads as payload_files
 from rlflow.rollout.client import EngineClient, EngineHandle, Transport
 from rlflow.rollout.episode import (
@@ -26,20 +27,9 @@ from rlflow.rollout.episode import (
     summarize,
 )
 from rlflow.rollout.requests import Completion, GenerateRequest
-from rlflow.types import EpisodePayload, EpisodeSummary, GroupOrder, Message, PlayedGroup, Span, Task, Verdict
+from rlflow.types import EpisodePayload, EpisodeSummary, GroupOrder, Message, PlayedGroup, Span
 
 ACTOR = "runner"
-
-
-class _RemoteScore(Protocol):
-    def remote(self, task: Task, text: str, /) -> Awaitable[Verdict]: ...
-
-
-class RewardHandle(Protocol):
-    """A Ray actor handle of a RewardWorker, or anything shaped like it."""
-
-    @property
-    def score(self) -> _RemoteScore: ...
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -79,7 +69,7 @@ class EpisodeRunner:
         config: Config,
         model_path: str,
         build: Callable[[], Environment],
-        reward: RewardHandle,
+        scorer: Scorer,
         *engines: EngineHandle,
         renderer: ChatRenderer | None = None,
         transport: Transport | None = None,
@@ -87,7 +77,7 @@ class EpisodeRunner:
         self._limits = EpisodeLimits.of(config)
         self._is_seeded = config.rollout.seeded
         self._build = build
-        self._reward = reward
+        self._scorer = scorer
         self._client = EngineClient(engines, transport or _ray_transport(), patience_s=config.deadlines.start_s)
         self._under_way: set[_UnderWay] = set()
         self._renderer = renderer or _load_renderer(model_path)
@@ -96,7 +86,7 @@ class EpisodeRunner:
         """The group's metadata (its `payloads` empty), then the payload of each episode.
 
         Call it with num_returns = 1 + order.num_episodes: the caller then owns each payload. An exception of an engine
-        or of the reward actor loses the group; the other episodes are cancelled and closed first. Raises StaleGroup
+        or of the scorer loses the group; the other episodes are cancelled and closed first. Raises StaleGroup
         when `cancel_stale` ended the group.
         """
         start_s = time.time()
@@ -165,7 +155,7 @@ class EpisodeRunner:
     async def _play_and_score(self, group: _UnderWay, index: int) -> _Scored:
         played = await self._play(group, index)
         played_at_s = time.time()
-        verdict = None if played.end.is_error else await self._reward.score.remote(group.order.task, played.reply)
+        verdict = None if played.end.is_error else await self._scorer.score(group.order.task, played.reply)
         return _Scored(
             payload=played.payload,
             summary=summarize(played, verdict),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlflow.cluster.gpus import check_gpus
-from rlflow.config import Config, Placement
+from rlflow.cluster.gpus import Process, check_gpus, gpu_plan
+from rlflow.config import Config
 
 
 class Devices:
@@ -19,21 +19,15 @@ class Devices:
         found = int(ray.cluster_resources().get("GPU", 0))
         check_gpus(config, found)
         self._has_gpus = found > 0
-        self._per_engine = config.rollout.tensor_parallel
-        self._shared = None
-        if self._has_gpus and config.cluster.placement is Placement.colocated:
-            self._shared = placement_group([{"GPU": 1}] * config.trainer.ranks)
+        self._plan = gpu_plan(config)
+        # One bundle a rank: nobody else gets what is left of its GPU.
+        is_shared = self._has_gpus and len(self._plan.sharing) > 1
+        self._bundles = placement_group([{"GPU": 1}] * config.trainer.ranks) if is_shared else None
 
-    def engine(self, index: int) -> dict[str, Any]:
-        return self._of_pair(index, self._shared) if self._shared is not None else self.whole(self._per_engine)
-
-    def trainer(self, rank: int) -> dict[str, Any]:
-        return self._of_pair(rank, self._shared) if self._shared is not None else self.whole(1)
-
-    def whole(self, count: int) -> dict[str, Any]:
+    def of(self, kind: Process, index: int) -> dict[str, Any]:
+        """The options of process `index` of a kind."""
+        if self._bundles is not None and kind in self._plan.sharing:
+            strategy = PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=index)
+            return {"num_gpus": self._plan.share, "scheduling_strategy": strategy}
+        count = self._plan.per_engine if kind is Process.engine else 1
         return {"num_gpus": count if self._has_gpus else 0}
-
-    def _of_pair(self, index: int, shared: PlacementGroup) -> dict[str, Any]:
-        """Half of a GPU that nobody else gets: the other half is that of the engine, or rank, of the same number."""
-        strategy = PlacementGroupSchedulingStrategy(shared, placement_group_bundle_index=index)
-        return {"num_gpus": 0.5, "scheduling_strategy": strategy}

@@ -1,36 +1,71 @@
-"""How many GPUs a run asks for. Imports no Ray, so that a dry run can ask too."""
+"""Which processes a run has and which GPUs they are on. Imports no Ray, so that a dry run can ask too."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from rlflow.algorithms.chosen import needs_critic
-from rlflow.config import Config, Placement, needs_reference
+from rlflow.config import Config, Placement, Roles, needs_reference
 from rlflow.errors import ConfigError
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class GpuNeeds:
-    """GPUs of each role."""
+class Process(StrEnum):
+    """A kind of process that computes on a GPU, in the order in which they take them."""
 
-    engines: int
-    """0 where the engines are on the trainer's GPUs."""
-    trainer: int
-    critic: int
-    reference: int
+    engine = "engine"
+    trainer = "trainer"
+    critic = "critic"
+    reference = "reference"
+    reward_model = "reward_model"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GpuPlan:
+    counts: dict[Process, int]
+    """Processes of each kind; a kind that the run does without is left out."""
+    sharing: tuple[Process, ...]
+    """The kinds on the trainer's GPUs, process i on that of rank i; the trainer is one of them."""
+    per_engine: int
+    """GPUs of one engine."""
+
+    @property
+    def share(self) -> float:
+        """The part of a trainer's GPU that each process on it asks Ray for."""
+        return 1 / len(self.sharing)
+
+    @property
+    def own(self) -> dict[Process, int]:
+        """GPUs of each kind that shares none, and the trainer's."""
+        return {
+            kind: count * (self.per_engine if kind is Process.engine else 1)
+            for kind, count in self.counts.items()
+            if kind is Process.trainer or kind not in self.sharing
+        }
 
     @property
     def total(self) -> int:
-        return self.engines + self.trainer + self.critic + self.reference
+        return sum(self.own.values())
 
 
-def gpu_needs(config: Config) -> GpuNeeds:
-    is_colocated = config.cluster.placement is Placement.colocated
-    return GpuNeeds(
-        engines=0 if is_colocated else config.rollout.engines * config.rollout.tensor_parallel,
-        trainer=config.trainer.ranks,
-        critic=config.trainer.ranks if needs_critic(config.algorithm) else 0,
-        reference=int(needs_reference(config)),
+def gpu_plan(config: Config) -> GpuPlan:
+    counts = {
+        Process.engine: config.rollout.engines,
+        Process.trainer: config.trainer.ranks,
+        Process.critic: config.trainer.ranks if needs_critic(config.algorithm) else 0,
+        Process.reference: int(needs_reference(config)),
+        Process.reward_model: config.reward.model_replicas if config.reward.model is not None else 0,
+    }
+    counts = {kind: count for kind, count in counts.items() if count}
+    sharing = {Process.trainer}
+    if config.cluster.placement is Placement.colocated:
+        sharing.add(Process.engine)
+    if config.cluster.roles is Roles.shared:
+        sharing |= counts.keys() - {Process.engine}
+    return GpuPlan(
+        counts=counts,
+        sharing=tuple(kind for kind in counts if kind in sharing),
+        per_engine=config.rollout.tensor_parallel,
     )
 
 
@@ -45,10 +80,21 @@ def check_gpus(config: Config, found: int) -> None:
             f"rollout.tensor_parallel=1 and rollout.engines equal to trainer.ranks; got {per_engine}, {engines} "
             f"and {ranks}; change them, or take cluster.placement=separate"
         )
-    needs = gpu_needs(config)
-    if found < needs.total:
+    plan = gpu_plan(config)
+    if found < plan.total:
+        needs = ", ".join(f"{_NAMES[kind]} = {count}" for kind, count in plan.own.items())
+        cure = "" if config.cluster.roles is Roles.shared else ", or set cluster.roles=shared"
+        has_roles = plan.counts.keys() - {Process.engine, Process.trainer}
         raise ConfigError(
-            f"the run needs {needs.total} GPUs (rollout.engines x rollout.tensor_parallel = {needs.engines} of their "
-            f"own, trainer.ranks = {needs.trainer}, critic = {needs.critic}, reference = {needs.reference}); "
-            f"the cluster has {found}; lower one of them"
+            f"the run needs {plan.total} GPUs ({needs}); the cluster has {found}; lower one of them"
+            f"{cure if has_roles else ''}"
         )
+
+
+_NAMES = {
+    Process.engine: "rollout.engines x rollout.tensor_parallel",
+    Process.trainer: "trainer.ranks",
+    Process.critic: "critic",
+    Process.reference: "reference",
+    Process.reward_model: "reward.model_replicas",
+}

@@ -17,20 +17,21 @@ from rlflow.cluster.calls import RayReference, RayRunners, RayTrainer, answer, o
 from rlflow.cluster.critic import RayActorCritic
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
+from rlflow.cluster.gpus import Process
+from rlflow.cluster.rewards import RayReward, start_rewards
 from rlflow.config import Config, Placement, needs_reference, refers_to_itself
 from rlflow.deadlines import within
 from rlflow.envs.base import Environment, EnvironmentSpec
 from rlflow.errors import ConfigError
+from rlflow.reward_client import RewardClient
 from rlflow.roles import Trainer, Workers
 from rlflow.rollout.client import EngineHandle
 from rlflow.rollout.fleet import EngineFleet
-from rlflow.workers.episode import EpisodeRunner, RewardHandle
+from rlflow.workers.episode import EpisodeRunner
 from rlflow.workers.reference import ReferenceWorker
-from rlflow.workers.reward import RewardWorker
 from rlflow.workers.trainer.actor import TrainerWorker
 
 ENGINES_PER_RUNNER = 8
-REWARD = "reward"
 CONNECT_TIMEOUT_S = 10.0
 MANY_CALLS = 4096
 """Calls that an asynchronous actor may have open; the admission budget bounds them long before."""
@@ -40,10 +41,11 @@ class RunnerActor(EpisodeRunner):
     """An episode runner that finds the other actors by name: Ray cannot restart an actor that was given handles."""
 
     def __init__(
-        self, config: Config, model_path: str, build: Callable[[], Environment], reward: str, engines: list[str]
+        self, config: Config, model_path: str, build: Callable[[], Environment], rewards: list[str], engines: list[str]
     ) -> None:
         found = [cast(EngineHandle, ray.get_actor(name)) for name in engines]
-        super().__init__(config, model_path, build, cast(RewardHandle, ray.get_actor(reward)), *found)
+        scorer = RewardClient([RayReward(name) for name in rewards], patience_s=config.deadlines.start_s)
+        super().__init__(config, model_path, build, scorer, *found)
         # Also after a restart: it waits until it is told who serves now.
         self._client.set_serving(())
 
@@ -62,7 +64,7 @@ class Fleet:
     engine_fleet: EngineFleet
     membership: Membership
     trainers: list[Any]
-    reward: Any
+    rewards: list[Any]
     reference: Any | None
 
 
@@ -97,9 +99,16 @@ def ray_cluster(config: Config) -> Iterator[None]:
         ray.shutdown()
 
 
-async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec, alarm: Callable[[str], None]) -> Fleet:
+async def start_fleet(
+    config: Config,
+    model_path: str,
+    spec: EnvironmentSpec,
+    alarm: Callable[[str], None],
+    reward_model_path: str | None = None,
+) -> Fleet:
     """Create every actor at once and wait until all of them are ready.
 
+    `reward_model_path` is the folder of `reward.model`, which scores in place of a function.
     `alarm` is given what people should know of later: an engine that was lost.
     """
     devices = Devices(config)
@@ -107,46 +116,45 @@ async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec, al
     engine_names = [f"engine {index}" for index in range(config.rollout.engines)]
     engines = [
         ray.remote(EngineActor)
-        .options(name=name, num_cpus=0, max_concurrency=MANY_CALLS, max_restarts=-1, **devices.engine(index))
+        .options(
+            name=name, num_cpus=0, max_concurrency=MANY_CALLS, max_restarts=-1, **devices.of(Process.engine, index)
+        )
         .remote(config, model_path, index, threads)
         for index, name in enumerate(engine_names)
     ]
     num_ranks = config.trainer.ranks
     trainers = [
         ray.remote(TrainerWorker)
-        .options(num_cpus=0, **devices.trainer(rank))
+        .options(num_cpus=0, **devices.of(Process.trainer, rank))
         .remote(config, model_path, rank, num_ranks, threads)
         for rank in range(num_ranks)
     ]
     critics = [
         ray.remote(TrainerWorker)
-        .options(num_cpus=0, **devices.whole(1))
+        .options(num_cpus=0, **devices.of(Process.critic, rank))
         .remote(config, model_path, rank, num_ranks, threads, is_critic=True)
         for rank in range(num_ranks if needs_critic(config.algorithm) else 0)
     ]
-    reward = (
-        ray.remote(RewardWorker)
-        .options(name=REWARD, num_cpus=0, max_concurrency=MANY_CALLS, max_restarts=-1)
-        .remote(config.reward, config.reward.function or spec.reward)
-    )
+    rewards = start_rewards(config, spec.reward, reward_model_path, devices, threads, MANY_CALLS)
     runners = [
         ray.remote(RunnerActor)
         .options(num_cpus=0, max_concurrency=MANY_CALLS, max_restarts=-1)
-        .remote(config, model_path, spec.build, REWARD, engine_names)
+        .remote(config, model_path, spec.build, list(rewards), engine_names)
         for _ in range(-(-config.rollout.engines // ENGINES_PER_RUNNER))
     ]
     reference = None
     if needs_reference(config):
-        reference = (
-            ray.remote(ReferenceWorker).options(num_cpus=0, **devices.whole(1)).remote(config, model_path, threads)
-        )
+        options = devices.of(Process.reference, 0)
+        reference = ray.remote(ReferenceWorker).options(num_cpus=0, **options).remote(config, model_path, threads)
     membership = Membership(runners)
     processes = [RayEngine(engine, index, config.deadlines) for index, engine in enumerate(engines)]
     engine_fleet = EngineFleet(config, processes, membership.tell, alarm)
     await within(
         "starting the workers",
         config.deadlines.start_s,
-        _start_all(engine_fleet, [trainers, critics], runners, [reward, *([reference] if reference else [])]),
+        _start_all(
+            engine_fleet, [trainers, critics], runners, [*rewards.values(), *([reference] if reference else [])]
+        ),
         "raise deadlines.start_s if the model takes this long to load",
     )
     workers = Workers(
@@ -163,7 +171,7 @@ async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec, al
         engine_fleet=engine_fleet,
         membership=membership,
         trainers=[*trainers, *critics],
-        reward=reward,
+        rewards=list(rewards.values()),
         reference=reference,
     )
 
@@ -197,7 +205,7 @@ async def stop_fleet(fleet: Fleet) -> None:
     await fleet.engine_fleet.close()
     closing = [engine.shutdown.remote() for engine in fleet.engines]
     closing += [trainer.close.remote() for trainer in fleet.trainers]
-    closing.append(fleet.reward.close.remote())
+    closing += [reward.close.remote() for reward in fleet.rewards]
     await asyncio.wait([asyncio.ensure_future(_settled(reference)) for reference in closing], timeout=20)
 
 

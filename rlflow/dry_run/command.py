@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from rlflow.config import Config
 
@@ -12,8 +13,8 @@ def dry_run(config: Config, *, as_json: bool) -> int:
     from rlflow.algorithms.chosen import check_functions
     from rlflow.dry_run import render
     from rlflow.dry_run.estimate import estimate
-    from rlflow.dry_run.model import read_model  # imports torch and transformers
-    from rlflow.models import resolve_config
+    from rlflow.dry_run.model import read_model, read_reward_model  # imports torch and transformers
+    from rlflow.models import REWARD, check_gives_score, resolve_config
     from rlflow.rollout.engine_setup import check_engine
     from rlflow.workers.trainer.policy import MAX_LOGITS
 
@@ -21,6 +22,11 @@ def dry_run(config: Config, *, as_json: bool) -> int:
     folder = resolve_config(config.model.path)
     facts = read_model(config, folder)
     check_engine(config, facts.cache, folder, on_gpu=True)
-    found = estimate(config, facts, MAX_LOGITS)
+    scorer = None
+    if config.reward.model is not None:
+        scorer_folder = resolve_config(config.reward.model, REWARD)
+        check_gives_score(Path(scorer_folder))
+        scorer = read_reward_model(config, scorer_folder)
+    found = estimate(config, facts, MAX_LOGITS, scorer)
     print(json.dumps(render.as_json(found)) if as_json else render.as_text(found, config))
     return 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rlflow.batching import plan_micro_batches
-from rlflow.cluster.gpus import check_gpus, gpu_needs
+from rlflow.cluster.gpus import GpuPlan, Process, check_gpus, gpu_plan
 from rlflow.config import Backend, Config, Dtype, Offload, Placement, num_shares
-from rlflow.dry_run.facts import ModelFacts
+from rlflow.dry_run.facts import ModelFacts, RewardModelFacts
 from rlflow.dry_run.memory import (
     BYTES_PER_ELEMENT,
     FLOAT32,
@@ -16,6 +18,7 @@ from rlflow.dry_run.memory import (
     cached_sequences,
     engine_memory,
     reference_memory,
+    reward_model_memory,
     trainer_memory,
 )
 from rlflow.errors import ConfigError
@@ -92,30 +95,35 @@ class Estimate:
     weights: WeightUpdate
 
 
-def estimate(config: Config, facts: ModelFacts, max_logits: int) -> Estimate:
+def estimate(
+    config: Config, facts: ModelFacts, max_logits: int, reward_model: RewardModelFacts | None = None
+) -> Estimate:
     """What the run needs of GPUs; `max_logits` is how many logits the trainer holds at once.
 
-    Raises ConfigError when engines and ranks cannot be placed, and for a trainer that is not modelled.
+    `reward_model` are the facts of `reward.model`, where there is one. Raises ConfigError when engines and ranks cannot
+    be placed, and for a trainer that is not modelled.
     """
     if config.trainer.backend is not Backend.fsdp or config.trainer.offload is not Offload.none:
         raise ConfigError(
             "--dry-run knows the memory of trainer.backend=fsdp with trainer.offload=none only; got "
             f"{config.trainer.backend.value} and {config.trainer.offload.value}"
         )
-    needs = gpu_needs(config)
-    check_gpus(config, needs.total)
+    plan = gpu_plan(config)
+    check_gpus(config, plan.total)
     batch = _batch(config, facts)
     num_tokens = min(config.trainer.micro_batch_tokens, batch.tokens)
     processes = {
-        "engine": engine_memory(config, facts),
-        "trainer": trainer_memory(config, facts, num_tokens, max_logits),
+        Process.engine: engine_memory(config, facts),
+        Process.trainer: trainer_memory(config, facts, num_tokens, max_logits),
     }
-    if needs.critic:
+    if Process.critic in plan.counts:
         # The same model, with a head of one number instead of logits.
-        items = (item for item in processes["trainer"].items if item.name != OUTPUT_LAYER)
-        processes["critic"] = ProcessMemory(items=tuple(items))
-    if needs.reference:
-        processes["reference"] = reference_memory(config, facts, num_tokens, max_logits)
+        items = (item for item in processes[Process.trainer].items if item.name != OUTPUT_LAYER)
+        processes[Process.critic] = ProcessMemory(items=tuple(items))
+    if Process.reference in plan.counts:
+        processes[Process.reference] = reference_memory(config, facts, num_tokens, max_logits)
+    if reward_model is not None:
+        processes[Process.reward_model] = reward_model_memory(config, reward_model)
     return Estimate(
         recipe=config.run.name,
         model_type=facts.model_type,
@@ -123,8 +131,8 @@ def estimate(config: Config, facts: ModelFacts, max_logits: int) -> Estimate:
         num_layers=facts.num_layers,
         dtype=config.model.dtype.value,
         micro_batch_tokens=num_tokens,
-        gpus=tuple(_gpus(config, processes)),
-        processes=processes,
+        gpus=tuple(_gpus(config, plan, processes)),
+        processes={kind.value: memory for kind, memory in processes.items()},
         batch=batch,
         weights=_weights(config, facts),
     )
@@ -135,34 +143,61 @@ def smallest_gpu(num_bytes: int) -> int | None:
     return next((size for size in GPU_SIZES if num_bytes <= USABLE * size * 2**30), None)
 
 
-def _gpus(config: Config, processes: dict[str, ProcessMemory]) -> list[GpuRange]:
-    engine, trainer = processes["engine"], processes["trainer"]
-    engines, ranks, parallel = config.rollout.engines, config.trainer.ranks, config.rollout.tensor_parallel
-    each = f" on {parallel} GPUs each" if parallel > 1 else ""
-    rank_names = _numbered("trainer rank", ranks)
-    if config.cluster.placement is Placement.colocated:
-        # The engines sleep while the trainer works, but what the trainer keeps stays.
-        most = trainer.kept + max(trainer.passing, engine.total)
-        loads = [(ranks, f"{_numbered('engine', engines)} and {rank_names}, in turn", most)]
-    else:
-        loads = [
-            (engines * parallel, _numbered("engine", engines) + each, engine.total),
-            (ranks, rank_names, trainer.total),
-        ]
-    if "critic" in processes:
-        loads.append((ranks, _numbered("critic rank", ranks), processes["critic"].total))
-    if "reference" in processes:
-        loads.append((1, "reference", processes["reference"].total))
+def _gpus(config: Config, plan: GpuPlan, processes: dict[Process, ProcessMemory]) -> list[GpuRange]:
     found: list[GpuRange] = []
-    for count, holds, num_bytes in loads:
+    for count, holds, num_bytes in _loads(config, plan, processes):
         first = found[-1].last + 1 if found else 0
         size = smallest_gpu(num_bytes)
         found.append(GpuRange(first=first, last=first + count - 1, holds=holds, num_bytes=num_bytes, gpu_size=size))
     return found
 
 
-def _numbered(name: str, count: int) -> str:
-    return f"{name} 0" if count == 1 else f"{name}s 0 to {count - 1}"
+def _loads(config: Config, plan: GpuPlan, processes: dict[Process, ProcessMemory]) -> Iterator[tuple[int, str, int]]:
+    """Number of GPUs, what each of them holds, and how much that is at its most."""
+    for kind, num_gpus in plan.own.items():
+        if kind is not Process.trainer:
+            each = f" on {plan.per_engine} GPUs each" if kind is Process.engine and plan.per_engine > 1 else ""
+            yield num_gpus, _numbered(kind, 0, plan.counts[kind]) + each, processes[kind].total
+            continue
+        # Of some kinds there are fewer than ranks; the first GPUs hold them.
+        edges = sorted({0, *(plan.counts[sharer] for sharer in plan.sharing)})
+        for first, stop in pairwise(edges):
+            here = [sharer for sharer in plan.sharing if plan.counts[sharer] > first]
+            yield stop - first, _together(config, here, first, stop), _most(here, processes)
+
+
+def _together(config: Config, kinds: Sequence[Process], first: int, stop: int) -> str:
+    names = [_numbered(kind, first, stop) for kind in kinds]
+    if config.cluster.placement is Placement.colocated:
+        names[:2] = [f"{names[0]} and {names[1]}, in turn"]
+    return "; ".join(names)
+
+
+def _most(kinds: Sequence[Process], processes: dict[Process, ProcessMemory]) -> int:
+    """Bytes that processes on one GPU need of it together.
+
+    An engine sleeps while trainer and critic work, but what these keep stays; the others may work at any time.
+    """
+    in_turn = [processes[kind] for kind in kinds if kind in (Process.trainer, Process.critic)]
+    others = sum(processes[kind].total for kind in kinds if kind in (Process.reference, Process.reward_model))
+    engine = processes[Process.engine].total if Process.engine in kinds else 0
+    passing = max(engine, sum(memory.passing for memory in in_turn))
+    return sum(memory.kept for memory in in_turn) + passing + others
+
+
+_NAMES = {
+    Process.engine: "engine",
+    Process.trainer: "trainer rank",
+    Process.critic: "critic rank",
+    Process.reference: "reference",
+    Process.reward_model: "reward model",
+}
+
+
+def _numbered(kind: Process, first: int, stop: int) -> str:
+    if kind is Process.reference:
+        return _NAMES[kind]
+    return f"{_NAMES[kind]} {first}" if stop - first == 1 else f"{_NAMES[kind]}s {first} to {stop - 1}"
 
 
 def _batch(config: Config, facts: ModelFacts) -> Batch:

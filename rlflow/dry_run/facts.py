@@ -43,6 +43,15 @@ class Activations:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class RewardModelFacts:
+    """All that matters of a classifier that is never trained."""
+
+    num_parameters: int
+    largest_layer: int
+    """Bytes that the largest decoder layer needs of each token."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class ModelFacts:
     model_type: str
     weights: tuple[Weight, ...]

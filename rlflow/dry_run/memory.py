@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlflow.config import Config, Dtype
-from rlflow.dry_run.facts import ModelFacts, Weight
+from rlflow.dry_run.facts import ModelFacts, RewardModelFacts, Weight
 from rlflow.rollout.engine_setup import CPU_BLOCK_TOKENS, CacheShape, cache_bytes
 
 BYTES_PER_ELEMENT = {Dtype.float32: 4, Dtype.bfloat16: 2}
@@ -126,6 +126,18 @@ def reference_memory(config: Config, facts: ModelFacts, num_tokens: int, max_log
         items=(
             Item(name="parameters", num_bytes=width * facts.num_parameters, note=config.model.dtype.value),
             Item(name="one layer and the logits", num_bytes=passing, is_kept=False, note=f"{num_tokens:,} tokens"),
+        )
+    )
+
+
+def reward_model_memory(config: Config, facts: RewardModelFacts) -> ProcessMemory:
+    """The frozen classifier, whole, whose rows have up to trainer.micro_batch_tokens tokens."""
+    width, num_tokens = BYTES_PER_ELEMENT[config.model.dtype], config.trainer.micro_batch_tokens
+    layer = num_tokens * facts.largest_layer
+    return ProcessMemory(
+        items=(
+            Item(name="parameters", num_bytes=width * facts.num_parameters, note=config.model.dtype.value),
+            Item(name="one layer", num_bytes=layer, is_kept=False, note=f"{num_tokens:,} tokens"),
         )
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,11 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
 from rlflow.config import Config
-from rlflow.dry_run.facts import Activations, ModelFacts, Weight
+from rlflow.dry_run.facts import Activations, ModelFacts, RewardModelFacts, Weight
 from rlflow.errors import ConfigError
+from rlflow.models import POLICY, REWARD
 from rlflow.rollout.engine_setup import cache_shape
 from rlflow.workers.trainer.attention import check_attention
 from rlflow.workers.trainer.lora import add_adapters, is_adapter
@@ -63,26 +71,40 @@ def read_model(config: Config, folder: str) -> ModelFacts:
     )
 
 
+def read_reward_model(config: Config, folder: str) -> RewardModelFacts:
+    """The facts of the classifier whose config.json is in `folder`. Raises ConfigError as `read_model`."""
+    # What is longer than a reward model looks back gets no verdict, so that any window will do.
+    own = replace(config, model=replace(config.model, max_length=1))
+    model = _on_meta(AutoModelForSequenceClassification, own, folder, REWARD)
+    return RewardModelFacts(
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        largest_layer=_activations(model).largest_layer,
+    )
+
+
 def _build(config: Config, folder: str) -> PreTrainedModel:
     """The model on the meta device, refused where the trainer would refuse it."""
+    model = _on_meta(AutoModelForCausalLM, config, folder, POLICY)
+    Policy(model, config.rollout.temperature)  # refuses an output layer that it cannot take
+    return model
+
+
+def _on_meta(auto_class: Any, config: Config, folder: str, setting: str) -> PreTrainedModel:
     try:
         model_config = AutoConfig.from_pretrained(folder)
-        check_attention(model_config, config.model.max_length)
+        check_attention(model_config, config.model.max_length, setting)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                model_config, dtype=torch_dtype(config), attn_implementation=_ATTENTION
-            )
+            model = auto_class.from_config(model_config, dtype=torch_dtype(config), attn_implementation=_ATTENTION)
     except ConfigError:
         raise
     except (ValueError, KeyError, AttributeError, OSError) as error:
         raise ConfigError(
-            f"model.path: no language model can be built from {folder}/config.json: {_first_line(error)}; "
+            f"{setting}: no model can be built from {folder}/config.json: {_first_line(error)}; "
             "take the config.json that came with the model"
         ) from error
-    Policy(model, config.rollout.temperature)  # refuses an output layer that it cannot take
     if not isinstance(getattr(model.base_model, "layers", None), nn.ModuleList):
         raise ConfigError(
-            f"model.path names a {model_config.model_type} model whose decoder layers are not a list named `layers`, "
+            f"{setting} names a {model_config.model_type} model whose decoder layers are not a list named `layers`, "
             "as sharding needs it; choose a model such as Llama, Qwen2 or Qwen3"
         )
     return model

@@ -14,6 +14,7 @@ _TITLES = {
     "trainer": "Trainer rank, with micro-batches of up to {tokens:,} tokens",
     "critic": "Critic rank, with the same micro-batches",
     "reference": "Reference",
+    "reward_model": "Reward model, of which each replica is whole",
 }
 _CURES = {
     "engine": "lower rollout.kv_cache_gb or raise rollout.tensor_parallel",
@@ -21,6 +22,7 @@ _CURES = {
     "raise trainer.tensor_parallel",
     "critic": "as for the trainer",
     "reference": "take a smaller model or algorithm.kl_coefficient=0",
+    "reward_model": "take a smaller reward.model",
 }
 
 

@@ -47,18 +47,17 @@ class Layout:
     block_mask: BlockMask | None = None
 
 
-def check_attention(config: PreTrainedConfig, max_length: int) -> None:
-    """Raise ConfigError for a model whose attention or head does more than what is built here."""
+def check_attention(config: PreTrainedConfig, max_length: int, setting: str = "model.path") -> None:
+    """Raise ConfigError for a model, named by `setting`, whose attention or head does more than what is built here."""
     text = config.get_text_config()
-    name = f"model.path names a {text.model_type} model"
+    name = f"{setting} names a {text.model_type} model"
     cure = "choose a model with plain full attention, such as Llama, Qwen2 or Qwen3"
     layer_types = set(getattr(text, "layer_types", None) or ())
     unknown = sorted(layer_types - {"full_attention", "sliding_attention"})
     if unknown:
         raise ConfigError(f"{name} with {', '.join(unknown)} layers, which training cannot pack; {cure}")
-    window = getattr(text, "sliding_window", None)
-    is_sliding = "sliding_attention" in layer_types or not layer_types
-    if window is not None and is_sliding and window < max_length:
+    window = attention_window(text)
+    if window is not None and window < max_length:
         raise ConfigError(
             f"{name} with a sliding window of {window} tokens, which is shorter than model.max_length ({max_length}); "
             f"lower model.max_length to {window}, or {cure}"
@@ -72,6 +71,13 @@ def check_attention(config: PreTrainedConfig, max_length: int) -> None:
         found = getattr(text, field, None)
         if found is not None and found != harmless:
             raise ConfigError(f"{name} with {field}={found}, which training does not apply; {cure}")
+
+
+def attention_window(text: PreTrainedConfig) -> int | None:
+    """Tokens that a layer looks back; None where every layer looks back to the start."""
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    is_sliding = "sliding_attention" in layer_types or not layer_types
+    return getattr(text, "sliding_window", None) if is_sliding else None
 
 
 def attention_layout(packed: PackedBatch, device: torch.device, use_flex: bool) -> Layout:

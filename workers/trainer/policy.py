@@ -151,13 +151,15 @@ def load_policy(config: Config, model_path: str) -> Policy:
     return Policy(load_packed(AutoModelForCausalLM, config, model_path), config.rollout.temperature)
 
 
-def load_packed(auto_class: Any, config: Config, model_path: str, **options: object) -> PreTrainedModel:
+def load_packed(
+    auto_class: Any, config: Config, model_path: str, setting: str = "model.path", **options: object
+) -> PreTrainedModel:
     """A model by one of transformers' Auto classes, float32 on CPU, for packed rows.
 
-    Raises ConfigError for a model that cannot be trained packed.
+    Raises ConfigError, naming the `setting`, for a model that cannot be packed.
     """
     disable_progress_bar()
-    check_attention(AutoConfig.from_pretrained(model_path), config.model.max_length)
+    check_attention(AutoConfig.from_pretrained(model_path), config.model.max_length, setting)
     model = auto_class.from_pretrained(model_path, dtype=torch.float32, attn_implementation=ATTENTION, **options)
     for module in model.modules():
         if isinstance(module, nn.Dropout):

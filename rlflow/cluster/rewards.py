@@ -1,0 +1,57 @@
+"""The actors that score: processes that call a function, or replicas of a reward model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from rlflow.cluster.devices import Devices
+from rlflow.cluster.gpus import Process
+from rlflow.config import Config
+from rlflow.envs.base import RewardFunction
+from rlflow.errors import RewardLost
+from rlflow.types import Task, Verdict
+from rlflow.workers.reward import RewardWorker
+from rlflow.workers.reward_model import RewardModelWorker
+
+
+def start_rewards(
+    config: Config, function: RewardFunction, model_path: str | None, devices: Devices, threads: int, max_calls: int
+) -> dict[str, Any]:
+    """Name -> actor. `function` is the environment's own reward, `model_path` the folder of the reward model."""
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": max_calls, "max_restarts": -1}
+    if model_path is None:
+        worker = ray.remote(RewardWorker).options(name="reward", **options)
+        return {"reward": worker.remote(config.reward, config.reward.function or function)}
+    return {
+        f"reward model {index}": ray.remote(RewardModelWorker)
+        .options(name=f"reward model {index}", **options, **devices.of(Process.reward_model, index))
+        .remote(config, model_path, threads)
+        for index in range(config.reward.model_replicas)
+    }
+
+
+class RayReward:
+    """Implements `reward_client.RewardProcess` for an actor that Ray restarts under the same handle."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._actor: Any = ray.get_actor(name)
+
+    async def score(self, task: Task, text: str) -> Verdict:
+        try:
+            return await self._actor.score.remote(task, text)
+        except RayActorError as error:
+            raise self._lost(error) from error
+
+    async def ready(self) -> None:
+        try:
+            # Retried, for a process that Ray is restarting does not answer yet.
+            await self._actor.__ray_ready__.options(max_task_retries=-1).remote()
+        except RayActorError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: RayActorError) -> RewardLost:
+        return RewardLost(f"the {self._name} died: {str(error).strip().splitlines()[0]}")

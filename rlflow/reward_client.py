@@ -1,0 +1,85 @@
+"""Whom an episode runner asks for a verdict: the reward process with the fewest requests, of those that are there.
+
+A process that died while it scored gives no verdict on what it had, as when scoring fails otherwise, and gets nothing
+until it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from rlflow.deadlines import within
+from rlflow.errors import DeadlineError, RewardLost
+from rlflow.types import EpisodeEnd, Task, Verdict
+
+
+class Scorer(Protocol):
+    """What an episode runner knows of rewards."""
+
+    async def score(self, task: Task, text: str) -> Verdict: ...
+
+
+class RewardProcess(Protocol):
+    """One process that scores; it may die and come back."""
+
+    async def score(self, task: Task, text: str) -> Verdict:
+        """Raises RewardLost when the process ends meanwhile."""
+        ...
+
+    async def ready(self) -> None:
+        """Returns when a process that died is there again. Raises RewardLost when it will not be."""
+        ...
+
+
+class RewardClient:
+    """Implements Scorer for several processes that score alike."""
+
+    def __init__(self, processes: Sequence[RewardProcess], patience_s: float) -> None:
+        """Waits `patience_s` at most for one of them to be there."""
+        self._processes = processes
+        self._patience_s = patience_s
+        self._num_open = [0] * len(processes)
+        self._num_asked = 0
+        self._returning: dict[int, asyncio.Task[None]] = {}
+        """The processes that died, each with the wait for its return."""
+
+    async def score(self, task: Task, text: str) -> Verdict:
+        try:
+            index = await within("waiting for a process that scores", self._patience_s, self._choose())
+            return await self._ask(index, task, text)
+        except (RewardLost, DeadlineError) as error:
+            return Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=str(error))
+
+    async def _ask(self, index: int, task: Task, text: str) -> Verdict:
+        self._num_open[index] += 1
+        try:
+            return await self._processes[index].score(task, text)
+        except RewardLost:
+            if index not in self._returning:
+                self._returning[index] = asyncio.create_task(self._return(index))
+            raise
+        finally:
+            self._num_open[index] -= 1
+
+    async def _choose(self) -> int:
+        """The process with the fewest open requests; they take turns where several have as few."""
+        while True:
+            number = len(self._processes)
+            there = [index for index in range(number) if index not in self._returning]
+            if there:
+                self._num_asked += 1
+                first = self._num_asked
+                return min(there, key=lambda index: (self._num_open[index], (index - first) % number))
+            waits = [wait for wait in self._returning.values() if not wait.done()]
+            if not waits:
+                raise RewardLost("every process that scores is gone for good")
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _return(self, index: int) -> None:
+        try:
+            await self._processes[index].ready()
+        except RewardLost:
+            return  # for good, so that it stays among those that are not there
+        del self._returning[index]

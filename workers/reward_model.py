@@ -1,0 +1,138 @@
+"""The actor that scores with a reward model: requests of one moment go through the model together.
+
+score -> tokens -> queue -> row of at most trainer.micro_batch_tokens tokens -> model, in a thread -> Verdict
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlflow.batching import Conversation, row_tokens
+from rlflow.compute import keep_memory, share_cpu
+from rlflow.config import Config
+from rlflow.types import EpisodeEnd, Task, Verdict
+
+if TYPE_CHECKING:
+    from rlflow.workers.trainer.reward_model import RewardModel
+
+MAX_WAITING = 1024
+"""Conversations that wait for a row; who comes when there are as many waits for a place first."""
+END_AFTER_S = 1.0
+"""For the verdicts of a row that overran its time to be sent before the process ends."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Request:
+    conversation: Conversation
+    verdict: asyncio.Future[Verdict]
+
+
+class RewardModelWorker:
+    """Wrapped by `ray.remote`. An actor that was restarted loads its model at the first request."""
+
+    def __init__(self, config: Config, folder: str, threads: int) -> None:
+        share_cpu(threads)
+        keep_memory()
+        self._config = config
+        self._folder = folder
+        self._waiting: asyncio.Queue[_Request] = asyncio.Queue(MAX_WAITING)
+        self._starting = asyncio.Lock()
+        self._model: RewardModel | None = None
+        self._serving: asyncio.Task[None] | None = None
+        # A tokenizer is not safe to use from two threads at once, and neither has to wait for the other.
+        self._tokens = ThreadPoolExecutor(1, "tokens")
+        self._rows = ThreadPoolExecutor(1, "rows")
+
+    async def start(self) -> None:
+        """Load the model, unless it is. Raises ConfigError for one that cannot be used."""
+        await self._started()
+
+    async def score(self, task: Task, text: str) -> Verdict:
+        """Score one reply. Only the time in the model counts towards the deadline."""
+        loop = asyncio.get_running_loop()
+        model = await self._started()
+        conversation = await loop.run_in_executor(self._tokens, model.encode, task, text)
+        if isinstance(conversation, Verdict):
+            return conversation
+        request = _Request(conversation=conversation, verdict=loop.create_future())
+        await self._waiting.put(request)
+        return await request.verdict
+
+    async def close(self) -> None:
+        """End the row in hand, as far as anybody waits for it."""
+        if self._serving is not None:
+            self._serving.cancel()
+
+    async def _started(self) -> RewardModel:
+        async with self._starting:
+            if self._model is None:
+                loaded: RewardModel = await asyncio.get_running_loop().run_in_executor(self._rows, self._load)
+                self._model, self._serving = loaded, asyncio.create_task(self._serve(loaded))
+            return self._model
+
+    def _load(self) -> RewardModel:
+        from rlflow.workers.trainer.reward_model import load_reward_model
+
+        return load_reward_model(self._config, self._folder)
+
+    async def _serve(self, model: RewardModel) -> None:
+        """Rows, one after the other, until one overruns its time."""
+        row: list[_Request] = []
+        while True:
+            row = row or [await self._waiting.get()]
+            too_many = self._fill(row)
+            if not await self._score_row(model, row):
+                asyncio.get_running_loop().call_later(END_AFTER_S, self._end)
+                return
+            row = too_many
+
+    def _fill(self, row: list[_Request]) -> list[_Request]:
+        """Add what waits, as far as it fits; returns what was taken and did not fit, one at most."""
+        while not self._waiting.empty():
+            request = self._waiting.get_nowait()
+            conversations = [each.conversation for each in (*row, request)]
+            if row_tokens(conversations) > self._config.trainer.micro_batch_tokens:
+                return [request]
+            row.append(request)
+        return []
+
+    async def _score_row(self, model: RewardModel, row: Sequence[_Request]) -> bool:
+        """Answer the requests of a row; returns whether the model can go on."""
+        timeout_s = self._config.reward.timeout_s
+        conversations = [request.conversation for request in row]
+        try:
+            async with asyncio.timeout(timeout_s):
+                scores = await asyncio.get_running_loop().run_in_executor(self._rows, model.scores, conversations)
+        except TimeoutError:
+            detail = f"the reward model took longer than {timeout_s:g} s (reward.timeout_s)"
+            _answer(row, [Verdict(reward=None, end=EpisodeEnd.REWARD_TIMEOUT, detail=detail)] * len(row))
+            return False
+        except Exception as error:
+            detail = f"the reward model failed: {type(error).__name__}: {error}"
+            _answer(row, [Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=detail)] * len(row))
+            return True
+        _answer(row, [_verdict(score) for score in scores])
+        return True
+
+    def _end(self) -> None:
+        """A thread cannot be ended, so the process is; Ray starts another."""
+        os._exit(1)
+
+
+def _answer(row: Sequence[_Request], verdicts: Sequence[Verdict]) -> None:
+    for request, verdict in zip(row, verdicts, strict=True):
+        if not request.verdict.done():  # whoever asked may have been cancelled
+            request.verdict.set_result(verdict)
+
+
+def _verdict(score: float) -> Verdict:
+    if math.isfinite(score):
+        return Verdict(reward=score)
+    detail = f"a reward is a finite number; the reward model gave {score}"
+    return Verdict(reward=None, end=EpisodeEnd.REWARD_INVALID, detail=detail)

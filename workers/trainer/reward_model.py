@@ -1,0 +1,99 @@
+"""A reward model: a sequence classifier with one label that reads a conversation and gives it one number.
+
+(task, reply) -> its own chat template and tokenizer -> Conversation -> packed row -> score head at the last token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from jinja2 import TemplateError
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig
+from transformers.modeling_layers import GenericForSequenceClassification
+
+from rlflow.batching import Conversation, pack_conversations
+from rlflow.config import Config
+from rlflow.errors import ConfigError
+from rlflow.models import REWARD
+from rlflow.types import EpisodeEnd, Message, Task, Verdict
+from rlflow.workers.trainer.attention import attention_window
+from rlflow.workers.trainer.policy import load_packed, torch_dtype
+from rlflow.workers.trainer.value import ValueModel
+
+
+class RewardModel:
+    """A reward model that never changes, whole in one process."""
+
+    def __init__(self, config: Config, folder: str) -> None:
+        """Raises ConfigError for a model that cannot be packed, or whose score is not that of its last token."""
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        if not self._tokenizer.chat_template:
+            raise ConfigError(
+                f"reward.model: the tokenizer in {folder} has no chat template, and what is scored is a conversation; "
+                "put a chat_template.jinja into the folder"
+            )
+        text = AutoConfig.from_pretrained(folder).get_text_config()
+        self._max_tokens = _max_tokens(text)
+        self._padding = text.pad_token_id
+        own = replace(config, model=replace(config.model, max_length=self._max_tokens))
+        model = load_packed(AutoModelForSequenceClassification, own, folder, REWARD)
+        if not isinstance(model, GenericForSequenceClassification) or model.num_labels != 1:
+            raise ConfigError(
+                f"reward.model names a {type(model).__name__} with {model.config.num_labels} labels, whose score is "
+                "not one number at the last token; take one such as LlamaForSequenceClassification with one label"
+            )
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = ValueModel(model).to(device, torch_dtype(config)).requires_grad_(False).eval()
+
+    def encode(self, task: Task, reply: str) -> Conversation | Verdict:
+        """The task's prompt and the reply as the assistant's message; a Verdict where the model cannot read them."""
+        try:
+            ids = self._render([*task.prompt, Message(role="assistant", content=reply)], has_reply=True)
+            prompt = self._render(task.prompt, has_reply=False)
+        except TemplateError as error:
+            detail = f"the reward model's chat template refused the conversation: {error}"
+            return Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=detail)
+        if len(ids) > self._max_tokens:
+            detail = f"the conversation has {len(ids)} tokens, and the reward model takes {self._max_tokens}"
+            return Verdict(reward=None, end=EpisodeEnd.NO_VERDICT, detail=detail)
+        # transformers reads the score at the last token that is no padding, which some templates end with.
+        while len(ids) > 1 and ids[-1] == self._padding:
+            ids.pop()
+        cut = max(1, _common_length(prompt, ids))
+        return Conversation(prompt_ids=np.array(ids[:cut], np.int32), reply_ids=np.array(ids[cut:], np.int32))
+
+    def scores(self, conversations: Sequence[Conversation]) -> list[float]:
+        """The score of each, all of them in one packed row."""
+        with torch.no_grad():
+            (values,) = self._model(pack_conversations(conversations))
+        return values.tolist()
+
+    def _render(self, messages: Sequence[Message], *, has_reply: bool) -> list[int]:
+        conversation = [{"role": message["role"], "content": message["content"]} for message in messages]
+        text = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=not has_reply)
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def load_reward_model(config: Config, folder: str) -> RewardModel:
+    """A reward model that has scored once, so that no request waits for kernels to be compiled."""
+    model = RewardModel(config, folder)
+    one, two = (np.zeros(length, np.int32) for length in (1, 2))
+    model.scores([Conversation(prompt_ids=one, reply_ids=two), Conversation(prompt_ids=two, reply_ids=one)])
+    return model
+
+
+def _max_tokens(text: PreTrainedConfig) -> int:
+    """The longest conversation: all positions that there are, as far as every layer looks back."""
+    positions: int = text.max_position_embeddings
+    window = attention_window(text)
+    return positions if window is None else min(positions, window)
+
+
+def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens at the start are equal."""
+    length = min(len(one), len(other))
+    is_equal = np.equal(one[:length], other[:length])
+    return length if is_equal.all() else int(is_equal.argmin())

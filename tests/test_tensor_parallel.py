@@ -33,12 +33,9 @@ def parameters_of(model: PreTrainedModel) -> dict[str, Tensor]:
 def test_the_slices_of_all_ranks_are_the_model() -> None:
     config = tiny_qwen3(attention_bias=True)
     whole = parameters_of(model_of(config))
-    slices: list[dict[str, Tensor]] = []
-    cut: dict[str, int] = {}
-    for rank in range(2):
-        model = model_of(config)
-        cut = cut_layers(model, TensorGroup(rank=rank, size=2))
-        slices.append(parameters_of(model))
+    models = [model_of(config), model_of(config)]
+    cut, _ = (cut_layers(model, TensorGroup(rank=rank, size=2)) for rank, model in enumerate(models))
+    slices = [parameters_of(model) for model in models]
     in_layer = {name.removeprefix("model.layers.1."): dim for name, dim in cut.items() if ".layers.1." in name}
     assert in_layer == {
         **{f"self_attn.{part}_proj.{field}": 0 for part in "qkv" for field in ("weight", "bias")},

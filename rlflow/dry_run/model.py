@@ -39,26 +39,21 @@ def read_model(config: Config, folder: str) -> ModelFacts:
     Raises ConfigError for a config.json that transformers does not know, for a model that cannot be trained packed or
     cut, and for one that cannot be followed without weights.
     """
-    model, one_rank, cut = _build(config, folder), _build(config, folder), dict[str, int]()
-    if config.trainer.tensor_parallel > 1:
-        cut = cut_layers(one_rank, TensorGroup(size=config.trainer.tensor_parallel))
+    model, cut = _build(config, folder), dict[str, int]()
     if config.lora.rank is not None:
         with torch.device("meta"):
-            add_adapters(one_rank, config.lora, config.run.seed, torch_dtype(config))
-        nn.Module.to(one_rank, torch_dtype(config))  # what computes
-        model = one_rank
+            add_adapters(model, config.lora, config.run.seed, torch_dtype(config))
+        nn.Module.to(model, torch_dtype(config))  # what computes
     layer_of = _layers_of_parameters(model)
+    activations = trainer_activations = _activations(model)
+    if config.trainer.tensor_parallel > 1:
+        one_rank = _build(config, folder)
+        cut = cut_layers(one_rank, TensorGroup(size=config.trainer.tensor_parallel))
+        trainer_activations = _activations(one_rank)
     weights = [
         Weight(name=name, shape=tuple(parameter.shape), layer=layer_of.get(id(parameter)), cut=cut.get(name))
         for name, parameter in model.named_parameters()
     ]
-    try:
-        activations, trainer_activations = _activations(model), _activations(one_rank)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"model.path: a {model.config.model_type} model in {config.model.dtype.value} cannot be followed without "
-            f"weights: {_first_line(error)}; take model.dtype=bfloat16 or another model"
-        ) from error
     return ModelFacts(
         model_type=str(model.config.model_type),
         weights=tuple(weight for weight in weights if not is_adapter(weight.name)),
@@ -131,11 +126,20 @@ def _output_rows(model: PreTrainedModel) -> int:
 
 
 def _activations(model: PreTrainedModel) -> Activations:
-    """What the forward pass saves for the backward pass, each storage counted where it is saved first."""
+    """What the forward pass saves for the backward pass, each storage counted where it is saved first.
+
+    Raises ConfigError for a model that cannot be followed without weights.
+    """
     meter = _Meter(model)
     input_ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
-    with saved_tensors_hooks(meter.save, lambda tensor: tensor):
-        hidden = model.base_model(input_ids=input_ids, position_ids=input_ids, use_cache=False).last_hidden_state
+    try:
+        with saved_tensors_hooks(meter.save, lambda tensor: tensor):
+            hidden = model.base_model(input_ids=input_ids, position_ids=input_ids, use_cache=False).last_hidden_state
+    except RuntimeError as error:
+        raise ConfigError(
+            f"model.path: a {model.config.model_type} model in {str(model.dtype).removeprefix('torch.')} cannot be "
+            f"followed without weights: {_first_line(error)}; take model.dtype=bfloat16 or another model"
+        ) from error
     in_layers = [meter.num_bytes.get(index, 0) for index in range(len(_layers(model)))]
     return Activations(
         layers=_per_token(sum(in_layers)),

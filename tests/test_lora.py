@@ -1,182 +1,62 @@
-"""Adapters: what is trained and what is frozen, merged, saved and switched off, on every back end alike."""
+"""Adapters: what is trained and what is frozen, merged, saved, exported and switched off."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
-import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from test_trainer_contract import (
-    TOLERANCE,
-    Layout,
-    assert_same_outcomes,
-    build,
-    disturb,
-    go_on,
-    needs_deepspeed,
-    read_kind,
-    read_state,
-    run_ranks,
-    take_momentum_step,
-    take_step,
-    write_outcomes,
-    write_state,
+from fakes import make_ready
+from safetensors.torch import save_file
+from training import (
+    largest_relative_difference,
+    save_model,
+    tiny_config,
+    tiny_groups,
+    tiny_llama,
+    tiny_qwen3,
+    with_adapters,
 )
-from training import largest_relative_difference, save_model, tiny_config, tiny_groups, tiny_llama, tiny_qwen3
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from rlflow.batching import in_order_of_training, plan_micro_batches
 from rlflow.checkpoint import CheckpointStore, RunState
 from rlflow.cli import main
-from rlflow.config import Backend, Config, Dtype, LoraConfig
+from rlflow.cluster.calls import RayTrainer
+from rlflow.cluster.gpus import gpu_needs
+from rlflow.config import Config, LoraConfig, needs_reference, refers_to_itself
 from rlflow.errors import ConfigError, RunError
 from rlflow.export import export
 from rlflow.sampler import SamplerState
-from rlflow.types import CriticTargets
-from rlflow.workers.trainer.base import MicroBatch, Role
+from rlflow.types import CriticTargets, ReadyGroup
+from rlflow.workers.trainer.base import Role
 from rlflow.workers.trainer.fsdp import FsdpTrainer
-from rlflow.workers.trainer.lora import merged, parts_of, peft_name
-from rlflow.workers.trainer.packed import PackedTrainer
-from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, ShardReader
+from rlflow.workers.trainer.lora import linear_layers, merged, parts_of, peft_config, peft_name
 
-needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs the package peft")
-RANK = 4
-REFERENCE = Layout(name="fsdp_1", backend=Backend.fsdp, ranks=1)
-OTHERS = (
-    Layout(name="fsdp_2", backend=Backend.fsdp),
-    Layout(name="zero2_2", backend=Backend.deepspeed, zero_stage=2),
-    Layout(name="zero3_2", backend=Backend.deepspeed, zero_stage=3),
-)
-LAYOUTS = [
-    pytest.param(layout, id=layout.name, marks=needs_deepspeed if layout.zero_stage else ()) for layout in OTHERS
-]
-pytestmark = needs_peft
-
-
-def with_adapters(config: Config, rank: int | None = RANK) -> Config:
-    config.lora.rank = rank
-    config.lora.alpha = 6.0
-    return config
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs the package peft")
 
 
 def one_rank(config: Config, folder: Path, role: Role = Role.policy) -> FsdpTrainer:
     return FsdpTrainer(config, str(folder / "model"), 0, 1, "", role)
 
 
-def logprobs_of(rows: list[list[np.ndarray]]) -> np.ndarray:
-    return np.concatenate([row for part in rows for row in part])
-
-
-def micro_batches() -> list[MicroBatch]:
-    return [tiny_groups(), [], tiny_groups(num_groups=1)]
-
-
-def assert_base_is_untouched(trainer: PackedTrainer, folder: Path) -> None:
-    """To the bit; and with the adapters off the trainer says what the model in `folder` says."""
-    saved = load_file(folder / "model" / "model.safetensors")
-    for name, parts in trainer._parts.items():
-        with trainer._whole(parts[:1]) as (base,):
-            assert torch.equal(base, saved[name]), name
-    expected = np.load(folder / "base_logprobs.npy")
-    before = logprobs_of(trainer.per_token(micro_batches()))
-    found = logprobs_of(trainer.reference_logprobs(micro_batches()))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    assert np.abs(before - expected).max() > 1e-3
-    assert np.array_equal(logprobs_of(trainer.per_token(micro_batches())), before)
-
-
-def prepare(folder: Path) -> None:
-    """A model, what it says, the adapters that everyone begins with, and a checkpoint of others, which change it."""
-    save_model(tiny_llama(), folder / "model")
-    np.save(folder / "base_logprobs.npy", logprobs_of(one_rank(tiny_config(), folder).per_token(micro_batches())))
-    trainer = one_rank(with_adapters(REFERENCE.config()), folder)
-    save_file({name: tensor.clone() for name, tensor in trainer.adapter_parameters()}, folder / "fresh.safetensors")
-    torch.manual_seed(1)
-    for name, parameter in trainer._trained.items():
-        if ".lora_B." in name:
-            torch.nn.init.normal_(parameter, std=0.2)
-    trainer.save(folder / "begin")
-
-
-def train(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> None:
-    """Three steps, the last by momentum alone."""
-    trainer = build(rank, layout, config, folder, rendezvous)
-    fresh = load_file(folder / "fresh.safetensors")
-    assert all(torch.equal(tensor, fresh.pop(name)) for name, tensor in trainer.adapter_parameters())
-    assert not fresh
-    trainer.load(folder / "begin")
-    outcomes = [take_step(trainer, rank, layout)]
-    if layout.zero_stage == 2:
-        for frozen in filter(lambda each: not each.requires_grad, trainer._policy.parameters()):
-            frozen.data = frozen.data.clone()  # what is mapped from a file cannot be emptied, as `disturb` does
-    if layout != REFERENCE:
-        disturb(trainer, rank, layout)
-    outcomes.append(take_step(trainer, rank, layout))
-    outcomes.append(take_momentum_step(trainer, rank, layout))
-    assert_base_is_untouched(trainer, folder)
-    write_state(folder / layout.name, trainer)
-    if rank == 0:
-        write_outcomes(folder / layout.name / "outcomes.json", outcomes)
-    trainer.close()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What each layout wrote when it was trained."""
-    folder = tmp_path_factory.mktemp("lora")
-    prepare(folder)
-    for layout in (REFERENCE, *OTHERS):
-        if layout.zero_stage is None or importlib.util.find_spec("deepspeed") is not None:
-            run_ranks(train, layout, with_adapters(layout.config()), folder)
-    run_ranks(go_on, REFERENCE, with_adapters(REFERENCE.config()), folder)
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_adapters_alike(layout: Layout, folder: Path) -> None:
-    assert largest_relative_difference(read_state(folder / layout.name), read_state(folder / "fsdp_1")) <= TOLERANCE
-    outcomes = [json.loads((folder / name / "outcomes.json").read_text()) for name in (layout.name, "fsdp_1")]
-    assert_same_outcomes(*outcomes)
-    assert outcomes[0][0]["grad_norm"] > 0.01
-    ours, theirs = (ShardReader(folder / name / "checkpoint") for name in (layout.name, "fsdp_1"))
-    assert list(ours.shapes.items()) == list(theirs.shapes.items())
-    for kind in (PARAMETER, *MOMENTS):
-        assert largest_relative_difference(read_kind(ours, kind), read_kind(theirs, kind)) <= TOLERANCE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[2]])
-def test_adapters_go_on_from_the_checkpoint_of_any_layout(layout: Layout, folder: Path) -> None:
-    run_ranks(go_on, layout, with_adapters(layout.config()), folder)
-    for source in sorted(path.parent.name for path in folder.glob("*/checkpoint")):
-        written = folder / layout.name / f"from_{source}"
-        saved, again = ShardReader(folder / source / "checkpoint"), ShardReader(written / "checkpoint")
-        for kind in (PARAMETER, *MOMENTS):
-            expected, found = read_kind(saved, kind), read_kind(again, kind)
-            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-        assert largest_relative_difference(read_state(written), read_state(folder / source)) <= TOLERANCE
-    went_on = [json.loads((folder / name / "went_on.json").read_text()) for name in (layout.name, "fsdp_1")]
-    assert_same_outcomes(*went_on)
-
-
-def adapted(folder: Path, config: Config | None = None, role: Role = Role.policy) -> FsdpTrainer:
+def adapted(folder: Path, config: Config | None = None) -> FsdpTrainer:
     """After two steps."""
-    trainer = one_rank(config or with_adapters(tiny_config()), folder, role)
+    trainer = one_rank(config or with_adapters(tiny_config()), folder)
     for _ in range(2):
-        take_step(trainer, 0, REFERENCE)
+        trainer.accumulate([tiny_groups()])
+        assert trainer.step().applied
     return trainer
 
 
 @pytest.mark.parametrize("model", [tiny_llama(), tiny_qwen3(), tiny_llama(attention_bias=True)])
 def test_merged_parameters_are_those_of_peft(model: PreTrainedConfig, tmp_path: Path) -> None:
     from peft import PeftModel
-
-    from rlflow.workers.trainer.lora import linear_layers, peft_config
 
     path = save_model(model, tmp_path / "model")
     trainer = adapted(tmp_path)
@@ -214,7 +94,7 @@ def test_gradients_of_adapters_pass_through_checkpointed_layers(tmp_path: Path) 
     plain = dict(adapted(tmp_path, config).full_parameters())
     config.trainer.gradient_checkpointing = True
     found = dict(adapted(tmp_path, config).full_parameters())
-    assert largest_relative_difference(found, plain) <= TOLERANCE
+    assert largest_relative_difference(found, plain) <= 1e-5
 
 
 def test_adapters_of_a_critic_and_its_whole_head_are_trained(tmp_path: Path) -> None:
@@ -242,7 +122,7 @@ def test_adapters_of_a_critic_and_its_whole_head_are_trained(tmp_path: Path) -> 
     [
         (None, 32.0, "the run has no adapters"),
         (8, 6.0, "the run has adapters of lora.rank=8, lora.alpha=6"),
-        (RANK, 7.0, "the run has adapters of lora.rank=4, lora.alpha=7"),
+        (4, 7.0, "the run has adapters of lora.rank=4, lora.alpha=7"),
     ],
 )
 def test_a_checkpoint_of_other_adapters_is_refused(rank: int | None, alpha: float, found: str, tmp_path: Path) -> None:
@@ -285,31 +165,6 @@ def test_merging_is_in_float32() -> None:
     parts = [tensor.bfloat16() for tensor in (weight, inner, outer)]
     assert merged(parts, LoraConfig(rank=2, alpha=2.0)).tolist() == [[256.5, 2.0]]
     assert merged(parts[:1], LoraConfig(rank=2)) is parts[0]
-
-
-def train_in_bfloat16(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> None:
-    trainer = build(rank, layout, config, folder, rendezvous)
-    fresh = load_file(folder / "fresh.safetensors")
-    for name, tensor in trainer.adapter_parameters():
-        assert torch.equal(tensor.float(), fresh[name].bfloat16().float()), name
-    for _ in range(2):
-        assert take_step(trainer, rank, layout).applied
-    frozen = [each for each in trainer._policy.parameters() if not each.requires_grad]
-    assert {parameter.dtype for parameter in frozen} == {torch.bfloat16}
-    difference = logprobs_of(trainer.reference_logprobs(micro_batches())) - np.load(folder / "base_logprobs.npy")
-    assert np.abs(difference).mean() < 0.05
-    trainer.save(folder / layout.name)
-    trainer.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[2]])
-def test_the_frozen_model_is_held_in_bfloat16_and_adapters_in_float32(layout: Layout, tmp_path: Path) -> None:
-    prepare(tmp_path)
-    run_ranks(train_in_bfloat16, layout, with_adapters(layout.config(Dtype.bfloat16)), tmp_path)
-    saved = read_kind(ShardReader(tmp_path / layout.name), PARAMETER)
-    assert all(tensor.dtype == torch.float32 for tensor in saved.values())
-    assert not all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in saved.values())
 
 
 def write_run(folder: Path, model: str) -> FsdpTrainer:
@@ -355,3 +210,52 @@ def test_a_run_without_adapters_has_none_to_export(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--adapter has no effect: the run trained the whole model"):
         export(tmp_path / "run", tmp_path / "out", step=None, dtype="float32", adapter_only=True)
     assert not (tmp_path / "out").exists()
+
+
+class FakeMethod:
+    """Of an actor: a handle is the place that it stands for."""
+
+    def __init__(self, name: str, rank: int, log: list[Any]) -> None:
+        self._name, self._rank, self._log = name, rank, log
+        self._num_returns = 1
+
+    def options(self, num_returns: int) -> FakeMethod:
+        self._num_returns = num_returns
+        return self
+
+    def remote(self, groups: list[ReadyGroup], *_: object) -> Any:
+        self._log.append((self._name, self._rank, [group.references for group in groups]))
+        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        done.set_result(self._name)
+        if self._num_returns == 1:
+            return done
+        plans = plan_micro_batches([group.episodes for group in groups], 2, 16)
+        return [done, *in_order_of_training(plans[self._rank])]
+
+
+class FakeRank:
+    def __init__(self, rank: int, log: list[Any]) -> None:
+        self.references = FakeMethod("references", rank, log)
+        self.accumulate = FakeMethod("accumulate", rank, log)
+
+
+@pytest.mark.parametrize("num_episodes", [(3, 2), (1,)])
+async def test_a_policy_that_is_its_own_reference_is_asked_before_it_learns(num_episodes: tuple[int, ...]) -> None:
+    log: list[Any] = []
+    trainer = RayTrainer([FakeRank(rank, log) for rank in range(2)], 16, refers_to_itself=True)
+    groups = [make_ready(number, *[0] * count) for number, count in enumerate(num_episodes)]
+    await trainer.accumulate(groups, None)
+    nothing = [None] * len(groups)
+    handles = [[(number, index) for index in range(count)] for number, count in enumerate(num_episodes)]
+    assert log[:2] == [("references", rank, nothing) for rank in range(2)]
+    assert log[2:] == [("accumulate", rank, handles) for rank in range(2)]
+
+
+def test_no_process_holds_the_reference_of_a_policy_with_adapters() -> None:
+    config = Config()
+    config.algorithm.kl_coefficient = 0.1
+    assert (needs_reference(config), refers_to_itself(config), gpu_needs(config).reference) == (True, False, 1)
+    config.lora.rank = 8
+    assert (needs_reference(config), refers_to_itself(config), gpu_needs(config).reference) == (False, True, 0)
+    config.algorithm.kl_coefficient = 0.0
+    assert not (needs_reference(config) or refers_to_itself(config))

@@ -88,6 +88,11 @@ def tiny_config() -> Config:
     return config
 
 
+def with_adapters(config: Config) -> Config:
+    config.lora.rank, config.lora.alpha = 4, 6.0
+    return config
+
+
 def tiny_groups(num_groups: int = 3, group_size: int = 4, with_reference: bool = False) -> list[list[TrainSample]]:
     """Groups with shared prompts, ragged lengths, repeated and one-token completions and observations without loss."""
     random = np.random.default_rng(0)

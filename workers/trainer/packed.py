@@ -64,8 +64,8 @@ class PackedTrainer(TrainerBackend):
             self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._policy.train(config.trainer.gradient_checkpointing)
         named = dict(self._policy.model.named_parameters())
+        # Of what is trained, which is what checkpoints hold.
         self._shapes = {name: tuple(parameter.shape) for name, parameter in named.items() if parameter.requires_grad}
-        """Of what is trained."""
         self._parts = parts_of(named)
         dtype = torch_dtype(config)
         self._specs = [(name, dtype, tuple(named[parts[0]].shape)) for name, parts in self._parts.items()]

@@ -177,7 +177,7 @@ def test_a_loaded_trainer_goes_on_where_the_saved_one_stopped(model_path: str, t
     trainer = one_rank(config, model_path)
     trainer.accumulate([tiny_groups()])
     trainer.step()
-    trainer.save(tmp_path / "saved")
+    trainer.snapshot().write(tmp_path / "saved")
     resumed = one_rank(config, model_path)
     resumed.load(tmp_path / "saved")
     outcomes = []
@@ -193,7 +193,7 @@ def test_without_the_optimizer_only_parameters_are_saved(model_path: str, tmp_pa
     config = tiny_config()
     config.trainer.save_optimizer = False
     trainer = one_rank(config, model_path)
-    trainer.save(tmp_path / "saved")
+    trainer.snapshot().write(tmp_path / "saved")
     assert ShardReader(tmp_path / "saved").kinds == ["parameter"]
     trainer.load(tmp_path / "saved")
     trainer.accumulate([tiny_groups()])
@@ -201,7 +201,7 @@ def test_without_the_optimizer_only_parameters_are_saved(model_path: str, tmp_pa
 
 
 def test_a_checkpoint_of_another_model_is_refused(model_path: str, tmp_path: Path) -> None:
-    one_rank(tiny_config(), model_path).save(tmp_path / "saved")
+    one_rank(tiny_config(), model_path).snapshot().write(tmp_path / "saved")
     wider = one_rank(tiny_config(), save_model(tiny_llama(intermediate_size=56), tmp_path / "wider"))
     with pytest.raises(RunError, match=r"belongs to another model than model\.path"):
         wider.load(tmp_path / "saved")
@@ -210,7 +210,7 @@ def test_a_checkpoint_of_another_model_is_refused(model_path: str, tmp_path: Pat
 @pytest.mark.parametrize("missing", ["manifest.json", "rank_0.json", "rank_0.safetensors"])
 def test_an_incomplete_checkpoint_is_refused(model_path: str, tmp_path: Path, missing: str) -> None:
     trainer = one_rank(tiny_config(), model_path)
-    trainer.save(tmp_path / "saved")
+    trainer.snapshot().write(tmp_path / "saved")
     (tmp_path / "saved" / missing).unlink()
     with pytest.raises(RunError, match=f"cannot be read: {missing}"):
         trainer.load(tmp_path / "saved")
@@ -218,7 +218,7 @@ def test_an_incomplete_checkpoint_is_refused(model_path: str, tmp_path: Path, mi
 
 def test_a_torn_shard_is_refused(model_path: str, tmp_path: Path) -> None:
     trainer = one_rank(tiny_config(), model_path)
-    trainer.save(tmp_path / "saved")
+    trainer.snapshot().write(tmp_path / "saved")
     file = tmp_path / "saved" / "rank_0.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(RunError, match=r"cannot be read: rank_0.safetensors"):
@@ -226,7 +226,7 @@ def test_a_torn_shard_is_refused(model_path: str, tmp_path: Path) -> None:
 
 
 def test_missing_elements_are_named(model_path: str, tmp_path: Path) -> None:
-    one_rank(tiny_config(), model_path).save(tmp_path / "saved")
+    one_rank(tiny_config(), model_path).snapshot().write(tmp_path / "saved")
     layout = tmp_path / "saved" / "rank_0.json"
     entries = json.loads(layout.read_text())
     entries["model.norm.weight"]["stop"] = 30
@@ -254,7 +254,7 @@ def train(config: Config, model_path: str, rank: int, world_size: int, rendezvou
     trainer.accumulate(share(tiny_groups(), rank, world_size))
     found = gradients(trainer)
     trainer.step()
-    trainer.save(folder / "checkpoint")
+    trainer.snapshot().write(folder / "checkpoint")
     trainer.accumulate(share(tiny_groups(), rank, world_size))
     trainer.accumulate([[tiny_groups()[rank]], []])
     outcome = trainer.step()
@@ -286,7 +286,7 @@ def test_two_ranks_train_as_one(model_path: str, tmp_path: Path) -> None:
     single = one_rank(config, model_path)
     single.accumulate([groups])
     single.step()
-    single.save(tmp_path / "single")
+    single.snapshot().write(tmp_path / "single")
     ours, theirs = ShardReader(tmp_path / "single"), ShardReader(tmp_path / "checkpoint")
     assert ours.updates == theirs.updates == 1
     for kind in ("exp_avg", "exp_avg_sq"):
@@ -323,7 +323,7 @@ def test_two_ranks_go_on_from_one_in_bfloat16(model_path: str, tmp_path: Path) -
     single = one_rank(tiny_config(), model_path)
     single.accumulate([tiny_groups()])
     single.step()
-    single.save(tmp_path / "single")
+    single.snapshot().write(tmp_path / "single")
     single.accumulate([tiny_groups()])
     single.step()
     config = tiny_config()
@@ -371,7 +371,7 @@ def test_the_kl_coefficient_and_the_entropy_control_adapt_and_are_remembered(mod
     # 12 sequences of 10,000 push the coefficient up by 20 % of their share.
     assert first["kl_coefficient"].value == pytest.approx(0.5 * (1 + 0.2 * 12 / 10_000))
     assert first["entropy_control"].value == 1.0
-    trainer.save(tmp_path / "saved")
+    trainer.snapshot().write(tmp_path / "saved")
     again = one_rank(config, model_path)
     again.load(tmp_path / "saved")
     for one in (trainer, again):

@@ -164,7 +164,7 @@ def write_state(folder: Path, trainer: TrainerBackend) -> None:
     tensors["logprobs"] = torch.from_numpy(np.concatenate([row for part in rows for row in part]))
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / f"state_{os.getpid()}.safetensors")
-    trainer.save(folder / "checkpoint")
+    trainer.snapshot().write(folder / "checkpoint")
 
 
 def read_state(folder: Path) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import ray
 
 from rlflow.algorithms.chosen import needs_critic
-from rlflow.cluster.calls import RayReference, RayRunners, RayTrainer, answer, open_calls
+from rlflow.cluster.calls import DISK, RayReference, RayRunners, RayTrainer, answer, open_calls
 from rlflow.cluster.critic import RayActorCritic
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
@@ -112,16 +112,16 @@ async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec, al
         for index, name in enumerate(engine_names)
     ]
     num_ranks = config.trainer.ranks
+    # The calls of the default group all come on one thread, so that torch's and CUDA's settings of a thread hold.
+    trainer_actor = cast(Any, ray.remote)(concurrency_groups={DISK: 1})(TrainerWorker)
     trainers = [
-        ray.remote(TrainerWorker)
-        .options(num_cpus=0, **devices.trainer(rank))
-        .remote(config, model_path, rank, num_ranks, threads)
+        trainer_actor.options(num_cpus=0, **devices.trainer(rank)).remote(config, model_path, rank, num_ranks, threads)
         for rank in range(num_ranks)
     ]
     critics = [
-        ray.remote(TrainerWorker)
-        .options(num_cpus=0, **devices.whole(1))
-        .remote(config, model_path, rank, num_ranks, threads, is_critic=True)
+        trainer_actor.options(num_cpus=0, **devices.whole(1)).remote(
+            config, model_path, rank, num_ranks, threads, is_critic=True
+        )
         for rank in range(num_ranks if needs_critic(config.algorithm) else 0)
     ]
     reward = (

@@ -151,8 +151,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    """This rank's rows, flat, on the CPU."""
-    return _local(tensor).cpu().flatten()
+    """A copy of this rank's rows, flat, on the CPU."""
+    return _local(tensor).to("cpu", copy=True).flatten()
 
 
 def _fill(tensor: Tensor, elements: Tensor) -> None:

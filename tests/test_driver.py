@@ -21,7 +21,7 @@ from rlflow.checkpoint import RunState, read_state
 from rlflow.config import Config, Late, Order, Placement
 from rlflow.config_checks import check
 from rlflow.driver import StepReport
-from rlflow.errors import DeadlineError, RunError, WorkerError
+from rlflow.errors import ConfigError, DeadlineError, RunError, WorkerError
 from rlflow.ledger import DropReason, Ledger, counts_by_state
 from rlflow.types import EpisodeEnd, GroupOrder, PlayedGroup, ReadyGroup, Span
 
@@ -612,3 +612,20 @@ def test_a_run_killed_in_a_write_goes_on_from_the_checkpoint_before(tmp_path: Pa
     assert max(Counter(again.trainer.trained).values()) == 1
     assert again.ledger.num_trained == len(again.trainer.trained) == 27
     assert not list(again.checkpoints.folder.glob("*.partial"))
+
+
+def test_a_users_function_that_fails_ends_the_run_and_the_steps_are_kept(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "calls = []\n"
+        "def advantage(groups):\n"
+        "    calls.append(groups)\n"
+        "    return [[[0.5 if len(calls) < 9 else float('nan')] for one in group] for group in groups]\n"
+    )
+    config = Config()
+    config.algorithm.advantage = f"{file}:advantage"
+    world = make_world(tmp_path, steps=9, config=config)
+    with pytest.raises(ConfigError, match=r"advantage returned \[nan\] for an episode; it must return a list"):
+        run_virtually(world.driver.run())
+    assert world.observer.saves == ["step_2"]
+    assert saved_state(world, 2)[2]["trained"] == 6

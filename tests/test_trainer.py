@@ -189,6 +189,28 @@ def test_a_loaded_trainer_goes_on_where_the_saved_one_stopped(model_path: str, t
     assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.full_parameters())
 
 
+def test_what_is_written_is_of_the_moment_of_the_snapshot(model_path: str, tmp_path: Path) -> None:
+    config = tiny_config()
+    config.algorithm.kl_coefficient, config.algorithm.kl_target = 0.5, 1e-6
+    trainer = one_rank(config, model_path)
+
+    def take_step() -> None:
+        trainer.accumulate([tiny_groups(with_reference=True)])
+        assert trainer.step().applied
+
+    take_step()
+    trainer.snapshot().write(tmp_path / "at_once")
+    snapshot = trainer.snapshot()
+    take_step()
+    take_step()
+    snapshot.write(tmp_path / "later")
+    trainer.snapshot().write(tmp_path / "now")
+    for name in ("manifest.json", "rank_0.json", "rank_0.safetensors"):
+        at_once, later, now = ((tmp_path / folder / name).read_bytes() for folder in ("at_once", "later", "now"))
+        assert later == at_once
+        assert (now == at_once) is (name == "rank_0.json")
+
+
 def test_without_the_optimizer_only_parameters_are_saved(model_path: str, tmp_path: Path) -> None:
     config = tiny_config()
     config.trainer.save_optimizer = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +62,9 @@ def _of_episode(found: object, episode: Scored, name: str) -> list[float]:
 
 def _items(found: object) -> list[Any] | None:
     """The items of a list, tuple, array or tensor; None for what has none in order."""
-    values = found.tolist() if hasattr(found, "tolist") else found  # type: ignore[attr-defined]
-    is_sequence = isinstance(values, Sequence) and not isinstance(values, str | bytes | Mapping)
-    return list(values) if is_sequence else None
+    to_list = getattr(found, "tolist", None)
+    values: object = found if to_list is None else to_list()
+    return list(values) if isinstance(values, Sequence) and not isinstance(values, str | bytes) else None
 
 
 def _wrong_advantages(name: str, found: object, of_what: str) -> ConfigError:

@@ -17,6 +17,7 @@ from rlflow.cluster.calls import DISK, RayReference, RayRunners, RayTrainer, ans
 from rlflow.cluster.critic import RayActorCritic
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
+from rlflow.compute import ONE_ARENA
 from rlflow.config import Config, Placement
 from rlflow.deadlines import within
 from rlflow.envs.base import Environment, EnvironmentSpec
@@ -112,8 +113,9 @@ async def start_fleet(config: Config, model_path: str, spec: EnvironmentSpec, al
         for index, name in enumerate(engine_names)
     ]
     num_ranks = config.trainer.ranks
-    # The calls of the default group all come on one thread, so that torch's and CUDA's settings of a thread hold.
-    trainer_actor = cast(Any, ray.remote)(concurrency_groups={DISK: 1})(TrainerWorker)
+    # Beside the writes, all calls come on one thread, though not the main one: torch's and CUDA's settings of it hold.
+    environment = {"env_vars": ONE_ARENA}
+    trainer_actor = cast(Any, ray.remote)(concurrency_groups={DISK: 1}, runtime_env=environment)(TrainerWorker)
     trainers = [
         trainer_actor.options(num_cpus=0, **devices.trainer(rank)).remote(config, model_path, rank, num_ranks, threads)
         for rank in range(num_ranks)

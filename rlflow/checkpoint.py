@@ -67,11 +67,12 @@ class CheckpointStore:
         partial.mkdir()
         return partial
 
-    def commit(self, partial: Path, state: RunState) -> Path:
-        """Record the state and the sizes, make everything durable, publish, and remove the oldest."""
+    def commit(self, partial: Path, state: dict[str, Any]) -> Path:
+        """Record the state, as `state_to_json` gives it, and the sizes, make everything durable, publish, and remove
+        the oldest."""
         files = sorted(path for path in partial.rglob("*") if path.is_file())
         sizes = {str(path.relative_to(partial)): path.stat().st_size for path in files}
-        (partial / "state.json").write_text(json.dumps({"state": _state_to_json(state), "sizes": sizes}, indent=1))
+        (partial / "state.json").write_text(json.dumps({"state": state, "sizes": sizes}, indent=1))
         for path in (*files, partial / "state.json", partial):
             _sync(path)
         final = partial.with_suffix("")
@@ -111,7 +112,8 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _state_to_json(state: RunState) -> dict[str, Any]:
+def state_to_json(state: RunState) -> dict[str, Any]:
+    """The state as plain values, which share nothing with it and may be written later."""
     ready = [
         {
             "group_id": group.group_id,
@@ -119,7 +121,7 @@ def _state_to_json(state: RunState) -> dict[str, Any]:
             "task_kind": group.task_kind,
             "baseline": group.baseline,
             "episodes": [asdict(episode) for episode in group.episodes],
-            "advantages": group.advantages,
+            "advantages": [None if values is None else list(values) for values in group.advantages],
             "num_bytes": group.num_bytes,
         }
         for group in state.ready

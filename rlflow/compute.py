@@ -14,6 +14,10 @@ between two kernels, short enough to leave the core to the other processes of th
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _NEVER = 2**31 - 1
 
+ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
+"""Environment of a process that computes on another thread than its main one, where glibc would keep no memory: see
+`keep_memory`."""
+
 
 def share_cpu(threads: int) -> None:
     """Use `threads` OpenMP threads in this process and its children, beside other processes that do the same."""

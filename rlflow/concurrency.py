@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -25,3 +25,12 @@ async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.wait(tasks)
     failed = [task for task in tasks if not task.cancelled() and task.exception() is not None]
     return [task.result() for task in failed or tasks]
+
+
+async def all_ended(awaitables: Sequence[Awaitable[T]]) -> list[T]:
+    """All results in order, or the first failure; either way only when every one of them has ended."""
+    results = await asyncio.gather(*awaitables, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]

@@ -101,7 +101,8 @@ class RunConfig:
     """Optimiser steps in all, those before a resume included."""
     on_exists: OnExists = OnExists.resume
     checkpoint_every: int = 20
-    """Steps; the last step is always saved. 0 saves at the end and on a signal only."""
+    """Steps; the last step is always saved. 0 saves at the end and on a signal only. What is saved is copied to the
+    memory of the CPU, and written while training goes on."""
     keep_checkpoints: int = 2
     show_samples_every: int = 10
     """Steps between two looks at the best and the worst episode."""

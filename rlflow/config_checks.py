@@ -271,8 +271,9 @@ def _check_backend(trainer: TrainerConfig, dtype: Dtype) -> None:
         )
     if trainer.zero_stage == 1 and dtype is Dtype.bfloat16:
         raise ConfigError(
-            "trainer.zero_stage=1 with model.dtype=bfloat16 would add gradients up in bfloat16; set trainer.zero_stage "
-            "to 2, which adds them up in float32 and takes less memory"
+            "trainer.zero_stage=1 with model.dtype=bfloat16 would add gradients up in bfloat16, and to add them up in "
+            "float32 DeepSpeed takes another class of optimiser there, BF16_Optimizer, which rlflow cannot save; set "
+            "trainer.zero_stage to 2, which adds them up in float32 and takes less memory"
         )
     if trainer.nvme_path is None:
         return

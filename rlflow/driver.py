@@ -2,9 +2,9 @@
 
     intake (sampler -> ... -> ready queue) -> take -> accumulate -> step -> stage weights -> engines load -> admit ...
 
-Three things happen at once: the live groups (`intake.py`), the main task here, which takes ready groups into steps, and
-the engines' loading of the version before. Synchronous training is `max_versions` 0 in this same loop: the admission
-budget then opens only when the engines have the new version.
+Four things happen at once: the live groups (`intake.py`), the main task here, which takes ready groups into steps, the
+engines' loading of the version before, and the writing of a checkpoint (`saver.py`). Synchronous training is
+`max_versions` 0 in this same loop: the admission budget then opens only when the engines have the new version.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rlflow import staleness
 from rlflow.checkpoint import CheckpointStore, RunState
 from rlflow.config import Config, Late, Placement
 from rlflow.deadlines import within
-from rlflow.disk import disk_errors
-from rlflow.errors import DeadlineError, RunError
+from rlflow.errors import ConfigError, DeadlineError, RunError
 from rlflow.evaluation import Evaluation, evaluate
 from rlflow.intake import Intake, Listener, Progress
 from rlflow.ledger import GroupState, Ledger
 from rlflow.roles import LoadOutcome, StagedWeights, StepOutcome, Workers
 from rlflow.sampler import TaskSampler
+from rlflow.saver import SaveListener, Saver
 from rlflow.types import EpisodeSummary, PayloadRef, ReadyGroup, Span, Task
 
 T = TypeVar("T")
@@ -62,16 +62,12 @@ class StepReport:
     """Groups of the step whose episodes all had the same reward."""
 
 
-class Observer(Listener, Protocol):
+class Observer(Listener, SaveListener, Protocol):
     """Told what happens; must not fail the run for a reason of its own, other than a full disk."""
-
-    def phase(self, name: str) -> None: ...
 
     async def step(self, report: StepReport) -> None: ...
 
     def evaluated(self, evaluation: Evaluation) -> None: ...
-
-    def saved(self, folder: Path) -> None: ...
 
 
 @dataclass(slots=True)
@@ -102,7 +98,6 @@ class Driver:
         self._config = config
         self._workers = workers
         self._ledger = ledger
-        self._checkpoints = checkpoints
         self._observer = observer
         self._evaluation_tasks = evaluation_tasks
         self._now = now
@@ -112,27 +107,34 @@ class Driver:
         )
         self._background = _Background()
         self._skipped_in_a_row = 0
-        self._saved_step = -1
+        self._saver = Saver(
+            config=config,
+            workers=workers,
+            intake=self._intake,
+            ledger=ledger,
+            checkpoints=checkpoints,
+            progress=self._progress,
+            listener=observer,
+            now=now,
+        )
 
     # -- from outside
 
     async def run(self) -> None:
         try:
-            await self._publish()
+            await self._publish(await self._stage())
             await self._loaded()
             while self._progress.step < self._config.run.steps and not self._progress.stop_requested:
                 await self._train_one_step()
-                every = self._config.run.checkpoint_every
-                if every and self._progress.step % every == 0:
-                    await self.save()
             await self._finish()
-        except RunError as error:
+        except (ConfigError, RunError) as error:
             if isinstance(error, DeadlineError):
                 error.add_note(self.describe())  # now, while everything still waits
             await self._save_after(error)
             raise
         finally:
             await self._end_tasks()
+            await self._saver.ended()
 
     def request_stop(self) -> None:
         """Finish the step in hand, save, return."""
@@ -144,41 +146,7 @@ class Driver:
 
     async def restore(self, folder: Path, state: RunState) -> None:
         """Take up a checkpoint. The ledger passed to the constructor is already the checkpoint's."""
-        progress = self._progress
-        progress.step = progress.served_step = self._saved_step = state.step
-        progress.version = progress.served_version = state.version
-        self._intake.sampler.restore(state.sampler)
-        deadline = self._config.deadlines.checkpoint_s
-        await within("loading the checkpoint", deadline, self._workers.trainer.load(folder / "trainer"))
-        count = sum(len(group.episodes) for group in state.ready)
-        if count:
-            loading = self._workers.runners.load_payloads(folder / "ready", count)
-            payloads = iter(await within("loading the ready groups", deadline, loading))
-            for group in state.ready:
-                group.payloads = [next(payloads) for _ in group.episodes]
-        await self._intake.restore(state.ready)
-
-    async def save(self) -> None:
-        """Write a checkpoint of this moment, unless this step has one."""
-        progress = self._progress
-        if self._saved_step == progress.step:
-            return
-        self._observer.phase("saving")
-        deadline = self._config.deadlines.checkpoint_s
-        with disk_errors("a checkpoint", self._checkpoints.folder):
-            partial = self._checkpoints.begin(progress.step)
-            await within("saving the trainer", deadline, self._workers.trainer.save(partial / "trainer"))
-            ready = self._intake.ready.groups
-            payloads = [payload for group in ready for payload in group.payloads]
-            if payloads:
-                saving = self._workers.runners.save_payloads(payloads, partial / "ready")
-                await within("saving the ready groups", deadline, saving)
-            self._ledger.backup(partial / "ledger.db")
-            sampler = self._intake.sampler.state
-            state = RunState(step=progress.step, version=progress.version, sampler=sampler, ready=ready)
-            folder = self._checkpoints.commit(partial, state)
-        self._saved_step = progress.step
-        self._observer.saved(folder)
+        await self._saver.restore(folder, state)
 
     def describe(self) -> str:
         """Where the run stands and what everything in it is doing, for the message of a run that stalls."""
@@ -200,13 +168,16 @@ class Driver:
             self._ledger.advance(group.group_id, GroupState.TRAINED, version=trained_version)
         self._ledger.flush()
         self._progress.step += 1
-        if outcome.applied or self._is_colocated:
-            await self._publish()
-        else:
+        staged = await self._stage() if outcome.applied or self._is_colocated else None
+        await self._saver.take_if_due()
+        if staged is None:
             self._progress.served_step = self._progress.step
+        else:
+            await self._publish(staged)
         self._intake.end_step(asyncio.get_running_loop().time() - began_s)
         await self._start_evaluation()
         await self._report(start_s, trained_version, groups, outcome)
+        self._saver.write()  # not earlier: a resumed run takes the reports of its steps for written
         if not self._progress.stop_requested:
             self._intake.admit()
 
@@ -222,9 +193,7 @@ class Driver:
             groups += taken
             if not together:
                 await self._accumulate(taken)
-        if self._is_colocated:
-            sleeping = self._workers.engines.sleep()
-            await within("putting the engines to sleep", self._config.deadlines.weights_s, sleeping)
+        await self._wake_trainer()
         if together:
             judge.assign(groups)
             await self._accumulate(groups)
@@ -250,18 +219,32 @@ class Driver:
                 "lower trainer.learning_rate, or resume from an earlier checkpoint"
             )
 
+    async def _wake_trainer(self) -> None:
+        """Give the devices to the trainer, where it shares them; the engines have them back with the next version."""
+        if self._is_colocated:
+            deadline = self._config.deadlines.weights_s
+            await within("putting the engines to sleep", deadline, self._workers.engines.sleep())
+            await within("bringing the trainer back to its devices", deadline, self._workers.trainer.reload())
+
     # -- from the trainer into the engines
 
-    async def _publish(self) -> None:
-        """Hand the trainer's weights to the engines as the current version; they load while training goes on.
-
-        Where nothing can go on without them, this waits for the engines.
-        """
+    async def _stage(self) -> StagedWeights:
+        """Lay out the trainer's weights as the current version."""
         await self._loaded()  # the engines still read the version before from where this one will be
         self._observer.phase("weights")
         staging = self._workers.trainer.stage_weights(self._progress.version)
         staged = await within("staging the weights", self._config.deadlines.weights_s, staging)
         self._background.spans += staged.spans
+        return staged
+
+    async def _publish(self, staged: StagedWeights) -> None:
+        """Hand a version to the engines; they load while training goes on.
+
+        Where nothing can go on without them, this waits for the engines.
+        """
+        if self._is_colocated:
+            offloading = self._workers.trainer.offload()
+            await within("taking the trainer off its devices", self._config.deadlines.weights_s, offloading)
         self._background.loading = asyncio.create_task(self._load(staged, self._progress.step), name="load weights")
         if self._config.staleness.max_versions == 0 or self._is_colocated:
             await self._loaded()
@@ -338,7 +321,8 @@ class Driver:
         collected, background = self._intake.collected.take(), self._background
         self._tell_evaluation()
         pause_s, background.pause_s = background.pause_s, 0.0
-        spans, background.spans = [*collected.spans, *background.spans], []
+        spans = [*collected.spans, *background.spans, *self._saver.spans]
+        background.spans, self._saver.spans = [], []
         await self._observer.step(
             StepReport(
                 step=self._progress.step,
@@ -364,18 +348,28 @@ class Driver:
         await self._evaluated()
         await self._loaded()
         await self._cancel_unfinished()
-        await self.save()
+        await self._saver.written()
+        await self._save()
+
+    async def _save(self) -> None:
+        """Write a checkpoint of this moment, unless this step has one; returns when it is on the disk."""
+        await self._saver.ended()
+        if self._saver.saved_step != self._progress.step:
+            await self._wake_trainer()
+            await self._saver.take()
+            self._saver.write()
+            await self._saver.written()
 
     async def _cancel_unfinished(self) -> None:
         """End the groups that no step will use; with a later resume in mind, ready groups stay."""
         await self._end_tasks()
         self._intake.cancel_unfinished(keep_ready=self._progress.step < self._config.run.steps)
 
-    async def _save_after(self, error: RunError) -> None:
+    async def _save_after(self, error: ConfigError | RunError) -> None:
         """Keep the steps since the last checkpoint, if the trainer still answers."""
         try:
             await self._cancel_unfinished()
-            await self.save()
+            await self._save()
         except RunError as second:
             error.add_note(f"the steps since the last checkpoint could not be saved: {second}")
 

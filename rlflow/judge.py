@@ -78,7 +78,6 @@ class Judge:
     def _set_advantages(self, groups: Sequence[ReadyGroup]) -> None:
         found = self._advantage.function([self._scored(group) for group in groups])
         for group, advantages in zip(groups, found, strict=True):
-            assert len(advantages) == len(group.episodes), "an advantage for each episode"
             left_out = [self._algorithm.mask_truncated and episode.end.is_truncated for episode in group.episodes]
             group.advantages = [
                 None if is_left_out else values for is_left_out, values in zip(left_out, advantages, strict=True)

@@ -158,12 +158,10 @@ class Ledger:
             self._database.execute("COMMIT")
             self._num_unwritten = 0
 
-    def backup(self, path: Path) -> None:
-        """A consistent copy, also while the run goes on."""
+    def copy(self) -> bytes:
+        """The ledger of this moment as the bytes of a file that `Ledger` opens."""
         self.flush()
-        with sqlite3.connect(str(path)) as copy:
-            self._database.backup(copy)
-        copy.close()
+        return self._database.serialize()
 
     def close(self) -> None:
         self.flush()

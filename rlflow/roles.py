@@ -142,9 +142,29 @@ class Trainer(Protocol):
 
     async def stage_weights(self, version: int) -> StagedWeights: ...
 
-    async def save(self, folder: Path) -> None: ...
+    async def snapshot(self) -> None:
+        """Copy the state of this moment aside, for `write_snapshot`, in place of the copy before; between two steps."""
+        ...
+
+    async def write_snapshot(self, folder: Path) -> None:
+        """Write what `snapshot` copied, and forget it. The other calls go on meanwhile.
+
+        Returns, or raises, when nothing of it is being written any more.
+        """
+        ...
 
     async def load(self, folder: Path) -> None: ...
+
+    async def offload(self) -> None:
+        """Give the memory of the devices to others, until `reload`; between the two only `write_snapshot` is called.
+
+        Does nothing the second time.
+        """
+        ...
+
+    async def reload(self) -> None:
+        """Undo `offload`, if there was one."""
+        ...
 
 
 class Reference(Protocol):

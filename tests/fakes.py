@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -72,17 +73,21 @@ class FakeEngines:
     awake: asyncio.Event = field(default_factory=asyncio.Event)
     pinned: bool = False
     unpinned: asyncio.Event = field(default_factory=asyncio.Event)
+    log: list[str] = field(default_factory=list)
+    """Shared with the trainer's."""
 
     async def load_weights(self, staged: StagedWeights) -> LoadOutcome:
         if self.pinned:
             await self.unpinned.wait()
         await asyncio.sleep(self.load_s)
+        self.log.append("load")
         self.awake.set()
         self.version = staged.version
         self.loaded.append(staged.version)
         return LoadOutcome(pause_s=self.load_s)
 
     async def sleep(self) -> None:
+        self.log.append("sleep")
         self.awake.clear()
 
     async def pin(self) -> int:
@@ -167,8 +172,19 @@ class FakeTrainer:
     steps: int = 0
     calls: int = 0
     train_s: float = 0.2
+    write_s: float = 0.0
+    """Seconds from the beginning of a write to its only file."""
+    full_at: int | None = None
+    """The write (from 0) that finds the disk full."""
+    taken: str | None = None
+    """The snapshot that waits to be written."""
+    writes: int = 0
+    is_offloaded: bool = False
+    log: list[str] = field(default_factory=list)
+    """Calls as they are made, between them the engines' sleep and the end of their load."""
 
     async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
+        self._note("accumulate")
         self.calls += 1
         if self.calls == self.dies_at:
             raise WorkerError("the trainer died")
@@ -180,6 +196,7 @@ class FakeTrainer:
         return []
 
     async def step(self) -> StepOutcome:
+        self._note("step")
         applied = self.steps not in self.not_finite
         self.steps += 1
         self.version += applied
@@ -193,14 +210,39 @@ class FakeTrainer:
         )
 
     async def stage_weights(self, version: int) -> StagedWeights:
+        self._note("stage")
         assert version == self.version
         return StagedWeights(version=version, path="", num_bytes=0, slots=(), buckets=())
 
-    async def save(self, folder: Path) -> None:
+    async def snapshot(self) -> None:
+        self._note("snapshot")
+        self.taken = json.dumps({"version": self.version, "trained": self.trained})
+
+    async def write_snapshot(self, folder: Path) -> None:
+        self.log.append("write")
+        number, self.writes = self.writes, self.writes + 1
+        content, self.taken = self.taken, None
+        assert content is not None
         folder.mkdir(parents=True)
-        (folder / "trainer.json").write_text(json.dumps({"version": self.version, "trained": self.trained}))
+        await asyncio.sleep(self.write_s)
+        if number == self.full_at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        (folder / "trainer.json").write_text(content)
+
+    async def offload(self) -> None:
+        self.log.append("offload")
+        self.is_offloaded = True
+
+    async def reload(self) -> None:
+        self.log.append("reload")
+        self.is_offloaded = False
+
+    def _note(self, call: str) -> None:
+        assert not self.is_offloaded, f"{call} of a trainer that is off its devices"
+        self.log.append(call)
 
     async def load(self, folder: Path) -> None:
+        self._note("restore")
         content = json.loads((folder / "trainer.json").read_text())
         self.version, self.trained = content["version"], content["trained"]
 
@@ -269,7 +311,8 @@ def make_world(
     config.algorithm.groups_per_step, config.algorithm.group_size = 3, 4
     config.staleness.max_versions = max_versions
     evaluation_tasks = make_tasks(2) if config.eval.every else []
-    engines, trainer, observer = FakeEngines(), FakeTrainer(), FakeObserver()
+    log: list[str] = []
+    engines, trainer, observer = FakeEngines(log=log), FakeTrainer(log=log), FakeObserver()
     runners = FakeRunners(engines=engines, rng=random.Random(seed))
     opened, checkpoints = Ledger(ledger), CheckpointStore(folder / "checkpoints", keep=2)
     driver = Driver(

@@ -8,10 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
-from rlflow.algorithms.advantage.base import Scope, Scored
+from rlflow.algorithms.advantage.base import Scope, Scored, ScoredTurn
+from rlflow.algorithms.chosen import advantage_of, objective_of
 from rlflow.algorithms.names import NAMES, Kind, bind, resolve, try_options
+from rlflow.algorithms.tokens import Tokens
+from rlflow.config import AlgorithmConfig
 from rlflow.errors import ConfigError
 
 USER_FILE = """
@@ -130,3 +134,120 @@ def test_an_advantage_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules and 'ray' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+RETURNS = """
+import numpy, torch
+from rlflow.algorithms.loss.base import TokenLoss
+
+def nothing(groups):
+    return None
+
+def too_few_groups(groups):
+    return []
+
+def flat(groups):
+    return [[1.0 for e in group] for group in groups]
+
+def too_few(groups):
+    return [[[1.0]] for group in groups]
+
+def text(groups):
+    return [["a" for e in group] for group in groups]
+
+def infinite(groups):
+    return [[[float("inf")] for e in group] for group in groups]
+
+def two_values(groups):
+    return [[[1.0, 2.0] for e in group] for group in groups]
+
+def arrays(groups):
+    return [numpy.ones((len(group), 1), numpy.float32) for group in groups]
+
+def tensors(groups):
+    return [torch.ones(len(group), 1) for group in groups]
+
+def mean(tokens):
+    return TokenLoss(loss=tokens.logprobs.mean(), is_clipped=tokens.logprobs > 0)
+
+def bare(tokens):
+    return tokens.logprobs
+
+def one_more(tokens):
+    return TokenLoss(loss=tokens.logprobs, is_clipped=torch.zeros(len(tokens.logprobs) + 1))
+
+def weigh_all(tokens, target):
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("nothing", "None for 1 groups"),
+        ("too_few_groups", "[] for 1 groups"),
+        ("flat", "1.0 for an episode of 3 turns"),
+        ("too_few", "[[1.0]] for a group of 2 episodes"),
+        ("text", "'a' for an episode of 3 turns"),
+        ("infinite", "[inf] for an episode of 3 turns"),
+        ("two_values", "[1.0, 2.0] for an episode of 3 turns"),
+    ],
+)
+def test_an_advantage_of_a_wrong_shape_is_told_to_its_author(tmp_path: Path, name: str, found: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(RETURNS)
+    chosen = advantage_of(AlgorithmConfig(advantage=f"{file}:{name}"))
+    message = f"algorithm.advantage={file}:{name} returned {found}; it must return a list with an entry for each group"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        chosen.function([group_of_turns(3)])
+
+
+def group_of_turns(num_turns: int) -> list[Scored]:
+    turns = [ScoredTurn(anchor="", reward=0.0, num_loss_tokens=1)] * num_turns
+    return [Scored(reward=reward, num_loss_tokens=3, turns=turns) for reward in (1.0, 0.0)]
+
+
+def test_an_advantage_may_return_arrays_and_turns(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(RETURNS)
+    for name in ("arrays", "tensors"):
+        found = advantage_of(AlgorithmConfig(advantage=f"{file}:{name}")).function([group_of_turns(3)])
+        assert found == [[[1.0], [1.0]]]
+        assert type(found[0][0][0]) is float
+    two = advantage_of(AlgorithmConfig(advantage=f"{file}:two_values")).function([group_of_turns(2)])
+    assert two == [[[1.0, 2.0], [1.0, 2.0]]]
+
+
+EACH_TOKEN = "must be a tensor with one value for each loss token, here [4]; got"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss": "mean"}, f"the loss of algorithm.loss={{}} {EACH_TOKEN} a tensor of shape []"),
+        ({"loss": "bare"}, "algorithm.loss={} must return a TokenLoss, of rlflow.algorithms.loss.base; got Tensor"),
+        ({"loss": "one_more"}, f"is_clipped of algorithm.loss={{}} {EACH_TOKEN} a tensor of shape [5]"),
+        ({"correction": "weigh_all"}, f"the weights of algorithm.corrections.{{}} {EACH_TOKEN} 1.0"),
+    ],
+)
+def test_a_loss_or_correction_of_a_wrong_shape_is_told_to_its_author(
+    tmp_path: Path, settings: dict[str, str], message: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(RETURNS)
+    ((kind, name),) = settings.items()
+    path = f"{file}:{name}"
+    algorithm = AlgorithmConfig(loss=path) if kind == "loss" else AlgorithmConfig(corrections={path: {}})
+    chosen = objective_of(algorithm)
+    values = torch.zeros(4)
+    tokens = Tokens(
+        logprobs=values,
+        proximal=values,
+        behaviour=values,
+        advantages=values,
+        entropies=values,
+        sequence_of=torch.tensor([0, 0, 1, 1]),
+        num_sequences=2,
+    )
+    with pytest.raises(ConfigError, match=re.escape(message.format(path))):
+        chosen.loss(tokens) if kind == "loss" else chosen.corrections[0](tokens, values)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import ray
 from ray import cloudpickle
 from ray.exceptions import TaskCancelledError
 
-from rlflow.cluster.calls import answer, open_calls
+from rlflow.cluster.calls import DISK, RayTrainer, answer, open_calls
 from rlflow.cluster.start import ray_cluster
 from rlflow.config import Config
-from rlflow.errors import ConfigError, DeadlineError, WorkerError
+from rlflow.errors import ConfigError, DeadlineError, RunError, WorkerError
+from rlflow.roles import StepOutcome
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +47,26 @@ def test_a_cluster_that_does_not_answer_is_a_config_error() -> None:
     refused = pytest.raises(ConfigError, match=r"cluster\.address is '127\.0\.0\.1:1', but no Ray cluster answers")
     with refused, ray_cluster(config):
         raise AssertionError("joined a cluster that is not there")
+
+
+class Rank:
+    """A rank of a trainer whose write ends only after its next step."""
+
+    def __init__(self) -> None:
+        self._stepped = threading.Event()
+
+    def snapshot(self) -> None:
+        self._stepped.clear()
+
+    def step(self) -> StepOutcome:
+        self._stepped.set()
+        return StepOutcome(applied=True, grad_norm=1.0, learning_rate=0.1, metrics={})
+
+    def write_snapshot(self, folder: Path) -> None:
+        if not self._stepped.wait(timeout=60):
+            raise TimeoutError("the step waited for the write")
+        if folder.name == "full":
+            raise RunError("no disk space left")
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +113,15 @@ async def test_a_cancelled_wait_cancels_the_call(cluster: None) -> None:
         await waiting
     with pytest.raises(TaskCancelledError):
         await asyncio.wait_for(asyncio.ensure_future(reference), timeout=60)
+
+
+async def test_a_trainer_steps_while_it_writes(cluster: None) -> None:
+    actors = [cast(Any, ray.remote)(concurrency_groups={DISK: 1})(Rank).options(num_cpus=0).remote() for _ in range(2)]
+    trainer = RayTrainer(actors)
+    for name, outcome in (("saved", None), ("full", RunError)):
+        await trainer.snapshot()
+        writing = asyncio.create_task(trainer.write_snapshot(Path(name)))
+        await asyncio.sleep(0)
+        assert (await trainer.step()).applied
+        await asyncio.wait([writing])
+        assert writing.exception() is None if outcome is None else isinstance(writing.exception(), outcome)

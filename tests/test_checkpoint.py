@@ -12,7 +12,7 @@ import pytest
 from fakes import make_episode
 from safetensors import SafetensorError
 
-from rlflow.checkpoint import CheckpointStore, RunState, read_state
+from rlflow.checkpoint import CheckpointStore, RunState, read_state, state_to_json
 from rlflow.config import Config, OnExists
 from rlflow.disk import disk_errors
 from rlflow.errors import ConfigError, RunError
@@ -42,7 +42,7 @@ def write(store: CheckpointStore, step: int) -> Path:
     (partial / "trainer").mkdir()
     (partial / "trainer" / "weights").write_bytes(b"12345")
     Ledger(partial / "ledger.db").close()
-    return store.commit(partial, make_state(step))
+    return store.commit(partial, state_to_json(make_state(step)))
 
 
 def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from rlflow.checkpoint import CheckpointStore, RunState
+from rlflow.checkpoint import CheckpointStore, RunState, state_to_json
 from rlflow.cli import main
 from rlflow.errors import ConfigError
 from rlflow.export import export
@@ -208,7 +208,7 @@ def write_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             first = start * weight[0].numel()
             shards.append(Shard(name=name, shape=tuple(weight.shape), start=first, tensors=elements))
         write_shards(partial / "trainer", rank, 2, shards, updates=2)
-    store.commit(partial, RunState(step=2, version=2, sampler=SAMPLER, ready=[]))
+    store.commit(partial, state_to_json(RunState(step=2, version=2, sampler=SAMPLER, ready=[])))
     (folder / "run" / "config.yaml").write_text("model:\n  path: tiny\n")
     return model
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rlflow.concurrency import all_or_none
+from rlflow.concurrency import all_ended, all_or_none
 
 
 async def value(number: int) -> int:
@@ -56,3 +56,20 @@ async def test_a_cancellation_is_not_lost_to_a_failure_at_the_same_moment() -> N
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+
+
+async def test_a_failure_waits_for_the_others_to_end() -> None:
+    ended: list[str] = []
+
+    async def work() -> int:
+        await value(5)
+        ended.append("work")
+        return 1
+
+    async def fail() -> int:
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        await all_ended([work(), fail()])
+    assert ended == ["work"]
+    assert await all_ended([value(3), value(1)]) == [3, 1]

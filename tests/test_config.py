@@ -145,8 +145,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"trainer.backend": Backend.deepspeed, "trainer.zero_stage": 1, "model.dtype": Dtype.bfloat16},
-        "trainer.zero_stage=1 with model.dtype=bfloat16 would add gradients up in bfloat16; set trainer.zero_stage to "
-        "2, which adds them up in float32 and takes less memory",
+        "trainer.zero_stage=1 with model.dtype=bfloat16 would add gradients up in bfloat16, and to add them up in "
+        "float32 DeepSpeed takes another class of optimiser there, BF16_Optimizer, which rlflow cannot save; set "
+        "trainer.zero_stage to 2, which adds them up in float32 and takes less memory",
     ),
     (
         {"trainer.zero_stage": 3},

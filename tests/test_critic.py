@@ -109,7 +109,7 @@ def test_the_critic_learns_what_to_expect(tmp_path: Path) -> None:
     assert explained[-1] > 0.9
     (rows,) = critic.per_token([tiny_groups(num_groups=4)])
     assert rows[0][0] < -0.5
-    critic.save(tmp_path / "saved")
+    critic.snapshot().write(tmp_path / "saved")
     again = FsdpTrainer(config, path, 0, 1, "", Role.critic)
     again.load(tmp_path / "saved")
     (found,) = again.per_token([tiny_groups(num_groups=4)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import json
 import shutil
 import tracemalloc
 from collections import Counter
@@ -15,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlflow.algorithms.chosen import check_functions
-from rlflow.checkpoint import read_state
+from rlflow.checkpoint import RunState, read_state
 from rlflow.config import Config, Late, Order, Placement
 from rlflow.config_checks import check
 from rlflow.driver import StepReport
-from rlflow.errors import DeadlineError, RunError, WorkerError
-from rlflow.ledger import DropReason, Ledger
+from rlflow.errors import ConfigError, DeadlineError, RunError, WorkerError
+from rlflow.ledger import DropReason, Ledger, counts_by_state
 from rlflow.types import EpisodeEnd, GroupOrder, PlayedGroup, ReadyGroup, Span
 
 
@@ -431,10 +433,26 @@ def test_colocated_engines_sleep_while_the_trainer_works(tmp_path: Path) -> None
 
     world.trainer.accumulate = watched  # type: ignore[method-assign]
     world.trainer.not_finite = {1}
+    world.config.run.checkpoint_every = 3
     run_virtually(world.driver.run())
     assert awake == [False] * 4
-    assert world.engines.awake.is_set()
     assert world.engines.loaded == [0, 1, 1, 2, 3]  # they wake by loading, also after an update that was skipped
+    work, give_back = ["sleep", "reload", "accumulate", "step", "stage"], ["offload", "load"]
+    third = [*work, "snapshot", *give_back, "write"]
+    last_save = ["sleep", "reload", "snapshot", "write"]
+    step = [*work, *give_back]
+    assert world.trainer.log == ["stage", *give_back, *step, *step, *third, *step, *last_save]
+
+
+def test_a_colocated_trainer_that_is_awake_is_saved_after_a_failure(tmp_path: Path) -> None:
+    config = Config()
+    config.cluster.placement = Placement.colocated
+    world = make_world(tmp_path, config=config)
+    world.trainer.dies_at = 2
+    with pytest.raises(RunError, match="the trainer died"):
+        run_virtually(world.driver.run())
+    assert world.trainer.log[-6:] == ["reload", "accumulate", "sleep", "reload", "snapshot", "write"]
+    assert world.checkpoints.steps() == [1]
 
 
 def test_old_tokens_are_masked_when_the_late_policy_says_so(tmp_path: Path) -> None:
@@ -447,3 +465,167 @@ def test_old_tokens_are_masked_when_the_late_policy_says_so(tmp_path: Path) -> N
     trained_at = [report.trained_version for report in world.observer.reports for _ in report.groups]
     assert max(at - first for at, first in zip(trained_at, oldest, strict=True)) > 1
     assert max(world.trainer.staleness) <= 1
+
+
+def saved_state(world: World, step: int) -> tuple[dict[str, object], RunState, dict[str, int]]:
+    """What the checkpoint of a step holds: the trainer's content, the driver's state, the ledger's counts."""
+    folder = world.checkpoints.path(step)
+    trainer = json.loads((folder / "trainer" / "trainer.json").read_text())
+    return trainer, read_state(folder), counts_by_state(folder / "ledger.db")
+
+
+def test_a_save_that_takes_long_holds_up_no_step_and_is_of_one_moment(tmp_path: Path) -> None:
+    """Several steps are trained, and groups trained that were ready, before the first write ends."""
+
+    def run(write_s: float) -> World:
+        config = Config()
+        config.staleness.order = Order.ready_first
+        world = make_world(tmp_path / str(write_s), steps=7, max_versions=3, num_tasks=60, config=config)
+        world.config.run.checkpoint_every = 4
+        world.trainer.write_s = write_s
+        world.runners.duration_s = lambda rng: 0.2
+        run_virtually(world.driver.run())
+        assert world.observer.saves == ["step_4", "step_7"]
+        assert_conserved(world)
+        return world
+
+    at_once, slow = run(0.0), run(2.2)
+    assert slow.observer.ended_s == at_once.observer.ended_s
+    between = slow.trainer.log[slow.trainer.log.index("write") :]
+    assert between.count("step") == 3
+    trainer, state, counts = saved_state(slow, 4)
+    assert trainer == {"version": 4, "trained": slow.trainer.trained[:12]}
+    assert (state.step, state.version, counts["trained"]) == (4, 4, 12)
+    # Groups that waited then and have been trained since.
+    assert len(state.ready) == counts["ready"] > 0
+    assert {group.task_id for group in state.ready} & set(slow.trainer.trained[12:])
+    assert all(group.advantages and group.episodes for group in state.ready)
+    payloads = json.loads((slow.checkpoints.path(4) / "ready" / "payloads.json").read_text())
+    assert payloads == [f"{group.task_id}/{group.group_id}/{i}" for group in state.ready for i in range(4)]
+    assert (state, counts) == saved_state(at_once, 4)[1:]
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=3)
+    world.config.run.checkpoint_every = 1
+    world.trainer.write_s = 10.0
+    run_virtually(world.driver.run())
+    saving = [call for call in world.trainer.log if call in ("step", "snapshot", "write")]
+    assert saving == ["step", "snapshot", "write"] * 3
+    assert world.observer.saves == ["step_1", "step_2", "step_3"]
+    spans = [[span.name for span in report.spans if span.actor == "checkpoint"] for report in world.observer.reports]
+    assert spans == [["checkpoint"], ["write", "checkpoint"], ["write", "checkpoint"]]
+    assert world.observer.ended_s > 20.0
+
+
+def test_a_save_that_fails_ends_the_run_while_it_trains(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=50)
+    world.config.run.checkpoint_every = 2
+    world.trainer.write_s, world.trainer.full_at = 1.5, 1
+    world.runners.duration_s = lambda rng: 0.2
+    with pytest.raises(RunError, match="no disk space left for a checkpoint in .*run the same command again"):
+        run_virtually(world.driver.run())
+    last = world.trainer.version
+    assert 4 < last < 50
+    # The second save failed; what came after it is tried once more, and kept.
+    assert world.observer.saves == ["step_2", f"step_{last}"]
+    assert saved_state(world, last)[0]["version"] == last
+    assert not list(world.checkpoints.folder.glob("*.partial"))
+
+
+def test_a_disk_that_stays_full_keeps_the_checkpoint_before(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=3)
+    world.config.run.checkpoint_every = 2
+    write = world.trainer.write_snapshot
+
+    async def full(folder: Path) -> None:
+        world.trainer.full_at = world.trainer.writes or None
+        await write(folder)
+
+    world.trainer.write_snapshot = full  # type: ignore[method-assign]
+    with pytest.raises(RunError, match="no disk space left") as raised:
+        run_virtually(world.driver.run())
+    assert raised.value.__notes__[0].startswith("the steps since the last checkpoint could not be saved: no disk space")
+    assert world.checkpoints.steps() == [2]
+
+
+def test_a_run_that_stops_waits_for_the_write(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=50, max_versions=1)
+    world.config.run.checkpoint_every = 2
+    world.trainer.write_s = 60.0
+    world.observer.on_step = lambda report: world.driver.request_stop() if report.step == 3 else None
+    run_virtually(world.driver.run())
+    assert world.observer.saves == ["step_2", "step_3"]
+    assert world.checkpoints.steps() == [2, 3]
+    assert saved_state(world, 2)[0]["version"] == 2
+
+
+def test_a_failed_run_waits_for_the_write(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=50)
+    world.config.run.checkpoint_every = 1
+    world.trainer.write_s = 60.0
+    world.observer.on_step = lambda report: world.driver.fail(RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        run_virtually(world.driver.run())
+    assert world.observer.saves == ["step_1"]
+
+
+def test_a_write_that_never_ends_is_named(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=2000)
+    world.config.run.checkpoint_every = 1
+    world.trainer.write_s = 1e9
+    with pytest.raises(DeadlineError, match="saving the trainer did not finish within its deadline of 1800 s"):
+        run_virtually(world.driver.run())
+
+
+def test_a_run_killed_in_a_write_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
+    folder, ledger = tmp_path / "run", tmp_path / "ledger.db"
+    world = make_world(folder, steps=9, max_versions=1, ledger=ledger)
+    world.config.run.checkpoint_every = 2
+    world.trainer.write_s = 0.1
+
+    async def until_killed() -> None:
+        running = asyncio.ensure_future(world.driver.run())
+        while world.trainer.writes < 2:
+            await asyncio.sleep(0.05)
+        # What is on the disk now is all that a killed process leaves.
+        shutil.copytree(tmp_path, tmp_path.with_name("killed"))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    run_virtually(until_killed())
+    world.ledger.close()
+    left = tmp_path.with_name("killed")
+    assert sorted(entry.name for entry in (left / "run" / "checkpoints").iterdir()) == ["step_2", "step_4.partial"]
+    shutil.copy(left / "run" / "checkpoints" / "step_2" / "ledger.db", left / "resumed.db")
+    again = make_world(left / "run", steps=9, max_versions=1, ledger=left / "resumed.db")
+
+    async def resume() -> None:
+        latest = again.checkpoints.latest()
+        assert latest is not None
+        await again.driver.restore(latest, read_state(latest))
+        await again.driver.run()
+
+    run_virtually(resume())
+    assert again.trainer.version == 9
+    assert again.checkpoints.steps() == [2, 9]
+    assert max(Counter(again.trainer.trained).values()) == 1
+    assert again.ledger.num_trained == len(again.trainer.trained) == 27
+    assert not list(again.checkpoints.folder.glob("*.partial"))
+
+
+def test_a_users_function_that_fails_ends_the_run_and_the_steps_are_kept(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "calls = []\n"
+        "def advantage(groups):\n"
+        "    calls.append(groups)\n"
+        "    return [[[0.5 if len(calls) < 9 else float('nan')] for one in group] for group in groups]\n"
+    )
+    config = Config()
+    config.algorithm.advantage = f"{file}:advantage"
+    world = make_world(tmp_path, steps=9, config=config)
+    with pytest.raises(ConfigError, match=r"advantage returned \[nan\] for an episode; it must return a list"):
+        run_virtually(world.driver.run())
+    assert world.observer.saves == ["step_2"]
+    assert saved_state(world, 2)[2]["trained"] == 6

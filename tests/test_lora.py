@@ -111,7 +111,7 @@ def test_adapters_of_a_critic_and_its_whole_head_are_trained(tmp_path: Path) -> 
     assert {name for name in before if ".lora_" not in name} == {"score.weight", "score.bias"}
     changed = {name for name, tensor in trainer._trained.items() if not torch.equal(tensor, before[name])}
     assert changed == before.keys()
-    trainer.save(tmp_path / "saved")
+    trainer.snapshot().write(tmp_path / "saved")
     again = one_rank(with_adapters(tiny_config()), tmp_path, Role.critic)
     again.load(tmp_path / "saved")
     assert all(torch.equal(again._trained[name], tensor) for name, tensor in trainer._trained.items())
@@ -127,7 +127,7 @@ def test_adapters_of_a_critic_and_its_whole_head_are_trained(tmp_path: Path) -> 
 )
 def test_a_checkpoint_of_other_adapters_is_refused(rank: int | None, alpha: float, found: str, tmp_path: Path) -> None:
     save_model(tiny_llama(), tmp_path / "model")
-    one_rank(with_adapters(tiny_config()), tmp_path).save(tmp_path / "saved")
+    one_rank(with_adapters(tiny_config()), tmp_path).snapshot().write(tmp_path / "saved")
     config = tiny_config()
     config.lora.rank, config.lora.alpha = rank, alpha
     with pytest.raises(RunError, match=f"was saved with adapters of lora.rank=4, lora.alpha=6, but {found}"):
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(rank: int | None, alpha: floa
 
 def test_a_checkpoint_of_the_whole_model_is_refused(tmp_path: Path) -> None:
     save_model(tiny_llama(), tmp_path / "model")
-    one_rank(tiny_config(), tmp_path).save(tmp_path / "saved")
+    one_rank(tiny_config(), tmp_path).snapshot().write(tmp_path / "saved")
     with pytest.raises(RunError, match="was saved with no adapters, but the run has adapters of lora.rank=4"):
         one_rank(with_adapters(tiny_config()), tmp_path).load(tmp_path / "saved")
 
@@ -172,7 +172,7 @@ def write_run(folder: Path, model: str) -> FsdpTrainer:
     trainer = adapted(folder)
     store = CheckpointStore(folder / "run" / "checkpoints", keep=1)
     partial = store.begin(1)
-    trainer.save(partial / "trainer")
+    trainer.snapshot().write(partial / "trainer")
     sampler = SamplerState(task_pass=0, position=0, put_back=[])
     store.commit(partial, RunState(step=1, version=1, sampler=sampler, ready=[]))
     (folder / "run" / "config.yaml").write_text(f"model:\n  path: {model}\n")
@@ -203,7 +203,7 @@ def test_a_run_without_adapters_has_none_to_export(tmp_path: Path) -> None:
     model = save_model(tiny_llama(), tmp_path / "model")
     store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=1)
     partial = store.begin(1)
-    one_rank(tiny_config(), tmp_path).save(partial / "trainer")
+    one_rank(tiny_config(), tmp_path).snapshot().write(partial / "trainer")
     sampler = SamplerState(task_pass=0, position=0, put_back=[])
     store.commit(partial, RunState(step=1, version=1, sampler=sampler, ready=[]))
     (tmp_path / "run" / "config.yaml").write_text(f"model:\n  path: {model}\n")

@@ -84,7 +84,7 @@ def prepare(folder: Path) -> None:
     for name, parameter in trainer._policy.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter, std=0.2)
-    trainer.save(folder / "begin")
+    trainer.snapshot().write(folder / "begin")
 
 
 def train(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> None:
@@ -158,7 +158,7 @@ def train_in_bfloat16(rank: int, layout: Layout, config: Config, folder: Path, r
     assert {parameter.dtype for parameter in frozen} == {torch.bfloat16}
     difference = logprobs_of(trainer.reference_logprobs(micro_batches())) - np.load(folder / "base_logprobs.npy")
     assert np.abs(difference).mean() < 0.05
-    trainer.save(folder / layout.name)
+    trainer.snapshot().write(folder / layout.name)
     trainer.close()
 
 

@@ -177,7 +177,7 @@ def test_a_loaded_trainer_goes_on_where_the_saved_one_stopped(model_path: str, t
     trainer = one_rank(config, model_path)
     trainer.accumulate([tiny_groups()])
     trainer.step()
-    trainer.save(tmp_path / "saved")
+    trainer.snapshot().write(tmp_path / "saved")
     resumed = one_rank(config, model_path)
     resumed.load(tmp_path / "saved")
     outcomes = []
@@ -189,11 +189,33 @@ def test_a_loaded_trainer_goes_on_where_the_saved_one_stopped(model_path: str, t
     assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.full_parameters())
 
 
+def test_what_is_written_is_of_the_moment_of_the_snapshot(model_path: str, tmp_path: Path) -> None:
+    config = tiny_config()
+    config.algorithm.kl_coefficient, config.algorithm.kl_target = 0.5, 1e-6
+    trainer = one_rank(config, model_path)
+
+    def take_step() -> None:
+        trainer.accumulate([tiny_groups(with_reference=True)])
+        assert trainer.step().applied
+
+    take_step()
+    trainer.snapshot().write(tmp_path / "at_once")
+    snapshot = trainer.snapshot()
+    take_step()
+    take_step()
+    snapshot.write(tmp_path / "later")
+    trainer.snapshot().write(tmp_path / "now")
+    for name in ("manifest.json", "rank_0.json", "rank_0.safetensors"):
+        at_once, later, now = ((tmp_path / folder / name).read_bytes() for folder in ("at_once", "later", "now"))
+        assert later == at_once
+        assert (now == at_once) is (name == "rank_0.json")
+
+
 def test_without_the_optimizer_only_parameters_are_saved(model_path: str, tmp_path: Path) -> None:
     config = tiny_config()
     config.trainer.save_optimizer = False
     trainer = one_rank(config, model_path)
-    trainer.save(tmp_path / "saved")
+    trainer.snapshot().write(tmp_path / "saved")
     assert ShardReader(tmp_path / "saved").kinds == ["parameter"]
     trainer.load(tmp_path / "saved")
     trainer.accumulate([tiny_groups()])
@@ -201,7 +223,7 @@ def test_without_the_optimizer_only_parameters_are_saved(model_path: str, tmp_pa
 
 
 def test_a_checkpoint_of_another_model_is_refused(model_path: str, tmp_path: Path) -> None:
-    one_rank(tiny_config(), model_path).save(tmp_path / "saved")
+    one_rank(tiny_config(), model_path).snapshot().write(tmp_path / "saved")
     wider = one_rank(tiny_config(), save_model(tiny_llama(intermediate_size=56), tmp_path / "wider"))
     with pytest.raises(RunError, match=r"belongs to another model than model\.path"):
         wider.load(tmp_path / "saved")
@@ -210,7 +232,7 @@ def test_a_checkpoint_of_another_model_is_refused(model_path: str, tmp_path: Pat
 @pytest.mark.parametrize("missing", ["manifest.json", "rank_0.json", "rank_0.safetensors"])
 def test_an_incomplete_checkpoint_is_refused(model_path: str, tmp_path: Path, missing: str) -> None:
     trainer = one_rank(tiny_config(), model_path)
-    trainer.save(tmp_path / "saved")
+    trainer.snapshot().write(tmp_path / "saved")
     (tmp_path / "saved" / missing).unlink()
     with pytest.raises(RunError, match=f"cannot be read: {missing}"):
         trainer.load(tmp_path / "saved")
@@ -218,7 +240,7 @@ def test_an_incomplete_checkpoint_is_refused(model_path: str, tmp_path: Path, mi
 
 def test_a_torn_shard_is_refused(model_path: str, tmp_path: Path) -> None:
     trainer = one_rank(tiny_config(), model_path)
-    trainer.save(tmp_path / "saved")
+    trainer.snapshot().write(tmp_path / "saved")
     file = tmp_path / "saved" / "rank_0.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(RunError, match=r"cannot be read: rank_0.safetensors"):
@@ -226,7 +248,7 @@ def test_a_torn_shard_is_refused(model_path: str, tmp_path: Path) -> None:
 
 
 def test_missing_elements_are_named(model_path: str, tmp_path: Path) -> None:
-    one_rank(tiny_config(), model_path).save(tmp_path / "saved")
+    one_rank(tiny_config(), model_path).snapshot().write(tmp_path / "saved")
     layout = tmp_path / "saved" / "rank_0.json"
     entries = json.loads(layout.read_text())
     entries["model.norm.weight"]["stop"] = 30
@@ -254,7 +276,7 @@ def train(config: Config, model_path: str, rank: int, world_size: int, rendezvou
     trainer.accumulate(share(tiny_groups(), rank, world_size))
     found = gradients(trainer)
     trainer.step()
-    trainer.save(folder / "checkpoint")
+    trainer.snapshot().write(folder / "checkpoint")
     trainer.accumulate(share(tiny_groups(), rank, world_size))
     trainer.accumulate([[tiny_groups()[rank]], []])
     outcome = trainer.step()
@@ -286,7 +308,7 @@ def test_two_ranks_train_as_one(model_path: str, tmp_path: Path) -> None:
     single = one_rank(config, model_path)
     single.accumulate([groups])
     single.step()
-    single.save(tmp_path / "single")
+    single.snapshot().write(tmp_path / "single")
     ours, theirs = ShardReader(tmp_path / "single"), ShardReader(tmp_path / "checkpoint")
     assert ours.updates == theirs.updates == 1
     for kind in ("exp_avg", "exp_avg_sq"):
@@ -323,7 +345,7 @@ def test_two_ranks_go_on_from_one_in_bfloat16(model_path: str, tmp_path: Path) -
     single = one_rank(tiny_config(), model_path)
     single.accumulate([tiny_groups()])
     single.step()
-    single.save(tmp_path / "single")
+    single.snapshot().write(tmp_path / "single")
     single.accumulate([tiny_groups()])
     single.step()
     config = tiny_config()
@@ -371,7 +393,7 @@ def test_the_kl_coefficient_and_the_entropy_control_adapt_and_are_remembered(mod
     # 12 sequences of 10,000 push the coefficient up by 20 % of their share.
     assert first["kl_coefficient"].value == pytest.approx(0.5 * (1 + 0.2 * 12 / 10_000))
     assert first["entropy_control"].value == 1.0
-    trainer.save(tmp_path / "saved")
+    trainer.snapshot().write(tmp_path / "saved")
     again = one_rank(config, model_path)
     again.load(tmp_path / "saved")
     for one in (trainer, again):

@@ -147,6 +147,8 @@ def disturb(trainer: PackedTrainer, rank: int, layout: Layout) -> None:
     outcome = trainer.step()
     assert not outcome.applied
     assert not math.isfinite(outcome.grad_norm)
+    trainer.reload()
+    trainer.offload()
     trainer.offload()
     trainer.reload()
     # On the CPU that does nothing, so here is what it does elsewhere.
@@ -181,7 +183,7 @@ def write_state(folder: Path, trainer: TrainerBackend) -> None:
     tensors["logprobs"] = torch.from_numpy(np.concatenate([row for part in rows for row in part]))
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / f"state_{os.getpid()}.safetensors")
-    trainer.save(folder / "checkpoint")
+    trainer.snapshot().write(folder / "checkpoint")
 
 
 def read_state(folder: Path) -> dict[str, Tensor]:
@@ -199,8 +201,12 @@ def train(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: s
     if layout != REFERENCE:
         disturb(trainer, rank, layout)
     outcomes.append(take_step(trainer, rank, layout))
+    trainer.snapshot().write(folder / layout.name / "at_once")
+    snapshot = trainer.snapshot()
     outcomes.append(take_momentum_step(trainer, rank, layout))
     write_state(folder / layout.name, trainer)
+    take_step(trainer, rank, layout)
+    snapshot.write(folder / layout.name / "later")
     if rank == 0:
         write_outcomes(folder / layout.name / "outcomes.json", outcomes)
     trainer.close()
@@ -280,6 +286,16 @@ def test_every_layout_saves_the_same_moments(layout: Layout, folder: Path) -> No
         difference = largest_relative_difference(read_kind(ours, kind), read_kind(theirs, kind))
         print(f"{layout.name}: largest relative difference of {kind} {difference:.1e}")
         assert difference <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_snapshot_does_not_change_when_training_goes_on(layout: Layout, folder: Path) -> None:
+    at_once, later, last = (folder / layout.name / name for name in ("at_once", "later", "checkpoint"))
+    names = sorted(path.name for path in at_once.iterdir())
+    assert len(names) == 2 * layout.ranks + 1
+    assert all((at_once / name).read_bytes() == (later / name).read_bytes() for name in names)
+    assert any((at_once / name).read_bytes() != (last / name).read_bytes() for name in names)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from rlflow.algorithms.advantage.base import AdvantageFunction, Advantages, Group, Scope
 from rlflow.algorithms.advantage.gae import TokenAdvantages
 from rlflow.algorithms.names import NAMES, Algorithm, Kind, bind, resolve, try_options
+from rlflow.algorithms.returned import advantages_of, per_token
 from rlflow.config import AlgorithmConfig, Config, CriticConfig, Late, Proximal
 from rlflow.errors import ConfigError
 from rlflow.types import BoolArray
@@ -57,7 +58,11 @@ def advantage_of(algorithm: AlgorithmConfig) -> ChosenAdvantage:
     if needs_critic(algorithm):
         return ChosenAdvantage(function=_rewards_alone, needs_batch=True, needs_greedy=False)
     found, function = _bound(Kind.advantage, algorithm.advantage, algorithm.advantage_args, "algorithm.advantage_args")
-    return ChosenAdvantage(function=function, needs_batch=found.scope is Scope.batch, needs_greedy=found.needs_greedy)
+
+    def checked(groups: Sequence[Group]) -> Advantages:
+        return advantages_of(function, groups, algorithm.advantage)
+
+    return ChosenAdvantage(function=checked, needs_batch=found.scope is Scope.batch, needs_greedy=found.needs_greedy)
 
 
 def needs_critic(algorithm: AlgorithmConfig) -> bool:
@@ -74,14 +79,44 @@ def _rewards_alone(groups: Sequence[Group]) -> Advantages:
 
 
 def objective_of(algorithm: AlgorithmConfig) -> ChosenObjective:
-    """Imports torch. Raises ConfigError for an unknown name or option, or an option out of range."""
+    """Imports torch. Raises ConfigError for an unknown name or option, or an option out of range.
+
+    The loss and the corrections raise it too, for a result that has not one value for each token.
+    """
     _, loss = _bound(Kind.loss, algorithm.loss, algorithm.loss_args, "algorithm.loss_args")
     corrections = tuple(
-        _bound(Kind.correction, name, args or {}, f"algorithm.corrections.{name}")[1]
+        _checked_correction(_bound(Kind.correction, name, args or {}, f"algorithm.corrections.{name}")[1], name)
         for name, args in algorithm.corrections.items()
     )
     _, kl = _bound(Kind.kl, algorithm.kl, {}, "algorithm.kl")
-    return ChosenObjective(loss=loss, corrections=corrections, kl=kl)
+    return ChosenObjective(loss=_checked_loss(loss, algorithm.loss), corrections=corrections, kl=kl)
+
+
+def _checked_loss(function: PolicyLoss, name: str) -> PolicyLoss:
+    from rlflow.algorithms.loss.base import TokenLoss
+
+    def checked(tokens: Tokens) -> TokenLoss:
+        found = function(tokens)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise ConfigError(
+                f"algorithm.loss={name} must return a TokenLoss, of rlflow.algorithms.loss.base; got "
+                f"{type(found).__name__}"
+            )
+        count = len(tokens.logprobs)
+        return TokenLoss(
+            loss=per_token(found[0], count, f"the loss of algorithm.loss={name}"),
+            is_clipped=per_token(found[1], count, f"is_clipped of algorithm.loss={name}"),
+        )
+
+    return checked
+
+
+def _checked_correction(function: Callable[[Tokens, Tensor], Tensor], name: str) -> Callable[[Tokens, Tensor], Tensor]:
+    def checked(tokens: Tokens, target: Tensor) -> Tensor:
+        weights = function(tokens, target)
+        return per_token(weights, len(tokens.logprobs), f"the weights of algorithm.corrections.{name}")
+
+    return checked
 
 
 def check_functions(config: Config) -> None:

@@ -14,10 +14,13 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rlflow.batching import in_order_of_training, plan_micro_batches
+from rlflow.concurrency import all_ended
 from rlflow.config import TrainerConfig, num_shares
 from rlflow.errors import ConfigError, RunError, WorkerError
 from rlflow.roles import StagedWeights, StepOutcome
 from rlflow.types import GroupOrder, Message, PayloadRef, PlayedGroup, ReadyGroup, Span
+
+DISK = "disk"
 
 _open: dict[int, tuple[str, float]] = {}
 """Number of a call that is waited for -> what it is, and since when."""
@@ -106,7 +109,10 @@ class RayRunners:
 
 
 class RayTrainer:
-    """The ranks of one trainer; every call goes to all of them, because they meet in collectives."""
+    """The ranks of one trainer; every call goes to all of them, because they meet in collectives.
+
+    Its actors have the concurrency group `DISK`: a thread that writes while another one trains.
+    """
 
     def __init__(
         self,
@@ -163,11 +169,28 @@ class RayTrainer:
         staged = await self._all("stage_weights", version)
         return staged[0]
 
-    async def save(self, folder: Path) -> None:
-        await self._all("save", folder)
+    async def snapshot(self) -> None:
+        await self._all("snapshot")
+
+    async def write_snapshot(self, folder: Path) -> None:
+        writing = [
+            answer(
+                f"{self._name} rank {rank}",
+                actor.write_snapshot.options(concurrency_group=DISK).remote(folder),
+                "write_snapshot",
+            )
+            for rank, actor in enumerate(self._actors)
+        ]
+        await all_ended(writing)
 
     async def load(self, folder: Path) -> None:
         await self._all("load", folder)
+
+    async def offload(self) -> None:
+        await self._all("offload")
+
+    async def reload(self) -> None:
+        await self._all("reload")
 
     async def _all(self, method: str, *arguments: object) -> list[Any]:
         """The answer of each rank, in order."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlflow.cluster.calls import RayTrainer
+from rlflow.concurrency import all_ended
 from rlflow.roles import Mean, StagedWeights, StepOutcome
 from rlflow.types import ReadyGroup, Span
 
@@ -39,11 +40,20 @@ class RayActorCritic:
     async def stage_weights(self, version: int) -> StagedWeights:
         return await self._policy.stage_weights(version)
 
-    async def save(self, folder: Path) -> None:
-        await asyncio.gather(self._policy.save(folder), self._critic.save(folder / "critic"))
+    async def snapshot(self) -> None:
+        await asyncio.gather(self._policy.snapshot(), self._critic.snapshot())
+
+    async def write_snapshot(self, folder: Path) -> None:
+        await all_ended([self._policy.write_snapshot(folder), self._critic.write_snapshot(folder / "critic")])
 
     async def load(self, folder: Path) -> None:
         await asyncio.gather(self._policy.load(folder), self._critic.load(folder / "critic"))
+
+    async def offload(self) -> None:
+        await asyncio.gather(self._policy.offload(), self._critic.offload())
+
+    async def reload(self) -> None:
+        await asyncio.gather(self._policy.reload(), self._critic.reload())
 
     async def _value(self, groups: Sequence[ReadyGroup]) -> None:
         """Hang the handles of the critic's values on the groups."""

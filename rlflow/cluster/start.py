@@ -13,12 +13,13 @@ from typing import Any, cast
 import ray
 
 from rlflow.algorithms.chosen import needs_critic
-from rlflow.cluster.calls import RayReference, RayRunners, RayTrainer, answer, open_calls
+from rlflow.cluster.calls import DISK, RayReference, RayRunners, RayTrainer, answer, open_calls
 from rlflow.cluster.critic import RayActorCritic
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
 from rlflow.cluster.gpus import Process
 from rlflow.cluster.rewards import RayReward, start_rewards
+from rlflow.compute import ONE_ARENA
 from rlflow.config import Config, Placement, needs_reference, refers_to_itself
 from rlflow.deadlines import within
 from rlflow.envs.base import Environment, EnvironmentSpec
@@ -123,16 +124,19 @@ async def start_fleet(
         for index, name in enumerate(engine_names)
     ]
     num_ranks = config.trainer.ranks
+    # Beside the writes, all calls come on one thread, though not the main one: torch's and CUDA's settings of it hold.
+    environment = {"env_vars": ONE_ARENA}
+    trainer_actor = cast(Any, ray.remote)(concurrency_groups={DISK: 1}, runtime_env=environment)(TrainerWorker)
     trainers = [
-        ray.remote(TrainerWorker)
-        .options(num_cpus=0, **devices.of(Process.trainer, rank))
-        .remote(config, model_path, rank, num_ranks, threads)
+        trainer_actor.options(num_cpus=0, **devices.of(Process.trainer, rank)).remote(
+            config, model_path, rank, num_ranks, threads
+        )
         for rank in range(num_ranks)
     ]
     critics = [
-        ray.remote(TrainerWorker)
-        .options(num_cpus=0, **devices.of(Process.critic, rank))
-        .remote(config, model_path, rank, num_ranks, threads, is_critic=True)
+        trainer_actor.options(num_cpus=0, **devices.of(Process.critic, rank)).remote(
+            config, model_path, rank, num_ranks, threads, is_critic=True
+        )
         for rank in range(num_ranks if needs_critic(config.algorithm) else 0)
     ]
     rewards = start_rewards(config, spec.reward, reward_model_path, devices, threads, MANY_CALLS)

@@ -170,7 +170,6 @@ class EngineFleet:
         """See `roles.Engines`."""
         assert not self._pinned, "an evaluation ends before the engines sleep"
         async with self._loading:
-            self._raise_failure()
             self._is_asleep = True
             awake = [index for index, state in enumerate(self._states) if state.is_up]
             # An engine that dies of it is dead, which frees its memory too.

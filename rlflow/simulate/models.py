@@ -315,8 +315,17 @@ class ModelledTrainer:
     async def stage_weights(self, version: int) -> StagedWeights:
         return StagedWeights(version=version, path="", num_bytes=0, slots=(), buckets=())
 
-    async def save(self, folder: Path) -> None:
+    async def snapshot(self) -> None:
         """Nothing: no simulation is resumed."""
+
+    async def write_snapshot(self, folder: Path) -> None:
+        """Nothing, as above."""
 
     async def load(self, folder: Path) -> None:
         raise AssertionError("a simulation is not resumed")
+
+    async def offload(self) -> None:
+        raise AssertionError("the model has engines and trainer on devices of their own")
+
+    async def reload(self) -> None:
+        raise AssertionError("the model has engines and trainer on devices of their own")

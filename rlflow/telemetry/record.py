@@ -12,7 +12,7 @@ from rlflow.telemetry.metrics import StepRecord
 from rlflow.telemetry.utilisation import busy_share
 from rlflow.types import EpisodeSummary
 
-PHASES = ("rollout", "reward", "train", "weights")
+PHASES = ("rollout", "reward", "train", "weights", "checkpoint")
 
 
 def step_record(report: StepReport, *, since_s: float, num_tokens_before: int) -> StepRecord:

@@ -21,6 +21,7 @@ from rlflow.workers.trainer.fetch import Fetcher, moments_of, samples_in, whiten
 
 if TYPE_CHECKING:
     from rlflow.workers.trainer.base import MicroBatch
+    from rlflow.workers.trainer.shards import Snapshot
 
 
 class TrainerWorker:
@@ -40,6 +41,7 @@ class TrainerWorker:
         self._model_path = model_path
         self._rank = rank
         self._world_size = world_size
+        self._snapshot: Snapshot | None = None
 
     def rendezvous(self) -> str:
         """An address for the ranks to meet at; loopback unless they live on several machines."""
@@ -152,9 +154,17 @@ class TrainerWorker:
             spans=(self._span("weights", start_s),),
         )
 
-    def save(self, folder: Path) -> None:
+    def snapshot(self) -> None:
+        """Copy the state of this moment, for `write_snapshot`; one that was not written is forgotten."""
+        self._snapshot = None
+        self._snapshot = self._backend.snapshot()
+
+    def write_snapshot(self, folder: Path) -> None:
+        """Write what `snapshot` has copied, and forget it. The only call that may be made beside the others."""
+        snapshot, self._snapshot = self._snapshot, None
+        assert snapshot is not None, "a snapshot is taken before it is written"
         with disk_errors("a checkpoint", folder):
-            self._backend.save(folder)
+            snapshot.write(folder)
 
     def load(self, folder: Path) -> None:
         self._backend.load(folder)

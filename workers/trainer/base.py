@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlflow.roles import StepOutcome
 from rlflow.types import FloatArray, TrainSample
+from rlflow.workers.trainer.shards import Snapshot
 
 MicroBatch = Sequence[Sequence[TrainSample]]
 """What goes through the model at once: pieces of groups, each with its samples."""
@@ -76,8 +77,11 @@ class TrainerBackend(ABC):
         """Name, the dtype that the engines hold, and shape of what `full_parameters` gives."""
 
     @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Write this rank's share; the checkpoint is complete when every rank has returned."""
+    def snapshot(self) -> Snapshot:
+        """Copy what this rank holds of a checkpoint to the memory of the CPU; training may go on while it is written.
+
+        Between two steps, so that nothing is accumulated. The checkpoint is complete when every rank's is written.
+        """
 
     @abstractmethod
     def load(self, folder: Path) -> None:
@@ -90,12 +94,12 @@ class TrainerBackend(ABC):
     def offload(self) -> None:
         """Move parameters, gradients and optimiser state to the memory of the CPU, and free the device's for others.
 
-        Between `offload` and `reload` nothing else is called, except `close`.
+        Between `offload` and `reload` nothing else is called, except `close`; a second `offload` does nothing.
         """
 
     @abstractmethod
     def reload(self) -> None:
-        """Undo `offload`; training goes on as if it had not happened."""
+        """Undo `offload`, if there was one; training goes on as if it had not happened."""
 
     @abstractmethod
     def close(self) -> None:

@@ -111,7 +111,7 @@ class DeepSpeedTrainer(PackedTrainer):
             state = self._optimizer.state.get(flat) or fresh_moments(flat.detach(), self._updates)
             tensors = {PARAMETER: flat.detach()} | state
             for piece in pieces:
-                found = {kind: tensors[kind][piece.run].cpu().clone() for kind in kinds}
+                found = {kind: tensors[kind][piece.run].to("cpu", copy=True) for kind in kinds}
                 held[piece.name] = self._shard(piece.name, piece.start, found)
         nothing: dict[str, Tensor] = dict.fromkeys(kinds, torch.empty(0))
         for name in self._shapes:

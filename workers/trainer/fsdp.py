@@ -115,7 +115,7 @@ class FsdpTrainer(PackedTrainer):
                 assert len(rows) == held[1] - held[0], f"{name} is cut another way than FSDP2 does"
                 if self._cut.get(name) == 1:
                     rows = self._group.join(rows.to(self._device), 1)[saved[0] - held[0] : saved[1] - held[0]]
-                found[kind] = rows.cpu().flatten()
+                found[kind] = rows.to("cpu", copy=True).flatten()
             yield Shard(name=name, shape=self._shapes[name], start=saved[0] * width, tensors=found)
 
     def _load_shards(self, reader: ShardReader) -> None:

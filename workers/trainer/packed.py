@@ -28,7 +28,7 @@ from rlflow.workers.trainer.objective import Objective, PolicyObjective
 from rlflow.workers.trainer.parking import Parked, park, unpark
 from rlflow.workers.trainer.policy import Policy, load_policy, split_logprobs, torch_dtype
 from rlflow.workers.trainer.process_group import choose_device, join
-from rlflow.workers.trainer.shards import MOMENTS, Shard, ShardReader, write_shards
+from rlflow.workers.trainer.shards import MOMENTS, Shard, ShardReader, Snapshot
 from rlflow.workers.trainer.value import ValueModel, ValueObjective, load_value_model
 
 
@@ -97,7 +97,7 @@ class PackedTrainer(TrainerBackend):
 
     @abstractmethod
     def _shards(self) -> Iterator[Shard]:
-        """What this rank saves of every parameter. Before the first update the moments are zeros."""
+        """Copies, on the CPU, of what this rank saves of every parameter. Before the first update moments are zeros."""
 
     @abstractmethod
     def _load_shards(self, reader: ShardReader) -> None:
@@ -177,9 +177,15 @@ class PackedTrainer(TrainerBackend):
     def parameter_specs(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         return list(self._specs)
 
-    def save(self, folder: Path) -> None:
-        shards, state = list(self._shards()), self._objective.state()
-        write_shards(folder, self._rank, self._world_size, shards, self._updates, state, self._config.lora)
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            rank=self._rank,
+            num_ranks=self._world_size,
+            shards=list(self._shards()),
+            updates=self._updates,
+            objective=self._objective.state(),
+            lora=self._config.lora,
+        )
 
     def load(self, folder: Path) -> None:
         reader = ShardReader(folder)
@@ -199,7 +205,7 @@ class PackedTrainer(TrainerBackend):
         """Everything that takes memory of the device between two calls."""
 
     def offload(self) -> None:
-        if self._device.type != "cpu":
+        if self._device.type != "cpu" and not self._parked:
             self._parked = park(self._resident(), self._device)
 
     def reload(self) -> None:

@@ -52,6 +52,22 @@ def shard_range(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
     return min(rank * chunk, size), min((rank + 1) * chunk, size)
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Snapshot:
+    """One rank's share of a checkpoint, in memory that nothing else holds: whatever is trained later, it stays."""
+
+    rank: int
+    num_ranks: int
+    shards: Sequence[Shard]
+    updates: int
+    objective: Mapping[str, float]
+    lora: LoraConfig
+
+    def write(self, folder: Path) -> None:
+        """As `write_shards`; from any thread."""
+        write_shards(folder, self.rank, self.num_ranks, self.shards, self.updates, self.objective, self.lora)
+
+
 def write_shards(
     folder: Path,
     rank: int,

@@ -1,0 +1,157 @@
+"""Checkpoints beside the steps: the state of a moment is copied, and written while training goes on.
+
+    take: the trainer's snapshot, then all else in one piece -> write: files -> fsync -> rename -> saved
+
+One copy exists at a time, and nothing that a write reads is changed by anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlflow.checkpoint import CheckpointStore, RunState, state_to_json
+from rlflow.config import Config
+from rlflow.deadlines import within
+from rlflow.disk import disk_errors
+from rlflow.intake import Intake, Progress
+from rlflow.ledger import Ledger
+from rlflow.roles import Workers
+from rlflow.types import PayloadRef, Span
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Taken:
+    """All of a checkpoint but the trainer's share, which the trainer keeps."""
+
+    step: int
+    state: dict[str, Any]
+    ledger: bytes
+    payloads: tuple[PayloadRef, ...]
+    """Of the groups in `state`, in order; what they refer to never changes."""
+
+
+class SaveListener(Protocol):
+    """Told when training stands still for a checkpoint, and of each one that is whole."""
+
+    def phase(self, name: str) -> None: ...
+
+    def saved(self, folder: Path) -> None: ...
+
+
+class Saver:
+    """Writes and reads the checkpoints of one run."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        workers: Workers,
+        intake: Intake,
+        ledger: Ledger,
+        checkpoints: CheckpointStore,
+        progress: Progress,
+        listener: SaveListener,
+        now: Callable[[], float],
+    ) -> None:
+        self.saved_step = -1
+        """Of the newest whole checkpoint."""
+        self.spans: list[Span] = []
+        """Since whoever reads them has taken them out."""
+        self._config = config
+        self._deadline_s = config.deadlines.checkpoint_s
+        self._workers = workers
+        self._intake = intake
+        self._ledger = ledger
+        self._checkpoints = checkpoints
+        self._progress = progress
+        self._listener = listener
+        self._now = now
+        self._taken: _Taken | None = None
+        self._writing: asyncio.Task[None] | None = None
+
+    async def take_if_due(self) -> None:
+        """Copy the state of this moment every `run.checkpoint_every` steps, when the write before has ended."""
+        every = self._config.run.checkpoint_every
+        if not every or self._progress.step % every:
+            return
+        self._listener.phase("saving")
+        start_s = self._now()
+        await self.written()
+        await self.take()
+        self.spans.append(Span(actor="checkpoint", name="checkpoint", start_s=start_s, end_s=self._now()))
+
+    async def take(self) -> None:
+        """Copy the state of this moment. Between two steps, and when no write is under way."""
+        assert self._writing is None, "there is one copy at a time"
+        self._listener.phase("saving")
+        copying = self._workers.trainer.snapshot()
+        await within("copying the trainer's state", self._deadline_s, copying)
+        # Nothing is awaited from here on, so that the parts are of one moment.
+        progress, ready = self._progress, self._intake.ready.groups
+        state = RunState(step=progress.step, version=progress.version, sampler=self._intake.sampler.state, ready=ready)
+        self._taken = _Taken(
+            step=progress.step,
+            state=state_to_json(state),
+            ledger=self._ledger.copy(),
+            payloads=tuple(payload for group in ready for payload in group.payloads),
+        )
+
+    def write(self) -> None:
+        """Begin to write what was taken, if anything was. A failure reaches the main task through the intake."""
+        if self._taken is not None:
+            self._writing = asyncio.create_task(self._write(self._taken), name="save")
+            self._writing.add_done_callback(self._tell)
+            self._taken = None
+
+    async def written(self) -> None:
+        """Wait for the write under way, if there is one; raises what made it fail."""
+        writing = self._writing
+        await self.ended()
+        if writing is not None:
+            writing.result()
+
+    async def ended(self) -> None:
+        """Wait for the write under way, however it ends."""
+        if self._writing is not None:
+            self._listener.phase("saving")
+            await asyncio.wait([self._writing])
+            self._writing = None
+
+    async def restore(self, folder: Path, state: RunState) -> None:
+        """Take up a checkpoint; see `Driver.restore`."""
+        progress = self._progress
+        progress.step = progress.served_step = self.saved_step = state.step
+        progress.version = progress.served_version = state.version
+        self._intake.sampler.restore(state.sampler)
+        await within("loading the checkpoint", self._deadline_s, self._workers.trainer.load(folder / "trainer"))
+        count = sum(len(group.episodes) for group in state.ready)
+        if count:
+            loading = self._workers.runners.load_payloads(folder / "ready", count)
+            payloads = iter(await within("loading the ready groups", self._deadline_s, loading))
+            for group in state.ready:
+                group.payloads = [next(payloads) for _ in group.episodes]
+        await self._intake.restore(state.ready)
+
+    async def _write(self, taken: _Taken) -> None:
+        start_s = self._now()
+        with disk_errors("a checkpoint", self._checkpoints.folder):
+            partial = await asyncio.to_thread(self._checkpoints.begin, taken.step)
+            writing = self._workers.trainer.write_snapshot(partial / "trainer")
+            await within("saving the trainer", self._deadline_s, writing)
+            if taken.payloads:
+                saving = self._workers.runners.save_payloads(taken.payloads, partial / "ready")
+                await within("saving the ready groups", self._deadline_s, saving)
+            await asyncio.to_thread((partial / "ledger.db").write_bytes, taken.ledger)
+            folder = await asyncio.to_thread(self._checkpoints.commit, partial, taken.state)
+        self.saved_step = taken.step
+        self.spans.append(Span(actor="checkpoint", name="write", start_s=start_s, end_s=self._now()))
+        self._listener.saved(folder)
+
+    def _tell(self, writing: asyncio.Task[None]) -> None:
+        error = None if writing.cancelled() else writing.exception()
+        if error is not None:
+            self._intake.fail(error)

@@ -17,7 +17,7 @@ from ray.exceptions import TaskCancelledError
 
 from rlflow.cluster.calls import DISK, RayTrainer, answer, open_calls
 from rlflow.cluster.start import ray_cluster
-from rlflow.config import Config
+from rlflow.config import Config, TrainerConfig
 from rlflow.errors import ConfigError, DeadlineError, RunError, WorkerError
 from rlflow.roles import StepOutcome
 
@@ -117,7 +117,7 @@ async def test_a_cancelled_wait_cancels_the_call(cluster: None) -> None:
 
 async def test_a_trainer_steps_while_it_writes(cluster: None) -> None:
     actors = [cast(Any, ray.remote)(concurrency_groups={DISK: 1})(Rank).options(num_cpus=0).remote() for _ in range(2)]
-    trainer = RayTrainer(actors)
+    trainer = RayTrainer(actors, TrainerConfig(ranks=2))
     for name, outcome in (("saved", None), ("full", RunError)):
         await trainer.snapshot()
         writing = asyncio.create_task(trainer.write_snapshot(Path(name)))

@@ -25,11 +25,11 @@ from training import (
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from rlflow.batching import in_order_of_training, plan_micro_batches
-from rlflow.checkpoint import CheckpointStore, RunState
+from rlflow.checkpoint import CheckpointStore, RunState, state_to_json
 from rlflow.cli import main
 from rlflow.cluster.calls import RayTrainer
-from rlflow.cluster.gpus import gpu_needs
-from rlflow.config import Config, LoraConfig, needs_reference, refers_to_itself
+from rlflow.cluster.gpus import Process, gpu_plan
+from rlflow.config import Config, LoraConfig, TrainerConfig, needs_reference, refers_to_itself
 from rlflow.errors import ConfigError, RunError
 from rlflow.export import export
 from rlflow.sampler import SamplerState
@@ -174,7 +174,7 @@ def write_run(folder: Path, model: str) -> FsdpTrainer:
     partial = store.begin(1)
     trainer.snapshot().write(partial / "trainer")
     sampler = SamplerState(task_pass=0, position=0, put_back=[])
-    store.commit(partial, RunState(step=1, version=1, sampler=sampler, ready=[]))
+    store.commit(partial, state_to_json(RunState(step=1, version=1, sampler=sampler, ready=[])))
     (folder / "run" / "config.yaml").write_text(f"model:\n  path: {model}\n")
     return trainer
 
@@ -205,7 +205,7 @@ def test_a_run_without_adapters_has_none_to_export(tmp_path: Path) -> None:
     partial = store.begin(1)
     one_rank(tiny_config(), tmp_path).snapshot().write(partial / "trainer")
     sampler = SamplerState(task_pass=0, position=0, put_back=[])
-    store.commit(partial, RunState(step=1, version=1, sampler=sampler, ready=[]))
+    store.commit(partial, state_to_json(RunState(step=1, version=1, sampler=sampler, ready=[])))
     (tmp_path / "run" / "config.yaml").write_text(f"model:\n  path: {model}\n")
     with pytest.raises(ConfigError, match="--adapter has no effect: the run trained the whole model"):
         export(tmp_path / "run", tmp_path / "out", step=None, dtype="float32", adapter_only=True)
@@ -242,7 +242,9 @@ class FakeRank:
 @pytest.mark.parametrize("num_episodes", [(3, 2), (1,)])
 async def test_a_policy_that_is_its_own_reference_is_asked_before_it_learns(num_episodes: tuple[int, ...]) -> None:
     log: list[Any] = []
-    trainer = RayTrainer([FakeRank(rank, log) for rank in range(2)], 16, refers_to_itself=True)
+    trainer = RayTrainer(
+        [FakeRank(rank, log) for rank in range(2)], TrainerConfig(ranks=2, micro_batch_tokens=16), refers_to_itself=True
+    )
     groups = [make_ready(number, *[0] * count) for number, count in enumerate(num_episodes)]
     await trainer.accumulate(groups, None)
     nothing = [None] * len(groups)
@@ -254,8 +256,16 @@ async def test_a_policy_that_is_its_own_reference_is_asked_before_it_learns(num_
 def test_no_process_holds_the_reference_of_a_policy_with_adapters() -> None:
     config = Config()
     config.algorithm.kl_coefficient = 0.1
-    assert (needs_reference(config), refers_to_itself(config), gpu_needs(config).reference) == (True, False, 1)
+    assert (needs_reference(config), refers_to_itself(config), Process.reference in gpu_plan(config).counts) == (
+        True,
+        False,
+        True,
+    )
     config.lora.rank = 8
-    assert (needs_reference(config), refers_to_itself(config), gpu_needs(config).reference) == (False, True, 0)
+    assert (needs_reference(config), refers_to_itself(config), Process.reference in gpu_plan(config).counts) == (
+        False,
+        True,
+        False,
+    )
     config.algorithm.kl_coefficient = 0.0
     assert not (needs_reference(config) or refers_to_itself(config))

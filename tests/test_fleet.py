@@ -315,6 +315,7 @@ async def test_three_deaths_in_a_row_give_an_engine_up_and_the_last_one_ends_the
             await failed
         with pytest.raises(RunError, match="no rollout engine is left"):
             await on.fleet.load_weights(staged(3))
+        await on.fleet.sleep()  # nothing holds the memory that a trainer needs to be saved
 
 
 async def test_an_engine_that_answers_in_between_is_never_given_up() -> None:

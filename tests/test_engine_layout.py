@@ -21,7 +21,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from rlflow.weights.layout import Engine, Layout, Shapes, mesh_layout
+from rlflow.weights.layout import Engine, Layout, Shapes, fsdp_layout
 from rlflow.weights.plan import plan
 
 pytestmark = pytest.mark.slow
@@ -163,7 +163,7 @@ def test_a_plan_to_such_an_engine_loads_it(name: str, tmp_path: Path) -> None:
 
     path, shapes = save_config(name, tmp_path)
     layout = engine_layout(path, "float32", 4, shapes)
-    source = mesh_layout(shapes, "float32", (3,), lambda _: (0,))
+    source = fsdp_layout(shapes, "float32", num_ranks=3)
     values = whole(source)
     found = [empty(layout, rank) for rank in range(layout.num_ranks)]
     execute(plan(source, [Engine(layout=layout)]).moves(), load(source, values), [found])

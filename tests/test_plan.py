@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -20,17 +21,15 @@ from layouts import (
 )
 
 from rlflow.errors import ConfigError
-from rlflow.weights.boxes import Box, difference, intersection, num_elements, run_boxes, split
+from rlflow.weights.boxes import Box, difference, intersection, num_elements, split
 from rlflow.weights.groups import generation_groups
-from rlflow.weights.layout import Engine, Layout, Placement, Region, mesh_layout, run_layout
+from rlflow.weights.layout import Engine, Layout, Mesh, Placement, Region, Shapes, fsdp_layout, mesh_layout, run_layout
 from rlflow.weights.plan import MOVES_IN_BUCKET, TransferPlan, plan
 from rlflow.weights.traffic import gathered, planned
 
-SMALL = Model(layers=1, hidden=4, intermediate=8, heads=4, key_value_heads=2, head_dim=2, vocabulary=5)
 
-
-def fsdp(shapes: dict[str, tuple[int, ...]], ranks: int, dtype: str = "float32") -> Layout:
-    return mesh_layout(shapes, dtype, (ranks,), lambda _: (0,))
+def fsdp(shapes: Shapes, ranks: int) -> Layout:
+    return fsdp_layout(shapes, "float32", ranks)
 
 
 def tensor_dim(name: str) -> int | None:
@@ -61,19 +60,18 @@ def carry_out(made: TransferPlan) -> None:
 
 
 @st.composite
-def sources(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]]) -> Layout:
-    kind = draw(st.sampled_from(["fsdp", "hybrid", "copies", "tensor", "runs"]))
-    one, other = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    if kind == "runs":
+def sources(draw: st.DrawFn, shapes: Shapes) -> Layout:
+    if draw(st.booleans()):
         return run_layout(shapes, "float32", draw(st.integers(1, 7)))
-    dims = {
-        "fsdp": lambda _: (0, None),
-        "hybrid": lambda _: (None, 0),
-        "copies": lambda _: (None, None),
-        "tensor": lambda name: (0, tensor_dim(name)),
+    one, other = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    # Rows over all ranks, or in copies; copies; tensor parallelism.
+    meshes: dict[str, Callable[[str], Mesh]] = {
+        "fsdp": lambda _: ((one * other, 0),),
+        "hybrid": lambda _: ((one, None), (other, 0)),
+        "copies": lambda _: ((one * other, None),),
+        "tensor": lambda name: ((one, 0), (other, tensor_dim(name))),
     }
-    mesh = (draw(st.integers(1, 7)), 1) if kind == "fsdp" else (one, other)
-    return mesh_layout(shapes, "float32", mesh, dims[kind])
+    return mesh_layout(shapes, "float32", one * other, meshes[draw(st.sampled_from(sorted(meshes)))])
 
 
 @st.composite
@@ -199,7 +197,7 @@ def test_a_parameter_that_the_engine_keeps_twice_is_sent_twice() -> None:
 
 def test_copies_share_the_work() -> None:
     shapes = {str(index): (8, 8) for index in range(12)}
-    source = mesh_layout(shapes, "float32", (4,), lambda _: (None,))
+    source = mesh_layout(shapes, "float32", 4, lambda _: ((4, None),))
     made = plan(source, [Engine(layout=fsdp(shapes, ranks=2))], bucket_bytes=8 * 128)
     assert made.sent.tolist() == [768] * 4
 
@@ -211,12 +209,6 @@ def test_overlapping_holders_still_send_each_element_once() -> None:
     made = plan(source, [Engine(layout=fsdp({"w": (4, 2)}, ranks=1), devices=(1,))])
     carry_out(made)
     assert (made.sent.tolist(), made.received[0].tolist()) == ([8, 0], [8])
-
-
-def test_tensor_parallel_below_fsdp_cuts_rows_as_torch_does() -> None:
-    """8 rows over a mesh (2, 2): the tensor dimension cuts first, so rank 1 = (0, 1) holds rows 4 and 5."""
-    layout = mesh_layout({"w": (8, 1)}, "float32", (2, 2), lambda _: (0, 0))
-    assert [ranks[0].start[0] for ranks in layout.placements["w"].ranks] == [0, 4, 2, 6]
 
 
 def test_hybridflow_example() -> None:
@@ -232,11 +224,14 @@ def test_colocated_ranks_keep_what_they_have_and_take_the_rest_from_their_group(
     copies, trained, generated = sizes
     shapes = {"up": (16, 8), "down": (8, 16)}
 
-    def dims(name: str) -> tuple[int | None, int]:
-        return None, int(name == "down")
+    def mesh(size: int) -> Callable[[str], Mesh]:
+        return lambda name: ((size, int(name == "down")),)
 
-    source = mesh_layout(shapes, "bfloat16", (copies, trained), dims)
-    layout = mesh_layout(shapes, "bfloat16", (1, generated), dims)
+    def copied(name: str) -> Mesh:
+        return ((copies, None), *mesh(trained)(name))
+
+    source = mesh_layout(shapes, "bfloat16", copies * trained, copied)
+    layout = mesh_layout(shapes, "bfloat16", generated, mesh(generated))
     groups = generation_groups(copies, trained, generated)
     made = plan(source, groups.engines(layout))
     carry_out(made)
@@ -281,23 +276,6 @@ def test_a_bucket_too_small_for_eight_elements_is_refused() -> None:
         plan(fsdp({"w": (4,)}, ranks=1), [], bucket_bytes=63)
 
 
-def test_a_mesh_that_cuts_what_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a mesh of shape \\(2,\\) must cut dimensions of \\(4,\\)"):
-        mesh_layout({"w": (4,)}, "float32", (2,), lambda _: (1,))
-
-
-@given(shape=st.lists(st.integers(1, 4), max_size=3).map(tuple), data=st.data())
-def test_a_run_is_a_few_boxes(shape: tuple[int, ...], data: st.DataObject) -> None:
-    order = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    first = data.draw(st.integers(0, order.size))
-    last = data.draw(st.integers(first, order.size))
-    boxes = run_boxes(shape, first, last)
-    found = [order[tuple(map(slice, start, stop))] for start, stop, _ in boxes]
-    assert sorted(int(each) for part in found for each in part.flat) == list(range(first, last))
-    assert [int(part.flat[0]) for part in found] == [offset for *_, offset in boxes]
-    assert len(boxes) <= max(1, 2 * len(shape) - 1)
-
-
 BOXES = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=2, max_size=2).map(
     lambda sides: (tuple(first for first, _ in sides), tuple(first + size for first, size in sides))
 )
@@ -322,7 +300,7 @@ def test_parts_of_boxes(one: Box, other: Box, limit: int) -> None:
 def test_7b_to_two_engines_of_four() -> None:
     """FSDP2 over 8 ranks. A plan moves two copies of the model and its copied norms and heads, not 15 copies."""
     engines = [Engine(layout=engine_layout_by_hand(QWEN2_5_7B, 4))] * 2
-    source = fsdp(QWEN2_5_7B.shapes(), ranks=8, dtype="bfloat16")
+    source = fsdp_layout(QWEN2_5_7B.shapes(), "bfloat16", num_ranks=8)
     made = plan(source, engines)
     size = 15_231_233_024
     assert source.num_bytes == size
@@ -336,7 +314,7 @@ def test_7b_to_two_engines_of_four() -> None:
 
 def test_70b_from_64_ranks_to_eight_engines_of_eight() -> None:
     """A million and a half moves, planned from the few ways in which parameters lie."""
-    source = fsdp(LLAMA_3_70B.shapes(), ranks=64, dtype="bfloat16")
+    source = fsdp_layout(LLAMA_3_70B.shapes(), "bfloat16", num_ranks=64)
     engines = [Engine(layout=engine_layout_by_hand(LLAMA_3_70B, 8))] * 8
     made = plan(source, engines)
     norms = 2 * 8192 * (2 * 80 + 1)

@@ -91,6 +91,18 @@ def test_rows_copied_one_by_one_are_one_region() -> None:
     assert merged(rows) == (Region(start=(0, 0), stop=(3, 3), offset=50, strides=(6, 1)),)
 
 
+def test_rows_at_uneven_distances_stay_apart() -> None:
+    rows = [
+        region
+        for row, there in ((0, 0), (1, 3), (2, 7))
+        for region in regions_of((3, 3), 3 * row, [Axis(extent=3, here=1, there=1)], there)
+    ]
+    assert [(region.start, region.stop, region.offset) for region in merged(rows)] == [
+        ((0, 0), (2, 3), 0),
+        ((2, 0), (3, 3), 7),
+    ]
+
+
 class Fused(nn.Module):
     """Two matrices in one, a transposed one, an embedding with a row of padding."""
 

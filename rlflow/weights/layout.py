@@ -11,11 +11,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 from rlflow.errors import ConfigError
 from rlflow.weights.boxes import Index, num_elements, row_major, run_boxes
 
 Shapes = Mapping[str, tuple[int, ...]]
+Mesh = tuple[tuple[int, int | None], ...]
+"""For each dimension of a mesh its size, and the dimension of a parameter that is cut there; None: none is."""
 
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -106,22 +109,38 @@ def chunk_of(size: int, index: int, count: int) -> tuple[int, int]:
     return min(index * chunk, size), min((index + 1) * chunk, size)
 
 
-def mesh_layout(
-    shapes: Shapes, dtype: str, mesh: tuple[int, ...], dims: Callable[[str], tuple[int | None, ...]]
-) -> Layout:
-    """A trainer whose ranks form a mesh, numbered with its last dimension fastest.
+def mesh_layout(shapes: Shapes, dtype: str, num_ranks: int, mesh: Callable[[str], Mesh]) -> Layout:
+    """A trainer whose ranks form a mesh for each parameter, numbered with its last dimension fastest.
 
-    `dims` says, for a parameter and each dimension of the mesh, which dimension of the parameter is cut there; None:
-    every rank along it holds the same. Where two cut the same one, the last cuts first, as FSDP2 over tensor parallel.
+    Where two dimensions of the mesh cut the same one of the parameter, the last cuts first, as FSDP2 above tensor
+    parallelism does. Raises ConfigError when a mesh has not `num_ranks` ranks, or cuts what is not there.
 
-    Examples: FSDP2 over 8 ranks: mesh (8,), dims (0,). Copies (ZeRO 1 and 2): (None,). Data parallel with FSDP2 over
-    tensor parallel: mesh (4, 2), dims (0, 0), (0, 1) or (0, None), by parameter.
+    Examples, for 8 ranks: rows shared out ((8, 0),); copies, as ZeRO 1 and 2 have them ((8, None),); rows shared out in
+    two copies ((2, None), (4, 0)).
     """
     placements = {
-        name: Placement(shape=shape, dtype=dtype, tensors=(name,), ranks=_mesh_ranks(shape, mesh, dims(name)))
+        name: Placement(shape=shape, dtype=dtype, tensors=(name,), ranks=_mesh_ranks(shape, mesh(name), num_ranks))
         for name, shape in shapes.items()
     }
-    return Layout(num_ranks=math.prod(mesh), placements=placements)
+    return Layout(num_ranks=num_ranks, placements=placements)
+
+
+def fsdp_layout(
+    shapes: Shapes, dtype: str, num_ranks: int, tensor_parallel: int = 1, cut: Mapping[str, int] | None = None
+) -> Layout:
+    """The FSDP2 trainer, with tensor parallelism or without: the rows of each parameter are shared out.
+
+    `cut` names the parameters that tensor parallelism cuts, and along which dimension: `tensor_parallel` neighbours in
+    rank have a slice each, of which the rows are shared out over the others. All ranks share the rest.
+    """
+    sliced = cut or {}
+
+    def mesh(name: str) -> Mesh:
+        if name not in sliced:
+            return ((num_ranks, 0),)
+        return ((num_ranks // tensor_parallel, 0), (tensor_parallel, sliced[name]))
+
+    return mesh_layout(shapes, dtype, num_ranks, mesh)
 
 
 def run_layout(shapes: Shapes, dtype: str, num_ranks: int) -> Layout:
@@ -134,27 +153,23 @@ def run_layout(shapes: Shapes, dtype: str, num_ranks: int) -> Layout:
 
 
 @lru_cache(maxsize=1024)
-def _mesh_ranks(shape: Index, mesh: tuple[int, ...], dims: tuple[int | None, ...]) -> Ranks:
-    if len(dims) != len(mesh) or any(dim is not None and not 0 <= dim < len(shape) for dim in dims):
-        raise ConfigError(f"a mesh of shape {mesh} must cut dimensions of {shape}, one for each of its own; got {dims}")
-    coordinates = [
-        tuple(rank // math.prod(mesh[axis + 1 :]) % size for axis, size in enumerate(mesh))
-        for rank in range(math.prod(mesh))
-    ]
-    return tuple(_mesh_shard(shape, mesh, dims, each) for each in coordinates)
+def _mesh_ranks(shape: Index, mesh: Mesh, num_ranks: int) -> Ranks:
+    sizes = [size for size, _ in mesh]
+    if math.prod(sizes) != num_ranks or any(dim is not None and not 0 <= dim < len(shape) for _, dim in mesh):
+        raise ConfigError(f"a mesh of {num_ranks} ranks must cut dimensions of the shape {shape}; got {mesh}")
+    coordinates = product(*(range(size) for size in sizes))
+    return tuple(_mesh_shard(shape, mesh, each) for each in coordinates)
 
 
-def _mesh_shard(
-    shape: Index, mesh: tuple[int, ...], dims: tuple[int | None, ...], coordinates: tuple[int, ...]
-) -> tuple[Region, ...]:
+def _mesh_shard(shape: Index, mesh: Mesh, coordinates: tuple[int, ...]) -> tuple[Region, ...]:
     start, stop = [0] * len(shape), list(shape)
-    for size, dim, coordinate in reversed(list(zip(mesh, dims, coordinates, strict=True))):
+    for (size, dim), coordinate in reversed(list(zip(mesh, coordinates, strict=True))):
         if dim is not None:
             first, last = chunk_of(stop[dim] - start[dim], coordinate, size)
             start[dim], stop[dim] = start[dim] + first, start[dim] + last
-    if num_elements(tuple(start), tuple(stop)) == 0:
-        return ()
     local = tuple(last - first for first, last in zip(start, stop, strict=True))
+    if 0 in local:
+        return ()
     return (Region(start=tuple(start), stop=tuple(stop), offset=0, strides=row_major(local)),)
 
 

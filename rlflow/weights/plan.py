@@ -3,8 +3,8 @@
 Layout of the trainer, layouts of the engines -> plan -> TransferPlan: moves in buckets, bytes of every rank
 
 Each rank of an engine is sent exactly the elements that it holds, from a rank of the trainer that holds them, straight
-from that rank's tensor to the place in its own: nothing is gathered first. What both have on one device is
-copied there. Pure: the plan is made once, from metadata, and is equal on every rank that makes it from equal layouts.
+from that rank's tensor to the place in its own: nothing is gathered first. What both have on one device is copied
+there. Pure: the plan is made once, from metadata, and is equal on every rank that makes it from equal layouts.
 """
 
 from __future__ import annotations
@@ -125,10 +125,11 @@ def plan(source: Layout, engines: Sequence[Engine], bucket_bytes: int = BUCKET_B
     """Plan a transfer of all parameters to all engines.
 
     Of several ranks that hold the same elements, one on the receiver's device sends them, else the one with the least
-    to send so far. So two ranks that hold the same of everything send amounts that differ by at most one move, which is
-    at most bucket_bytes / 8: the one with more is passed over until the other has caught up.
+    to send so far. So two ranks that hold the same of everything, and may send to the same engines, send amounts that
+    differ by at most one move, which is at most bucket_bytes / 8: the one with more is passed over until the other has
+    caught up.
 
-    Raises ConfigError when a parameter or a part of it is on one side only, or shapes differ.
+    Raises ConfigError when a parameter or a part of it is on one side only, shapes differ, or a bucket is too small.
     """
     if bucket_bytes < 8 * MOVES_IN_BUCKET:
         raise ConfigError(f"a bucket must have at least {8 * MOVES_IN_BUCKET} bytes; got {bucket_bytes}")

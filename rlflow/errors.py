@@ -27,6 +27,10 @@ class WeightsOvertaken(RunError):
     """The staged weights were rewritten while an engine read them; the engine waits for the next version."""
 
 
+class NotACopy(RunError):
+    """An engine does more with a weight than to copy it when it loads it, so that it must be sent whole."""
+
+
 class StaleGroup(RunError):
     """A group was ended because it holds tokens that no update may use any more."""
 

@@ -193,7 +193,8 @@ def write_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of the tiny model with a checkpoint of step 2, written by two ranks; returns the model's folder."""
     import torch
 
-    from rlflow.workers.trainer.shards import PARAMETER, Shard, shard_range, write_shards
+    from rlflow.weights.layout import chunk_of
+    from rlflow.workers.trainer.shards import PARAMETER, Shard, write_shards
 
     monkeypatch.setenv("RLFLOW_CACHE", str(folder / "cache"))
     model = Path(resolve_model("tiny"))
@@ -203,7 +204,7 @@ def write_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for rank in range(2):
         shards = []
         for name, weight in weights.items():
-            start, stop = shard_range(len(weight), rank, 2)
+            start, stop = chunk_of(len(weight), rank, 2)
             elements = {PARAMETER: weight[start:stop].flatten()}
             first = start * weight[0].numel()
             shards.append(Shard(name=name, shape=tuple(weight.shape), start=first, tensors=elements))

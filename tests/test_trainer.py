@@ -29,9 +29,10 @@ from transformers import AutoModelForCausalLM
 from rlflow.config import Config, Dtype
 from rlflow.errors import RunError
 from rlflow.types import TrainSample
+from rlflow.weights.layout import chunk_of
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.process_group import join
-from rlflow.workers.trainer.shards import ShardReader, read_full, shard_range
+from rlflow.workers.trainer.shards import ShardReader, read_full
 
 
 @pytest.fixture
@@ -258,8 +259,8 @@ def test_missing_elements_are_named(model_path: str, tmp_path: Path) -> None:
 
 
 def test_shard_ranges_are_rounded_up_chunks() -> None:
-    assert [shard_range(10, rank, 4) for rank in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
-    assert [shard_range(2, rank, 3) for rank in range(3)] == [(0, 1), (1, 2), (2, 2)]
+    assert [chunk_of(10, rank, 4) for rank in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert [chunk_of(2, rank, 3) for rank in range(3)] == [(0, 1), (1, 2), (2, 2)]
 
 
 def test_an_unknown_rendezvous_is_refused() -> None:

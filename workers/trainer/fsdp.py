@@ -20,11 +20,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import DTensor
 
 from rlflow.config import Config, Offload
+from rlflow.weights.layout import chunk_of
 from rlflow.workers.trainer.base import MicroBatch, Role
 from rlflow.workers.trainer.packed import PackedTrainer, adamw, fresh_moments, state_tensors
 from rlflow.workers.trainer.policy import Policy, torch_dtype
 from rlflow.workers.trainer.process_group import join_subgroup
-from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader, shard_range
+from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader
 from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
 from rlflow.workers.trainer.value import ValueModel
 
@@ -143,11 +144,11 @@ class FsdpTrainer(PackedTrainer):
         """The rows of a parameter that this rank holds, of all columns or of those of its slice."""
         num_rows, dim = self._shapes[name][0], self._cut.get(name)
         if dim is None:
-            return shard_range(num_rows, self._rank, self._world_size)
+            return chunk_of(num_rows, self._rank, self._world_size)
         data_rank, tensor_rank = divmod(self._rank, self._group.size)
         num_slices, own_slice = (self._group.size, tensor_rank) if dim == 0 else (1, 0)
         slice_rows = num_rows // num_slices
-        start, stop = shard_range(slice_rows, data_rank, self._world_size // self._group.size)
+        start, stop = chunk_of(slice_rows, data_rank, self._world_size // self._group.size)
         return own_slice * slice_rows + start, own_slice * slice_rows + stop
 
     def _rows_to_save(self, name: str) -> tuple[int, int]:
@@ -155,7 +156,7 @@ class FsdpTrainer(PackedTrainer):
         start, stop = self._rows(name)
         if self._cut.get(name) != 1:
             return start, stop
-        own_start, own_stop = shard_range(stop - start, self._group.rank, self._group.size)
+        own_start, own_stop = chunk_of(stop - start, self._group.rank, self._group.size)
         return start + own_start, start + own_stop
 
     def _resident(self) -> Iterator[Tensor]:

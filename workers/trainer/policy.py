@@ -20,8 +20,8 @@ from rlflow.batching import PackedBatch, pack
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.types import FloatArray, TrainSample
+from rlflow.weights.layout import chunk_of
 from rlflow.workers.trainer.attention import ATTENTION, attention_layout, check_attention
-from rlflow.workers.trainer.shards import shard_range
 from rlflow.workers.trainer.tensor_parallel import TensorGroup
 
 MAX_LOGITS = 2**26
@@ -60,7 +60,7 @@ class Policy(nn.Module):
             torch.from_numpy(part).to(device) for part in np.unique(packed.loss_positions, return_inverse=True)
         )
         targets = torch.from_numpy(packed.targets).to(device)
-        start, stop = shard_range(len(positions), self._group.rank, self._group.size)
+        start, stop = chunk_of(len(positions), self._group.rank, self._group.size)
         tokens = torch.nonzero((row_of >= start) & (row_of < stop))[:, 0]
         # An embedding gathers rows with a backward that is deterministic on CPU.
         predictive = F.embedding(positions[start:stop], hidden)

@@ -43,15 +43,6 @@ class Shard:
     """Kind -> the elements, flat."""
 
 
-def shard_range(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """The part [start, stop) of a rank: equal chunks, rounded up, the last ones shorter or empty.
-
-    FSDP2 cuts rows like this, and ZeRO 3 elements.
-    """
-    chunk = -(-size // num_ranks)
-    return min(rank * chunk, size), min((rank + 1) * chunk, size)
-
-
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Snapshot:
     """One rank's share of a checkpoint, in memory that nothing else holds: whatever is trained later, it stays."""

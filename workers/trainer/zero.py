@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlflow.workers.trainer.shards import shard_range
+from rlflow.weights.layout import chunk_of
 
 
 class Piece(NamedTuple):
@@ -105,7 +105,7 @@ class PartitionedParameters(ZeroLayout):
         pieces: list[list[Piece]] = [[] for _ in self._zero.fp32_partitioned_groups_flat]
         for name, parameter in self._trained.items():
             group, offset, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
-            start, stop = shard_range(parameter.ds_numel, self._rank, self._world_size)
+            start, stop = chunk_of(parameter.ds_numel, self._rank, self._world_size)
             pieces[group].append(Piece(name=name, start=start, stop=stop, offset=offset))
         for group, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
             is_swapped = self._zero._swappable_optimizer_subgroup(group)

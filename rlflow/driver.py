@@ -3,7 +3,7 @@
     intake (sampler -> ... -> ready queue) -> take -> accumulate -> step -> stage weights -> engines load -> admit ...
 
 Four things happen at once: the live groups (`intake.py`), the main task here, which takes ready groups into steps, the
-engines' loading of the version before, and the writing of a checkpoint (`saver.py`). Synchronous training is
+engines' loading of the version before (`publisher.py`), and the writing of a checkpoint (`saver.py`). Synchronous training is
 `max_versions` 0 in this same loop: the admission budget then opens only when the engines have the new version.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -24,7 +24,8 @@ from rlflow.errors import ConfigError, DeadlineError, RunError
 from rlflow.evaluation import Evaluation, evaluate
 from rlflow.intake import Intake, Listener, Progress
 from rlflow.ledger import GroupState, Ledger
-from rlflow.roles import LoadOutcome, StagedWeights, StepOutcome, Workers
+from rlflow.publisher import Publisher, PublishListener
+from rlflow.roles import StepOutcome, Workers
 from rlflow.sampler import TaskSampler
 from rlflow.saver import SaveListener, Saver
 from rlflow.types import EpisodeSummary, PayloadRef, ReadyGroup, Span, Task
@@ -62,22 +63,12 @@ class StepReport:
     """Groups of the step whose episodes all had the same reward."""
 
 
-class Observer(Listener, SaveListener, Protocol):
+class Observer(Listener, PublishListener, SaveListener, Protocol):
     """Told what happens; must not fail the run for a reason of its own, other than a full disk."""
 
     async def step(self, report: StepReport) -> None: ...
 
     def evaluated(self, evaluation: Evaluation) -> None: ...
-
-
-@dataclass(slots=True)
-class _Background:
-    """What goes on beside the main task, and what it left for the next report."""
-
-    loading: asyncio.Task[None] | None = None
-    evaluating: asyncio.Task[Evaluation] | None = None
-    pause_s: float = 0.0
-    spans: list[Span] = field(default_factory=list)
 
 
 class Driver:
@@ -105,8 +96,18 @@ class Driver:
         self._intake = Intake(
             config=config, workers=workers, sampler=sampler, ledger=ledger, listener=observer, progress=self._progress
         )
-        self._background = _Background()
+        self._evaluating: asyncio.Task[Evaluation] | None = None
+        self._spans: list[Span] = []
+        """Since the last report."""
         self._skipped_in_a_row = 0
+        self._publisher = Publisher(
+            config=config,
+            workers=workers,
+            intake=self._intake,
+            progress=self._progress,
+            listener=observer,
+            now=now,
+        )
         self._saver = Saver(
             config=config,
             workers=workers,
@@ -122,8 +123,8 @@ class Driver:
 
     async def run(self) -> None:
         try:
-            await self._publish(await self._stage())
-            await self._loaded()
+            await self._publisher.hand_over(await self._publisher.stage())
+            await self._publisher.loaded()
             while self._progress.step < self._config.run.steps and not self._progress.stop_requested:
                 await self._train_one_step()
             await self._finish()
@@ -162,18 +163,18 @@ class Driver:
         began_s = asyncio.get_running_loop().time()
         groups = await self._accumulate_step()
         outcome = await self._call_trainer("the optimiser step", self._workers.trainer.step())
-        self._background.spans += outcome.spans
+        self._spans += outcome.spans
         self._count_update(outcome)
         for group in groups:
             self._ledger.advance(group.group_id, GroupState.TRAINED, version=trained_version)
         self._ledger.flush()
         self._progress.step += 1
-        staged = await self._stage() if outcome.applied or self._is_colocated else None
+        staged = await self._publisher.stage() if outcome.applied or self._is_colocated else None
         await self._saver.take_if_due()
         if staged is None:
             self._progress.served_step = self._progress.step
         else:
-            await self._publish(staged)
+            await self._publisher.hand_over(staged)
         self._intake.end_step(asyncio.get_running_loop().time() - began_s)
         await self._start_evaluation()
         await self._report(start_s, trained_version, groups, outcome)
@@ -204,7 +205,7 @@ class Driver:
         masks = self._config.staleness.late is Late.mask
         accumulating = self._workers.trainer.accumulate(groups, self._oldest_allowed if masks else None)
         hint = "raise deadlines.train_s if a step takes this long"
-        self._background.spans += await self._call_trainer("accumulating gradients", accumulating, hint)
+        self._spans += await self._call_trainer("accumulating gradients", accumulating, hint)
 
     def _count_update(self, outcome: StepOutcome) -> None:
         if outcome.applied:
@@ -226,59 +227,6 @@ class Driver:
             await within("putting the engines to sleep", deadline, self._workers.engines.sleep())
             await within("bringing the trainer back to its devices", deadline, self._workers.trainer.reload())
 
-    # -- from the trainer into the engines
-
-    async def _stage(self) -> StagedWeights:
-        """Lay out the trainer's weights as the current version."""
-        await self._loaded()  # the engines still read the version before from where this one will be
-        self._observer.phase("weights")
-        staging = self._workers.trainer.stage_weights(self._progress.version)
-        staged = await within("staging the weights", self._config.deadlines.weights_s, staging)
-        self._background.spans += staged.spans
-        return staged
-
-    async def _publish(self, staged: StagedWeights) -> None:
-        """Hand a version to the engines; they load while training goes on.
-
-        Where nothing can go on without them, this waits for the engines.
-        """
-        if self._is_colocated:
-            offloading = self._workers.trainer.offload()
-            await within("taking the trainer off its devices", self._config.deadlines.weights_s, offloading)
-        self._background.loading = asyncio.create_task(self._load(staged, self._progress.step), name="load weights")
-        if self._config.staleness.max_versions == 0 or self._is_colocated:
-            await self._loaded()
-
-    async def _load(self, staged: StagedWeights, step: int) -> None:
-        """Never raises: a failure reaches the main task through the intake."""
-        try:
-            loaded = await self._load_engines(staged)
-        except Exception as error:
-            self._intake.fail(error)
-            return
-        self._background.pause_s = max(self._background.pause_s, loaded.pause_s)
-        self._progress.served_step, self._progress.served_version = step, staged.version
-        self._intake.admit()
-
-    async def _load_engines(self, staged: StagedWeights) -> LoadOutcome:
-        deadline = self._config.deadlines.weights_s
-        if self._config.staleness.late is Late.requeue:
-            # First, so that no engine is paused for, or carries over, tokens that nobody will train on.
-            cancelling = self._workers.runners.cancel_stale(self._oldest_allowed)
-            await within("ending the groups that are too old", deadline, cancelling)
-        start_s = self._now()
-        loading = self._workers.engines.load_weights(staged)
-        loaded = await within("loading the weights into the engines", deadline, loading)
-        self._background.spans.append(Span(actor="engines", name="weights", start_s=start_s, end_s=self._now()))
-        return loaded
-
-    async def _loaded(self) -> None:
-        """Wait until the engines have what was last handed to them."""
-        if self._background.loading is not None:
-            await self._background.loading
-            self._background.loading = None
-        self._intake.raise_failure()
-
     # -- evaluation and report
 
     async def _start_evaluation(self) -> None:
@@ -286,7 +234,7 @@ class Driver:
         if not every or self._progress.step % every:
             return
         await self._evaluated()
-        await self._loaded()
+        await self._publisher.loaded()
         pinning = self._workers.engines.pin()
         evaluating = evaluate(
             self._config,
@@ -296,33 +244,33 @@ class Driver:
             step=self._progress.step,
             version=self._progress.version,
         )
-        self._background.evaluating = asyncio.create_task(evaluating, name="evaluation")
+        self._evaluating = asyncio.create_task(evaluating, name="evaluation")
         if self._is_colocated:
             await self._evaluated()  # the engines are about to sleep
 
     async def _evaluated(self) -> None:
         """Wait for the evaluation under way, if there is one, and tell its result."""
-        if self._background.evaluating is not None:
+        if self._evaluating is not None:
             self._observer.phase("evaluating")
-            await asyncio.wait([self._background.evaluating])
+            await asyncio.wait([self._evaluating])
             self._tell_evaluation()
 
     def _tell_evaluation(self) -> None:
         """Pass on the result of an evaluation that has ended; raises what made it fail."""
-        task = self._background.evaluating
+        task = self._evaluating
         if task is not None and task.done():
-            self._background.evaluating = None
-            self._background.spans += task.result().spans
+            self._evaluating = None
+            self._spans += task.result().spans
             self._observer.evaluated(task.result())
 
     async def _report(
         self, start_s: float, trained_version: int, groups: list[ReadyGroup], outcome: StepOutcome
     ) -> None:
-        collected, background = self._intake.collected.take(), self._background
+        collected, publisher, saver = self._intake.collected.take(), self._publisher, self._saver
         self._tell_evaluation()
-        pause_s, background.pause_s = background.pause_s, 0.0
-        spans = [*collected.spans, *background.spans, *self._saver.spans]
-        background.spans, self._saver.spans = [], []
+        pause_s, publisher.pause_s = publisher.pause_s, 0.0
+        spans = [*collected.spans, *self._spans, *publisher.spans, *saver.spans]
+        self._spans, publisher.spans, saver.spans = [], [], []
         await self._observer.step(
             StepReport(
                 step=self._progress.step,
@@ -346,7 +294,7 @@ class Driver:
 
     async def _finish(self) -> None:
         await self._evaluated()
-        await self._loaded()
+        await self._publisher.loaded()
         await self._cancel_unfinished()
         await self._saver.written()
         await self._save()
@@ -375,10 +323,10 @@ class Driver:
 
     async def _end_tasks(self) -> None:
         await self._intake.close()
-        for task in (self._background.loading, self._background.evaluating):
-            if task is not None:
-                task.cancel()
-                await asyncio.wait([task])
+        await self._publisher.close()
+        if self._evaluating is not None:
+            self._evaluating.cancel()
+            await asyncio.wait([self._evaluating])
 
     # -- shorthands
 

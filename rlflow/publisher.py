@@ -1,0 +1,106 @@
+"""From the trainer into the engines: a version is laid out, and loaded while training goes on.
+
+stage: where the engines read it -> hand_over: they load it -> loaded: groups are admitted under it
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from rlflow import staleness
+from rlflow.config import Config, Late, Placement
+from rlflow.deadlines import within
+from rlflow.intake import Intake, Progress
+from rlflow.roles import LoadOutcome, StagedWeights, Workers
+from rlflow.types import Span
+
+
+class PublishListener(Protocol):
+    """Told when training stands still for the weights."""
+
+    def phase(self, name: str) -> None: ...
+
+
+class Publisher:
+    """Hands each version of the weights to the engines. One version is loaded at a time."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        workers: Workers,
+        intake: Intake,
+        progress: Progress,
+        listener: PublishListener,
+        now: Callable[[], float],
+    ) -> None:
+        self.spans: list[Span] = []
+        """Since whoever reads them has taken them out."""
+        self.pause_s = 0.0
+        """Longest time that an engine did not sample, since whoever reads it has set it to 0."""
+        self._config = config
+        self._deadline_s = config.deadlines.weights_s
+        self._is_colocated = config.cluster.placement is Placement.colocated
+        self._workers = workers
+        self._intake = intake
+        self._progress = progress
+        self._listener = listener
+        self._now = now
+        self._loading: asyncio.Task[None] | None = None
+
+    async def stage(self) -> StagedWeights:
+        """Lay out the trainer's weights as the current version."""
+        await self.loaded()  # the engines still read the version before from where this one will be
+        self._listener.phase("weights")
+        staging = self._workers.trainer.stage_weights(self._progress.version)
+        staged = await within("staging the weights", self._deadline_s, staging)
+        self.spans += staged.spans
+        return staged
+
+    async def hand_over(self, staged: StagedWeights) -> None:
+        """Let the engines load a version. Where nothing can go on without them, this waits for them."""
+        if self._is_colocated:
+            offloading = self._workers.trainer.offload()
+            await within("taking the trainer off its devices", self._deadline_s, offloading)
+        self._loading = asyncio.create_task(self._load(staged, self._progress.step), name="load weights")
+        if self._config.staleness.max_versions == 0 or self._is_colocated:
+            await self.loaded()
+
+    async def loaded(self) -> None:
+        """Wait until the engines have what was last handed over. Raises what made the run fail meanwhile."""
+        if self._loading is not None:
+            await self._loading
+            self._loading = None
+        self._intake.raise_failure()
+
+    async def close(self) -> None:
+        """End the load under way, if there is one."""
+        if self._loading is not None:
+            self._loading.cancel()
+            await asyncio.wait([self._loading])
+
+    async def _load(self, staged: StagedWeights, step: int) -> None:
+        """Never raises: a failure reaches the main task through the intake."""
+        try:
+            loaded = await self._load_engines(staged)
+        except Exception as error:
+            self._intake.fail(error)
+            return
+        self.pause_s = max(self.pause_s, loaded.pause_s)
+        self._progress.served_step, self._progress.served_version = step, staged.version
+        self._intake.admit()
+
+    async def _load_engines(self, staged: StagedWeights) -> LoadOutcome:
+        if self._config.staleness.late is Late.requeue:
+            # First, so that no engine is paused for, or carries over, tokens that nobody will train on.
+            max_versions = self._config.staleness.max_versions
+            oldest = staleness.oldest_allowed(version=self._progress.version, max_versions=max_versions)
+            cancelling = self._workers.runners.cancel_stale(oldest)
+            await within("ending the groups that are too old", self._deadline_s, cancelling)
+        start_s = self._now()
+        loading = self._workers.engines.load_weights(staged)
+        loaded = await within("loading the weights into the engines", self._deadline_s, loading)
+        self.spans.append(Span(actor="engines", name="weights", start_s=start_s, end_s=self._now()))
+        return loaded

@@ -3,8 +3,9 @@
     intake (sampler -> ... -> ready queue) -> take -> accumulate -> step -> stage weights -> engines load -> admit ...
 
 Four things happen at once: the live groups (`intake.py`), the main task here, which takes ready groups into steps, the
-engines' loading of the version before (`publisher.py`), and the writing of a checkpoint (`saver.py`). Synchronous training is
-`max_versions` 0 in this same loop: the admission budget then opens only when the engines have the new version.
+engines' loading of the version before (`publisher.py`), and the writing of a checkpoint (`saver.py`). Synchronous
+training is `max_versions` 0 in this same loop: the admission budget then opens only when the engines have the new
+version.
 """
 
 from __future__ import annotations

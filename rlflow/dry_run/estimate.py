@@ -176,13 +176,12 @@ def _together(config: Config, kinds: Sequence[Process], first: int, stop: int) -
 def _most(kinds: Sequence[Process], processes: dict[Process, ProcessMemory]) -> int:
     """Bytes that processes on one GPU need of it together.
 
-    An engine sleeps while trainer and critic work, but what these keep stays; the others may work at any time.
+    An engine sleeps while trainer and critic work, and these leave the GPU meanwhile; the others may work at any time.
     """
-    in_turn = [processes[kind] for kind in kinds if kind in (Process.trainer, Process.critic)]
+    trained = sum(processes[kind].total for kind in kinds if kind in (Process.trainer, Process.critic))
     others = sum(processes[kind].total for kind in kinds if kind in (Process.reference, Process.reward_model))
     engine = processes[Process.engine].total if Process.engine in kinds else 0
-    passing = max(engine, sum(memory.passing for memory in in_turn))
-    return sum(memory.kept for memory in in_turn) + passing + others
+    return max(engine, trained) + others
 
 
 _NAMES = {

@@ -25,7 +25,7 @@ _VERBS = {
 
 _BENCH_HELP = (
     "e2e: a whole run's steady state; async: what asynchrony gains; queue: ledger and ready queue beside "
-    "TransferQueue; train: a step of the trainer beside a padded loop"
+    "TransferQueue; train: a step of the trainer beside a padded loop and TRL's"
 )
 
 

@@ -120,7 +120,7 @@ class ModelConfig:
 @dataclass
 class EnvConfig:
     name: str = "arithmetic"
-    """A shipped environment, or `package.module:Class` / `file.py:Class`."""
+    """A shipped environment, or your own function, as `package.module:load` or `file.py:load`."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's `load`."""
 
@@ -132,7 +132,8 @@ class RewardConfig:
     model: str | None = None
     """A sequence classifier with one label whose score is the reward: a local folder, or a hub id."""
     model_replicas: int = 1
-    """Processes that each hold the whole reward model, on a GPU each; a reply goes to the one with the fewest."""
+    """Processes that each hold the whole reward model, on a GPU each; a reply goes to the one with the
+    fewest open requests."""
     workers: int = 1
     """Processes that call the function; not with `model`."""
     timeout_s: float = 10.0
@@ -162,7 +163,8 @@ class AlgorithmConfig:
     that the loss bounds one update and the corrections the rest (decoupled PPO, arXiv:2505.24298)."""
     kl: str = "k3"
     kl_coefficient: float = 0.0
-    """Weight of KL(policy || reference) in the loss; above 0 starts a frozen reference."""
+    """Weight of KL(policy || reference) in the loss; above 0 starts a frozen reference. With lora.rank that is the
+    policy without its adapters."""
     kl_target: float | None = None
     """The KL that the coefficient is adapted to reach, in nats a token; null: it stays."""
     kl_in_reward: bool = False
@@ -232,7 +234,7 @@ class TrainerConfig:
 @dataclass
 class LoraConfig:
     """Low-rank adapters on all linear layers of the decoder layers; everything else of the model is frozen
-    (arXiv:2106.09685). Of the policy and of the critic, whose head is trained whole."""
+    (arXiv:2106.09685). The policy has them, and the critic, whose head is trained whole."""
 
     rank: int | None = None
     """null trains the whole model; a rank needs the extra `lora`."""
@@ -294,9 +296,10 @@ class ClusterConfig:
     engines sleep while the trainer works, and a step is trained when its last group is ready."""
     roles: Roles = Roles.separate
     """`separate`: critic, reference and reward model have GPUs of their own. `shared`: rank i of the critic, the
-    reference and replica i of the reward model are on the GPU of the trainer's rank i, and stay there."""
+    reference and replica i of the reward model are on the GPU of the trainer's rank i. They stay there, but for the
+    critic with `colocated`, which leaves with the trainer. Without GPUs all processes share the machine anyway."""
     cpu_threads: int | None = None
-    """Threads of each engine and trainer process on a machine without a GPU; None shares the cores out."""
+    """Threads of each process that computes on a machine without a GPU; None shares the cores out."""
 
 
 @dataclass

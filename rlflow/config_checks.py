@@ -114,7 +114,8 @@ def _check_reward(reward: RewardConfig) -> None:
         )
     if reward.workers != RewardConfig().workers:
         raise ConfigError(
-            f"reward.workers={reward.workers} has no effect with reward.model; set reward.model_replicas instead"
+            f"reward.workers={reward.workers} has no effect with reward.model; set it to 1, and "
+            "reward.model_replicas for more processes"
         )
 
 
@@ -124,7 +125,8 @@ def _check_roles(config: Config) -> None:
     has_model = config.reward.model is not None
     if not (has_model or needs_reference(config) or needs_critic(config.algorithm)):
         raise ConfigError(
-            "cluster.roles=shared has no effect without a critic, a reference or a reward model; set it to separate"
+            "cluster.roles=shared has no effect without a critic, a reference or a reward model (with lora.rank the "
+            "policy is its own reference); set it to separate"
         )
     if has_model and config.reward.model_replicas > config.trainer.ranks:
         raise ConfigError(

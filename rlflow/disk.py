@@ -13,10 +13,12 @@ from safetensors import SafetensorError
 
 from rlflow.errors import RunError
 
+RESUMES = "run the same command again: it resumes from the last complete checkpoint"
+
 
 @contextmanager
-def disk_errors(what: str, folder: Path) -> Iterator[None]:
-    """Turn "no space" into an error that says what to free, and how the run goes on."""
+def disk_errors(what: str, folder: Path, afterwards: str = RESUMES) -> Iterator[None]:
+    """Turn "no space" into an error that says what to free; `afterwards` says what to do then."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -24,8 +26,7 @@ def disk_errors(what: str, folder: Path) -> Iterator[None]:
             raise
         free_mb = shutil.disk_usage(_existing(folder)).free >> 20
         raise RunError(
-            f"no disk space left for {what} in {folder} ({free_mb} MB free); free some and run the same command again: "
-            "it resumes from the last complete checkpoint"
+            f"no disk space left for {what} in {folder} ({free_mb} MB free); free some and {afterwards}"
         ) from error
 
 

@@ -47,3 +47,8 @@ class DeadlineError(RunError):
     def __str__(self) -> str:
         message = f"{self.stage} did not finish within its deadline of {self.seconds:g} s"
         return f"{message}; {self.hint}" if self.hint else message
+
+
+def first_line(error: BaseException) -> str:
+    """Of its message; its kind where there is none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

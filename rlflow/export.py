@@ -14,7 +14,7 @@ import yaml
 from rlflow.checkpoint import CheckpointStore, read_state
 from rlflow.disk import disk_errors
 from rlflow.errors import ConfigError, RunError
-from rlflow.models import resolve_model
+from rlflow.models import BUILTIN, resolve_model
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ def export(run: Path, out: Path, *, step: int | None, dtype: str, adapter_only: 
     checkpoint = _checkpoint(run, step)
     read_state(checkpoint)  # checks that every file has the size it was written with
     model_path = _model_path(run)
-    with disk_errors("the exported model", out.absolute().parent):
+    with disk_errors("the exported model", out.absolute().parent, "export again"):
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
         try:
@@ -96,7 +96,10 @@ def _write_adapters(trainer: Path, target: Path, dtype: str, model_path: str) ->
     tensors = {peft_name(name): reader.read_whole(PARAMETER, name).to(getattr(torch, dtype)) for name in reader.shapes}
     save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
     targets = sorted({module_of(name).rpartition(".")[2] for name in reader.shapes})
-    peft_config(reader.lora, targets, model_path).save_pretrained(target)
+    is_here = model_path in BUILTIN or Path(model_path).expanduser().is_dir()
+    # Whoever loads the adapters knows hub ids and whole paths only.
+    base = str(resolve_model(model_path)) if is_here else model_path
+    peft_config(reader.lora, targets, base).save_pretrained(target)
 
 
 def _weights(trainer: Path, source: Path) -> Iterator[tuple[str, torch.Tensor]]:

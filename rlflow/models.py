@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from rlflow.builtin_models import write_smollm2, write_tiny
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, first_line
 
 BUILTIN = ("smollm2-135m", "tiny")
 POLICY, REWARD = "model.path", "reward.model"
@@ -162,7 +162,7 @@ def _download(path: str, files: Sequence[str], setting: str) -> str:
     try:
         return snapshot_download(path, allow_patterns=list(files))
     except (HFValidationError, HfHubHTTPError, OSError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         offline = " (HF_HUB_OFFLINE is set, so nothing was downloaded)" if os.environ.get("HF_HUB_OFFLINE") else ""
         nothing_here = (
             f"neither a built-in model ({', '.join(builtin)}) nor a folder here" if builtin else "no folder here"

@@ -18,7 +18,15 @@ from rlflow.checkpoint import CheckpointStore
 from rlflow.config import Config, OnExists, value_of
 from rlflow.errors import ConfigError
 
-_FIXED = ("model.path", "env.name", "env.args", "run.seed", "algorithm.groups_per_step")
+_FIXED = (
+    "model.path",
+    "lora.rank",
+    "lora.alpha",
+    "env.name",
+    "env.args",
+    "run.seed",
+    "algorithm.groups_per_step",
+)
 """Settings that a resumed run must share with its beginning: its weights, its tasks, their order and how many a step
 uses."""
 
@@ -96,10 +104,10 @@ def _check_same_run(config: Config, path: Path) -> None:
     now = plain(config)
     for key in _FIXED:
         section, name = key.split(".")
-        if before[section][name] != now[section][name]:
+        first = before[section][name]
+        if first != now[section][name]:
             raise ConfigError(
-                f"{key} is {value_of(config, key)!r}, but the run in {path} was begun with "
-                f"{before[section][name]!r}; give it "
+                f"{key} is {value_of(config, key)!r}, but the run in {path} was begun with {first!r}; give it "
                 "the same value to resume, choose another run.dir, or set run.on_exists=fresh"
             )
 

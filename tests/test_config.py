@@ -113,7 +113,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"reward.model": "mine", "reward.workers": 4},
-        "reward.workers=4 has no effect with reward.model; set reward.model_replicas instead",
+        "reward.workers=4 has no effect with reward.model; set it to 1, and reward.model_replicas for more processes",
     ),
     (
         {"reward.model_replicas": 2},
@@ -122,7 +122,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"cluster.roles": Roles.shared},
-        "cluster.roles=shared has no effect without a critic, a reference or a reward model; set it to separate",
+        "cluster.roles=shared has no effect without a critic, a reference or a reward model (with lora.rank the "
+        "policy is its own reference); set it to separate",
     ),
     (
         {"cluster.roles": Roles.shared, "reward.model": "mine", "reward.model_replicas": 3, "trainer.ranks": 2},

@@ -376,7 +376,7 @@ def test_what_shares_a_gpu_adds_up_there() -> None:
     in_turn = max(memory["engine"], memory["trainer"] + memory["critic"])
     beside = memory["reward_model"] + memory["reference"]
     assert (found.gpus[0].first, found.gpus[-1].last) == (0, 2)
-    assert found.gpus[0].holds == "engine 0 and trainer rank 0, in turn; critic rank 0; reference; reward model 0"
+    assert found.gpus[0].holds == "engine 0 and trainer rank 0, critic rank 0, in turn; reference; reward model 0"
     assert found.gpus[0].num_bytes == in_turn + beside
 
 

@@ -165,7 +165,7 @@ def largest_relative_difference(found: Mapping[str, Tensor], expected: Mapping[s
     differences = [
         (found[name] - value).abs().max() / value.abs().max().clamp(min=1e-30) for name, value in expected.items()
     ]
-    return float(torch.stack(differences).max())
+    return float(torch.stack(differences).detach().max())
 
 
 def share(groups: list[list[TrainSample]], rank: int, world_size: int) -> list[list[list[TrainSample]]]:

@@ -2,7 +2,7 @@
 
 name, or a user's import path -> resolve -> function -> bind -> function with its options -> try_options -> checked
 
-Nothing is imported before it is asked for, so that the driver, which needs advantages only, does not import torch.
+Nothing is imported before it is asked for: advantages need no torch, and importing it takes seconds.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def try_options(kind: Kind, function: Callable[..., Any]) -> None:
     if kind is Kind.token_advantage:
         function(np.zeros(0), np.zeros(0), np.zeros(0, np.bool_))
         return
-    # Not at the top: the driver resolves advantages without torch.
+    # Not at the top: advantages are resolved without torch.
     from rlflow.algorithms.tokens import no_tokens
 
     tokens = no_tokens()

@@ -34,7 +34,7 @@ def per_token(found: object, count: int, what: str) -> Tensor:
 
     Raises ConfigError for anything else.
     """
-    # Not at the top: the driver checks advantages without torch.
+    # Not at the top: advantages are checked without torch.
     from torch import Tensor
 
     if isinstance(found, Tensor) and found.shape == (count,):

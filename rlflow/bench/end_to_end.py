@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlflow.bench.others import too_slow
 from rlflow.errors import RunError
 from rlflow.telemetry import metrics
 
@@ -36,7 +37,10 @@ def run_recipe(recipe: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="rlflow-bench-") as folder:
         command = [sys.executable, "-m", "rlflow", "train", f"recipe={recipe}", *overrides]
         command += [f"run.dir={folder}/run", "run.checkpoint_every=0"]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=E2E_TIMEOUT_S, check=False)
+        try:
+            done = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=E2E_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise too_slow("the measured run", E2E_TIMEOUT_S) from error
         if done.returncode:
             raise RunError(f"the measured run ended with exit code {done.returncode}; its message is above")
         return metrics.read(Path(folder) / "run" / "metrics.jsonl")

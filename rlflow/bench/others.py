@@ -32,7 +32,10 @@ def other_python(name: str, lock: str) -> Path:
     environment = _ENVIRONMENTS / name
     options = ["--venv", str(environment), "--lock", str(_CHECKOUT / "requirements" / lock), "--packages-only"]
     command = [sys.executable, str(_CHECKOUT / "scripts" / "setup.py"), *options]
-    installed = subprocess.run(command, stdout=sys.stderr, timeout=INSTALL_TIMEOUT_S, check=False)
+    try:
+        installed = subprocess.run(command, stdout=sys.stderr, timeout=INSTALL_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise too_slow(f"installing {name}", INSTALL_TIMEOUT_S) from error
     if installed.returncode:
         raise RunError(f"{name}, which rlflow is measured beside, could not be installed; the reason is above")
     return environment / "bin" / "python"
@@ -40,8 +43,15 @@ def other_python(name: str, lock: str) -> Path:
 
 def figures_of(what: str, command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     """The JSON object that a process prints on its last line. Raises RunError naming `what` when it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise too_slow(what, timeout_s) from error
     if done.returncode:
         ending = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
         raise RunError(f"{what} ended with exit code {done.returncode}; it ends with:\n{ending}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def too_slow(what: str, timeout_s: float) -> RunError:
+    return RunError(f"{what} took longer than {timeout_s:g} s and was ended; try again when the machine is less busy")

@@ -201,6 +201,7 @@ def _matmul_speed() -> float:
 
 
 if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # every side computes on the CPU
     chosen_side, samples_file, model_folder = sys.argv[1:]
     if chosen_side != "padded":
         # As the trainer's actor sets its process up.

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from rlflow.batching import in_order_of_training, plan_micro_batches
 from rlflow.concurrency import all_ended
 from rlflow.config import TrainerConfig, num_shares
-from rlflow.errors import ConfigError, RunError, WorkerError
+from rlflow.errors import ConfigError, RunError, WorkerError, first_line
 from rlflow.roles import StagedWeights, StepOutcome
 from rlflow.types import GroupOrder, Message, PayloadRef, PlayedGroup, ReadyGroup, Span
 
@@ -57,9 +57,9 @@ async def answer(who: str, reference: Any, what: str = "") -> Any:
             raise cause from None
         raise WorkerError(f"the {who} failed: {type(cause).__name__}: {cause}") from error
     except RayActorError as error:
-        raise WorkerError(f"the {who} died: {_first_line(error)}") from error
+        raise WorkerError(f"the {who} died: {first_line(error)}") from error
     except RayError as error:
-        raise WorkerError(f"a call to the {who} was lost: {_first_line(error)}") from error
+        raise WorkerError(f"a call to the {who} was lost: {first_line(error)}") from error
     finally:
         _open.pop(number, None)
 
@@ -212,7 +212,3 @@ class RayReference:
         done, *logprobs = references
         await answer("reference", done, "log-probabilities")
         return logprobs
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]

@@ -11,7 +11,7 @@ from rlflow.cluster.devices import Devices
 from rlflow.cluster.gpus import Process
 from rlflow.config import Config
 from rlflow.envs.base import RewardFunction
-from rlflow.errors import RewardLost
+from rlflow.errors import RewardLost, first_line
 from rlflow.types import Task, Verdict
 from rlflow.workers.reward import RewardWorker
 from rlflow.workers.reward_model import RewardModelWorker
@@ -54,4 +54,4 @@ class RayReward:
             raise self._lost(error) from error
 
     def _lost(self, error: RayActorError) -> RewardLost:
-        return RewardLost(f"the {self._name} died: {str(error).strip().splitlines()[0]}")
+        return RewardLost(f"the {self._name} died: {first_line(error)}")

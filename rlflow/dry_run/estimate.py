@@ -169,7 +169,8 @@ def _loads(config: Config, plan: GpuPlan, processes: dict[Process, ProcessMemory
 def _together(config: Config, kinds: Sequence[Process], first: int, stop: int) -> str:
     names = [_numbered(kind, first, stop) for kind in kinds]
     if config.cluster.placement is Placement.colocated:
-        names[:2] = [f"{names[0]} and {names[1]}, in turn"]
+        num_in_turn = 3 if Process.critic in kinds else 2
+        names[:num_in_turn] = [f"{names[0]} and {', '.join(names[1:num_in_turn])}, in turn"]
     return "; ".join(names)
 
 

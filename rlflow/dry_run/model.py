@@ -20,7 +20,7 @@ from transformers import (
 
 from rlflow.config import Config
 from rlflow.dry_run.facts import Activations, ModelFacts, RewardModelFacts, Weight
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, first_line
 from rlflow.models import POLICY, REWARD
 from rlflow.rollout.engine_setup import cache_shape
 from rlflow.workers.trainer.attention import check_attention
@@ -94,7 +94,7 @@ def _on_meta(auto_class: Any, config: Config, folder: str, setting: str) -> PreT
         raise
     except (ValueError, KeyError, AttributeError, OSError) as error:
         raise ConfigError(
-            f"{setting}: no model can be built from {folder}/config.json: {_first_line(error)}; "
+            f"{setting}: no model can be built from {folder}/config.json: {first_line(error)}; "
             "take the config.json that came with the model"
         ) from error
     if not isinstance(getattr(model.base_model, "layers", None), nn.ModuleList):
@@ -103,10 +103,6 @@ def _on_meta(auto_class: Any, config: Config, folder: str, setting: str) -> PreT
             "as sharding needs it; choose a model such as Llama, Qwen2 or Qwen3"
         )
     return model
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -138,7 +134,7 @@ def _activations(model: PreTrainedModel) -> Activations:
     except RuntimeError as error:
         raise ConfigError(
             f"model.path: a {model.config.model_type} model in {str(model.dtype).removeprefix('torch.')} cannot be "
-            f"followed without weights: {_first_line(error)}; take model.dtype=bfloat16 or another model"
+            f"followed without weights: {first_line(error)}; take model.dtype=bfloat16 or another model"
         ) from error
     in_layers = [meter.num_bytes.get(index, 0) for index in range(len(_layers(model)))]
     return Activations(

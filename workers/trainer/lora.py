@@ -134,7 +134,7 @@ def _import_peft() -> Any:
         import peft
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"lora.rank needs a package that is missing: {error}; install rlflow with the extra `lora`, or set "
-            "lora.rank to null"
+            f"adapters (lora.rank, export --adapter) need a package that is missing: {error}; install rlflow with the "
+            "extra `lora`, or go without: lora.rank=null, or export without --adapter"
         ) from error
     return peft

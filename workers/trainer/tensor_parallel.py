@@ -159,5 +159,5 @@ def _plan(config: PreTrainedConfig, size: int) -> dict[str, str]:
     for field in ("num_attention_heads", "num_key_value_heads"):
         number = getattr(text, field, None) or text.num_attention_heads
         if number % size:
-            raise ConfigError(f"{problem} with {field}={number}, which it must divide; lower it")
+            raise ConfigError(f"{problem} with {field}={number}, which it must divide; lower trainer.tensor_parallel")
     return plan

@@ -229,7 +229,9 @@ def _threads(config: Config) -> int:
     """Share the cores out between the processes that compute at the same time."""
     cores = len(os.sched_getaffinity(0))
     ranks = config.trainer.ranks * (1 + needs_critic(config.algorithm))
-    if config.staleness.max_versions == 0 or config.cluster.placement is Placement.colocated:
-        # Engines and trainer take turns, so that each side may have all cores.
+    is_colocated = config.cluster.placement is Placement.colocated
+    if is_colocated or (config.staleness.max_versions == 0 and not config.algorithm.dynamic_sampling):
+        # Engines and trainer take turns, so that each side may have all cores. With dynamic sampling groups are trained
+        # while others are played in place of those that were filtered.
         return max(1, cores // max(config.rollout.engines, ranks))
     return max(1, cores // (config.rollout.engines + ranks))

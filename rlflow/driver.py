@@ -101,6 +101,8 @@ class Driver:
         self._spans: list[Span] = []
         """Since the last report."""
         self._skipped_in_a_row = 0
+        self._is_updating = False
+        """From the order to update until the step is counted."""
         self._publisher = Publisher(
             config=config,
             workers=workers,
@@ -163,16 +165,20 @@ class Driver:
         start_s, trained_version = self._now(), self._progress.version
         began_s = asyncio.get_running_loop().time()
         groups = await self._accumulate_step()
+        self._is_updating = True
         outcome = await self._call_trainer("the optimiser step", self._workers.trainer.step())
+        self._is_updating = outcome.applied
         self._spans += outcome.spans
         self._count_update(outcome)
         for group in groups:
             self._ledger.advance(group.group_id, GroupState.TRAINED, version=trained_version)
         self._ledger.flush()
         self._progress.step += 1
+        self._is_updating = False
         staged = await self._publisher.stage() if outcome.applied or self._is_colocated else None
         await self._saver.take_if_due()
         if staged is None:
+            await self._publisher.loaded()
             self._progress.served_step = self._progress.step
         else:
             await self._publisher.hand_over(staged)
@@ -315,12 +321,16 @@ class Driver:
         self._intake.cancel_unfinished(keep_ready=self._progress.step < self._config.run.steps)
 
     async def _save_after(self, error: ConfigError | RunError) -> None:
-        """Keep the steps since the last checkpoint, if the trainer still answers."""
+        """Keep the steps since the last checkpoint, if the trainer still answers and holds a single version."""
+        why = "the steps since the last checkpoint could not be saved"
         try:
             await self._cancel_unfinished()
-            await self._save()
-        except RunError as second:
-            error.add_note(f"the steps since the last checkpoint could not be saved: {second}")
+            if self._is_updating:
+                error.add_note(f"{why}: the update may have been done in part")
+            else:
+                await self._save()
+        except Exception as second:  # whatever it is, the person is told of the first
+            error.add_note(f"{why}: {second or repr(second)}")
 
     async def _end_tasks(self) -> None:
         await self._intake.close()

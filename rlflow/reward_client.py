@@ -1,7 +1,7 @@
 """Whom an episode runner asks for a verdict: the reward process with the fewest requests, of those that are there.
 
-A process that died while it scored gives no verdict on what it had, as when scoring fails otherwise, and gets nothing
-until it is back.
+What a process had when it died is asked again, a few times only, for it may be this very reply that it dies of; then
+there is no verdict, as when scoring fails otherwise. A process that died gets nothing until it is back.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import Protocol
 from rlflow.deadlines import within
 from rlflow.errors import DeadlineError, RewardLost
 from rlflow.types import EpisodeEnd, Task, Verdict
+
+MAX_ASKED = 3
+"""Processes that one reply may outlive."""
 
 
 class Scorer(Protocol):
@@ -46,11 +49,16 @@ class RewardClient:
         """The processes that died, each with the wait for its return."""
 
     async def score(self, task: Task, text: str) -> Verdict:
-        try:
-            index = await within("waiting for a process that scores", self._patience_s, self._choose())
-            return await self._ask(index, task, text)
-        except (RewardLost, DeadlineError) as error:
-            return Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=str(error))
+        lost = ""
+        for _ in range(MAX_ASKED):
+            try:
+                index = await within("waiting for a process that scores", self._patience_s, self._choose())
+                return await self._ask(index, task, text)
+            except RewardLost as error:
+                lost = str(error)
+            except DeadlineError as error:
+                return Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=str(error))
+        return Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=lost)
 
     async def _ask(self, index: int, task: Task, text: str) -> Verdict:
         self._num_open[index] += 1

@@ -104,7 +104,7 @@ def _check_same_run(config: Config, path: Path) -> None:
     now = plain(config)
     for key in _FIXED:
         section, name = key.split(".")
-        first = before[section][name]
+        first = before.get(section, {}).get(name, value_of(Config(), key))  # the section may be newer than the run
         if first != now[section][name]:
             raise ConfigError(
                 f"{key} is {value_of(config, key)!r}, but the run in {path} was begun with {first!r}; give it "

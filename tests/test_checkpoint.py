@@ -132,3 +132,7 @@ def test_a_run_is_not_resumed_with_other_tasks(tmp_path: Path) -> None:
     config.run.seed = 5
     with pytest.raises(ConfigError, match="run.seed is 5, but the run in .* was begun with 0"), claim(config):
         raise AssertionError("resumed another run")
+    config = make_config(tmp_path)
+    config.lora.rank = 4
+    with pytest.raises(ConfigError, match="lora.rank is 4, but the run in .* was begun with None"), claim(config):
+        raise AssertionError("resumed another run")

@@ -23,6 +23,7 @@ from rlflow.config_checks import check
 from rlflow.driver import StepReport
 from rlflow.errors import ConfigError, DeadlineError, RunError, WorkerError
 from rlflow.ledger import DropReason, Ledger, counts_by_state
+from rlflow.roles import StepOutcome
 from rlflow.types import EpisodeEnd, GroupOrder, PlayedGroup, ReadyGroup, Span
 
 
@@ -547,6 +548,24 @@ def test_a_disk_that_stays_full_keeps_the_checkpoint_before(tmp_path: Path) -> N
         run_virtually(world.driver.run())
     assert raised.value.__notes__[0].startswith("the steps since the last checkpoint could not be saved: no disk space")
     assert world.checkpoints.steps() == [2]
+
+
+def test_an_update_that_was_not_finished_is_not_saved(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=5)
+    world.config.run.checkpoint_every = 1
+    step = world.trainer.step
+
+    async def breaks() -> StepOutcome:
+        outcome = await step()
+        if world.trainer.steps == 3:
+            raise WorkerError("one rank of several failed")
+        return outcome
+
+    world.trainer.step = breaks  # type: ignore[method-assign]
+    with pytest.raises(RunError, match="one rank of several failed") as raised:
+        run_virtually(world.driver.run())
+    assert "the update may have been done in part" in raised.value.__notes__[0]
+    assert world.checkpoints.steps() == [1, 2]
 
 
 def test_a_run_that_stops_waits_for_the_write(tmp_path: Path) -> None:

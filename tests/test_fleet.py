@@ -422,6 +422,20 @@ async def test_sleeping_engines_are_woken_by_the_next_version_and_not_restarted_
         assert on.serving == "serving [0, 1]"
 
 
+async def test_engines_that_are_starting_are_put_to_sleep_too() -> None:
+    async with scene(2) as on:
+        on.engines[1].held = {"start"}
+        on.engines[1].die()
+        await settle()
+        mark = len(on.log)
+        sleeping = asyncio.create_task(on.fleet.sleep())
+        await settle()
+        assert not sleeping.done()
+        on.engines[1].release()
+        await sleeping
+        assert on.since(mark)[-2:] == ["sleep 0", "sleep 1"]
+
+
 async def test_a_start_that_fails_at_first_is_raised() -> None:
     async def tell(serving: Sequence[int]) -> None:
         raise AssertionError("nobody serves yet")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from rlflow.errors import ConfigError, RewardLost
-from rlflow.reward_client import RewardClient
+from rlflow.reward_client import MAX_ASKED, RewardClient
 from rlflow.types import EpisodeEnd, Task, Verdict
 
 TASK = Task(id="t", prompt=())
@@ -83,16 +83,15 @@ async def test_idle_processes_take_turns() -> None:
     assert seen[:3] == seen[3:]
 
 
-async def test_a_process_that_died_gives_no_verdict_and_gets_nothing_until_it_is_back() -> None:
+async def test_what_a_process_had_when_it_died_goes_to_another_and_it_gets_nothing_until_it_is_back() -> None:
     one, two = FakeProcess(), FakeProcess()
     client = RewardClient([one, two], patience_s=30.0)
     tasks = await send(client, 2)
     one.die()
     await settle()
-    assert [task.result() for task in tasks if task.done()] == [
-        Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail="the process died")
-    ]
-    await send(client, 3)
+    assert not any(task.done() for task in tasks)
+    assert (len(one.asked), len(two.asked)) == (0, 2)
+    await send(client, 2)
     assert (len(one.asked), len(two.asked)) == (0, 4)
     one.is_back.set()
     await settle()
@@ -100,18 +99,31 @@ async def test_a_process_that_died_gives_no_verdict_and_gets_nothing_until_it_is
     assert (len(one.asked), len(two.asked)) == (2, 4)
 
 
+async def test_a_reply_that_processes_die_of_has_no_verdict() -> None:
+    processes = [FakeProcess() for _ in range(MAX_ASKED + 1)]
+    client = RewardClient(processes, patience_s=30.0)
+    (task,) = await send(client)
+    for _ in range(MAX_ASKED):
+        (asked,) = [each for each in processes if each.asked]
+        asked.die()
+        await settle()
+    assert task.result() == Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail="the process died")
+    assert not any(each.asked for each in processes)
+
+
 async def test_replies_wait_while_no_process_is_there() -> None:
     one = FakeProcess()
     client = RewardClient([one], patience_s=30.0)
-    await send(client)
+    (lost,) = await send(client)
     one.die()
     await settle()
     (waiting,) = await send(client)
-    assert not waiting.done()
+    assert not lost.done() and not waiting.done()
     one.is_back.set()
     await settle()
-    one.answer(0.5)
-    assert await waiting == Verdict(reward=0.5)
+    for reward in (0.5, 0.25):
+        one.answer(reward)
+    assert {(await lost).reward, (await waiting).reward} == {0.5, 0.25}
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from rlflow.types import TrainSample
 from rlflow.weights.layout import chunk_of
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.process_group import join
-from rlflow.workers.trainer.shards import ShardReader, read_full
+from rlflow.workers.trainer.shards import PARAMETER, Shard, ShardReader, read_full, write_shards
 
 
 @pytest.fixture
@@ -256,6 +256,14 @@ def test_missing_elements_are_named(model_path: str, tmp_path: Path) -> None:
     layout.write_text(json.dumps(entries))
     with pytest.raises(RunError, match=r"lacks elements 30 to 32 of model\.norm\.weight"):
         list(read_full(tmp_path / "saved"))
+
+
+def test_a_checkpoint_of_two_versions_is_refused(tmp_path: Path) -> None:
+    shards = [Shard(name="w", shape=(2,), start=rank, tensors={PARAMETER: torch.zeros(1)}) for rank in range(2)]
+    for rank, updates in ((0, 3), (1, 4)):
+        write_shards(tmp_path, rank, 2, [shards[rank]], updates=updates)
+    with pytest.raises(RunError, match="mixes versions: its ranks have 3, 4 updates, and should have 3; remove it"):
+        ShardReader(tmp_path)
 
 
 def test_shard_ranges_are_rounded_up_chunks() -> None:

@@ -29,7 +29,7 @@ from rlflow.types import TrainSample
 from rlflow.workers.trainer.backends import build_backend, check_offload
 from rlflow.workers.trainer.base import TrainerBackend
 from rlflow.workers.trainer.packed import PackedTrainer
-from rlflow.workers.trainer.parking import park, unpark
+from rlflow.workers.trainer.parking import Parked, park, unpark
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, ShardReader
 
 TOLERANCE = 1e-5
@@ -152,7 +152,8 @@ def disturb(trainer: PackedTrainer, rank: int, layout: Layout) -> None:
     trainer.offload()
     trainer.reload()
     # On the CPU that does nothing, so here is what it does elsewhere.
-    parked = park(trainer._resident(), torch.device("cpu"))
+    parked: list[Parked] = []
+    park(trainer._resident(), torch.device("cpu"), parked)
     num_elements = sum(tensor.numel() for tensor in before.values())
     num_trained = sum(math.prod(shape) for shape in trainer._shapes.values())
     # Parameters, and two moments of what is trained, in float32; the ranks' shares differ a little.

@@ -57,7 +57,7 @@ class Workload:
 
 
 WORKLOADS = {
-    "ragged": Workload(groups=2, group_size=8, prompt=256, shortest=32, longest=256, sides=("packed", "padded", "trl")),
+    "ragged": Workload(groups=1, group_size=8, prompt=256, shortest=32, longest=256, sides=("packed", "padded", "trl")),
     "long_prompt": Workload(groups=1, group_size=16, prompt=512, shortest=64, longest=64, sides=("packed", "unshared")),
 }
 

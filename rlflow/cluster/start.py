@@ -186,7 +186,7 @@ def _as_one(config: Config, trainers: list[Any], critics: list[Any]) -> Trainer:
 
 
 async def _start_all(
-    engines: EngineFleet, trainers: Sequence[list[Any]], runners: list[Any], others: list[Any]
+    config: Config, engines: EngineFleet, trainers: Sequence[list[Any]], runners: list[Any], others: list[Any]
 ) -> None:
     """`trainers` holds sets of ranks that meet each other."""
 
@@ -194,9 +194,15 @@ async def _start_all(
         rendezvous = await answer("trainer", ranks[0].rendezvous.remote())
         await asyncio.gather(*(answer("trainer", rank.start.remote(rendezvous)) for rank in ranks))
 
+    starting = [engines.start()]
+    if config.cluster.placement is Placement.colocated:
+        # The trainer needs the memory to start, and to load a checkpoint; the first version wakes the engines.
+        await engines.start()
+        await engines.sleep()
+        starting = []
     await asyncio.gather(
         *(start_ranks(ranks) for ranks in trainers if ranks),
-        engines.start(),
+        *starting,
         # An episode runner is ready when it is constructed, which also holds after a restart.
         *(answer("episode runner", runner.__ray_ready__.remote()) for runner in runners),
         *(answer("worker", other.start.remote()) for other in others),

@@ -142,6 +142,7 @@ class EngineFleet:
         self._states[index].start()
         await self._engines[index].start()
         self._states[index].started()
+        self._wake_waiters()
 
     # -- what the driver asks for
 
@@ -169,8 +170,10 @@ class EngineFleet:
     async def sleep(self) -> None:
         """See `roles.Engines`."""
         assert not self._pinned, "an evaluation ends before the engines sleep"
+        self._is_asleep = True
+        # One that is starting takes memory; from now on none begins to.
+        await self._until(lambda: all(state.health is not Health.STARTING for state in self._states))
         async with self._loading:
-            self._is_asleep = True
             awake = [index for index, state in enumerate(self._states) if state.is_up]
             # An engine that dies of it is dead, which frees its memory too.
             await asyncio.gather(*(_settled(self._engines[index].sleep()) for index in awake))

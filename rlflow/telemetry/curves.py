@@ -11,7 +11,7 @@ from rlflow.telemetry.charts import Bucket, Chart, Series, make_series
 Records: TypeAlias = Sequence[Mapping[str, Any]]
 """Lines of metrics.jsonl, oldest first."""
 
-PHASES = ("rollout", "reward", "train", "weights")
+PHASES = ("rollout", "reward", "train", "weights", "checkpoint")
 
 
 def column(records: Records, name: str) -> list[float | None]:

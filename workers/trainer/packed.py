@@ -206,7 +206,7 @@ class PackedTrainer(TrainerBackend):
 
     def offload(self) -> None:
         if self._device.type != "cpu" and not self._parked:
-            self._parked = park(self._resident(), self._device)
+            park(self._resident(), self._device, self._parked)
 
     def reload(self) -> None:
         unpark(self._parked)

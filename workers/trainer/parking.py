@@ -19,22 +19,23 @@ class Parked(NamedTuple):
     contents: UntypedStorage
 
 
-def park(tensors: Iterable[Tensor], device: torch.device) -> list[Parked]:
-    """Empty the storages of those tensors that lie on `device`. Until `unpark` they must not be used."""
+def park(tensors: Iterable[Tensor], device: torch.device, into: list[Parked]) -> None:
+    """Empty the storages of those tensors that lie on `device`. Until `unpark` they must not be used.
+
+    Each goes `into` as it is emptied, so that whoever runs out of memory half-way can undo what was done.
+    """
     storages: dict[int, UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if tensor.device.type == device.type and storage.nbytes():
             storages[storage.data_ptr()] = storage
-    parked = []
     for storage in storages.values():
         contents = UntypedStorage(storage.nbytes(), device="cpu")
         contents.copy_(storage, non_blocking=False)
+        into.append(Parked(storage=storage, contents=contents))
         storage.resize_(0)
-        parked.append(Parked(storage=storage, contents=contents))
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return parked
 
 
 def unpark(parked: Iterable[Parked]) -> None:

@@ -84,7 +84,7 @@ def write_shards(
         layout[shard.name] = {"shape": shard.shape, "dtype": dtype, "start": shard.start, "stop": stop}
         if stop > shard.start:
             tensors |= {f"{kind}/{shard.name}": tensor.contiguous() for kind, tensor in shard.tensors.items()}
-    save_file(tensors, folder / f"rank_{rank}.safetensors")
+    save_file(tensors, folder / f"rank_{rank}.safetensors", metadata={"updates": str(updates)})
     (folder / f"rank_{rank}.json").write_text(json.dumps(layout), encoding="utf-8")
     if rank == 0:
         kinds = list(shards[0].tensors)
@@ -114,6 +114,12 @@ class ShardReader:
         self.lora = LoraConfig(**manifest["lora"])
         self._layouts = [self._read_json(f"rank_{rank}.json") for rank in range(manifest["num_ranks"])]
         self._files = [self._open(f"rank_{rank}.safetensors") for rank in range(manifest["num_ranks"])]
+        found = {(file.metadata() or {}).get("updates") for file in self._files}
+        if found != {str(self.updates)}:
+            raise RunError(
+                f"checkpoint {folder} mixes versions: its ranks have {', '.join(sorted(map(str, found)))} updates, and "
+                f"should have {self.updates}; remove it to resume from the one before"
+            )
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -157,7 +157,7 @@ async def start_fleet(
         "starting the workers",
         config.deadlines.start_s,
         _start_all(
-            engine_fleet, [trainers, critics], runners, [*rewards.values(), *([reference] if reference else [])]
+            config, engine_fleet, [trainers, critics], runners, [*rewards.values(), *([reference] if reference else [])]
         ),
         "raise deadlines.start_s if the model takes this long to load",
     )

@@ -259,7 +259,7 @@ async def test_a_row_that_fails_is_an_error_and_the_next_one_is_scored() -> None
 
 
 @pytest.mark.slow
-async def test_a_killed_reward_model_comes_back_and_scores_as_before(tmp_path: Path) -> None:
+async def test_killed_reward_models_come_back_and_no_reply_is_lost(tmp_path: Path) -> None:
     config = tiny_config()
     config.reward.model_replicas = 2
     folder = save_reward_model(tmp_path)
@@ -272,6 +272,4 @@ async def test_a_killed_reward_model_comes_back_and_scores_as_before(tmp_path: P
         for actor in actors.values():
             ray.kill(actor, no_restart=False)
         found = [await client.score(SUM, "5") for _ in range(4)]
-    assert [verdict.end for verdict in found] == [EpisodeEnd.REWARD_ERROR] * 2 + [None] * 2
-    assert "reward model" in found[0].detail
-    assert found[2:] == [expected] * 2
+    assert found == [expected] * 4

@@ -11,7 +11,6 @@ from rlflow.cluster.gpus import GpuPlan, Process, check_gpus, gpu_plan
 from rlflow.config import Backend, Config, Dtype, Offload, Placement, num_shares
 from rlflow.dry_run.facts import ModelFacts, RewardModelFacts
 from rlflow.dry_run.memory import (
-    BYTES_PER_ELEMENT,
     FLOAT32,
     OUTPUT_LAYER,
     ProcessMemory,
@@ -22,6 +21,7 @@ from rlflow.dry_run.memory import (
     trainer_memory,
 )
 from rlflow.errors import ConfigError
+from rlflow.rollout.engine_setup import BYTES_PER_ELEMENT
 from rlflow.types import EpisodeEnd, EpisodeSummary
 
 GPU_SIZES = (16, 24, 32, 40, 48, 80, 96, 141, 180, 288)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from rlflow.config import Config, Dtype
 from rlflow.dry_run.facts import ModelFacts, RewardModelFacts, Weight
-from rlflow.rollout.engine_setup import CPU_BLOCK_TOKENS, CacheShape, cache_bytes
+from rlflow.rollout.engine_setup import BYTES_PER_ELEMENT, CPU_BLOCK_TOKENS, CacheShape, cache_bytes
 
-BYTES_PER_ELEMENT = {Dtype.float32: 4, Dtype.bfloat16: 2}
 FLOAT32 = 4
 OUTPUT_LAYER = "output layer"
 LOGIT_BYTES = 3 * FLOAT32

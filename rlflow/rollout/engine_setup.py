@@ -24,7 +24,7 @@ CPU_STEP_TOKENS = 4096
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's CPU attention has kernels for; others fail at the first request only."""
 COLOCATED_FREE_SHARE = 0.1
-_BYTES_PER_ELEMENT = {Dtype.float32: 4, Dtype.bfloat16: 2}
+BYTES_PER_ELEMENT = {Dtype.float32: 4, Dtype.bfloat16: 2}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -146,7 +146,7 @@ def check_engine(config: Config, shape: CacheShape, model_path: str, on_gpu: boo
     local = CacheShape(num_layers=shape.num_layers, num_key_value_heads=per_rank, head_dim=shape.head_dim)
     # vLLM keeps one block for itself.
     num_tokens = config.model.max_length + CPU_BLOCK_TOKENS
-    needed = local.num_bytes(num_tokens, _BYTES_PER_ELEMENT[config.model.dtype])
+    needed = local.num_bytes(num_tokens, BYTES_PER_ELEMENT[config.model.dtype])
     if needed > cache_bytes(config):
         raise ConfigError(
             f"rollout.kv_cache_gb ({config.rollout.kv_cache_gb:g}) does not hold one sequence of model.max_length "

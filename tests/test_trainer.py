@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
 from training import (
     largest_relative_difference,
     plain_gradients,
     save_model,
     share,
+    spawn_ranks,
     tiny_config,
     tiny_groups,
     tiny_llama,
@@ -297,7 +297,6 @@ def train(config: Config, model_path: str, rank: int, world_size: int, rendezvou
 
 
 def _train_rank(rank: int, config: Config, model_path: str, world_size: int, rendezvous: str, folder: Path) -> None:
-    torch.set_num_threads(1)
     train(config, model_path, rank, world_size, rendezvous, folder)
 
 
@@ -305,7 +304,7 @@ def _train_rank(rank: int, config: Config, model_path: str, world_size: int, ren
 def test_two_ranks_train_as_one(model_path: str, tmp_path: Path) -> None:
     config = tiny_config()
     rendezvous = f"file://{tmp_path}/rendezvous"
-    spawn(_train_rank, (config, model_path, 2, rendezvous, tmp_path), nprocs=2)
+    spawn_ranks(2, _train_rank, config, model_path, 2, rendezvous, tmp_path)
     groups = tiny_groups()
     difference = largest_relative_difference(
         load_file(tmp_path / "gradients.safetensors"), plain_gradients(model_path, groups, config)
@@ -336,7 +335,6 @@ def test_two_ranks_train_as_one(model_path: str, tmp_path: Path) -> None:
 
 
 def _load_rank(rank: int, config: Config, model_path: str, rendezvous: str, folder: Path) -> None:
-    torch.set_num_threads(1)
     trainer = FsdpTrainer(config, model_path, rank, 2, rendezvous)
     trainer.load(folder / "single")
     trainer.accumulate(share(tiny_groups(), rank, 2))
@@ -363,7 +361,7 @@ def test_two_ranks_go_on_from_one_in_bfloat16(model_path: str, tmp_path: Path) -
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         rendezvous = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    spawn(_load_rank, (config, model_path, rendezvous, tmp_path), nprocs=2)
+    spawn_ranks(2, _load_rank, config, model_path, rendezvous, tmp_path)
     found = load_file(tmp_path / "two.safetensors")
     for name, tensor in single.full_parameters():
         assert found[name].dtype == torch.float32

@@ -19,8 +19,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
-from training import largest_relative_difference, save_model, share, tiny_config, tiny_groups, tiny_llama, tiny_qwen3
+from training import (
+    largest_relative_difference,
+    save_model,
+    share,
+    spawn_ranks,
+    tiny_config,
+    tiny_groups,
+    tiny_llama,
+    tiny_qwen3,
+)
 
 from rlflow.config import Backend, Config, Dtype, Offload
 from rlflow.errors import ConfigError
@@ -88,11 +96,10 @@ def run_ranks(work: Any, layout: Layout, config: Config, folder: Path) -> None:
         work(0, layout, config, folder, "")
         return
     rendezvous = folder / f"rendezvous_{layout.name}_{work.__name__}"
-    spawn(_run_rank, (work, layout, config, folder, f"file://{rendezvous}"), nprocs=layout.ranks)
+    spawn_ranks(layout.ranks, _run_rank, work, layout, config, folder, f"file://{rendezvous}")
 
 
 def _run_rank(rank: int, work: Any, layout: Layout, config: Config, folder: Path, rendezvous: str) -> None:
-    torch.set_num_threads(1)
     # Nothing of a back end may need a compiler on the CPU.
     os.environ["CC"] = os.environ["CXX"] = "/bin/false"
     work(rank, layout, config, folder, rendezvous)

@@ -1,6 +1,6 @@
 """The rollout engine: one vLLM AsyncLLM that samples, and takes new weights while requests run.
 
-GenerateRequest -> gate -> vLLM -> Completion;  StagedWeights -> pause -> one update a bucket -> finish -> resume
+GenerateRequest -> gate -> vLLM -> Completion;  StagedWeights -> prepare -> pause -> update -> finish -> resume
 
 A plain class; a run wraps it in a Ray actor with many concurrent calls, a test calls it directly.
 """
@@ -29,14 +29,13 @@ from rlflow.rollout.engine_setup import (
 )
 from rlflow.rollout.limit import Gate, RunningLimit
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
-from rlflow.weights.messages import staged_version, update_message
+from rlflow.weights.messages import LoadMode, WeightReport, merged_reports, staged_version, update_message
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rlflow.weights.verify import WeightReport
 
 T = TypeVar("T")
 
@@ -65,6 +64,7 @@ class RolloutEngine:
         self._index = index
         self._on_gpu = torch.cuda.is_available()
         self._version: int | None = None
+        self._load_mode: LoadMode | None = None
         self._llm: AsyncLLM | None = None
         self._stop_token_ids: list[int] = []
         self._loading = asyncio.Lock()
@@ -223,16 +223,31 @@ class RolloutEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         engine = self._engine
+        messages = [update_message(staged, bucket) for bucket in staged.buckets]
+        if await self._mode_for(staged) is LoadMode.beside:
+            # One by one, so that the engine samples between them.
+            for message in messages:
+                await engine.collective_rpc("rlflow_prepare", kwargs=message)
+            messages = []
         paused_at_s = await self._pause()
         if self._frees_memory and self._is_asleep:
             await engine.wake_up(tags=["weights"])
         await engine.start_weight_update()
-        for bucket in staged.buckets:
-            await engine.update_weights(WeightTransferUpdateRequest(update_info=update_message(staged, bucket)))
+        for message in messages:
+            await engine.update_weights(WeightTransferUpdateRequest(update_info=message))
         await engine.finish_weight_update(weight_version=str(staged.version))
         if self._frees_memory and self._is_asleep:
             await engine.wake_up(tags=["kv_cache"])
         return paused_at_s
+
+    async def _mode_for(self, staged: StagedWeights) -> LoadMode:
+        """How the workers load such weights, which they find out once."""
+        if self._load_mode is None:
+            shapes = {slot.name: list(slot.shape) for slot in staged.slots}
+            found = await self._engine.collective_rpc("rlflow_learn", kwargs={"shapes": shapes})
+            assert len(set(found)) == 1, "all workers of an engine have the same model"
+            self._load_mode = LoadMode(found[0])
+        return self._load_mode
 
     async def _pause(self) -> float:
         """Stop sampling, and forget the cache of the weights so far; when it stopped, by `time.perf_counter`."""
@@ -266,7 +281,7 @@ class RolloutEngine:
         """Compare what the engine computes with, to `staged`, bit for bit. Takes seconds on a large model."""
         message = update_message(staged, (0, len(staged.slots)))
         checking = self._engine.collective_rpc("rlflow_compare_weights", kwargs=message)
-        return (await self._within("weight check", self._config.deadlines.weights_s, checking))[0]
+        return merged_reports(await self._within("weight check", self._config.deadlines.weights_s, checking))
 
     async def stats(self) -> EngineStats:
         return EngineStats(

@@ -1,15 +1,34 @@
-"""How an arena's metadata travels to the vLLM workers: lists and numbers only, because vLLM sends it as msgpack."""
+"""What goes to the vLLM workers, and comes back: lists and numbers only, because vLLM sends it as msgpack."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from enum import StrEnum
+from typing import Any, TypedDict
 
 from rlflow.roles import StagedWeights, TensorSlot
 
 BACKEND = "rlflow_shm"
 """Name under which vLLM knows the shared-memory transport."""
+
+
+class LoadMode(StrEnum):
+    """How an engine's workers load a version."""
+
+    beside = "beside"
+    """Into tensors beside the model while it samples; a pause only swaps them in."""
+    in_place = "in_place"
+    """Into the model's own tensors, during a pause."""
+    reloaded = "reloaded"
+    """By vLLM's loader from whole parameters, during a pause: the model does not keep them as they are loaded."""
+
+
+class WeightReport(TypedDict):
+    num_equal: int
+    different: list[str]
+    unverified: list[str]
+    """Parameters which have no counterpart that can be read back, such as packed experts."""
 
 
 def update_message(staged: StagedWeights, bucket: tuple[int, int]) -> dict[str, Any]:
@@ -34,3 +53,15 @@ def staged_version(path: str) -> int | None:
             return int.from_bytes(file.read(8), sys.byteorder, signed=True)
     except FileNotFoundError:
         return None
+
+
+def merged_reports(reports: Sequence[WeightReport]) -> WeightReport:
+    """Of all workers of an engine: a parameter is equal where every worker's part of it is."""
+    different = list(dict.fromkeys(name for report in reports for name in report["different"]))
+    unverified = {name: None for report in reports for name in report["unverified"] if name not in different}
+    num_compared = reports[0]["num_equal"] + len(reports[0]["different"]) + len(reports[0]["unverified"])
+    return WeightReport(
+        num_equal=num_compared - len(different) - len(unverified),
+        different=different,
+        unverified=list(unverified),
+    )

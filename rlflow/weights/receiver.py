@@ -1,10 +1,8 @@
-"""Receiving side of the shared-memory transport, inside each vLLM worker.
+"""Receiving side, inside each vLLM worker: an arena's parameters become what the worker computes with.
 
 vLLM imports this module through `worker_extension_cls`; importing it registers the weight-transfer back end
-`rlflow_shm`, which vLLM drives as start -> one update a bucket -> finish.
-
-On a CPU vLLM 0.32 keeps packed copies of weights which its reloader does not renew in two places: the output head that
-is tied to the embedding, and the experts of a mixture. Both are repaired here; without that, logits are silently wrong.
+`rlflow_shm`, which vLLM drives as start -> one update a bucket -> finish. Where the weights can be laid out beside the
+model (`LoadMode.beside`), the buckets come before that, while the engine samples, and start and finish only swap.
 """
 
 from __future__ import annotations
@@ -24,13 +22,15 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 
+from rlflow.errors import NotACopy
 from rlflow.roles import TensorSlot
 from rlflow.weights.arena import tensor_at
-from rlflow.weights.messages import BACKEND, slots_of
-from rlflow.weights.verify import WeightReport, compare_weights
+from rlflow.weights.engine_tensors import EngineTensors, Landings, learn_landings
+from rlflow.weights.layout import Shapes
+from rlflow.weights.messages import BACKEND, LoadMode, WeightReport, slots_of
+from rlflow.weights.reload import Reloader
+from rlflow.weights.verify import compare_weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,61 +52,92 @@ class ArenaUpdate(WeightTransferUpdateInfo):
 
 
 class ArenaEngine(WeightTransferEngine[ArenaInit, ArenaUpdate]):
-    """Loads an arena's tensors through vLLM's layerwise reloader."""
+    """Loads an arena's tensors in the way that `learn` has found for the model."""
 
     init_info_cls = ArenaInit
     update_info_cls = ArenaUpdate
     supports_draft_weight_update = False
 
     _arena: ArenaView | None = None
-    _loaded: set[str]
+    _tensors: EngineTensors | None = None
+    _reloader: Reloader | None = None
+    _landings: Landings
 
     def init_transfer_engine(self, init_info: ArenaInit) -> None:
         """Nothing to set up."""
 
+    def learn(self, shapes: Shapes) -> LoadMode:
+        """Find out how these parameters are loaded into this model. Raises ConfigError when it does not take them."""
+        self._landings = {}
+        try:
+            blank, self._landings = learn_landings(self.vllm_config, shapes)
+            self._tensors = EngineTensors(self.model, blank, shapes, self._landings)
+        except NotACopy:
+            self._reloader = Reloader(self.model, self.model_config)
+            return LoadMode.reloaded
+        return LoadMode.beside if self._tensors.is_beside else LoadMode.in_place
+
+    def prepare(self, update: dict[str, object]) -> None:
+        """Lay out one bucket beside the model. The first one of a version forgets what was laid out before."""
+        assert self._tensors is not None and self._tensors.is_beside, "only what lies beside the model can be prepared"
+        info = self.parse_update_info(update)
+        if self._arena is None or not self._arena.is_of(info):
+            self._open(info)
+            self._tensors.begin()
+        self.receive_weights(info)
+
     def start_weight_update(self) -> None:
-        abort_reload(self.model)
-        forget_packed_experts(self.model)
-        self._loaded = set()
-        with torch.no_grad():
-            initialize_layerwise_reload(self.model)
+        if self._reloader is not None:
+            self._reloader.begin()
+        elif self._tensors is not None and not self._tensors.is_beside:
+            self._tensors.begin()
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         update = self.parse_update_info(update_info)
-        with torch.no_grad():
-            self.receive_weights(update)
+        if self._arena is None:
+            self._open(update)
+        self.receive_weights(update)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
+    def _open(self, update: ArenaUpdate) -> None:
+        self._arena = ArenaView(update.path, update.num_bytes, update.version)
+
     def receive_weights(self, update_info: ArenaUpdate) -> None:
         """Load one bucket. Raises ValueError when the arena holds another version."""
-        if self._arena is None:
-            # The reloader keeps views of what it was given until a fused layer is complete: hold the map until finish.
-            self._arena = ArenaView(update_info.path, update_info.num_bytes, update_info.version)
+        assert self._arena is not None
         self._arena.check()
-        model: Any = self.model
-        loaded: set[str] | None = model.load_weights(self._arena.tensors(slots_of(update_info.slots)))
-        if loaded is None:
-            raise ValueError(f"{type(self.model).__name__} does not report what it loaded; it is not supported")
-        self._loaded |= loaded
+        tensors = self._arena.tensors(slots_of(update_info.slots))
+        with torch.no_grad():
+            if self._reloader is not None:
+                self._reloader.load(tensors)
+                return
+            assert self._tensors is not None, "how a model is loaded is learnt first"
+            for name, tensor in tensors:
+                self._tensors.land(name, tensor)
 
     def finish_weight_update(self) -> None:
         """Make the loaded weights effective. Raises ValueError when a parameter was not sent."""
-        assert self._arena is not None, "finish before the first bucket"
-        missing = sorted(parameter_names(self.model) - self._loaded)
-        if missing:
+        loader = self._reloader or self._tensors
+        assert loader is not None and self._arena is not None, "finish before the first bucket"
+        if missing := loader.missing:
             raise ValueError(f"{len(missing)} parameters were not sent, such as {missing[0]!r}; send the whole model")
-        tied = unloaded_heads(self.model)
+        # Before the swap: what was prepared from an arena that was rewritten meanwhile is not put in place.
+        self._arena.check()
         with torch.no_grad():
-            finalize_layerwise_reload(self.model, self.model_config)
-            for head in tied:
-                head.quant_method.process_weights_after_loading(head)
+            loader.commit()
         self._arena.check()
         self._arena = None
 
     def abort(self) -> None:
-        abort_reload(self.model)
+        if self._reloader is not None:
+            self._reloader.abort()
+        if self._tensors is not None:
+            self._tensors.begin()
         self._arena = None
+
+    def compare(self, view: ArenaView, slots: Sequence[TensorSlot]) -> WeightReport:
+        return compare_weights(self.model, self._landings, view.tensors(slots))
 
     def shutdown(self) -> None:
         self._arena = None
@@ -116,7 +147,7 @@ class ArenaView:
     """A read-only mapping of an arena that is expected to hold one version."""
 
     def __init__(self, path: str, num_bytes: int, version: int) -> None:
-        self._version = version
+        self._path, self._version = path, version
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             mapping = mmap.mmap(file, num_bytes, prot=mmap.PROT_READ)
@@ -126,6 +157,9 @@ class ArenaView:
             # torch has no read-only tensors and warns; nothing here writes to it.
             warnings.simplefilter("ignore", UserWarning)
             self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def is_of(self, update: ArenaUpdate) -> bool:
+        return (self._path, self._version) == (update.path, update.version)
 
     def check(self) -> None:
         found = int(self._bytes[:8].view(torch.int64).item())
@@ -137,64 +171,6 @@ class ArenaView:
             yield slot.name, tensor_at(self._bytes, slot)
 
 
-def parameter_names(model: torch.nn.Module) -> set[str]:
-    """Names of all parameters while a reload is under way; of tied ones the first."""
-    tied = {id(head) for head in unloaded_heads(model)}
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        if id(module) not in tied
-        for name in module._parameters
-        if module._parameters[name] is not None
-    }
-
-
-def unloaded_heads(model: torch.nn.Module) -> list[VocabParallelEmbedding]:
-    """Output heads which share the embedding's weight and so are sent nothing of their own."""
-    owners: dict[int, torch.nn.Module] = {}
-    tied: list[VocabParallelEmbedding] = []
-    for module in model.modules():
-        if not isinstance(module, VocabParallelEmbedding):
-            continue
-        info = layerwise.get_layerwise_info(module)
-        kernel = info.kernel_tensors[0] if info.kernel_tensors is not None else module._parameters
-        weight = kernel.get("weight")
-        if owners.setdefault(id(weight), module) is not module:
-            tied.append(module)
-    return tied
-
-
-def forget_packed_experts(model: torch.nn.Module) -> None:
-    """Make the next load pack the experts again; vLLM packs only while it has no kernel. CPU only."""
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        weight = next(module.parameters(recurse=False), None)
-        on_cpu = weight is not None and weight.device.type == "cpu"
-        if method is not None and on_cpu and getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None
-
-
-def abort_reload(model: torch.nn.Module) -> None:
-    """Forget a half-done reload, so that a later one starts clean.
-
-    Layers already processed keep new weights, the others get their old tensors back: the model is then a mixture, and
-    must not be sampled from before a complete update. Without this, unprocessed layers stay without storage and the
-    next reload replays what the failed one had buffered.
-    """
-    for layer in model.modules():
-        info = layerwise.get_layerwise_info(layer)
-        if not info.can_load():
-            continue
-        tensors: list[Any] = [*layer._parameters.values(), *layer._buffers.values()]
-        for tensor in tensors:
-            if hasattr(tensor, "weight_loader"):
-                tensor.weight_loader = layerwise._get_original_loader(tensor)
-        if info.kernel_tensors is not None:
-            layerwise._place_kernel_tensors(layer, info)
-        info.reset()
-    layerwise.LOADING_LAYERS.clear()
-
-
 class WorkerExtension:
     """Mixed into vLLM's worker; each method is a `collective_rpc`."""
 
@@ -202,6 +178,15 @@ class WorkerExtension:
         vllm_config: VllmConfig
         weight_transfer_engine: ArenaEngine
         _weight_update_active: bool
+
+    def rlflow_learn(self, shapes: dict[str, list[int]]) -> str:
+        """How these parameters will be loaded into this worker's model: a `LoadMode`."""
+        with set_current_vllm_config(self.vllm_config):
+            return self.weight_transfer_engine.learn({name: tuple(shape) for name, shape in shapes.items()})
+
+    def rlflow_prepare(self, **update: Any) -> None:
+        """Lay out one bucket of a version, see `ArenaEngine.prepare`."""
+        self.weight_transfer_engine.prepare(update)
 
     def rlflow_abort_update(self) -> None:
         """Give up a half-done update. A complete one must follow before anything is sampled."""
@@ -213,12 +198,10 @@ class WorkerExtension:
         self, path: str, num_bytes: int, version: int, slots: list[list[object]]
     ) -> WeightReport:
         """Compare the weights that this worker computes with, to the arena's, bit for bit."""
-        if self.vllm_config.parallel_config.world_size > 1:
-            raise ValueError("weights can be compared with one worker an engine only; set rollout.tensor_parallel=1")
         view = ArenaView(path, num_bytes, version)
         view.check()
         with torch.no_grad():
-            return compare_weights(self.weight_transfer_engine.model, dict(view.tensors(slots_of(slots))))
+            return self.weight_transfer_engine.compare(view, slots_of(slots))
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

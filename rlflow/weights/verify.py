@@ -1,4 +1,4 @@
-"""Proof that a vLLM model computes with given weights.
+"""Proof that a vLLM worker computes with given weights.
 
 On a CPU vLLM packs the weight of each linear layer into a kernel's own layout and drops the tensor, so a checksum of
 the parameters covers little. But the layer applied to the rows of the identity gives its weight back, exactly: each
@@ -7,90 +7,77 @@ output is one product with 1 and sums of zeros. What is compared is therefore wh
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+from rlflow.weights.engine_tensors import box_of, is_plain, view_of
+from rlflow.weights.layout import Region
+from rlflow.weights.messages import WeightReport
+from rlflow.weights.tracing import Landing
 
 _ROWS = 256
 """Rows of the identity that go through a layer at once; bounds the memory."""
 
 
-class WeightReport(TypedDict):
-    num_equal: int
-    different: list[str]
-    unverified: list[str]
-    """Tensors which have no counterpart that can be read back, such as packed experts."""
+def compare_weights(
+    model: nn.Module, landings: Mapping[str, Sequence[Landing]], expected: Iterable[tuple[str, Tensor]]
+) -> WeightReport:
+    """Compare each parameter, whole and by its Hugging Face name, with this worker's part of it.
 
-
-def compare_weights(model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> WeightReport:
-    """Compare each tensor, named as in the checkpoint, with what the model holds or computes with."""
+    A part of which the worker holds nothing counts as equal. What `landings` says nothing of is unverified.
+    """
     report = WeightReport(num_equal=0, different=[], unverified=[])
-    reader = _Reader(model, expected)
-    for name, tensor in expected.items():
-        found = reader.effective(name)
-        if found is None:
+    reader = _Reader(model)
+    for name, tensor in expected:
+        places = [(each.tensor, region) for each in landings.get(name, ()) for region in each.regions]
+        found = {place: reader.effective(place) for place, _ in places}
+        if name not in landings or not all(found.values()):
             report["unverified"].append(name)
-        elif all(torch.equal(each.to(tensor.dtype), tensor) for each in found):
+        elif all(_holds(each, region, tensor) for place, region in places for each in found[place]):
             report["num_equal"] += 1
         else:
             report["different"].append(name)
     return report
 
 
+def _holds(tensor: Tensor, region: Region, whole: Tensor) -> bool:
+    return torch.equal(view_of(tensor.contiguous(), region).to(whole.dtype), box_of(whole, region))
+
+
 class _Reader:
-    """Reads weights back by checkpoint name; remembers the last unpacked layer, whose parts come one after another."""
+    """Reads a worker's tensors back; remembers the last unpacked one, whose parts come one after another."""
 
-    def __init__(self, model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
-        self._modules = dict(model.named_modules())
-        self._expected = expected
-        mapping: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-        self._fused = {part: (fused, parts) for fused, parts in mapping.items() for part in parts}
-        self._last: tuple[torch.nn.Module, torch.Tensor] | None = None
+    def __init__(self, model: nn.Module) -> None:
+        self._live = dict(model.named_parameters())
+        self._owners: dict[int, list[Any]] = {}
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                self._owners.setdefault(id(parameter), []).append(module)
+        self._last: tuple[str, list[Tensor]] | None = None
 
-    def effective(self, name: str) -> list[torch.Tensor] | None:
-        """Everything in the model that should equal the tensor `name`; None when there is nothing to read."""
-        path, _, leaf = name.rpartition(".")
-        module, first_row = self._locate(path, leaf)
-        if module is None or getattr(module, leaf, None) is None:
-            return None
-        num_rows = len(self._expected[name])
-        values = [getattr(module, leaf)]
-        if leaf == "weight" and values[0].ndim <= 2 and hasattr(module, "cpu_linear"):
-            values = [value for value in values if value.numel()]
-            values += [self._unpack(each) for each in (module, *self._tied_to(module))]
-        return [value[first_row : first_row + num_rows] for value in values] or None
-
-    def _locate(self, path: str, leaf: str) -> tuple[torch.nn.Module | None, int]:
-        """The module that holds a checkpoint module, and the row at which its part starts."""
-        if path in self._modules:
-            return self._modules[path], 0
-        parent, _, last = path.rpartition(".")
-        fused, parts = self._fused.get(last, ("", []))
-        before = parts[: parts.index(last)] if last in parts else []
-        rows = [self._expected.get(f"{parent}.{part}.{leaf}") for part in before]
-        if any(each is None for each in rows):
-            return None, 0
-        return self._modules.get(f"{parent}.{fused}"), sum(len(each) for each in rows if each is not None)
-
-    def _tied_to(self, module: torch.nn.Module) -> list[torch.nn.Module]:
-        weight = module._parameters["weight"]
-        return [
-            other
-            for other in self._modules.values()
-            if other is not module and other._parameters.get("weight") is weight and hasattr(other, "cpu_linear")
-        ]
-
-    def _unpack(self, module: torch.nn.Module) -> torch.Tensor:
-        if self._last is None or self._last[0] is not module:
-            self._last = (module, unpack_linear(module))
+    def effective(self, name: str) -> list[Tensor]:
+        """Everything that the model computes with for the tensor of this name; nothing if it cannot be read."""
+        if self._last is None or self._last[0] != name:
+            self._last = (name, self._read(name))
         return self._last[1]
 
+    def _read(self, name: str) -> list[Tensor]:
+        live = self._live[name]
+        owners = self._owners[id(live)]
+        if live.device.type == "cpu" and not all(map(is_plain, owners)):
+            return []
+        packed = [owner for owner in owners if owner._parameters.get("weight") is live and hasattr(owner, "cpu_linear")]
+        return [live.detach()] * bool(live.numel()) + [unpack_linear(owner) for owner in packed]
 
-def unpack_linear(module: torch.nn.Module) -> torch.Tensor:
+
+def unpack_linear(module: nn.Module) -> Tensor:
     """The weight [outputs, inputs] that a vLLM CPU layer multiplies with."""
     layer: Any = module  # vLLM's linear layers and embeddings have no common class with these attributes
     num_inputs: int = getattr(layer, "input_size_per_partition", None) or layer.embedding_dim
-    columns: list[torch.Tensor] = []
+    columns: list[Tensor] = []
     for first in range(0, num_inputs, _ROWS):
         rows = torch.zeros(min(_ROWS, num_inputs - first), num_inputs, dtype=layer.weight.dtype)
         rows[torch.arange(len(rows)), torch.arange(first, first + len(rows))] = 1

@@ -26,10 +26,11 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from rlflow.errors import NotACopy
 from rlflow.roles import TensorSlot
 from rlflow.weights.arena import tensor_at
-from rlflow.weights.engine_tensors import EngineTensors, Landings, learn_landings
+from rlflow.weights.engine_tensors import EngineTensors, learn_landings
 from rlflow.weights.layout import Shapes
 from rlflow.weights.messages import BACKEND, LoadMode, WeightReport, slots_of
 from rlflow.weights.reload import Reloader
+from rlflow.weights.tracing import Landings
 from rlflow.weights.verify import compare_weights
 
 if TYPE_CHECKING:

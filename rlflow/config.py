@@ -91,6 +91,13 @@ class Offload(StrEnum):
     cpu = "cpu"
 
 
+class Transport(StrEnum):
+    """How a version of the weights gets from the trainer to the engines."""
+
+    shm = "shm"
+    p2p = "p2p"
+
+
 @dataclass
 class RunConfig:
     dir: str | None = None
@@ -267,6 +274,15 @@ class StalenessConfig:
 
 
 @dataclass
+class WeightsConfig:
+    """From the trainer to the engines."""
+
+    transport: Transport = Transport.shm
+    """`shm`: through the memory of the machine that all of them are on. `p2p`: from rank to rank, where each engine's
+    rank is sent what it holds and no more; over the network too, through NCCL on GPUs. Not with lora.rank."""
+
+
+@dataclass
 class DeadlinesConfig:
     """Seconds that a wait may take before the run says which one it was and stops."""
 
@@ -323,6 +339,7 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -24,6 +24,7 @@ from rlflow.config import (
     RewardConfig,
     Roles,
     TrainerConfig,
+    Transport,
     Update,
     needs_reference,
     samples_while_loading,
@@ -90,6 +91,7 @@ def check(config: Config) -> None:
     _check_lora(config.lora, config.trainer.tensor_parallel)
     _check_staleness(config)
     _check_engines(config)
+    _check_weights(config)
     _check_lengths(config)
     _check_backend(config.trainer, config.model.dtype)
     for key in ("trainer.beta1", "trainer.beta2"):
@@ -238,6 +240,15 @@ def _check_engines(config: Config) -> None:
         )
     if config.eval.episodes != EvalConfig().episodes and not config.eval.every:
         raise ConfigError(f"eval.episodes={config.eval.episodes} has no effect with eval.every=0; set eval.every")
+
+
+def _check_weights(config: Config) -> None:
+    transport = config.weights.transport
+    if transport is not Transport.shm and config.lora.rank is not None:
+        raise ConfigError(
+            f"weights.transport={transport.value} does not go with lora.rank={config.lora.rank}: adapters are merged "
+            "into whole parameters first; set weights.transport=shm"
+        )
 
 
 def _check_lengths(config: Config) -> None:

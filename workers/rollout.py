@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlflow.config import Config, Placement
+from rlflow.config import Config, Placement, Transport
 from rlflow.deadlines import within
-from rlflow.errors import EngineLost, RunError, WeightsOvertaken
+from rlflow.errors import ConfigError, EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
 from rlflow.rollout.engine_setup import (
     cache_shape,
@@ -29,7 +29,14 @@ from rlflow.rollout.engine_setup import (
 )
 from rlflow.rollout.limit import Gate, RunningLimit
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
-from rlflow.weights.messages import LoadMode, WeightReport, merged_reports, staged_version, update_message
+from rlflow.weights.messages import (
+    LoadMode,
+    WeightReport,
+    merged_reports,
+    open_message,
+    staged_version,
+    update_message,
+)
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -205,12 +212,13 @@ class RolloutEngine:
         if isinstance(error, EngineDeadError):
             raise self._lost(f"vLLM died while it loaded weights; {log_hint()}") from error
         await asyncio.shield(self._abort_update())
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception) or isinstance(error, ConfigError | WeightsOvertaken):
             return
         subject = f"rollout engine {self._index} could not load weights of version {staged.version}"
-        found = await asyncio.to_thread(staged_version, staged.path)
-        if found != staged.version:
-            raise WeightsOvertaken(f"{subject}: the arena now holds version {found}: {error}") from error
+        if self._config.weights.transport is Transport.shm:
+            found = await asyncio.to_thread(staged_version, staged.path)
+            if found != staged.version:
+                raise WeightsOvertaken(f"{subject}: the arena now holds version {found}: {error}") from error
         if not isinstance(error, RunError):
             raise RunError(f"{subject}: {error}") from error
 
@@ -220,25 +228,53 @@ class RolloutEngine:
 
     async def _replace_weights(self, staged: StagedWeights) -> float:
         """When nothing was sampled any more, by `time.perf_counter`. Sampling is still paused on return."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         engine = self._engine
-        messages = [update_message(staged, bucket) for bucket in staged.buckets]
-        if await self._mode_for(staged) is LoadMode.beside:
-            # One by one, so that the engine samples between them.
-            for message in messages:
-                await engine.collective_rpc("rlflow_prepare", kwargs=message)
-            messages = []
+        mode, messages = await self._open(staged)
+        if mode is LoadMode.beside:
+            await self._bring(staged, mode, messages)
         paused_at_s = await self._pause()
         if self._frees_memory and self._is_asleep:
             await engine.wake_up(tags=["weights"])
         await engine.start_weight_update()
-        for message in messages:
-            await engine.update_weights(WeightTransferUpdateRequest(update_info=message))
+        if mode is not LoadMode.beside:
+            await self._bring(staged, mode, messages)
         await engine.finish_weight_update(weight_version=str(staged.version))
         if self._frees_memory and self._is_asleep:
             await engine.wake_up(tags=["kv_cache"])
         return paused_at_s
+
+    async def _open(self, staged: StagedWeights) -> tuple[LoadMode, list[dict[str, Any]]]:
+        """How the workers load such weights, and what to tell them for each bucket of this version."""
+        if self._config.weights.transport is Transport.shm:
+            return await self._mode_for(staged), [update_message(staged, bucket) for bucket in staged.buckets]
+        asked = open_message(staged, self._index, self._config.deadlines.weights_s)
+        found = await self._engine.collective_rpc("rlflow_open", kwargs=asked)
+        mode, num_buckets = LoadMode(found[0][0]), found[0][1]
+        if mode is LoadMode.reloaded:
+            raise ConfigError(
+                f"weights.transport={self._config.weights.transport.value} sends parts of parameters, but vLLM keeps "
+                f"those of the model in {self._model_path} otherwise than it loads them; set weights.transport=shm"
+            )
+        return mode, [{"bucket": bucket} for bucket in range(num_buckets)]
+
+    async def _bring(self, staged: StagedWeights, mode: LoadMode, messages: list[dict[str, Any]]) -> None:
+        """All buckets to the workers, one by one, so that the engine samples between them if it is not paused."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        others: set[int] = set()
+        for message in messages:
+            if self._config.weights.transport is not Transport.shm:
+                found = await self._engine.collective_rpc("rlflow_receive", kwargs=message)
+                others |= {version for version in found if version is not None}
+            elif mode is LoadMode.beside:
+                await self._engine.collective_rpc("rlflow_prepare", kwargs=message)
+            else:
+                await self._engine.update_weights(WeightTransferUpdateRequest(update_info=message))
+        if others:
+            raise WeightsOvertaken(
+                f"rollout engine {self._index} could not load weights of version {staged.version}: the trainer stages "
+                "another one"
+            )
 
     async def _mode_for(self, staged: StagedWeights) -> LoadMode:
         """How the workers load such weights, which they find out once."""

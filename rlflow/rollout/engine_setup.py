@@ -15,7 +15,7 @@ from typing import Any
 from rlflow.compute import share_cpu
 from rlflow.config import Config, Dtype, Placement
 from rlflow.errors import ConfigError
-from rlflow.weights.messages import BACKEND
+from rlflow.weights.messages import backend_of
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of one cache block on a CPU: the smallest that its attention kernel takes."""
@@ -85,7 +85,7 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
         "logprobs_mode": "processed_logprobs",
         "tensor_parallel_size": config.rollout.tensor_parallel,
         "distributed_executor_backend": "mp" if config.rollout.tensor_parallel > 1 else "uni",
-        "weight_transfer_config": {"backend": BACKEND},
+        "weight_transfer_config": {"backend": backend_of(config.weights.transport)},
         "worker_extension_cls": "rlflow.weights.receiver.WorkerExtension",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+import uuid
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, TypedDict
 
+from rlflow.config import Transport
 from rlflow.roles import StagedWeights, TensorSlot
 
-BACKEND = "rlflow_shm"
-"""Name under which vLLM knows the shared-memory transport."""
+
+def backend_of(transport: Transport) -> str:
+    """The name under which vLLM knows a transport."""
+    return f"rlflow_{transport.value}"
 
 
 class LoadMode(StrEnum):
@@ -36,6 +40,18 @@ def update_message(staged: StagedWeights, bucket: tuple[int, int]) -> dict[str, 
     first, end = bucket
     slots = [[slot.name, slot.dtype, list(slot.shape), slot.offset, slot.num_bytes] for slot in staged.slots[first:end]]
     return {"path": staged.path, "num_bytes": staged.num_bytes, "version": staged.version, "slots": slots}
+
+
+def open_message(staged: StagedWeights, engine: int, timeout_s: float) -> dict[str, Any]:
+    """With what an engine's workers ask the trainer for a version."""
+    transfer = uuid.uuid4().int >> 65  # as many bits as a message has room for
+    return {
+        "address": staged.path,
+        "engine": engine,
+        "version": staged.version,
+        "transfer": transfer,
+        "timeout_s": timeout_s,
+    }
 
 
 def slots_of(rows: Sequence[Sequence[Any]]) -> list[TensorSlot]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store, Work  # pyright: ignore[reportPrivateImportUsage]
 
-from rlflow.errors import RunError, WeightsOvertaken
+from rlflow.errors import RunError
 from rlflow.weights.exchange import Arrivals, Message, Stamp, check, cut_messages, unpack
 from rlflow.weights.layout import Layout
 from rlflow.weights.meeting import Deadline, build_group, connect, receive, wait_all
@@ -76,15 +76,14 @@ class PeerReceiver:
         self._memory: list[dict[int, Tensor]] = [{}, {}]
         self._under_way: list[Work] = []
         self._next = 0
-        self.found_version: int | None = None
-        """The version that the trainer said it had, if another was asked for."""
+        self._found: int | None = None
 
     def open(self, version: int, transfer: int) -> int:
         """Ask for a version, together with the other workers of the engine; the number of buckets that will come.
 
         `transfer` is a fresh number, the same for all of them. Raises RuntimeError when not all come within the time.
         """
-        self.found_version = None
+        self._found = None
         self._deadline = Deadline(self._trainer.timeout_s)
         name = None if self._group is not None else f"{self._worker.engine}/{transfer}"
         if name is not None:
@@ -110,11 +109,12 @@ class PeerReceiver:
         return len(self._buckets)
 
     @torch.no_grad()
-    def receive(self, bucket: int) -> None:
-        """Put the next bucket in its place.
+    def receive(self, bucket: int) -> int | None:
+        """Put the next bucket in its place; the version that the trainer has, where it is another one by now.
 
-        Raises WeightsOvertaken with the last one, when the trainer had another version by then; RunError when something
-        did not arrive as it was sent, RuntimeError when the trainer is lost or not ready in time.
+        Then nothing more of this version counts, but all buckets have to be received: the trainer sends them.
+        Raises RunError when something did not arrive as it was sent, RuntimeError when the trainer is lost or not ready
+        in time.
         """
         if bucket != self._next or self._group is None:
             raise RunError(f"bucket {self._next} comes next, but {bucket} was asked for; open the transfer again")
@@ -126,18 +126,17 @@ class PeerReceiver:
             packed = self._memory[bucket % 2][message.source][: message.num_bytes]
             found = check(packed, stamp)
             if found != stamp.version:
-                self.found_version = found
-            if self.found_version is None:
+                self._found = found
+            if self._found is None:
                 unpack(message, packed, self._targets)
                 for parameter in self._arrivals.arrived(message.moves):
                     self._landed(parameter)
-        if self._next == len(self._buckets) and self.found_version is not None:
-            raise WeightsOvertaken(f"version {stamp.version} was asked for; the trainer has {self.found_version}")
+        return self._found
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a bucket is to come."""
-        return self._group is not None and self._next < len(self._buckets)
+    def give_up(self) -> None:
+        """Let the rest not come: there will be another group for the next version."""
+        if self._next < len(self._buckets):
+            self.close()
 
     def close(self) -> None:
         """Leave the group: the ranks of the trainer that still send notice it."""

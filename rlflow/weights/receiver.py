@@ -20,12 +20,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from rlflow.config import Transport
 from rlflow.errors import NotACopy
 from rlflow.roles import TensorSlot
 from rlflow.weights.arena_view import ArenaView
+from rlflow.weights.direct import DirectEngine
 from rlflow.weights.engine_tensors import EngineTensors, learn_landings
 from rlflow.weights.layout import Shapes
-from rlflow.weights.messages import BACKEND, LoadMode, WeightReport, slots_of
+from rlflow.weights.messages import LoadMode, WeightReport, backend_of, slots_of
 from rlflow.weights.reload import Reloader
 from rlflow.weights.tracing import Landings
 from rlflow.weights.verify import compare_weights
@@ -146,7 +148,7 @@ class WorkerExtension:
 
     if TYPE_CHECKING:
         vllm_config: VllmConfig
-        weight_transfer_engine: ArenaEngine
+        weight_transfer_engine: Any  # of the chosen transport: an ArenaEngine or a DirectEngine
         _weight_update_active: bool
 
     def rlflow_learn(self, shapes: dict[str, list[int]]) -> str:
@@ -157,6 +159,18 @@ class WorkerExtension:
     def rlflow_prepare(self, **update: Any) -> None:
         """Lay out one bucket of a version, see `ArenaEngine.prepare`."""
         self.weight_transfer_engine.prepare(update)
+
+    def rlflow_open(self, address: str, engine: int, version: int, transfer: int, timeout_s: float) -> tuple[str, int]:
+        """Agree with the trainer on a version, see `DirectEngine.open`: a `LoadMode`, and the number of buckets."""
+        assert isinstance(self.weight_transfer_engine, DirectEngine)
+        with set_current_vllm_config(self.vllm_config):
+            return self.weight_transfer_engine.open(address, engine, version, transfer, timeout_s)
+
+    def rlflow_receive(self, bucket: int) -> int | None:
+        """Put one bucket of a version in its place, see `DirectEngine.receive`."""
+        assert isinstance(self.weight_transfer_engine, DirectEngine)
+        with set_current_vllm_config(self.vllm_config):
+            return self.weight_transfer_engine.receive(bucket)
 
     def rlflow_abort_update(self) -> None:
         """Give up a half-done update. A complete one must follow before anything is sampled."""
@@ -174,5 +188,5 @@ class WorkerExtension:
             return self.weight_transfer_engine.compare(view, slots_of(slots))
 
 
-if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, ArenaEngine)
+if backend_of(Transport.shm) not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(backend_of(Transport.shm), ArenaEngine)

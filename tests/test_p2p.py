@@ -19,7 +19,6 @@ from torch.distributed import FileStore
 from training import spawn_ranks
 
 from rlflow.errors import RunError
-from rlflow.weights import p2p
 from rlflow.weights.exchange import Arrivals, Stamp, check, cut_messages, pack, seal, unpack
 from rlflow.weights.layout import Engine, Layout, fsdp_layout, mesh_layout, run_layout
 from rlflow.weights.p2p import PeerSender
@@ -133,7 +132,6 @@ class Rank:
 
 def play(number: int, folder: Path) -> None:
     """Two ranks of a trainer, two of an engine of which the second one dies, and the process that takes its place."""
-    p2p.BUCKET_BYTES = 200
     script = FileStore(str(folder / "script"), 5)
     script.set_timeout(datetime.timedelta(seconds=100))
     if number < 2:
@@ -145,7 +143,7 @@ def play(number: int, folder: Path) -> None:
 def play_trainer(rank: int, script: FileStore, folder: Path) -> None:
     join(f"file://{folder / 'trainer'}", rank, 2, torch.device("cpu"), 60)
     backend = Rank(rank)
-    sender = PeerSender(backend, rank, 2, "", timeout_s=60)  # pyright: ignore[reportArgumentType]
+    sender = PeerSender(backend, rank, 2, "", timeout_s=60, bucket_bytes=200)  # pyright: ignore[reportArgumentType]
     staged = sender.stage(1)
     if staged is not None:
         script.set("address", staged.path)

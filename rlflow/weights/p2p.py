@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import math
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 LAYOUT = "layout"
 """Key of the store under which the trainer's layout is."""
+BUCKET = "bucket"
+"""Of the bytes of a bucket."""
 NUM_REQUESTS = "requests"
 _CLOSING = "closing"
 _IDLE = datetime.timedelta(hours=1)
@@ -81,17 +84,25 @@ def submit(store: Store, request: dict[str, Any]) -> None:
     store.set(request_key(store.add(NUM_REQUESTS, 1) - 1), json.dumps(request))
 
 
-def plan_for(source: Layout, landings: list[Landings]) -> TransferPlan:
+def plan_for(source: Layout, landings: list[Landings], bucket_bytes: int) -> TransferPlan:
     """The transfer to one engine, from what each of its ranks has learnt. Equal on all who make it."""
     shapes = {name: place.shape for name, place in source.placements.items()}
     dtype = next(iter(source.placements.values())).dtype
-    return plan(source, [Engine(layout=layout_of(shapes, dtype, landings))], BUCKET_BYTES)
+    return plan(source, [Engine(layout=layout_of(shapes, dtype, landings))], bucket_bytes)
 
 
 class PeerSender:
     """One rank's side. `stage` and the constructor are collective."""
 
-    def __init__(self, backend: TrainerBackend, rank: int, world_size: int, rendezvous: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        backend: TrainerBackend,
+        rank: int,
+        world_size: int,
+        rendezvous: str,
+        timeout_s: float,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
         """`rendezvous` is where these ranks met; the store listens on the same address."""
         source = backend.layout()
         if source is None:
@@ -100,12 +111,16 @@ class PeerSender:
         self._source = source
         self._rank = rank
         self._timeout_s = timeout_s
-        self._dtype = backend.parameter_specs()[0][1]
+        self._bucket_bytes = bucket_bytes
+        specs = backend.parameter_specs()
+        self._dtype = specs[0][1]
+        self._num_bytes = sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in specs)
         self._host = urlsplit(rendezvous).hostname or "127.0.0.1"
         port = 0
         if rank == 0:
             self._hosted, port = host_store(self._host, timeout_s)
             self._hosted.set(LAYOUT, layout_to_json(source))
+            self._hosted.set(BUCKET, str(bucket_bytes))
         found = backend.add_up([float(port), float(rank == 0)])
         self._port = round(found[0] / found[1])
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
@@ -137,7 +152,7 @@ class PeerSender:
         return StagedWeights(
             version=version,
             path=f"tcp://{self._host}:{self._port}",
-            num_bytes=self._source.num_bytes,
+            num_bytes=self._num_bytes,
             slots=(),
             buckets=(),
         )
@@ -189,7 +204,7 @@ class PeerSender:
         landings = [
             landings_from_json(store.get(landings_key(session.group, rank))) for rank in range(request.num_ranks)
         ]
-        made = plan_for(self._source, landings)
+        made = plan_for(self._source, landings, self._bucket_bytes)
         session.messages = cut_messages(made.moves_from(self._rank), made.num_buckets)
         num_sources = self._source.num_ranks
         size, device = num_sources + request.num_ranks, self._device or torch.device("cpu")

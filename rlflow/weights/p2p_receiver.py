@@ -19,7 +19,7 @@ from rlflow.errors import RunError
 from rlflow.weights.exchange import Arrivals, Message, Stamp, check, cut_messages, unpack
 from rlflow.weights.layout import Layout
 from rlflow.weights.meeting import Deadline, build_group, connect, receive, wait_all
-from rlflow.weights.p2p import LAYOUT, landings_key, plan_for, submit
+from rlflow.weights.p2p import BUCKET, LAYOUT, landings_key, plan_for, submit
 from rlflow.weights.plan import Move
 from rlflow.weights.tracing import Landings
 from rlflow.weights.wire import landings_from_json, landings_to_json, layout_from_json
@@ -49,6 +49,9 @@ class TrainerStore:
     def layout(self) -> Layout:
         """Where the ranks of the trainer keep the parameters."""
         return layout_from_json(self.store.get(LAYOUT))
+
+    def bucket_bytes(self) -> int:
+        return int(self.store.get(BUCKET))
 
 
 class PeerReceiver:
@@ -146,7 +149,7 @@ class PeerReceiver:
     def _join(self, name: str) -> ProcessGroup:
         trainer, worker = self._trainer, self._worker
         landings = [landings_from_json(trainer.store.get(landings_key(name, rank))) for rank in range(worker.num_ranks)]
-        made = plan_for(self._source, landings)
+        made = plan_for(self._source, landings, trainer.bucket_bytes())
         self._moves = list(made.moves_to(0, worker.rank))
         self._buckets = cut_messages(self._moves, made.num_buckets)
         num_sources = self._source.num_ranks

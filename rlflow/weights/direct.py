@@ -29,8 +29,9 @@ from rlflow.weights.arena_view import ArenaView
 from rlflow.weights.engine_tensors import EngineTensors, learn_landings
 from rlflow.weights.layout import Layout
 from rlflow.weights.messages import LoadMode, WeightReport, backend_of
-from rlflow.weights.p2p_receiver import PeerReceiver, TrainerStore, Worker
+from rlflow.weights.p2p_receiver import PeerReceiver, Worker
 from rlflow.weights.tracing import Landings
+from rlflow.weights.trainer_store import TrainerStore
 from rlflow.weights.verify import compare_weights
 
 

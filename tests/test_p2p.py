@@ -14,10 +14,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import Model, engine_layout_by_hand
+from processes import spawn_ranks
 from rank_tensors import landings_of, tensors_of
 from torch import Tensor
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
-from training import spawn_ranks
 
 from rlflow.errors import RunError
 from rlflow.weights.exchange import Arrivals, Stamp, check, cut_messages, pack, seal, unpack

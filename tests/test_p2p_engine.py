@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.spawn import spawn
-from training import _work_and_leave, save_model, share, tiny_groups, tiny_llama
+from processes import start_ranks
+from training import save_model, share, tiny_groups, tiny_llama
 
 from rlflow.config import Backend, Config, Dtype, Transport
 from rlflow.errors import WeightsOvertaken
@@ -85,8 +85,7 @@ def training(case: Case, folder: Path) -> Iterator[Any]:
     """Gives a function that makes the trainer stage a version: where it is to be had rank to rank, and the arena."""
     context = torch.multiprocessing.get_context("spawn")
     orders, staged = [context.Queue(), context.Queue()], context.Queue()
-    ranks = spawn(_work_and_leave, (train, (case, folder, orders, staged)), nprocs=2, join=False)
-    assert ranks is not None
+    ranks = start_ranks(2, train, case, folder, orders, staged)
 
     def stage(version: int) -> list[StagedWeights]:
         for queue in orders:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from processes import spawn_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -19,7 +20,6 @@ from training import (
     plain_gradients,
     save_model,
     share,
-    spawn_ranks,
     tiny_config,
     tiny_groups,
     tiny_llama,

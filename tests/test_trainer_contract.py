@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from processes import spawn_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from training import (
     largest_relative_difference,
     save_model,
     share,
-    spawn_ranks,
     tiny_config,
     tiny_groups,
     tiny_llama,

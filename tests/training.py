@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -51,20 +48,6 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
     "initializer_range": 0.2,
 }
-
-
-def spawn_ranks(num_ranks: int, work: Callable[..., None], *arguments: Any) -> None:
-    """Call `work(rank, *arguments)` for each rank in a process of its own, and wait for all. Raises what one raises."""
-    spawn(_work_and_leave, (work, arguments), nprocs=num_ranks)
-
-
-def _work_and_leave(rank: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    work(rank, *arguments)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # An interpreter that ends while a thread of gloo drops a tensor unwinds that thread, which aborts the process.
-    os._exit(0)
 
 
 def save_model(config: PreTrainedConfig, folder: Path) -> str:

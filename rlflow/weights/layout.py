@@ -8,7 +8,7 @@ copies, parts of a fused or padded tensor, one expert of a stack: each is one bo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -145,11 +145,22 @@ def fsdp_layout(
 
 def run_layout(shapes: Shapes, dtype: str, num_ranks: int) -> Layout:
     """A trainer whose ranks hold equal runs of the elements of each parameter (ZeRO 3, arXiv:1910.02054)."""
+    runs = [
+        {name: chunk_of(math.prod(shape), rank, num_ranks) for name, shape in shapes.items()}
+        for rank in range(num_ranks)
+    ]
+    return runs_layout(shapes, dtype, runs)
+
+
+def runs_layout(shapes: Shapes, dtype: str, runs: Sequence[Mapping[str, tuple[int, int]]]) -> Layout:
+    """A trainer whose ranks hold a run [first, last) of the elements of each parameter; `runs` are given by rank."""
     placements = {
-        name: Placement(shape=shape, dtype=dtype, tensors=(name,), ranks=_run_ranks(shape, num_ranks))
+        name: Placement(
+            shape=shape, dtype=dtype, tensors=(name,), ranks=_run_ranks(shape, tuple(each[name] for each in runs))
+        )
         for name, shape in shapes.items()
     }
-    return Layout(num_ranks=num_ranks, placements=placements)
+    return Layout(num_ranks=len(runs), placements=placements)
 
 
 @lru_cache(maxsize=1024)
@@ -174,8 +185,7 @@ def _mesh_shard(shape: Index, mesh: Mesh, coordinates: tuple[int, ...]) -> tuple
 
 
 @lru_cache(maxsize=1024)
-def _run_ranks(shape: Index, num_ranks: int) -> Ranks:
-    runs = [chunk_of(math.prod(shape), rank, num_ranks) for rank in range(num_ranks)]
+def _run_ranks(shape: Index, runs: tuple[tuple[int, int], ...]) -> Ranks:
     return tuple(
         tuple(
             Region(start=start, stop=stop, offset=offset - first, strides=row_major(shape))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlflow.roles import StepOutcome
 from rlflow.types import FloatArray, TrainSample
+from rlflow.weights.layout import Layout
 from rlflow.workers.trainer.shards import Snapshot
 
 MicroBatch = Sequence[Sequence[TrainSample]]
@@ -71,6 +72,17 @@ class TrainerBackend(ABC):
     @abstractmethod
     def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The adapters alone, whole, by PEFT's names; none where the whole model is trained. As `full_parameters`."""
+
+    @abstractmethod
+    def layout(self) -> Layout | None:
+        """Where the ranks keep the float32 values of what `full_parameters` gives; None where adapters are merged."""
+
+    @abstractmethod
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank holds of each parameter of `layout`, flat, by name; not to be written to.
+
+        Each is in memory until the next one is asked for. Not collective.
+        """
 
     @abstractmethod
     def parameter_specs(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:

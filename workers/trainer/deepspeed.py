@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlflow.config import Config, Dtype, Offload
 from rlflow.errors import ConfigError
+from rlflow.weights.layout import Layout, runs_layout
 from rlflow.workers.trainer.base import MicroBatch, Role
 from rlflow.workers.trainer.packed import PackedTrainer, adamw, fresh_moments, state_tensors
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader
@@ -49,7 +51,7 @@ class DeepSpeedTrainer(PackedTrainer):
         )[0]
         self._is_gathered = config.trainer.zero_stage != 3
         layout = PartitionedOptimizer if self._is_gathered else PartitionedParameters
-        self._layout = layout(self._engine.optimizer, self._parameters, rank, world_size)
+        self._zero = layout(self._engine.optimizer, self._parameters, rank, world_size)
         self._held: MicroBatch | None = None
         self._scale: float | None = None
 
@@ -76,7 +78,7 @@ class DeepSpeedTrainer(PackedTrainer):
             self._engine.step()
 
     def _gradient_norm(self) -> float:
-        norm = self._norm(self._layout.gradients())
+        norm = self._norm(self._zero.gradients())
         return norm if norm < _TOO_LARGE else math.inf
 
     def _update(self, scale: float, learning_rate: float) -> None:
@@ -104,10 +106,23 @@ class DeepSpeedTrainer(PackedTrainer):
         with self._deepspeed.zero.GatheredParameters(parameters, enabled=not self._is_gathered):
             yield [parameter.detach() for parameter in parameters]
 
+    def _layout_of_ranks(self) -> Layout:
+        own = {piece.name: (piece.start, piece.stop) for _, pieces in self._zero.masters() for piece in pieces}
+        runs = torch.tensor([own.get(name, (0, 0)) for name in self._shapes], device=self._device)
+        ranks = [torch.empty_like(runs) for _ in range(self._world_size)]
+        dist.all_gather(ranks, runs)
+        of_rank = [dict(zip(self._shapes, map(tuple, found.tolist()), strict=True)) for found in ranks]
+        return runs_layout(self._shapes, "float32", of_rank)
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        for flat, pieces in self._zero.masters():
+            for piece in pieces:
+                yield piece.name, flat.detach()[piece.run]
+
     def _shards(self) -> Iterator[Shard]:
         kinds: tuple[str, ...] = (PARAMETER, *MOMENTS) if self._config.trainer.save_optimizer else (PARAMETER,)
         held: dict[str, Shard] = {}
-        for flat, pieces in self._layout.masters():
+        for flat, pieces in self._zero.masters():
             state = self._optimizer.state.get(flat) or fresh_moments(flat.detach(), self._updates)
             tensors = {PARAMETER: flat.detach()} | state
             for piece in pieces:
@@ -121,7 +136,7 @@ class DeepSpeedTrainer(PackedTrainer):
         return Shard(name=name, shape=self._shapes[name], start=start, tensors=tensors)
 
     def _load_shards(self, reader: ShardReader) -> None:
-        for flat, pieces in self._layout.masters():
+        for flat, pieces in self._zero.masters():
             self._optimizer.state.pop(flat, None)
             targets = {PARAMETER: flat.detach()}
             if reader.has_optimizer:
@@ -130,10 +145,10 @@ class DeepSpeedTrainer(PackedTrainer):
             for piece in pieces:
                 for kind, target in targets.items():
                     target[piece.run].copy_(reader.read(kind, piece.name, piece.start, piece.stop))
-        self._layout.publish()
+        self._zero.publish()
 
     def _resident(self) -> Iterator[Tensor]:
-        yield from self._layout.resident()
+        yield from self._zero.resident()
         yield from state_tensors(self._optimizer)
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import DTensor
 
 from rlflow.config import Config, Offload
-from rlflow.weights.layout import chunk_of
+from rlflow.weights.layout import Layout, chunk_of, fsdp_layout
 from rlflow.workers.trainer.base import MicroBatch, Role
 from rlflow.workers.trainer.packed import PackedTrainer, adamw, fresh_moments, state_tensors
 from rlflow.workers.trainer.policy import Policy, torch_dtype
@@ -101,6 +101,13 @@ class FsdpTrainer(PackedTrainer):
         tensor = self._parameters[name].detach().to(self._device)
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return self._group.join(whole, self._cut[name]) if name in self._cut else whole
+
+    def _layout_of_ranks(self) -> Layout:
+        return fsdp_layout(self._shapes, "float32", self._world_size, self._group.size, self._cut)
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._trained.items():
+            yield name, _local(parameter.detach()).reshape(-1)
 
     def _shards(self) -> Iterator[Shard]:
         for name, parameter in self._trained.items():

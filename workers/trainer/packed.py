@@ -22,6 +22,7 @@ from rlflow.config import Config
 from rlflow.errors import RunError
 from rlflow.roles import StepOutcome
 from rlflow.types import FloatArray
+from rlflow.weights.layout import Layout
 from rlflow.workers.trainer.base import MicroBatch, Role, TrainerBackend
 from rlflow.workers.trainer.lora import add_adapters, is_adapter, merged, parts_of, peft_name, without_adapters
 from rlflow.workers.trainer.objective import Objective, PolicyObjective
@@ -173,6 +174,13 @@ class PackedTrainer(TrainerBackend):
         for name in filter(is_adapter, self._shapes):
             with self._whole([name]) as tensors:
                 yield peft_name(name), tensors[0]
+
+    def layout(self) -> Layout | None:
+        return None if self._config.lora.rank is not None else self._layout_of_ranks()
+
+    @abstractmethod
+    def _layout_of_ranks(self) -> Layout:
+        """`layout`, of a model without adapters."""
 
     def parameter_specs(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         return list(self._specs)

@@ -34,6 +34,8 @@ from rlflow.config import Backend, Config, Dtype, Offload
 from rlflow.errors import ConfigError
 from rlflow.roles import StepOutcome
 from rlflow.types import TrainSample
+from rlflow.weights.arena_view import ArenaView
+from rlflow.weights.shm_sender import SharedMemorySender
 from rlflow.workers.trainer.backends import build_backend, check_offload
 from rlflow.workers.trainer.base import TrainerBackend
 from rlflow.workers.trainer.packed import PackedTrainer
@@ -202,6 +204,18 @@ def read_state(folder: Path) -> dict[str, Tensor]:
     return first
 
 
+def write_staged(folder: Path, trainer: TrainerBackend, rank: int, layout: Layout, rendezvous: str) -> None:
+    """What the engines would read of this version."""
+    sender = SharedMemorySender(trainer, rank, layout.ranks, rendezvous, folder.parent)
+    assert not sender.gathers
+    staged = sender.stage(3)
+    if staged is not None:
+        view = ArenaView(staged.path, staged.num_bytes, 3)
+        view.check()
+        save_file({name: tensor.clone() for name, tensor in view.tensors(staged.slots)}, folder / "staged.safetensors")
+    sender.close()
+
+
 def train(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> None:
     """Three steps, the last by momentum alone."""
     trainer = build(rank, layout, config, folder, rendezvous)
@@ -213,6 +227,7 @@ def train(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: s
     snapshot = trainer.snapshot()
     outcomes.append(take_momentum_step(trainer, rank, layout))
     write_state(folder / layout.name, trainer)
+    write_staged(folder / layout.name, trainer, rank, layout, rendezvous)
     take_step(trainer, rank, layout)
     snapshot.write(folder / layout.name / "later")
     if rank == 0:
@@ -294,6 +309,15 @@ def test_every_layout_saves_the_same_moments(layout: Layout, folder: Path) -> No
         difference = largest_relative_difference(read_kind(ours, kind), read_kind(theirs, kind))
         print(f"{layout.name}: largest relative difference of {kind} {difference:.1e}")
         assert difference <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_engines_its_parameters(layout: Layout, folder: Path) -> None:
+    """Each rank has written its own part, and nothing was gathered."""
+    staged, whole = load_file(folder / layout.name / "staged.safetensors"), read_state(folder / layout.name)
+    assert set(staged) == set(whole) - {"logprobs"}
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in staged.items())
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ ALIGNMENT = 64
 HEADER_BYTES = ALIGNMENT
 """Before the first tensor; holds the version as an int64."""
 BEING_WRITTEN = -1
-BUCKET_BYTES = 128 * 2**20
+BUCKET_BYTES = 32 * 2**20
 
 _PREFIX = "rlflow-weights-"
 
@@ -42,16 +42,20 @@ class Arena:
     """
 
     def __init__(
-        self, specs: Sequence[TensorSpec], folder: str | Path = "/dev/shm", bucket_bytes: int = BUCKET_BYTES
+        self,
+        specs: Sequence[TensorSpec],
+        folder: str | Path = "/dev/shm",
+        bucket_bytes: int = BUCKET_BYTES,
+        label: str = "",
     ) -> None:
-        """Reserve room for all tensors.
+        """Reserve room for all tensors. Others find the file by its `label`; without one, by what `stage` returns.
 
         Raises ConfigError when `folder` has too little room, ValueError for an empty or repeated name.
         """
         self.slots, self.num_bytes = lay_out(specs)
         self.buckets = cut_buckets(self.slots, bucket_bytes)
         remove_abandoned(Path(folder))
-        self.path, file = _create_file(Path(folder), self.num_bytes)
+        self.path, file = _create_file(Path(folder), label or uuid.uuid4().hex, self.num_bytes)
         self._close = weakref.finalize(self, _close_file, self.path, file)
         self._bytes: torch.Tensor | None = torch.frombuffer(mmap.mmap(file, self.num_bytes), dtype=torch.uint8)
         self._slot_of = {slot.name: slot for slot in self.slots}
@@ -62,12 +66,8 @@ class Arena:
         Raises ValueError when a name is unknown, comes twice or is missing, or a shape differs; then the arena holds no
         version until the next complete call.
         """
-        if version < 0:
-            raise ValueError(f"version must not be negative; got {version}")
-        if self._bytes is None:
-            raise ValueError(f"the arena {self.path} is closed; make a new one")
-        header = self._bytes[:8].view(torch.int64)
-        header.fill_(BEING_WRITTEN)
+        self.begin(version)
+        memory = self.memory
         missing = dict(self._slot_of)
         for name, tensor in named:
             slot = missing.pop(name, None)
@@ -76,14 +76,34 @@ class Arena:
                 raise ValueError(f"tensor {name!r} {problem}; send each of the {len(self.slots)} tensors exactly once")
             if tuple(tensor.shape) != slot.shape:
                 raise ValueError(f"tensor {name!r} must have shape {slot.shape}; got {tuple(tensor.shape)}")
-            tensor_at(self._bytes, slot).copy_(tensor.detach())
+            tensor_at(memory, slot).copy_(tensor.detach())
         if missing:
             first = next(iter(missing))
             raise ValueError(f"{len(missing)} of {len(self.slots)} tensors were not sent, such as {first!r}")
-        header.fill_(version)
+        return self.finish(version)
+
+    def begin(self, version: int) -> None:
+        """Say that the arena is being written: it holds no version until `finish`."""
+        if version < 0:
+            raise ValueError(f"version must not be negative; got {version}")
+        self._header().fill_(BEING_WRITTEN)
+
+    def finish(self, version: int) -> StagedWeights:
+        """Say that all of a version was written."""
+        self._header().fill_(version)
         return StagedWeights(
             version=version, path=str(self.path), num_bytes=self.num_bytes, slots=self.slots, buckets=self.buckets
         )
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All bytes, uint8 [num_bytes]; see `tensor_at`."""
+        if self._bytes is None:
+            raise ValueError(f"the arena {self.path} is closed; make a new one")
+        return self._bytes
+
+    def _header(self) -> torch.Tensor:
+        return self.memory[:8].view(torch.int64)
 
     def close(self) -> None:
         """Remove the file. What an engine has mapped stays readable until it lets go. Safe to call twice."""
@@ -146,10 +166,14 @@ def remove_abandoned(folder: Path) -> None:
             os.close(file)
 
 
-def _create_file(folder: Path, num_bytes: int) -> tuple[Path, int]:
+def arena_path(folder: Path, label: str) -> Path:
+    """Where an arena with this label is."""
+    return folder / f"{_PREFIX}{label}"
+
+
+def _create_file(folder: Path, label: str, num_bytes: int) -> tuple[Path, int]:
     """An open, locked file of `num_bytes` that nobody else may read, with its memory reserved."""
-    label = f"{os.getpid()}-{uuid.uuid4().hex}"
-    path, unlocked = folder / f"{_PREFIX}{label}", folder / f".{_PREFIX}{label}"
+    path, unlocked = arena_path(folder, label), folder / f".{_PREFIX}{label}"
     try:
         file = os.open(unlocked, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:

@@ -7,10 +7,7 @@ model (`LoadMode.beside`), the buckets come before that, while the engine sample
 
 from __future__ import annotations
 
-import mmap
-import os
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +22,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from rlflow.errors import NotACopy
 from rlflow.roles import TensorSlot
-from rlflow.weights.arena import tensor_at
+from rlflow.weights.arena_view import ArenaView
 from rlflow.weights.engine_tensors import EngineTensors, Landings, learn_landings
 from rlflow.weights.layout import Shapes
 from rlflow.weights.messages import BACKEND, LoadMode, WeightReport, slots_of
@@ -81,7 +78,7 @@ class ArenaEngine(WeightTransferEngine[ArenaInit, ArenaUpdate]):
         """Lay out one bucket beside the model. The first one of a version forgets what was laid out before."""
         assert self._tensors is not None and self._tensors.is_beside, "only what lies beside the model can be prepared"
         info = self.parse_update_info(update)
-        if self._arena is None or not self._arena.is_of(info):
+        if self._arena is None or not self._arena.is_of(info.path, info.version):
             self._open(info)
             self._tensors.begin()
         self.receive_weights(info)
@@ -141,34 +138,6 @@ class ArenaEngine(WeightTransferEngine[ArenaInit, ArenaUpdate]):
 
     def shutdown(self) -> None:
         self._arena = None
-
-
-class ArenaView:
-    """A read-only mapping of an arena that is expected to hold one version."""
-
-    def __init__(self, path: str, num_bytes: int, version: int) -> None:
-        self._path, self._version = path, version
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            mapping = mmap.mmap(file, num_bytes, prot=mmap.PROT_READ)
-        finally:
-            os.close(file)
-        with warnings.catch_warnings():
-            # torch has no read-only tensors and warns; nothing here writes to it.
-            warnings.simplefilter("ignore", UserWarning)
-            self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
-
-    def is_of(self, update: ArenaUpdate) -> bool:
-        return (self._path, self._version) == (update.path, update.version)
-
-    def check(self) -> None:
-        found = int(self._bytes[:8].view(torch.int64).item())
-        if found != self._version:
-            raise ValueError(f"the arena holds version {found}, not {self._version}: it was rewritten while loading")
-
-    def tensors(self, slots: Sequence[TensorSlot]) -> Iterator[tuple[str, torch.Tensor]]:
-        for slot in slots:
-            yield slot.name, tensor_at(self._bytes, slot)
 
 
 class WorkerExtension:

@@ -53,14 +53,15 @@ class TrainerWorker:
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
     def start(self, rendezvous: str) -> None:
-        from rlflow.weights.arena import Arena
+        from rlflow.weights.shm_sender import SharedMemorySender
         from rlflow.workers.trainer.backends import build_backend
         from rlflow.workers.trainer.base import Role
 
         role = Role.critic if self._is_critic else Role.policy
         self._backend = build_backend(self._config, self._model_path, self._rank, self._world_size, rendezvous, role)
-        is_sender = self._rank == 0 and not self._is_critic
-        self._arena = Arena(self._backend.parameter_specs()) if is_sender else None
+        self._sender = None
+        if not self._is_critic:
+            self._sender = SharedMemorySender(self._backend, self._rank, self._world_size, rendezvous)
 
     def accumulate(self, groups: list[ReadyGroup], oldest_version: int | None) -> Span:
         """Add the gradients of this rank's share of `groups`. Every rank plans the same shares from the metadata."""
@@ -136,23 +137,12 @@ class TrainerWorker:
         return outcome
 
     def stage_weights(self, version: int) -> StagedWeights | None:
-        """Gather the full parameters; rank 0 lays them out for the engines and returns where."""
+        """Lay out this version for the engines; rank 0 returns where."""
+        assert self._sender is not None, "a critic has no engines"
         start_s = time.time()
         self._backend.version = version
-        named = self._backend.full_parameters()
-        if self._arena is None:
-            for _ in named:
-                pass
-            return None
-        staged = self._arena.stage(version, named)
-        return StagedWeights(
-            version=staged.version,
-            path=staged.path,
-            num_bytes=staged.num_bytes,
-            slots=staged.slots,
-            buckets=staged.buckets,
-            spans=(self._span("weights", start_s),),
-        )
+        staged = self._sender.stage(version)
+        return staged and replace(staged, spans=(self._span("weights", start_s),))
 
     def snapshot(self) -> None:
         """Copy the state of this moment, for `write_snapshot`; one that was not written is forgotten."""
@@ -177,8 +167,8 @@ class TrainerWorker:
 
     def close(self) -> None:
         self._backend.close()
-        if self._arena is not None:
-            self._arena.close()
+        if self._sender is not None:
+            self._sender.close()
 
     def _span(self, name: str, start_s: float) -> Span:
         return Span(actor=f"trainer {self._rank}", name=name, start_s=start_s, end_s=time.time())

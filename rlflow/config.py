@@ -266,6 +266,21 @@ class StalenessConfig:
     """Bytes of finished groups that may wait for the trainer; above it no group is admitted."""
 
 
+class Verify(StrEnum):
+    """See WeightsConfig.verify."""
+
+    off = "off"
+    sample = "sample"
+    full = "full"
+
+
+@dataclass
+class WeightsConfig:
+    verify: Verify = Verify.sample
+    """Before an engine samples under a version, compare what it computes with to what the trainer staged, bit for bit:
+    a few parameters, others each time (`sample`), or all of them (`full`: seconds on a large model)."""
+
+
 @dataclass
 class DeadlinesConfig:
     """Seconds that a wait may take before the run says which one it was and stops."""
@@ -323,6 +338,7 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

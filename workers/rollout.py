@@ -8,18 +8,19 @@ A plain class; a run wraps it in a Ray actor with many concurrent calls, a test 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 import uuid
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlflow.config import Config, Placement
+from rlflow.config import Config, Placement, Verify
 from rlflow.deadlines import within
 from rlflow.errors import EngineLost, RunError, WeightsOvertaken
-from rlflow.roles import StagedWeights
+from rlflow.roles import StagedWeights, TensorSlot
 from rlflow.rollout.engine_setup import (
     cache_shape,
     check_engine,
@@ -29,7 +30,7 @@ from rlflow.rollout.engine_setup import (
 )
 from rlflow.rollout.limit import Gate, RunningLimit
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
-from rlflow.weights.messages import LoadMode, WeightReport, merged_reports, staged_version, update_message
+from rlflow.weights.messages import LoadMode, WeightReport, merged_reports, message_of, staged_version, update_message
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+VERIFIED_PARAMETERS = 4
+"""Compared of each version with weights.verify=sample."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -236,6 +240,7 @@ class RolloutEngine:
         for message in messages:
             await engine.update_weights(WeightTransferUpdateRequest(update_info=message))
         await engine.finish_weight_update(weight_version=str(staged.version))
+        await self._verify(staged)
         if self._frees_memory and self._is_asleep:
             await engine.wake_up(tags=["kv_cache"])
         return paused_at_s
@@ -277,9 +282,23 @@ class RolloutEngine:
             await self._within("sleep", self._config.deadlines.weights_s, work)
             self._is_asleep = True
 
-    async def compare_weights(self, staged: StagedWeights) -> WeightReport:
-        """Compare what the engine computes with, to `staged`, bit for bit. Takes seconds on a large model."""
-        message = update_message(staged, (0, len(staged.slots)))
+    async def _verify(self, staged: StagedWeights) -> None:
+        """Raises RunError when the workers do not compute with what was staged, as far as weights.verify looks."""
+        verify, slots = self._config.weights.verify, staged.slots
+        if verify is Verify.off:
+            return
+        if verify is Verify.sample:
+            slots = random.Random(staged.version).sample(slots, min(VERIFIED_PARAMETERS, len(slots)))
+        report = await self.compare_weights(staged, slots)
+        if different := report["different"]:
+            raise RunError(
+                f"rollout engine {self._index} does not compute with version {staged.version} as it was staged: "
+                f"{len(different)} of the {len(slots)} parameters that were compared differ, such as {different[0]!r}"
+            )
+
+    async def compare_weights(self, staged: StagedWeights, slots: Sequence[TensorSlot] | None = None) -> WeightReport:
+        """Compare what the engine computes with, to `staged`, bit for bit: these parameters, or all of them."""
+        message = message_of(staged, staged.slots if slots is None else slots)
         checking = self._engine.collective_rpc("rlflow_compare_weights", kwargs=message)
         return merged_reports(await self._within("weight check", self._config.deadlines.weights_s, checking))
 

@@ -33,8 +33,12 @@ class WeightReport(TypedDict):
 
 def update_message(staged: StagedWeights, bucket: tuple[int, int]) -> dict[str, Any]:
     """What one update call carries for the slots [first, end) of `bucket`."""
-    first, end = bucket
-    slots = [[slot.name, slot.dtype, list(slot.shape), slot.offset, slot.num_bytes] for slot in staged.slots[first:end]]
+    return message_of(staged, staged.slots[slice(*bucket)])
+
+
+def message_of(staged: StagedWeights, chosen: Sequence[TensorSlot]) -> dict[str, Any]:
+    """Says where some tensors of a version are."""
+    slots = [[slot.name, slot.dtype, list(slot.shape), slot.offset, slot.num_bytes] for slot in chosen]
     return {"path": staged.path, "num_bytes": staged.num_bytes, "version": staged.version, "slots": slots}
 
 

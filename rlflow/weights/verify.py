@@ -44,7 +44,7 @@ def compare_weights(
 
 
 def _holds(tensor: Tensor, region: Region, whole: Tensor) -> bool:
-    return torch.equal(view_of(tensor.contiguous(), region).to(whole.dtype), box_of(whole, region))
+    return torch.equal(view_of(tensor.contiguous(), region).to(whole), box_of(whole, region))
 
 
 class _Reader:

@@ -20,9 +20,9 @@ from rlflow.weights.boxes import Index, intersection, row_major
 from rlflow.weights.layout import Region
 
 DELTA_SHARE = 0.3
-"""A delta of more than this share of the weights' bytes is not worth it: with positions of 4 bytes and values of 2, that
-is more than one changed element in 10. In bytes it breaks even at one in 3; in time earlier, since a CPU finds the place
-of one changed element while it reads, checks and copies several of the weights."""
+"""A delta of more than this share of the weights' bytes is not worth it: with positions of 4 bytes and values of 2,
+that is more than one changed element in 10. In bytes it breaks even at one in 3; in time earlier, since a CPU finds the
+place of one changed element while it reads, checks and copies several of the weights."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -94,7 +94,7 @@ def read_manifest(folder: Path, version: int) -> Manifest:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise RunError(
-                f"{path} has format {content['format']}, but this rlflow reads format {FORMAT}; use one rlflow everywhere"
+                f"{path} has format {content['format']}, but this rlflow reads format {FORMAT}; use one rlflow only"
             )
         manifest = Manifest(
             stamp=Stamp(**content["stamp"]),

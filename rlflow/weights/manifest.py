@@ -121,13 +121,12 @@ def chain(folder: Path, version: int, held: Stamp | None) -> list[Manifest]:
     Empty when it is held already. Raises WeightsOvertaken when the version is not there (any more), WeightsDamaged
     when it is, but not all that it builds on.
     """
-    target = manifest = read_manifest(folder, version)
-    found: list[Manifest] = []
-    while manifest.stamp != held:
-        found.append(manifest)
-        if manifest.base is None:
-            break
-        manifest = _read_base(folder, manifest, manifest.base, target)
+    target = read_manifest(folder, version)
+    if target.stamp == held:
+        return []
+    found = [target]
+    while (base := found[-1].base) is not None and base != held:
+        found.append(_read_base(folder, found[-1], base, target))
     return found[::-1]
 
 

@@ -441,17 +441,21 @@ def test_a_version_that_was_not_published_is_followed_by_an_anchor(tmp_path: Pat
     assert trainer.write(4, weights).base is not None
 
 
-def test_all_elements_must_be_written_once(tmp_path: Path) -> None:
-    layout = fsdp_layout({"w": (6,)}, "float32", 2)
-    trainer, weights = Trainer(tmp_path, layout), random_weights({"w": (6,)})
-    for ranks, found in (((0, 0), 6), ((0,), 3)):
-        parts = [parts_of(layout, rank, weights) for rank in ranks] + [[]]
-        counted = [writer.compare(1, each) for writer, each in zip(trainer.writers, parts, strict=False)]
-        for writer in trainer.writers:
-            writer.write(counted[0] + counted[1])
-        if found == 3:
-            with pytest.raises(RunError, match="'w' has 6 elements, but the ranks wrote 3 of it to version 1"):
-                trainer.writers[0].publish()
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ([(0, 3), (4, 6)], "'w' has 6 elements, but the ranks wrote 5 of it to version 1; one rank must write each"),
+        ([(0, 3), (0, 3)], r"2 ranks wrote the elements \(0,\) to \(3,\) of 'w'; one of them must"),
+    ],
+)
+def test_all_elements_must_be_written_once(tmp_path: Path, bounds: list[tuple[int, int]], message: str) -> None:
+    writers = [StoreWriter(tmp_path, rank, 2, {"w": ParameterSpec(shape=(6,), dtype="bfloat16")}) for rank in range(2)]
+    for (first, last), writer in zip(bounds, writers, strict=True):
+        part = Part(name="w", start=(first,), stop=(last,), tensor=torch.zeros(last - first))
+        writer.write(writer.compare(1, [part]))
+    with pytest.raises(RunError, match=message):
+        writers[0].publish()
+    assert versions_in(tmp_path) == []
 
 
 def test_other_parts_than_before_make_an_anchor(tmp_path: Path) -> None:

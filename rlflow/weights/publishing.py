@@ -12,7 +12,7 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rlflow.disk import disk_errors, sync
 from rlflow.errors import RunError
+from rlflow.weights.boxes import Index, num_elements
 from rlflow.weights.manifest import (
     MANIFEST,
     REMOVED,
@@ -35,6 +36,9 @@ from rlflow.weights.manifest import (
 )
 from rlflow.weights.part_files import write_part
 
+NamedBox = tuple[str, Index, Index]
+"""The name of a parameter, and where a box of it starts and stops."""
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class _Report:
@@ -42,12 +46,12 @@ class _Report:
 
     base: int | None
     file: FileSum
-    elements: Mapping[str, int]
-    """Of each parameter, in the boxes of this rank."""
+    boxes: Sequence[NamedBox]
+    """All that are this rank's, also where nothing in them changed."""
 
 
 def write_rank(
-    folder: Path, version: int, rank: int, base: int | None, elements: Mapping[str, int], tensors: Mapping[str, Tensor]
+    folder: Path, version: int, rank: int, base: int | None, boxes: Iterable[NamedBox], tensors: Mapping[str, Tensor]
 ) -> None:
     """Write the file of one rank, so that it lasts. Raises RunError when the disk is full, and leaves nothing of it."""
     part = version_folder(folder, version, UNFINISHED)
@@ -55,7 +59,7 @@ def write_rank(
     with disk_errors("the weights", folder):
         part.mkdir(exist_ok=True)
         try:
-            report = _Report(base=base, file=write_part(path, tensors), elements=dict(elements))
+            report = _Report(base=base, file=write_part(path, tensors), boxes=tuple(boxes))
             path.with_suffix(".json").write_text(json.dumps(asdict(report)), encoding="utf-8")
         except (OSError, SafetensorError):
             path.unlink(missing_ok=True)
@@ -123,7 +127,8 @@ def _read_report(part: Path, rank: int) -> _Report:
         content = json.loads(rank_file(part, rank).with_suffix(".json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RunError(f"rank {rank} of the trainer has not written its part of the weights to {part}") from error
-    return _Report(base=content["base"], file=FileSum(**content["file"]), elements=content["elements"])
+    boxes = tuple((name, tuple(start), tuple(stop)) for name, start, stop in content["boxes"])
+    return _Report(base=content["base"], file=FileSum(**content["file"]), boxes=boxes)
 
 
 def _check(
@@ -132,12 +137,16 @@ def _check(
     bases = {report.base for report in reports}
     if bases != {None if base is None else base.version}:
         raise RunError(f"the ranks' parts of version {version} build on different versions: {bases}")
+    boxes = [box for report in reports for box in report.boxes]
     written: Counter[str] = Counter()
-    for report in reports:
-        written.update(report.elements)
+    for name, start, stop in boxes:
+        written[name] += num_elements(start, stop)
+    for (name, start, stop), count in Counter(boxes).items():
+        if count > 1:
+            raise RunError(f"{count} ranks wrote the elements {start} to {stop} of {name!r}; one of them must")
     for name, spec in parameters.items():
         if written[name] != math.prod(spec.shape):
             raise RunError(
                 f"parameter {name!r} has {math.prod(spec.shape)} elements, but the ranks wrote {written[name]} of it "
-                f"to version {version}; each element must be written by one rank"
+                f"to version {version}; one rank must write each"
             )

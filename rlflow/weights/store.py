@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,13 +22,11 @@ from rlflow.weights.boxes import Index
 from rlflow.weights.delta import Changes, bits, changed, position_dtype, positions_in
 from rlflow.weights.manifest import Manifest, ParameterSpec, Stamp
 from rlflow.weights.part_files import POSITIONS, VALUES, box_key
-from rlflow.weights.publishing import complete_version, keep_only, remove_unfinished, write_rank
+from rlflow.weights.publishing import NamedBox, complete_version, keep_only, remove_unfinished, write_rank
 
 ANCHOR_EVERY = 20
 """Versions from one anchor to the next: with one changed element in 100 their deltas take about half the bytes of one
 anchor, which is what an engine that joins late reads in addition, and what the disk holds."""
-
-_Box = tuple[str, Index, Index]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -49,7 +47,7 @@ class _Staged:
     version: int
     base: int | None
     """What the positions are relative to; None: only an anchor can be written."""
-    positions: dict[_Box, Tensor] = field(default_factory=dict)
+    positions: dict[NamedBox, Tensor] = field(default_factory=dict)
     """Of what changed, in the box laid flat."""
     num_changed: int = 0
     delta_bytes: int = 0
@@ -77,7 +75,7 @@ class StoreWriter:
         self._rank = rank
         self._num_ranks = num_ranks
         self._parameters = parameters
-        self._last: dict[_Box, Tensor] = {}
+        self._last: dict[NamedBox, Tensor] = {}
         self._base: int | None = None  # version of `_last`; None while it may not be what is on disk
         self._num_deltas = 0  # since the anchor
         self._staged: _Staged | None = None
@@ -101,7 +99,7 @@ class StoreWriter:
         """
         staged = _Staged(version=version, base=self._base_for(version))
         self._base = None
-        last: dict[_Box, Tensor] = {}
+        last: dict[NamedBox, Tensor] = {}
         own_bytes = sum(map(_num_bytes, self._last.values()))
         for part in parts:
             if not part.tensor.numel():
@@ -132,10 +130,7 @@ class StoreWriter:
         assert staged.base is not None or not total.is_delta, "the sum has what this rank counted"
         base = staged.base if total.is_delta else None
         tensors = self._dense() if base is None else self._delta(staged.positions)
-        elements: Counter[str] = Counter()
-        for (name, _, _), values in self._last.items():
-            elements[name] += values.numel()
-        write_rank(self._folder, staged.version, self._rank, base, elements, tensors)
+        write_rank(self._folder, staged.version, self._rank, base, self._last, tensors)
         self._num_deltas = 0 if base is None else self._num_deltas + 1
         if self._rank == 0:
             self._written = _Written(version=staged.version, base=base, density=total.density)
@@ -185,7 +180,7 @@ class StoreWriter:
             raise ValueError(f"a box {extents} of {part.name!r} must have that shape, got {tuple(part.tensor.shape)}")
         return part.tensor.detach().to(getattr(torch, spec.dtype)).cpu().reshape(-1)
 
-    def _take_over(self, staged: _Staged, box: _Box, now: Tensor) -> Tensor:
+    def _take_over(self, staged: _Staged, box: NamedBox, now: Tensor) -> Tensor:
         """The copy of the last values, brought up to date; what changed is noted in `staged`."""
         before = self._last.get(box)
         if before is None:
@@ -206,7 +201,7 @@ class StoreWriter:
             for (name, start, stop), values in self._last.items()
         }
 
-    def _delta(self, changed_in: Mapping[_Box, Tensor]) -> dict[str, Tensor]:
+    def _delta(self, changed_in: Mapping[NamedBox, Tensor]) -> dict[str, Tensor]:
         """The positions in each parameter, and the values now."""
         positions: dict[str, list[Tensor]] = defaultdict(list)
         values: dict[str, list[Tensor]] = defaultdict(list)

@@ -5,7 +5,7 @@ folder, version, what is held -> fetch -> Update (verified, mapped) -> apply -> 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,10 @@ class Update:
     base: Stamp | None
     """What must be held; None where that does not matter."""
     versions: tuple[FetchedVersion, ...]
+
+    @property
+    def num_files(self) -> int:
+        return sum(len(version.files) for version in self.versions)
 
 
 class StoreReader:
@@ -70,17 +74,23 @@ class StoreReader:
 
     def apply(self, update: Update) -> None:
         """Write an update to the targets. If that fails, the next one fetched begins with an anchor."""
+        for _ in self.applying(update):
+            pass
+
+    def applying(self, update: Update) -> Iterator[None]:
+        """`apply`, in `update.num_files` steps, one each time the next is asked for; it counts once all are done."""
         assert update.base in (None, self.held), "an update is applied to what it was fetched for"
         if not update.versions:
             return
         self.held = None
-        with torch.no_grad():
-            for version in update.versions:
-                for file in version.files:
+        for version in update.versions:
+            for file in version.files:
+                with torch.no_grad():
                     if version.manifest.base is None:
                         self._apply_boxes(file)
                     else:
                         self._apply_changes(file)
+                yield
         self.held = update.versions[-1].manifest.stamp
 
     def _check(self, manifest: Manifest) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlflow.config import Config, Placement
+from rlflow.config import Config, Placement, sends_adapters
 from rlflow.deadlines import within
 from rlflow.errors import EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
@@ -29,10 +29,11 @@ from rlflow.rollout.engine_setup import (
 )
 from rlflow.rollout.limit import Gate, RunningLimit
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
-from rlflow.weights.messages import staged_version, update_message
+from rlflow.weights.messages import ADAPTER_ID, adapter_message, staged_version, update_message
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -66,6 +67,7 @@ class RolloutEngine:
         self._on_gpu = torch.cuda.is_available()
         self._version: int | None = None
         self._llm: AsyncLLM | None = None
+        self._sends_adapters = sends_adapters(config)
         self._stop_token_ids: list[int] = []
         self._loading = asyncio.Lock()
         self._is_asleep = False
@@ -150,7 +152,10 @@ class RolloutEngine:
 
         # Requests of a group share their prompt: vLLM finds cached blocks even of a request that is in the same step.
         stream = self._engine.generate(
-            {"prompt_token_ids": request.prompt_ids}, self._sampling(request), uuid.uuid4().hex
+            {"prompt_token_ids": request.prompt_ids},
+            self._sampling(request),
+            uuid.uuid4().hex,
+            lora_request=_adapter() if self._sends_adapters else None,
         )
         last: CompletionOutput | None = None
         try:
@@ -220,19 +225,26 @@ class RolloutEngine:
 
     async def _replace_weights(self, staged: StagedWeights) -> float:
         """When nothing was sampled any more, by `time.perf_counter`. Sampling is still paused on return."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         engine = self._engine
         paused_at_s = await self._pause()
         if self._frees_memory and self._is_asleep:
             await engine.wake_up(tags=["weights"])
-        await engine.start_weight_update()
-        for bucket in staged.buckets:
-            await engine.update_weights(WeightTransferUpdateRequest(update_info=update_message(staged, bucket)))
-        await engine.finish_weight_update(weight_version=str(staged.version))
+        if self._sends_adapters:
+            await engine.collective_rpc("rlflow_load_adapters", kwargs=adapter_message(staged, self._config.lora))
+        else:
+            await self._update_all(staged)
+        await engine.update_weight_version(str(staged.version))
         if self._frees_memory and self._is_asleep:
             await engine.wake_up(tags=["kv_cache"])
         return paused_at_s
+
+    async def _update_all(self, staged: StagedWeights) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._engine.start_weight_update()
+        for bucket in staged.buckets:
+            await self._engine.update_weights(WeightTransferUpdateRequest(update_info=update_message(staged, bucket)))
+        await self._engine.finish_weight_update()
 
     async def _pause(self) -> float:
         """Stop sampling, and forget the cache of the weights so far; when it stopped, by `time.perf_counter`."""
@@ -250,12 +262,12 @@ class RolloutEngine:
         """Sample nothing until the next `load_weights`; requests under way are kept and go on then.
 
         On a GPU the weights and the cache are given back: every sleep ends with a complete version, so that nothing
-        of the weights need be kept.
+        of the weights need be kept. Where adapters are all that is sent, the rest is kept in the memory of the CPU.
         """
         async with self._loading:
             self._gate.limit.forgive()
             work = (
-                self._engine.sleep(level=2, mode="keep")
+                self._engine.sleep(level=1 if self._sends_adapters else 2, mode="keep")
                 if self._frees_memory
                 else self._engine.pause_generation(mode="keep", clear_cache=True)
             )
@@ -264,8 +276,12 @@ class RolloutEngine:
 
     async def compare_weights(self, staged: StagedWeights) -> WeightReport:
         """Compare what the engine computes with, to `staged`, bit for bit. Takes seconds on a large model."""
-        message = update_message(staged, (0, len(staged.slots)))
-        checking = self._engine.collective_rpc("rlflow_compare_weights", kwargs=message)
+        if self._sends_adapters:
+            message = adapter_message(staged, self._config.lora)
+            checking = self._engine.collective_rpc("rlflow_compare_adapters", kwargs=message)
+        else:
+            message = update_message(staged, (0, len(staged.slots)))
+            checking = self._engine.collective_rpc("rlflow_compare_weights", kwargs=message)
         return (await self._within("weight check", self._config.deadlines.weights_s, checking))[0]
 
     async def stats(self) -> EngineStats:
@@ -323,6 +339,13 @@ class _Load:
 
     def busy_s(self) -> float:
         return self._busy_before_s + (time.perf_counter() - self._busy_since if self.running else 0.0)
+
+
+def _adapter() -> LoRARequest:
+    """What a request names. vLLM would read the path only if it had no such adapter, which never is so."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path="sent by the trainer")
 
 
 def _completion_of(output: CompletionOutput) -> Completion:

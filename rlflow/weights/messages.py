@@ -6,10 +6,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from rlflow.config import LoraConfig
 from rlflow.roles import StagedWeights, TensorSlot
 
 BACKEND = "rlflow_shm"
 """Name under which vLLM knows the shared-memory transport."""
+ADAPTER_ID = 1
+"""Of the one adapter, in every version, where adapters are sent alone."""
 
 
 def update_message(staged: StagedWeights, bucket: tuple[int, int]) -> dict[str, Any]:
@@ -17,6 +20,11 @@ def update_message(staged: StagedWeights, bucket: tuple[int, int]) -> dict[str, 
     first, end = bucket
     slots = [[slot.name, slot.dtype, list(slot.shape), slot.offset, slot.num_bytes] for slot in staged.slots[first:end]]
     return {"path": staged.path, "num_bytes": staged.num_bytes, "version": staged.version, "slots": slots}
+
+
+def adapter_message(staged: StagedWeights, lora: LoraConfig) -> dict[str, Any]:
+    """What one call carries for adapters: all slots, and what the adapters are multiplied by."""
+    return {**update_message(staged, (0, len(staged.slots))), "rank": lora.rank, "alpha": lora.alpha}
 
 
 def slots_of(rows: Sequence[Sequence[Any]]) -> list[TensorSlot]:

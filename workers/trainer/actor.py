@@ -13,7 +13,7 @@ from rlflow.algorithms.advantage.gae import Moments
 from rlflow.algorithms.chosen import needs_critic, token_advantage_of
 from rlflow.batching import MicroBatchPlan, plan_micro_batches
 from rlflow.compute import keep_memory, share_cpu
-from rlflow.config import Config, num_shares
+from rlflow.config import Config, num_shares, sends_adapters
 from rlflow.disk import disk_errors
 from rlflow.roles import StagedWeights, StepOutcome
 from rlflow.types import FloatArray, ReadyGroup, Span, TrainSample
@@ -60,7 +60,9 @@ class TrainerWorker:
         role = Role.critic if self._is_critic else Role.policy
         self._backend = build_backend(self._config, self._model_path, self._rank, self._world_size, rendezvous, role)
         is_sender = self._rank == 0 and not self._is_critic
-        self._arena = Arena(self._backend.parameter_specs()) if is_sender else None
+        self._sends_adapters = sends_adapters(self._config)
+        specs = self._backend.adapter_specs() if self._sends_adapters else self._backend.parameter_specs()
+        self._arena = Arena(specs) if is_sender else None
 
     def accumulate(self, groups: list[ReadyGroup], oldest_version: int | None) -> Span:
         """Add the gradients of this rank's share of `groups`. Every rank plans the same shares from the metadata."""
@@ -136,10 +138,10 @@ class TrainerWorker:
         return outcome
 
     def stage_weights(self, version: int) -> StagedWeights | None:
-        """Gather the full parameters; rank 0 lays them out for the engines and returns where."""
+        """Gather what is sent; rank 0 lays it out for the engines and returns where."""
         start_s = time.time()
         self._backend.version = version
-        named = self._backend.full_parameters()
+        named = self._backend.adapter_parameters() if self._sends_adapters else self._backend.full_parameters()
         if self._arena is None:
             for _ in named:
                 pass

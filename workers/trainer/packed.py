@@ -174,6 +174,10 @@ class PackedTrainer(TrainerBackend):
             with self._whole([name]) as tensors:
                 yield peft_name(name), tensors[0]
 
+    def adapter_specs(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        dtype = torch_dtype(self._config)
+        return [(peft_name(name), dtype, shape) for name, shape in self._shapes.items() if is_adapter(name)]
+
     def parameter_specs(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         return list(self._specs)
 

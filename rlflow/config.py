@@ -249,7 +249,8 @@ class LoraConfig:
     """What the adapters add is multiplied by alpha / rank."""
     send: Send = Send.adapters
     """`adapters`: the engines read the rest from model.path once, and are sent the adapters alone. `merged`: they are
-    sent the whole model."""
+    sent the whole model, which takes longer, but sample up to a seventh faster (SmolLM2-135M); for steps that sample
+    for long, and for models that vLLM has no adapters for."""
 
 
 @dataclass

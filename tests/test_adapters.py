@@ -249,7 +249,7 @@ def test_vllm_is_asked_for_the_next_larger_rank_and_for_the_adapted_layers_only(
     arguments = engine_arguments(adapter_config(), str(policy.folder), 0, on_gpu=False)
     assert arguments["max_lora_rank"] == 8
     assert arguments["lora_target_modules"] == layers
-    assert "load_format" not in arguments
+    assert arguments["load_format"] == "safetensors"
     config = adapter_config()
     config.lora.rank = None
     assert "enable_lora" not in engine_arguments(config, str(policy.folder), 0, on_gpu=False)

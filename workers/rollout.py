@@ -1,6 +1,7 @@
 """The rollout engine: one vLLM AsyncLLM that samples, and takes new weights while requests run.
 
 GenerateRequest -> gate -> vLLM -> Completion;  StagedWeights -> pause -> one update a bucket -> finish -> resume
+Of adapters: StagedWeights -> pause -> one call of all workers -> resume
 
 A plain class; a run wraps it in a Ray actor with many concurrent calls, a test calls it directly.
 """

@@ -117,6 +117,7 @@ def _whole_model_arguments() -> dict[str, Any]:
 def _adapter_arguments(lora: LoraConfig, model_path: str) -> dict[str, Any]:
     assert lora.rank is not None
     return {
+        "load_format": "safetensors",
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": largest_rank(lora.rank),

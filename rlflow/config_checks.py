@@ -23,6 +23,7 @@ from rlflow.config import (
     Proximal,
     RewardConfig,
     Roles,
+    Send,
     TrainerConfig,
     Update,
     needs_reference,
@@ -30,6 +31,7 @@ from rlflow.config import (
     value_of,
 )
 from rlflow.errors import ConfigError
+from rlflow.rollout.engine_setup import ADAPTER_RANKS
 
 _POSITIVE = (
     "run.steps",
@@ -146,6 +148,13 @@ def _check_lora(lora: LoraConfig, tensor_parallel: int) -> None:
         raise ConfigError(f"lora.rank must be at least 1, or null to train the whole model; got {lora.rank}")
     if lora.rank is None and lora.alpha != LoraConfig().alpha:
         raise ConfigError(f"lora.alpha={lora.alpha} has no effect with lora.rank=null; set lora.rank")
+    if lora.rank is None and lora.send is not LoraConfig().send:
+        raise ConfigError(f"lora.send={lora.send.value} has no effect with lora.rank=null; set lora.rank")
+    if lora.rank is not None and lora.rank > ADAPTER_RANKS[-1] and lora.send is Send.adapters:
+        raise ConfigError(
+            f"lora.rank={lora.rank} is more than the {ADAPTER_RANKS[-1]} that engines take with lora.send=adapters; "
+            "lower it, or set lora.send=merged"
+        )
     if lora.rank is not None and tensor_parallel > 1:
         raise ConfigError(
             f"lora.rank={lora.rank} does not go with trainer.tensor_parallel={tensor_parallel}: adapters are not cut "

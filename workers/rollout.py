@@ -1,6 +1,6 @@
 """The rollout engine: one vLLM AsyncLLM that samples, and takes new weights while requests run.
 
-GenerateRequest -> gate -> vLLM -> Completion;  StagedWeights -> prepare -> pause -> update -> finish -> resume
+GenerateRequest -> gate -> vLLM -> Completion;  StagedWeights -> prepare -> pause -> load -> compare -> resume
 
 A plain class; a run wraps it in a Ray actor with many concurrent calls, a test calls it directly.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlflow.config import Config, Placement, Verify
+from rlflow.config import Config, Placement, Verify, sends_adapters
 from rlflow.deadlines import within
 from rlflow.errors import EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights, TensorSlot
@@ -29,11 +29,13 @@ from rlflow.rollout.engine_setup import (
     stop_token_ids,
 )
 from rlflow.rollout.limit import Gate, RunningLimit
+from rlflow.rollout.loading import Loading, loading_of
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
-from rlflow.weights.messages import LoadMode, WeightReport, merged_reports, message_of, staged_version, update_message
+from rlflow.weights.messages import ADAPTER_ID, WeightReport, staged_version
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -68,8 +70,9 @@ class RolloutEngine:
         self._index = index
         self._on_gpu = torch.cuda.is_available()
         self._version: int | None = None
-        self._load_mode: LoadMode | None = None
         self._llm: AsyncLLM | None = None
+        self._weights: Loading | None = None
+        self._has_adapters = sends_adapters(config)
         self._stop_token_ids: list[int] = []
         self._loading = asyncio.Lock()
         self._is_asleep = False
@@ -154,7 +157,10 @@ class RolloutEngine:
 
         # Requests of a group share their prompt: vLLM finds cached blocks even of a request that is in the same step.
         stream = self._engine.generate(
-            {"prompt_token_ids": request.prompt_ids}, self._sampling(request), uuid.uuid4().hex
+            {"prompt_token_ids": request.prompt_ids},
+            self._sampling(request),
+            uuid.uuid4().hex,
+            lora_request=_adapter() if self._has_adapters else None,
         )
         last: CompletionOutput | None = None
         try:
@@ -208,7 +214,8 @@ class RolloutEngine:
 
         if isinstance(error, EngineDeadError):
             raise self._lost(f"vLLM died while it loaded weights; {log_hint()}") from error
-        await asyncio.shield(self._abort_update())
+        giving_up = self._loading_of_engine.give_up()
+        await asyncio.shield(self._within("abort of a weight update", self._config.deadlines.weights_s, giving_up))
         if not isinstance(error, Exception):
             return
         subject = f"rollout engine {self._index} could not load weights of version {staged.version}"
@@ -218,41 +225,19 @@ class RolloutEngine:
         if not isinstance(error, RunError):
             raise RunError(f"{subject}: {error}") from error
 
-    async def _abort_update(self) -> None:
-        aborting = self._engine.collective_rpc("rlflow_abort_update")
-        await self._within("abort of a weight update", self._config.deadlines.weights_s, aborting)
-
     async def _replace_weights(self, staged: StagedWeights) -> float:
         """When nothing was sampled any more, by `time.perf_counter`. Sampling is still paused on return."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        engine = self._engine
-        messages = [update_message(staged, bucket) for bucket in staged.buckets]
-        if await self._mode_for(staged) is LoadMode.beside:
-            # One by one, so that the engine samples between them.
-            for message in messages:
-                await engine.collective_rpc("rlflow_prepare", kwargs=message)
-            messages = []
+        engine, weights = self._engine, self._loading_of_engine
+        await weights.prepare(staged)
         paused_at_s = await self._pause()
         if self._frees_memory and self._is_asleep:
             await engine.wake_up(tags=["weights"])
-        await engine.start_weight_update()
-        for message in messages:
-            await engine.update_weights(WeightTransferUpdateRequest(update_info=message))
-        await engine.finish_weight_update(weight_version=str(staged.version))
+        await weights.load(staged)
         await self._verify(staged)
+        await engine.update_weight_version(str(staged.version))
         if self._frees_memory and self._is_asleep:
             await engine.wake_up(tags=["kv_cache"])
         return paused_at_s
-
-    async def _mode_for(self, staged: StagedWeights) -> LoadMode:
-        """How the workers load such weights, which they find out once."""
-        if self._load_mode is None:
-            shapes = {slot.name: list(slot.shape) for slot in staged.slots}
-            found = await self._engine.collective_rpc("rlflow_learn", kwargs={"shapes": shapes})
-            assert len(set(found)) == 1, "all workers of an engine have the same model"
-            self._load_mode = LoadMode(found[0])
-        return self._load_mode
 
     async def _pause(self) -> float:
         """Stop sampling, and forget the cache of the weights so far; when it stopped, by `time.perf_counter`."""
@@ -270,12 +255,12 @@ class RolloutEngine:
         """Sample nothing until the next `load_weights`; requests under way are kept and go on then.
 
         On a GPU the weights and the cache are given back: every sleep ends with a complete version, so that nothing
-        of the weights need be kept.
+        of the weights need be kept. Where adapters are all that is sent, the rest is kept in the memory of the CPU.
         """
         async with self._loading:
             self._gate.limit.forgive()
             work = (
-                self._engine.sleep(level=2, mode="keep")
+                self._engine.sleep(level=1 if self._has_adapters else 2, mode="keep")
                 if self._frees_memory
                 else self._engine.pause_generation(mode="keep", clear_cache=True)
             )
@@ -298,9 +283,8 @@ class RolloutEngine:
 
     async def compare_weights(self, staged: StagedWeights, slots: Sequence[TensorSlot] | None = None) -> WeightReport:
         """Compare what the engine computes with, to `staged`, bit for bit: these parameters, or all of them."""
-        message = message_of(staged, staged.slots if slots is None else slots)
-        checking = self._engine.collective_rpc("rlflow_compare_weights", kwargs=message)
-        return merged_reports(await self._within("weight check", self._config.deadlines.weights_s, checking))
+        comparing = self._loading_of_engine.compare(staged, staged.slots if slots is None else slots)
+        return await self._within("weight check", self._config.deadlines.weights_s, comparing)
 
     async def stats(self) -> EngineStats:
         return EngineStats(
@@ -312,7 +296,7 @@ class RolloutEngine:
 
     async def shutdown(self) -> None:
         """Stop vLLM and its processes. Safe to call twice."""
-        engine, self._llm, self._version = self._llm, None, None
+        engine, self._llm, self._weights, self._version = self._llm, None, None, None
         if engine is not None:
             engine.shutdown()
 
@@ -329,6 +313,12 @@ class RolloutEngine:
         if self._llm is None:
             raise RunError(f"rollout engine {self._index} is not running; start it first")
         return self._llm
+
+    @property
+    def _loading_of_engine(self) -> Loading:
+        if self._weights is None:
+            self._weights = loading_of(self._config, self._engine)
+        return self._weights
 
     async def _within(self, stage: str, seconds: float, work: Awaitable[T]) -> T:
         return await within(f"{stage} of rollout engine {self._index}", seconds, work)
@@ -357,6 +347,13 @@ class _Load:
 
     def busy_s(self) -> float:
         return self._busy_before_s + (time.perf_counter() - self._busy_since if self.running else 0.0)
+
+
+def _adapter() -> LoRARequest:
+    """What a request names. vLLM would read the path only if it had no such adapter, which never is so."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path="sent by the trainer")
 
 
 def _completion_of(output: CompletionOutput) -> Completion:

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, TypedDict
 
+from rlflow.config import LoraConfig
 from rlflow.roles import StagedWeights, TensorSlot
 
 BACKEND = "rlflow_shm"
 """Name under which vLLM knows the shared-memory transport."""
+ADAPTER_ID = 1
+"""Of the one adapter, in every version, where adapters are sent alone."""
 
 
 class LoadMode(StrEnum):
@@ -40,6 +43,11 @@ def message_of(staged: StagedWeights, chosen: Sequence[TensorSlot]) -> dict[str,
     """Says where some tensors of a version are."""
     slots = [[slot.name, slot.dtype, list(slot.shape), slot.offset, slot.num_bytes] for slot in chosen]
     return {"path": staged.path, "num_bytes": staged.num_bytes, "version": staged.version, "slots": slots}
+
+
+def adapter_message(staged: StagedWeights, chosen: Sequence[TensorSlot], lora: LoraConfig) -> dict[str, Any]:
+    """Says where some tensors of adapters are, and what the adapters are multiplied by."""
+    return {**message_of(staged, chosen), "rank": lora.rank, "alpha": lora.alpha}
 
 
 def slots_of(rows: Sequence[Sequence[Any]]) -> list[TensorSlot]:

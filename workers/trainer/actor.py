@@ -53,7 +53,7 @@ class TrainerWorker:
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
     def start(self, rendezvous: str) -> None:
-        from rlflow.weights.shm_sender import SharedMemorySender
+        from rlflow.weights.senders import build_sender
         from rlflow.workers.trainer.backends import build_backend
         from rlflow.workers.trainer.base import Role
 
@@ -61,7 +61,7 @@ class TrainerWorker:
         self._backend = build_backend(self._config, self._model_path, self._rank, self._world_size, rendezvous, role)
         self._sender = None
         if not self._is_critic:
-            self._sender = SharedMemorySender(self._backend, self._rank, self._world_size, rendezvous)
+            self._sender = build_sender(self._config, self._backend, self._rank, self._world_size, rendezvous)
 
     def accumulate(self, groups: list[ReadyGroup], oldest_version: int | None) -> Span:
         """Add the gradients of this rank's share of `groups`. Every rank plans the same shares from the metadata."""

@@ -1,0 +1,29 @@
+"""The trainer's side of the transport that the settings name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from rlflow.config import Config, sends_adapters
+from rlflow.roles import StagedWeights
+from rlflow.weights.shm_sender import AdapterSender, SharedMemorySender
+
+if TYPE_CHECKING:
+    from rlflow.workers.trainer.base import TrainerBackend
+
+
+class WeightSender(Protocol):
+    """Of one rank; every method but `close` is collective."""
+
+    def stage(self, version: int) -> StagedWeights | None:
+        """Lay out the back end's weights as a version; rank 0 is told where."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def build_sender(config: Config, backend: TrainerBackend, rank: int, world_size: int, rendezvous: str) -> WeightSender:
+    """`rendezvous` is where these ranks met; no other trainer has met there."""
+    if sends_adapters(config):
+        return AdapterSender(backend, rank)
+    return SharedMemorySender(backend, rank, world_size, rendezvous)

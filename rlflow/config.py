@@ -277,6 +277,14 @@ class StalenessConfig:
     """Bytes of finished groups that may wait for the trainer; above it no group is admitted."""
 
 
+class Transport(StrEnum):
+    """How a version of the weights gets from the trainer to the engines."""
+
+    shm = "shm"
+    p2p = "p2p"
+    disk = "disk"
+
+
 class Verify(StrEnum):
     """See WeightsConfig.verify."""
 
@@ -287,6 +295,12 @@ class Verify(StrEnum):
 
 @dataclass
 class WeightsConfig:
+    """From the trainer to the engines. Adapters that are sent alone (lora.send) take none of these ways."""
+
+    transport: Transport = Transport.shm
+    """`shm`: through the memory of the machine that all of them are on. `p2p`: from rank to rank, where each engine's
+    rank is sent what it holds and no more; over the network too, through NCCL on GPUs. `disk`: through run.dir, which
+    all machines see; of bfloat16 mostly what changed."""
     verify: Verify = Verify.sample
     """Before an engine samples under a version, compare what it computes with to what the trainer staged, bit for bit:
     a few parameters, others each time (`sample`), or all of them (`full`: seconds on a large model)."""

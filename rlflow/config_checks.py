@@ -25,9 +25,11 @@ from rlflow.config import (
     Roles,
     Send,
     TrainerConfig,
+    Transport,
     Update,
     needs_reference,
     samples_while_loading,
+    sends_adapters,
     value_of,
 )
 from rlflow.errors import ConfigError
@@ -92,6 +94,7 @@ def check(config: Config) -> None:
     _check_lora(config.lora, config.trainer.tensor_parallel)
     _check_staleness(config)
     _check_engines(config)
+    _check_weights(config)
     _check_lengths(config)
     _check_backend(config.trainer, config.model.dtype)
     for key in ("trainer.beta1", "trainer.beta2"):
@@ -247,6 +250,22 @@ def _check_engines(config: Config) -> None:
         )
     if config.eval.episodes != EvalConfig().episodes and not config.eval.every:
         raise ConfigError(f"eval.episodes={config.eval.episodes} has no effect with eval.every=0; set eval.every")
+
+
+def _check_weights(config: Config) -> None:
+    transport = config.weights.transport
+    if transport is Transport.shm:
+        return
+    if sends_adapters(config):
+        raise ConfigError(
+            f"weights.transport={transport.value} has no effect on adapters, which are sent alone; leave it at shm, or "
+            "set lora.send=merged"
+        )
+    if transport is Transport.p2p and config.lora.rank is not None:
+        raise ConfigError(
+            "weights.transport=p2p does not go with lora.send=merged: no rank has a part of what is merged; set "
+            "weights.transport to shm or disk"
+        )
 
 
 def _check_lengths(config: Config) -> None:

@@ -60,8 +60,10 @@ class StagedWeights:
 
     version: int
     path: str
+    """Of the arena; where the engines are sent weights, tcp://host:port of the store in which they ask for them."""
     num_bytes: int
     slots: tuple[TensorSlot, ...]
+    """None where there is no arena."""
     buckets: tuple[tuple[int, int], ...]
     """Half-open ranges of `slots`, loaded one after the other."""
     spans: tuple[Span, ...] = ()

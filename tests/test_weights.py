@@ -1,21 +1,27 @@
-"""From real trainers of several layouts into real engines of several layouts, through shared memory."""
+"""From real trainers of several layouts into real engines of several layouts, through shared memory and disk."""
 
 from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from test_engine import PROMPT, differences, request, sample
 from test_engine import tiny_llama as engine_llama
 from test_trainer_contract import Layout, build, needs_deepspeed, run_ranks, take_step
 
-from rlflow.config import Backend, Config, Dtype
+from rlflow.config import Backend, Config, Dtype, Transport, Verify
+from rlflow.errors import EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
+from rlflow.weights.disk_sender import DiskSender
+from rlflow.weights.layout import Layout as WeightLayout
+from rlflow.weights.layout import fsdp_layout
 from rlflow.weights.shm_sender import SharedMemorySender
 from rlflow.workers.rollout import RolloutEngine
 
@@ -97,3 +103,85 @@ def test_two_ranks_fill_both_engines(layout: Layout, folder: Path, dtype: Dtype,
         if dtype is Dtype.float32:
             (completion,) = engines.runner.run(sample(engine, [request(0)]))
             assert differences(model, completion, PROMPT).max() <= 1e-4
+
+
+class OneRank:
+    """What senders ask of a back end, of one rank that holds a whole model."""
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        self.model, self.dtype = model, dtype
+
+    def parameter_specs(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        return [(name, self.dtype, tuple(each.shape)) for name, each in self.model.named_parameters()]
+
+    def layout(self) -> WeightLayout:
+        shapes = {name: tuple(each.shape) for name, each in self.model.named_parameters()}
+        return fsdp_layout(shapes, "float32", 1)
+
+    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, each in self.model.named_parameters():
+            yield name, each.detach().flatten()
+
+    def add_up(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    @torch.no_grad()
+    def change_a_little(self) -> None:
+        """One element in 50, as an update of a model in bfloat16 does."""
+        for each in self.model.parameters():
+            chosen = torch.rand(each.shape) < 0.02
+            each[chosen] *= 1.125
+
+
+@pytest.mark.slow
+def test_versions_on_disk_reach_an_engine(tmp_path: Path) -> None:
+    """An anchor, changes, several at once, the same one twice, a damaged file, and an anchor that heals it."""
+    model = engine_llama(seed=1)
+    model.save_pretrained(tmp_path / "model")
+    trainer = OneRank(model, torch.bfloat16)
+    backend: Any = trainer
+    sender = DiskSender(backend, 0, 1, tmp_path / "weights")
+    arena = SharedMemorySender(backend, 0, 1, "", tmp_path)
+    config = engine_config(Dtype.bfloat16, tensor_parallel=1)
+    config.weights.transport, config.weights.verify = Transport.disk, Verify.full
+    engine = RolloutEngine(config, str(tmp_path / "model"), index=0, threads=1)
+
+    def stage(version: int) -> StagedWeights:
+        trainer.change_a_little()
+        staged = sender.stage(version)
+        assert staged is not None
+        return staged
+
+    with asyncio.Runner() as runner:
+
+        def load(staged: StagedWeights) -> None:
+            assert runner.run(engine.load_weights(staged)) > 0
+            expected = arena.stage(staged.version)
+            assert expected is not None
+            report = runner.run(engine.compare_weights(expected))
+            assert report == {"num_equal": len(trainer.parameter_specs()), "different": [], "unverified": []}
+
+        runner.run(engine.start())
+        anchor = stage(1)
+        load(anchor)
+        second = stage(2)
+        assert second.num_bytes < anchor.num_bytes / 5
+        load(second)
+        stage(3)
+        load(stage(4))
+        load(replace(second, version=4))
+        damaged = stage(5)
+        (path,) = (tmp_path / "weights" / "version_000005").glob("*.safetensors")
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(RunError, match="version 5"):
+            runner.run(engine.load_weights(damaged))
+        with pytest.raises(EngineLost, match="no complete weights"):
+            runner.run(engine.generate(request(0)))
+        sender = DiskSender(backend, 0, 1, tmp_path / "weights")  # the trainer was started again
+        load(stage(6))
+        with pytest.raises(WeightsOvertaken, match="version 2"):
+            runner.run(engine.load_weights(second))
+        runner.run(engine.shutdown())
+    arena.close()

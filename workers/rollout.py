@@ -8,10 +8,9 @@ A plain class; a run wraps it in a Ray actor with many concurrent calls, a test 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 import uuid
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlflow.config import Config, Placement, Verify, sends_adapters
 from rlflow.deadlines import within
-from rlflow.errors import EngineLost, RunError, WeightsOvertaken
-from rlflow.roles import StagedWeights, TensorSlot
+from rlflow.errors import ConfigError, EngineLost, RunError, WeightsOvertaken
+from rlflow.roles import StagedWeights
 from rlflow.rollout.engine_setup import (
     cache_shape,
     check_engine,
@@ -31,7 +30,7 @@ from rlflow.rollout.engine_setup import (
 from rlflow.rollout.limit import Gate, RunningLimit
 from rlflow.rollout.loading import Loading, loading_of
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
-from rlflow.weights.messages import ADAPTER_ID, WeightReport, staged_version
+from rlflow.weights.messages import ADAPTER_ID, WeightReport
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -41,9 +40,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-VERIFIED_PARAMETERS = 4
-"""Compared of each version with weights.verify=sample."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -214,14 +210,15 @@ class RolloutEngine:
 
         if isinstance(error, EngineDeadError):
             raise self._lost(f"vLLM died while it loaded weights; {log_hint()}") from error
-        giving_up = self._loading_of_engine.give_up()
-        await asyncio.shield(self._within("abort of a weight update", self._config.deadlines.weights_s, giving_up))
-        if not isinstance(error, Exception):
+        giving_up = self._within(
+            "abort of a weight update", self._config.deadlines.weights_s, self._loading_of_engine.give_up(staged)
+        )
+        is_overtaken = await asyncio.shield(giving_up)
+        if not isinstance(error, Exception) or isinstance(error, ConfigError):
             return
         subject = f"rollout engine {self._index} could not load weights of version {staged.version}"
-        found = await asyncio.to_thread(staged_version, staged.path)
-        if found != staged.version:
-            raise WeightsOvertaken(f"{subject}: the arena now holds version {found}: {error}") from error
+        if is_overtaken or isinstance(error, WeightsOvertaken):
+            raise WeightsOvertaken(f"{subject}, which the trainer has replaced: {error}") from error
         if not isinstance(error, RunError):
             raise RunError(f"{subject}: {error}") from error
 
@@ -269,21 +266,18 @@ class RolloutEngine:
 
     async def _verify(self, staged: StagedWeights) -> None:
         """Raises RunError when the workers do not compute with what was staged, as far as weights.verify looks."""
-        verify, slots = self._config.weights.verify, staged.slots
-        if verify is Verify.off:
+        if self._config.weights.verify is Verify.off:
             return
-        if verify is Verify.sample:
-            slots = random.Random(staged.version).sample(slots, min(VERIFIED_PARAMETERS, len(slots)))
-        report = await self.compare_weights(staged, slots)
+        report = await self.compare_weights(staged, self._config.weights.verify)
         if different := report["different"]:
             raise RunError(
                 f"rollout engine {self._index} does not compute with version {staged.version} as it was staged: "
-                f"{len(different)} of the {len(slots)} parameters that were compared differ, such as {different[0]!r}"
+                f"{len(different)} of the parameters that were compared differ, such as {different[0]!r}"
             )
 
-    async def compare_weights(self, staged: StagedWeights, slots: Sequence[TensorSlot] | None = None) -> WeightReport:
-        """Compare what the engine computes with, to `staged`, bit for bit: these parameters, or all of them."""
-        comparing = self._loading_of_engine.compare(staged, staged.slots if slots is None else slots)
+    async def compare_weights(self, staged: StagedWeights, verify: Verify = Verify.full) -> WeightReport:
+        """Compare what the engine computes with, to `staged`, bit for bit."""
+        comparing = self._loading_of_engine.compare(staged, verify)
         return await self._within("weight check", self._config.deadlines.weights_s, comparing)
 
     async def stats(self) -> EngineStats:
@@ -317,7 +311,7 @@ class RolloutEngine:
     @property
     def _loading_of_engine(self) -> Loading:
         if self._weights is None:
-            self._weights = loading_of(self._config, self._engine)
+            self._weights = loading_of(self._config, self._engine, self._index)
         return self._weights
 
     async def _within(self, stage: str, seconds: float, work: Awaitable[T]) -> T:

@@ -15,7 +15,7 @@ from typing import Any
 from rlflow.compute import share_cpu
 from rlflow.config import Config, Dtype, LoraConfig, Placement, sends_adapters
 from rlflow.errors import ConfigError
-from rlflow.weights.messages import BACKEND
+from rlflow.weights.messages import backend_of
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of one cache block on a CPU: the smallest that its attention kernel takes."""
@@ -87,7 +87,7 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
         "distributed_executor_backend": "mp" if config.rollout.tensor_parallel > 1 else "uni",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        **(_adapter_arguments(config.lora, model_path) if sends_adapters(config) else _whole_model_arguments()),
+        **(_adapter_arguments(config.lora, model_path) if sends_adapters(config) else _whole_model_arguments(config)),
     }
     if not on_gpu:
         arguments.update(
@@ -105,11 +105,11 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
     return arguments
 
 
-def _whole_model_arguments() -> dict[str, Any]:
+def _whole_model_arguments(config: Config) -> dict[str, Any]:
     return {
         # The first weight update fills every parameter and fails if one is left out; nothing of a checkpoint is needed.
         "load_format": "dummy",
-        "weight_transfer_config": {"backend": BACKEND},
+        "weight_transfer_config": {"backend": backend_of(config.weights.transport)},
         "worker_extension_cls": "rlflow.weights.receiver.WorkerExtension",
     }
 

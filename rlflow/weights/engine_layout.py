@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,9 +21,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from rlflow.errors import NotACopy
-from rlflow.weights.layout import Layout, Placement, Shapes
-from rlflow.weights.tracing import Landing, trace_loading
+from rlflow.weights.layout import Layout, Shapes
+from rlflow.weights.tracing import layout_of, trace_loading
 
 # Names in vLLM's module: the groups that span the ranks of an engine, and those that hold one rank each.
 _SPANNING = ("_WORLD", "_TP", "_EP")
@@ -47,10 +45,7 @@ def engine_layout(model_path: str, dtype: str, tensor_parallel: int, shapes: Sha
                 config, model = build_model(model_path, dtype, tensor_parallel)
             with set_current_vllm_config(config):
                 ranks.append(trace_loading(model, model.load_weights, shapes, getattr(torch, dtype)))
-    placements = {
-        name: _placement(name, shape, dtype, [found.get(name, []) for found in ranks]) for name, shape in shapes.items()
-    }
-    return Layout(num_ranks=tensor_parallel, placements=placements)
+    return layout_of(shapes, dtype, ranks)
 
 
 def build_model(model_path: str, dtype: str, tensor_parallel: int) -> tuple[VllmConfig, Any]:
@@ -90,18 +85,3 @@ def _group(rank: int, size: int) -> GroupCoordinator | None:
     group.device_group = group.cpu_group = ProcessGroup(rank, size)  # pyright: ignore[reportCallIssue]
     group.use_device_communicator, group.device_communicator = False, None
     return group
-
-
-def _placement(name: str, shape: tuple[int, ...], dtype: str, ranks: list[list[Landing]]) -> Placement:
-    """One parameter, from what was seen on each rank."""
-    dtypes = {landing.dtype for landings in ranks for landing in landings} or {dtype}
-    if len(dtypes) > 1:
-        raise NotACopy(f"{name!r} is kept as {' and as '.join(sorted(dtypes))}; it cannot be sent as one")
-    tensors = tuple(dict.fromkeys(landing.tensor for landings in ranks for landing in landings))
-    regions = tuple(
-        tuple(
-            replace(region, tensor=tensors.index(landing.tensor)) for landing in landings for region in landing.regions
-        )
-        for landings in ranks
-    )
-    return Placement(shape=shape, dtype=dtypes.pop(), tensors=tensors, ranks=regions)

@@ -10,7 +10,7 @@ sampling goes on, and `commit` puts all layers in place within milliseconds.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +25,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from rlflow.errors import NotACopy
 from rlflow.weights.layout import Region, Shapes
-from rlflow.weights.tracing import Landing, trace_loading
-
-Landings = Mapping[str, Sequence[Landing]]
+from rlflow.weights.tracing import Landings, trace_loading
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

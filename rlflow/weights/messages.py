@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import sys
+import uuid
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, TypedDict
 
-from rlflow.config import LoraConfig
+from rlflow.config import LoraConfig, Transport
 from rlflow.roles import StagedWeights, TensorSlot
 
-BACKEND = "rlflow_shm"
-"""Name under which vLLM knows the shared-memory transport."""
+NUM_VERIFIED = 4
+"""Parameters, or tensors, that are compared of each version with weights.verify=sample."""
 ADAPTER_ID = 1
 """Of the one adapter, in every version, where adapters are sent alone."""
+
+
+def backend_of(transport: Transport) -> str:
+    """The name under which vLLM knows a transport."""
+    return f"rlflow_{transport.value}"
 
 
 class LoadMode(StrEnum):
@@ -43,6 +49,19 @@ def message_of(staged: StagedWeights, chosen: Sequence[TensorSlot]) -> dict[str,
     """Says where some tensors of a version are."""
     slots = [[slot.name, slot.dtype, list(slot.shape), slot.offset, slot.num_bytes] for slot in chosen]
     return {"path": staged.path, "num_bytes": staged.num_bytes, "version": staged.version, "slots": slots}
+
+
+def open_message(staged: StagedWeights, engine: int, timeout_s: float) -> dict[str, Any]:
+    """With what an engine's workers ask for a version that comes straight to where it belongs: an `Opening`."""
+    # Of 53 bits: what else stamps messages must not be taken for this transfer's.
+    transfer = uuid.uuid4().int >> 75
+    return {
+        "path": staged.path,
+        "engine": engine,
+        "version": staged.version,
+        "transfer": transfer,
+        "timeout_s": timeout_s,
+    }
 
 
 def adapter_message(staged: StagedWeights, chosen: Sequence[TensorSlot], lora: LoraConfig) -> dict[str, Any]:

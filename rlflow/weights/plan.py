@@ -47,8 +47,9 @@ class Move:
     tensor: str
     offset: int
     strides: Index
+    dtype: str
+    """The engine's: the sender casts."""
     num_bytes: int
-    """In the engine's dtype: the sender casts."""
     is_local: bool
     """Both ranks are on one device, so that nothing is sent."""
 
@@ -116,6 +117,7 @@ class TransferPlan:
             tensor=there.tensors[piece.target.tensor],
             offset=piece.target.offset_of(piece.start),
             strides=piece.target.strides,
+            dtype=there.dtype,
             num_bytes=num_elements(piece.start, piece.stop) * there.element_bytes,
             is_local=engine.devices is not None and engine.devices[piece.rank] == source,
         )

@@ -20,12 +20,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from rlflow.config import Transport
 from rlflow.errors import NotACopy
 from rlflow.roles import TensorSlot
 from rlflow.weights.arena_view import ArenaView
+from rlflow.weights.direct import Opening
 from rlflow.weights.engine_tensors import EngineTensors, Landings, learn_landings
 from rlflow.weights.layout import Shapes
-from rlflow.weights.messages import BACKEND, LoadMode, WeightReport, slots_of
+from rlflow.weights.messages import LoadMode, WeightReport, backend_of, slots_of
 from rlflow.weights.reload import Reloader
 from rlflow.weights.verify import compare_weights
 
@@ -145,7 +147,7 @@ class WorkerExtension:
 
     if TYPE_CHECKING:
         vllm_config: VllmConfig
-        weight_transfer_engine: ArenaEngine
+        weight_transfer_engine: Any  # of the chosen transport: an ArenaEngine or a DirectEngine
         _weight_update_active: bool
 
     def rlflow_learn(self, shapes: dict[str, list[int]]) -> str:
@@ -156,6 +158,21 @@ class WorkerExtension:
     def rlflow_prepare(self, **update: Any) -> None:
         """Lay out one bucket of a version, see `ArenaEngine.prepare`."""
         self.weight_transfer_engine.prepare(update)
+
+    def rlflow_open(self, **opening: Any) -> tuple[str, int]:
+        """Agree on a version, see `DirectEngine.open`: a `LoadMode`, and how many buckets will come."""
+        with set_current_vllm_config(self.vllm_config):
+            return self.weight_transfer_engine.open(Opening(**opening))
+
+    def rlflow_receive(self, bucket: int) -> int | None:
+        """Put one bucket of a version in its place, see `Receiver.receive`."""
+        with set_current_vllm_config(self.vllm_config):
+            return self.weight_transfer_engine.receive(bucket)
+
+    def rlflow_compare_targets(self, seed: int | None) -> WeightReport:
+        """Compare what this worker computes with, to what has come, see `DirectEngine.compare_targets`."""
+        with torch.no_grad():
+            return self.weight_transfer_engine.compare_targets(seed)
 
     def rlflow_abort_update(self) -> None:
         """Give up a half-done update. A complete one must follow before anything is sampled."""
@@ -173,5 +190,5 @@ class WorkerExtension:
             return self.weight_transfer_engine.compare(view, slots_of(slots))
 
 
-if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, ArenaEngine)
+if backend_of(Transport.shm) not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(backend_of(Transport.shm), ArenaEngine)

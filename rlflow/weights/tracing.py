@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from rlflow.errors import ConfigError, NotACopy
 from rlflow.weights.boxes import Box, intersection
 from rlflow.weights.landing import Axis, merged, regions_of
-from rlflow.weights.layout import Region, Shapes
+from rlflow.weights.layout import Layout, Placement, Region, Shapes
 
 _copy = torch.ops.aten.copy_.default
 _CLEARING = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
@@ -36,6 +36,10 @@ class Landing:
     """Of the tensor."""
     regions: tuple[Region, ...]
     """Offsets are those in the tensor, laid flat."""
+
+
+Landings = Mapping[str, Sequence[Landing]]
+"""By the parameter's name."""
 
 
 def trace_loading(
@@ -67,6 +71,32 @@ def trace_loading(
             "all parameters of the model must be given"
         )
     return found
+
+
+def layout_of(shapes: Shapes, dtype: str, ranks: Sequence[Landings]) -> Layout:
+    """Where the ranks of an engine keep parameters, from what was seen on each.
+
+    `dtype` is that of parameters which none of them takes. Raises NotACopy for one that is kept in several.
+    """
+    placements = {
+        name: _placement(name, shape, dtype, [found.get(name, ()) for found in ranks]) for name, shape in shapes.items()
+    }
+    return Layout(num_ranks=len(ranks), placements=placements)
+
+
+def _placement(name: str, shape: tuple[int, ...], dtype: str, ranks: Sequence[Sequence[Landing]]) -> Placement:
+    """One parameter, from what was seen on each rank."""
+    dtypes = {landing.dtype for landings in ranks for landing in landings} or {dtype}
+    if len(dtypes) > 1:
+        raise NotACopy(f"{name!r} is kept as {' and as '.join(sorted(dtypes))}; it cannot be sent as one")
+    tensors = tuple(dict.fromkeys(landing.tensor for landings in ranks for landing in landings))
+    regions = tuple(
+        tuple(
+            replace(region, tensor=tensors.index(landing.tensor)) for landing in landings for region in landing.regions
+        )
+        for landings in ranks
+    )
+    return Placement(shape=shape, dtype=dtypes.pop(), tensors=tensors, ranks=regions)
 
 
 class _Watch(TorchDispatchMode):

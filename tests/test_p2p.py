@@ -13,19 +13,20 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import Model, engine_layout_by_hand, load, whole
+from layouts import Model, engine_layout_by_hand
+from rank_tensors import landings_of, tensors_of
 from torch import Tensor
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 from training import spawn_ranks
 
 from rlflow.errors import RunError
-from rlflow.weights import p2p
 from rlflow.weights.exchange import Arrivals, Stamp, check, cut_messages, pack, seal, unpack
 from rlflow.weights.layout import Engine, Layout, fsdp_layout, mesh_layout, run_layout
 from rlflow.weights.p2p import PeerSender
-from rlflow.weights.p2p_receiver import PeerReceiver, TrainerStore, Worker
+from rlflow.weights.p2p_receiver import PeerReceiver, Worker
 from rlflow.weights.plan import plan
-from rlflow.weights.tracing import Landing, Landings, layout_of
+from rlflow.weights.tracing import layout_of
+from rlflow.weights.trainer_store import TrainerStore
 from rlflow.weights.wire import landings_from_json, landings_to_json, layout_from_json, layout_to_json
 from rlflow.workers.trainer.process_group import join
 
@@ -36,19 +37,6 @@ SOURCES = {
     "runs": lambda shapes: run_layout(shapes, "float32", 3),
     "copies": lambda shapes: mesh_layout(shapes, "float32", 4, lambda _: ((2, None), (2, 0))),
 }
-
-
-def tensors_of(layout: Layout, dtype: torch.dtype, scale: float = 1.0) -> list[dict[str, Tensor]]:
-    """What each rank holds, flat; no two elements are equal."""
-    ranks = load(layout, {name: scale * value for name, value in whole(layout).items()})
-    return [{name: torch.from_numpy(array).to(dtype) for name, array in tensors.items()} for tensors in ranks]
-
-
-def landings_of(layout: Layout, rank: int) -> Landings:
-    return {
-        name: [Landing(tensor=place.tensors[0], dtype=place.dtype, regions=place.ranks[rank])]
-        for name, place in layout.placements.items()
-    }
 
 
 @settings(max_examples=40, deadline=None)
@@ -133,7 +121,6 @@ class Rank:
 
 def play(number: int, folder: Path) -> None:
     """Two ranks of a trainer, two of an engine of which the second one dies, and the process that takes its place."""
-    p2p.BUCKET_BYTES = 200
     script = FileStore(str(folder / "script"), 5)
     script.set_timeout(datetime.timedelta(seconds=100))
     if number < 2:
@@ -145,7 +132,7 @@ def play(number: int, folder: Path) -> None:
 def play_trainer(rank: int, script: FileStore, folder: Path) -> None:
     join(f"file://{folder / 'trainer'}", rank, 2, torch.device("cpu"), 60)
     backend = Rank(rank)
-    sender = PeerSender(backend, rank, 2, "", timeout_s=60)  # pyright: ignore[reportArgumentType]
+    sender = PeerSender(backend, rank, 2, "", timeout_s=60, bucket_bytes=200)  # pyright: ignore[reportArgumentType]
     staged = sender.stage(1)
     if staged is not None:
         script.set("address", staged.path)

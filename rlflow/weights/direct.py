@@ -33,7 +33,8 @@ from rlflow.weights.engine_tensors import EngineTensors, learn_landings
 from rlflow.weights.layout import Layout, Shapes
 from rlflow.weights.manifest import read_manifest
 from rlflow.weights.messages import NUM_VERIFIED, LoadMode, WeightReport, backend_of
-from rlflow.weights.p2p_receiver import PeerReceiver, TrainerStore, Worker
+from rlflow.weights.p2p_receiver import PeerReceiver, Worker
+from rlflow.weights.trainer_store import TrainerStore
 from rlflow.weights.verify import compare_tensors, compare_weights
 
 

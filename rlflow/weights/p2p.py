@@ -14,7 +14,6 @@ import logging
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -24,16 +23,17 @@ from rlflow.errors import ConfigError, RunError
 from rlflow.roles import StagedWeights
 from rlflow.weights.exchange import BUCKET_BYTES, Message, Stamp, cut_messages, pack, seal
 from rlflow.weights.layout import Engine, Layout
-from rlflow.weights.meeting import Deadline, build_group, connect, host_store, send, wait_all
+from rlflow.weights.meeting import Deadline, build_group, send, wait_all
 from rlflow.weights.plan import TransferPlan, plan
 from rlflow.weights.tracing import Landings, layout_of
-from rlflow.weights.wire import landings_from_json, layout_to_json
+from rlflow.weights.trainer_store import HostedStore
+from rlflow.weights.wire import landings_from_json
 
 if TYPE_CHECKING:
     from rlflow.workers.trainer.base import TrainerBackend
 
-LAYOUT = "layout"
-"""Key of the store under which the trainer's layout is."""
+BUCKET = "bucket"
+"""Key of the store under which the bytes of a bucket are."""
 NUM_REQUESTS = "requests"
 _CLOSING = "closing"
 _IDLE = datetime.timedelta(hours=1)
@@ -81,33 +81,34 @@ def submit(store: Store, request: dict[str, Any]) -> None:
     store.set(request_key(store.add(NUM_REQUESTS, 1) - 1), json.dumps(request))
 
 
-def plan_for(source: Layout, landings: list[Landings]) -> TransferPlan:
+def plan_for(source: Layout, landings: list[Landings], bucket_bytes: int) -> TransferPlan:
     """The transfer to one engine, from what each of its ranks has learnt. Equal on all who make it."""
     shapes = {name: place.shape for name, place in source.placements.items()}
     dtype = next(iter(source.placements.values())).dtype
-    return plan(source, [Engine(layout=layout_of(shapes, dtype, landings))], BUCKET_BYTES)
+    return plan(source, [Engine(layout=layout_of(shapes, dtype, landings))], bucket_bytes)
 
 
 class PeerSender:
     """One rank's side. `stage` and the constructor are collective."""
 
-    def __init__(self, backend: TrainerBackend, rank: int, world_size: int, rendezvous: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        backend: TrainerBackend,
+        rank: int,
+        world_size: int,
+        rendezvous: str,
+        timeout_s: float,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
         """`rendezvous` is where these ranks met; the store listens on the same address."""
-        source = backend.layout()
-        if source is None:
-            raise ConfigError("weights.transport=p2p cannot send merged adapters; set weights.transport=shm")
         self._backend = backend
-        self._source = source
         self._rank = rank
         self._timeout_s = timeout_s
-        self._dtype = backend.parameter_specs()[0][1]
-        self._host = urlsplit(rendezvous).hostname or "127.0.0.1"
-        port = 0
+        self._bucket_bytes = bucket_bytes
+        self._hosted = HostedStore(backend, rank, rendezvous, timeout_s)
+        self._source = self._hosted.source
         if rank == 0:
-            self._hosted, port = host_store(self._host, timeout_s)
-            self._hosted.set(LAYOUT, layout_to_json(source))
-        found = backend.add_up([float(port), float(rank == 0)])
-        self._port = round(found[0] / found[1])
+            self._hosted.connect().set(BUCKET, str(bucket_bytes))
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         self._staged: dict[str, Tensor] = {}
         self._version = -1
@@ -128,30 +129,24 @@ class PeerSender:
         self._version = -1
         for name, held in self._backend.held():
             if name not in self._staged:
-                self._staged[name] = torch.empty(held.shape, dtype=self._dtype, device=self._device or held.device)
+                self._staged[name] = torch.empty(
+                    held.shape, dtype=self._hosted.dtype, device=self._device or held.device
+                )
             self._staged[name].copy_(held)
         _finish(self._device)
         self._version = version
-        if self._rank > 0:
-            return None
-        return StagedWeights(
-            version=version,
-            path=f"tcp://{self._host}:{self._port}",
-            num_bytes=self._source.num_bytes,
-            slots=(),
-            buckets=(),
-        )
+        return self._hosted.staged(version)
 
     def close(self) -> None:
         """Answer no more requests, on all ranks."""
         if self._failure is None:
-            submit(connect(self._host, self._port, _CLOSE_S), {_CLOSING: True})
+            submit(self._hosted.connect(_CLOSE_S), {_CLOSING: True})
         self._thread.join(_CLOSE_S)
         self._sessions.clear()
 
     def _serve(self) -> None:
         try:
-            store = connect(self._host, self._port, self._timeout_s)
+            store = self._hosted.connect()
             number = 0
             while True:
                 found = json.loads(_next(store, request_key(number)))
@@ -185,15 +180,15 @@ class PeerSender:
             self._failure = error
 
     def _join(self, request: Request, session: _Session) -> ProcessGroup:
-        store = connect(self._host, self._port, self._timeout_s)
+        store = self._hosted.connect()
         landings = [
             landings_from_json(store.get(landings_key(session.group, rank))) for rank in range(request.num_ranks)
         ]
-        made = plan_for(self._source, landings)
+        made = plan_for(self._source, landings, self._bucket_bytes)
         session.messages = cut_messages(made.moves_from(self._rank), made.num_buckets)
         num_sources = self._source.num_ranks
         size, device = num_sources + request.num_ranks, self._device or torch.device("cpu")
-        return build_group(store, session.group, self._rank, size, device, self._host, self._timeout_s)
+        return build_group(store, session.group, self._rank, size, device, self._hosted.host, self._timeout_s)
 
     def _send_all(
         self, request: Request, group: ProcessGroup, buckets: list[list[Message]], deadline: Deadline

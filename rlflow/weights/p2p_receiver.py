@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Store, Work  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import ProcessGroup, Work  # pyright: ignore[reportPrivateImportUsage]
 
 from rlflow.errors import RunError
 from rlflow.weights.exchange import Arrivals, Message, Stamp, check, cut_messages, unpack
 from rlflow.weights.layout import Layout
-from rlflow.weights.meeting import Deadline, build_group, connect, receive, wait_all
-from rlflow.weights.p2p import LAYOUT, landings_key, plan_for, submit
+from rlflow.weights.meeting import Deadline, build_group, receive, wait_all
+from rlflow.weights.p2p import BUCKET, landings_key, plan_for, submit
 from rlflow.weights.plan import Move
 from rlflow.weights.tracing import Landings
-from rlflow.weights.wire import landings_from_json, landings_to_json, layout_from_json
+from rlflow.weights.trainer_store import TrainerStore
+from rlflow.weights.wire import landings_from_json, landings_to_json
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -33,22 +33,6 @@ class Worker:
     rank: int
     num_ranks: int
     device: torch.device
-
-
-class TrainerStore:
-    """The trainer's store, as seen from a worker."""
-
-    def __init__(self, address: str, timeout_s: float) -> None:
-        """`address` is tcp://host:port. Raises RuntimeError when nobody answers there."""
-        found = urlsplit(address)
-        assert found.hostname and found.port, f"the trainer's store is at tcp://host:port, not at {address}"
-        self.host = found.hostname
-        self.timeout_s = timeout_s
-        self.store: Store = connect(found.hostname, found.port, timeout_s)
-
-    def layout(self) -> Layout:
-        """Where the ranks of the trainer keep the parameters."""
-        return layout_from_json(self.store.get(LAYOUT))
 
 
 class PeerReceiver:
@@ -146,7 +130,7 @@ class PeerReceiver:
     def _join(self, name: str) -> ProcessGroup:
         trainer, worker = self._trainer, self._worker
         landings = [landings_from_json(trainer.store.get(landings_key(name, rank))) for rank in range(worker.num_ranks)]
-        made = plan_for(self._source, landings)
+        made = plan_for(self._source, landings, int(trainer.store.get(BUCKET)))
         self._moves = list(made.moves_to(0, worker.rank))
         self._buckets = cut_messages(self._moves, made.num_buckets)
         num_sources = self._source.num_ranks

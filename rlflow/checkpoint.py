@@ -10,13 +10,13 @@ checkpoints/step_N/
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rlflow.disk import sync
 from rlflow.errors import RunError
 from rlflow.sampler import SamplerState
 from rlflow.types import EpisodeEnd, EpisodeSummary, ReadyGroup, TurnSummary
@@ -74,12 +74,12 @@ class CheckpointStore:
         sizes = {str(path.relative_to(partial)): path.stat().st_size for path in files}
         (partial / "state.json").write_text(json.dumps({"state": state, "sizes": sizes}, indent=1))
         for path in (*files, partial / "state.json", partial):
-            _sync(path)
+            sync(path)
         final = partial.with_suffix("")
         if final.exists():
             shutil.rmtree(final)
         partial.rename(final)
-        _sync(self.folder)
+        sync(self.folder)
         for step in self.steps()[: -self._keep]:
             shutil.rmtree(self.path(step))
         return final
@@ -102,14 +102,6 @@ def read_state(folder: Path) -> RunState:
                 "remove the folder to resume from the one before"
             )
     return _state_from_json(content["state"])
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def state_to_json(state: RunState) -> dict[str, Any]:

@@ -91,11 +91,11 @@ class Offload(StrEnum):
     cpu = "cpu"
 
 
-class Transport(StrEnum):
-    """How a version of the weights gets from the trainer to the engines."""
+class Send(StrEnum):
+    """What engines are sent of a policy with adapters."""
 
-    shm = "shm"
-    p2p = "p2p"
+    merged = "merged"
+    adapters = "adapters"
 
 
 @dataclass
@@ -247,6 +247,10 @@ class LoraConfig:
     """null trains the whole model; a rank needs the extra `lora`."""
     alpha: float = 32.0
     """What the adapters add is multiplied by alpha / rank."""
+    send: Send = Send.adapters
+    """`adapters`: the engines read the rest from model.path once, and are sent the adapters alone. `merged`: they are
+    sent the whole model, which takes longer, but sample up to a seventh faster (SmolLM2-135M); for steps that sample
+    for long, and for models that vLLM has no adapters for."""
 
 
 @dataclass
@@ -273,13 +277,33 @@ class StalenessConfig:
     """Bytes of finished groups that may wait for the trainer; above it no group is admitted."""
 
 
+class Transport(StrEnum):
+    """How a version of the weights gets from the trainer to the engines."""
+
+    shm = "shm"
+    p2p = "p2p"
+    disk = "disk"
+
+
+class Verify(StrEnum):
+    """See WeightsConfig.verify."""
+
+    off = "off"
+    sample = "sample"
+    full = "full"
+
+
 @dataclass
 class WeightsConfig:
-    """From the trainer to the engines."""
+    """From the trainer to the engines. Adapters that are sent alone (lora.send) take none of these ways."""
 
     transport: Transport = Transport.shm
     """`shm`: through the memory of the machine that all of them are on. `p2p`: from rank to rank, where each engine's
-    rank is sent what it holds and no more; over the network too, through NCCL on GPUs. Not with lora.rank."""
+    rank is sent what it holds and no more; over the network too, through NCCL on GPUs. `disk`: through run.dir, which
+    all machines see; of bfloat16 mostly what changed."""
+    verify: Verify = Verify.sample
+    """Before an engine samples under a version, compare what it computes with to what the trainer staged, bit for bit:
+    a few parameters, others each time (`sample`), or all of them (`full`: seconds on a large model)."""
 
 
 @dataclass
@@ -362,6 +386,11 @@ def num_shares(trainer: TrainerConfig) -> int:
 def refers_to_itself(config: Config) -> bool:
     """Whether the reference is the policy with its adapters switched off."""
     return config.algorithm.kl_coefficient > 0 and config.lora.rank is not None
+
+
+def sends_adapters(config: Config) -> bool:
+    """Whether the engines are sent adapters alone."""
+    return config.lora.rank is not None and config.lora.send is Send.adapters
 
 
 def needs_reference(config: Config) -> bool:

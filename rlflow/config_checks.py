@@ -23,14 +23,17 @@ from rlflow.config import (
     Proximal,
     RewardConfig,
     Roles,
+    Send,
     TrainerConfig,
     Transport,
     Update,
     needs_reference,
     samples_while_loading,
+    sends_adapters,
     value_of,
 )
 from rlflow.errors import ConfigError
+from rlflow.rollout.engine_setup import ADAPTER_RANKS
 
 _POSITIVE = (
     "run.steps",
@@ -148,6 +151,13 @@ def _check_lora(lora: LoraConfig, tensor_parallel: int) -> None:
         raise ConfigError(f"lora.rank must be at least 1, or null to train the whole model; got {lora.rank}")
     if lora.rank is None and lora.alpha != LoraConfig().alpha:
         raise ConfigError(f"lora.alpha={lora.alpha} has no effect with lora.rank=null; set lora.rank")
+    if lora.rank is None and lora.send is not LoraConfig().send:
+        raise ConfigError(f"lora.send={lora.send.value} has no effect with lora.rank=null; set lora.rank")
+    if lora.rank is not None and lora.rank > ADAPTER_RANKS[-1] and lora.send is Send.adapters:
+        raise ConfigError(
+            f"lora.rank={lora.rank} is more than the {ADAPTER_RANKS[-1]} that engines take with lora.send=adapters; "
+            "lower it, or set lora.send=merged"
+        )
     if lora.rank is not None and tensor_parallel > 1:
         raise ConfigError(
             f"lora.rank={lora.rank} does not go with trainer.tensor_parallel={tensor_parallel}: adapters are not cut "
@@ -244,10 +254,17 @@ def _check_engines(config: Config) -> None:
 
 def _check_weights(config: Config) -> None:
     transport = config.weights.transport
-    if transport is not Transport.shm and config.lora.rank is not None:
+    if transport is Transport.shm:
+        return
+    if sends_adapters(config):
         raise ConfigError(
-            f"weights.transport={transport.value} does not go with lora.rank={config.lora.rank}: adapters are merged "
-            "into whole parameters first; set weights.transport=shm"
+            f"weights.transport={transport.value} has no effect on adapters, which are sent alone; leave it at shm, or "
+            "set lora.send=merged"
+        )
+    if transport is Transport.p2p and config.lora.rank is not None:
+        raise ConfigError(
+            "weights.transport=p2p does not go with lora.send=merged: no rank has a part of what is merged; set "
+            "weights.transport to shm or disk"
         )
 
 

@@ -1,8 +1,9 @@
-"""What a person is told when the disk is full."""
+"""Files that last, and what a person is told when the disk is full."""
 
 from __future__ import annotations
 
 import errno
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -28,6 +29,15 @@ def disk_errors(what: str, folder: Path, afterwards: str = RESUMES) -> Iterator[
         raise RunError(
             f"no disk space left for {what} in {folder} ({free_mb} MB free); free some and {afterwards}"
         ) from error
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, would survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _error_number(error: OSError | SafetensorError) -> int | None:

@@ -27,6 +27,10 @@ class WeightsOvertaken(RunError):
     """The staged weights were rewritten while an engine read them; the engine waits for the next version."""
 
 
+class WeightsDamaged(RunError):
+    """Weights on disk are not what was written; nothing of them was applied, and the next anchor needs none of them."""
+
+
 class NotACopy(RunError):
     """An engine does more with a weight than to copy it when it loads it, so that it must be sent whole."""
 

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlflow.algorithms.chosen import check_functions
@@ -61,6 +61,8 @@ def train(config: Config) -> int:
         if state is not None and state.step >= config.run.steps:
             print(f"{run_dir.path} already has {state.step} of {config.run.steps} steps; raise run.steps to go on")
             return 0
+        # Workers write to it too.
+        config = replace(config, run=replace(config.run, dir=str(run_dir.path)))
         run = _Run(
             config=config,
             spec=spec,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from rlflow.weights.boxes import Index, row_major
-from rlflow.weights.layout import Layout, Placement, Region, chunk_of
+from rlflow.weights.layout import Layout, Mesh, Placement, Region, Shapes, chunk_of, mesh_layout, run_layout
 from rlflow.weights.plan import Move
 
 Arrays = dict[str, NDArray[np.float64]]
@@ -123,6 +124,44 @@ def _rows(shape: Index, first: int, last: int, at_row: int = 0) -> tuple[Region,
 
 def _columns(shape: Index, first: int, last: int) -> tuple[Region, ...]:
     return (Region(start=(0, first), stop=(shape[0], last), offset=0, strides=(last - first, 1)),)
+
+
+def tensor_dim(name: str) -> int | None:
+    """The dimension that tensor parallelism cuts."""
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        return 1
+    return None if "norm" in name else 0
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Model:
+    """Fused and repeated heads, padded vocabularies, ranks without a row."""
+    return Model(
+        layers=draw(st.integers(1, 2)),
+        hidden=draw(st.integers(1, 5)),
+        intermediate=4 * draw(st.integers(1, 3)),
+        heads=4,
+        key_value_heads=draw(st.sampled_from([1, 2, 4])),
+        head_dim=draw(st.integers(1, 3)),
+        vocabulary=draw(st.sampled_from([1, 3, 40, 70])),
+        has_bias=draw(st.booleans()),
+        is_tied=draw(st.booleans()),
+    )
+
+
+@st.composite
+def sources(draw: st.DrawFn, shapes: Shapes) -> Layout:
+    """Trainers: runs of elements, rows over all ranks or in copies, copies, tensor parallelism."""
+    if draw(st.booleans()):
+        return run_layout(shapes, "float32", draw(st.integers(1, 7)))
+    one, other = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    meshes: dict[str, Callable[[str], Mesh]] = {
+        "fsdp": lambda _: ((one * other, 0),),
+        "hybrid": lambda _: ((one, None), (other, 0)),
+        "copies": lambda _: ((one * other, None),),
+        "tensor": lambda name: ((one, 0), (other, tensor_dim(name))),
+    }
+    return mesh_layout(shapes, "float32", one * other, meshes[draw(st.sampled_from(sorted(meshes)))])
 
 
 def whole(layout: Layout) -> Arrays:

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from rlflow.algorithms.chosen import check_functions
 from rlflow.compose_errors import expected, leaf_keys, unknown_key
-from rlflow.config import Backend, Config, Dtype, Late, Offload, Order, Placement, Proximal, Roles, Update
+from rlflow.config import Backend, Config, Dtype, Late, Offload, Order, Placement, Proximal, Roles, Send, Update
 from rlflow.config_checks import check
 from rlflow.errors import ConfigError
 from rlflow.recipe_files import recipe_names, recipe_summary, recipe_text
@@ -67,6 +67,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lora.rank": 0}, "lora.rank must be at least 1, or null to train the whole model; got 0"),
     ({"lora.rank": 4, "lora.alpha": 0.0}, "lora.alpha must be positive; got 0.0"),
     ({"lora.alpha": 16.0}, "lora.alpha=16.0 has no effect with lora.rank=null; set lora.rank"),
+    ({"lora.send": Send.merged}, "lora.send=merged has no effect with lora.rank=null; set lora.rank"),
+    (
+        {"lora.rank": 513},
+        "lora.rank=513 is more than the 512 that engines take with lora.send=adapters; lower it, or set "
+        "lora.send=merged",
+    ),
     (
         {"lora.rank": 4, "trainer.ranks": 2, "trainer.tensor_parallel": 2},
         "lora.rank=4 does not go with trainer.tensor_parallel=2: adapters are not cut into slices; set "

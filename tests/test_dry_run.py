@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.cli import main
-from rlflow.config import Config, Dtype, Placement, Roles
+from rlflow.config import Config, Dtype, Placement, Roles, Send
 from rlflow.dry_run.estimate import Estimate, estimate, smallest_gpu
 from rlflow.dry_run.facts import Activations, ModelFacts, RewardModelFacts, Weight
 from rlflow.dry_run.memory import (
@@ -245,8 +245,18 @@ def test_adapters_of_a_7b_are_counted_and_take_few_activations() -> None:
     assert facts.activations.layers < read_model(plain, QWEN2_7B).activations.layers + 28 * 7 * 2 * 16
 
 
+def test_adapters_are_staged_alone_and_the_engine_makes_room_for_the_next_larger_rank() -> None:
+    asked = config(model__dtype=Dtype.bfloat16, trainer__ranks=2, lora__rank=2)
+    adapters = (Weight(name="lora_A", shape=(2, 4), layer=0), Weight(name="lora_B", shape=(6, 2), layer=0))
+    facts = replace(SMALL, adapters=adapters)
+    weights = estimate(asked, facts, max_logits=20).weights
+    assert (weights.staged, weights.gathered, weights.largest, weights.loaded) == (2 * 20, 4 * 20, 4 * 12, 4 * 92)
+    assert sizes(engine_memory(asked, facts))["adapters"] == 2 * 20 * 4  # of rank 8
+    assert "adapters" not in sizes(engine_memory(config(lora__rank=2, lora__send=Send.merged), facts))
+
+
 def test_adapters_are_staged_merged_and_gathered_as_they_lie() -> None:
-    asked = config(model__dtype=Dtype.bfloat16, algorithm__kl_coefficient=0.1, lora__rank=2)
+    asked = config(model__dtype=Dtype.bfloat16, algorithm__kl_coefficient=0.1, lora__rank=2, lora__send=Send.merged)
     facts = replace(SMALL, adapters=(Weight(name="lora_A", shape=(2, 4), layer=0),))
     found = estimate(asked, facts, max_logits=20)
     assert (found.weights.staged, found.weights.gathered, found.weights.loaded) == (2 * 92, 2 * 92 + 4 * 8, 4 * 92)

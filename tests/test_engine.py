@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rlflow.config import Config, Placement
+from rlflow.config import Config, Placement, Send
 from rlflow.errors import ConfigError, EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
 from rlflow.rollout.engine_setup import cache_shape, check_engine, stop_token_ids
@@ -516,6 +516,18 @@ def test_unsupported_head_size_is_refused_on_a_cpu_only(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has head_dim 16, which vLLM cannot run on a CPU"):
         check_engine(tiny_config(), cache_shape(str(tmp_path)), str(tmp_path), on_gpu=False)
     check_engine(tiny_config(), cache_shape(str(tmp_path)), str(tmp_path), on_gpu=True)
+
+
+def test_a_mixture_takes_no_adapters_on_a_cpu(tmp_path: Path) -> None:
+    tiny_mixture(seed=1).config.save_pretrained(tmp_path)
+    config = tiny_config()
+    config.lora.rank = 4
+    shape = cache_shape(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"is a mixture of experts, which .* set lora.send=merged"):
+        check_engine(config, shape, str(tmp_path), on_gpu=False)
+    check_engine(config, shape, str(tmp_path), on_gpu=True)
+    config.lora.send = Send.merged
+    check_engine(config, shape, str(tmp_path), on_gpu=False)
 
 
 def test_stop_tokens_come_from_generation_config_first(tmp_path: Path) -> None:

@@ -29,11 +29,13 @@ from rlflow.checkpoint import CheckpointStore, RunState, state_to_json
 from rlflow.cli import main
 from rlflow.cluster.calls import RayTrainer
 from rlflow.cluster.gpus import Process, gpu_plan
-from rlflow.config import Config, LoraConfig, TrainerConfig, needs_reference, refers_to_itself
+from rlflow.config import Config, LoraConfig, Send, TrainerConfig, needs_reference, refers_to_itself
 from rlflow.errors import ConfigError, RunError
 from rlflow.export import export
 from rlflow.sampler import SamplerState
 from rlflow.types import CriticTargets, ReadyGroup
+from rlflow.weights.arena import tensor_at
+from rlflow.workers.trainer.actor import TrainerWorker
 from rlflow.workers.trainer.base import Role
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.lora import linear_layers, merged, parts_of, peft_config, peft_name
@@ -73,6 +75,32 @@ def test_merged_parameters_are_those_of_peft(model: PreTrainedConfig, tmp_path: 
     adapted_names = [name for name in found if not torch.equal(found[name], before[name])]
     assert len(adapted_names) == 2 * 7
     assert not any("embed" in name or "lm_head" in name or "norm" in name for name in adapted_names)
+
+
+@pytest.mark.parametrize("send", Send)
+def test_adapters_are_staged_alone_unless_they_are_to_be_merged(
+    send: Send, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):  # which a worker sets for its process
+        monkeypatch.setenv(name, "1")
+    path = save_model(tiny_llama(), tmp_path / "model")
+    config = with_adapters(tiny_config())
+    config.lora.send = send
+    worker = TrainerWorker(config, path, 0, 1, threads=1)
+    worker.start("")
+    try:
+        staged = worker.stage_weights(3)
+        assert staged is not None
+        sent = {
+            Send.adapters: worker._backend.adapter_parameters,
+            Send.merged: worker._backend.full_parameters,
+        }[send]
+        arena_bytes = torch.frombuffer(bytearray(Path(staged.path).read_bytes()), dtype=torch.uint8)
+        found = {slot.name: tensor_at(arena_bytes, slot) for slot in staged.slots}
+        assert found.keys() == dict(sent()).keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in sent())
+    finally:
+        worker.close()
 
 
 def test_the_same_seed_gives_the_same_adapters(tmp_path: Path) -> None:

@@ -12,30 +12,25 @@ from hypothesis import strategies as st
 from layouts import (
     LLAMA_3_70B,
     QWEN2_5_7B,
-    Model,
     empty,
     engine_layout_by_hand,
     execute,
     load,
+    models,
+    sources,
     whole,
 )
 
 from rlflow.errors import ConfigError
 from rlflow.weights.boxes import Box, difference, intersection, num_elements, split
 from rlflow.weights.groups import generation_groups
-from rlflow.weights.layout import Engine, Layout, Mesh, Placement, Region, Shapes, fsdp_layout, mesh_layout, run_layout
+from rlflow.weights.layout import Engine, Layout, Mesh, Placement, Region, Shapes, fsdp_layout, mesh_layout
 from rlflow.weights.plan import MOVES_IN_BUCKET, TransferPlan, plan
 from rlflow.weights.traffic import gathered, planned
 
 
 def fsdp(shapes: Shapes, ranks: int) -> Layout:
     return fsdp_layout(shapes, "float32", ranks)
-
-
-def tensor_dim(name: str) -> int | None:
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
-        return 1
-    return None if "norm" in name else 0
 
 
 def carry_out(made: TransferPlan) -> None:
@@ -60,34 +55,8 @@ def carry_out(made: TransferPlan) -> None:
 
 
 @st.composite
-def sources(draw: st.DrawFn, shapes: Shapes) -> Layout:
-    if draw(st.booleans()):
-        return run_layout(shapes, "float32", draw(st.integers(1, 7)))
-    one, other = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    # Rows over all ranks, or in copies; copies; tensor parallelism.
-    meshes: dict[str, Callable[[str], Mesh]] = {
-        "fsdp": lambda _: ((one * other, 0),),
-        "hybrid": lambda _: ((one, None), (other, 0)),
-        "copies": lambda _: ((one * other, None),),
-        "tensor": lambda name: ((one, 0), (other, tensor_dim(name))),
-    }
-    return mesh_layout(shapes, "float32", one * other, meshes[draw(st.sampled_from(sorted(meshes)))])
-
-
-@st.composite
 def transfers(draw: st.DrawFn) -> tuple[Layout, list[Engine], int]:
-    """Fused and repeated heads, padded vocabularies, ranks without a row."""
-    model = Model(
-        layers=draw(st.integers(1, 2)),
-        hidden=draw(st.integers(1, 5)),
-        intermediate=4 * draw(st.integers(1, 3)),
-        heads=4,
-        key_value_heads=draw(st.sampled_from([1, 2, 4])),
-        head_dim=draw(st.integers(1, 3)),
-        vocabulary=draw(st.sampled_from([1, 3, 40, 70])),
-        has_bias=draw(st.booleans()),
-        is_tied=draw(st.booleans()),
-    )
+    model = draw(models())
     source = draw(sources(model.shapes()))
     engines = [
         Engine(layout=engine_layout_by_hand(model, size), devices=draw(_devices(source.num_ranks, size)))

@@ -1,6 +1,6 @@
 """The rollout engine: one vLLM AsyncLLM that samples, and takes new weights while requests run.
 
-GenerateRequest -> gate -> vLLM -> Completion;  StagedWeights -> prepare -> pause -> update -> finish -> resume
+GenerateRequest -> gate -> vLLM -> Completion;  StagedWeights -> prepare -> pause -> load -> compare -> resume
 
 A plain class; a run wraps it in a Ray actor with many concurrent calls, a test calls it directly.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlflow.config import Config, Placement, Transport
+from rlflow.config import Config, Placement, Verify, sends_adapters
 from rlflow.deadlines import within
 from rlflow.errors import ConfigError, EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
@@ -28,18 +28,13 @@ from rlflow.rollout.engine_setup import (
     stop_token_ids,
 )
 from rlflow.rollout.limit import Gate, RunningLimit
+from rlflow.rollout.loading import Loading, loading_of
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
-from rlflow.weights.messages import (
-    LoadMode,
-    WeightReport,
-    merged_reports,
-    open_message,
-    staged_version,
-    update_message,
-)
+from rlflow.weights.messages import ADAPTER_ID, WeightReport
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -71,8 +66,9 @@ class RolloutEngine:
         self._index = index
         self._on_gpu = torch.cuda.is_available()
         self._version: int | None = None
-        self._load_mode: LoadMode | None = None
         self._llm: AsyncLLM | None = None
+        self._weights: Loading | None = None
+        self._has_adapters = sends_adapters(config)
         self._stop_token_ids: list[int] = []
         self._loading = asyncio.Lock()
         self._is_asleep = False
@@ -157,7 +153,10 @@ class RolloutEngine:
 
         # Requests of a group share their prompt: vLLM finds cached blocks even of a request that is in the same step.
         stream = self._engine.generate(
-            {"prompt_token_ids": request.prompt_ids}, self._sampling(request), uuid.uuid4().hex
+            {"prompt_token_ids": request.prompt_ids},
+            self._sampling(request),
+            uuid.uuid4().hex,
+            lora_request=_adapter() if self._has_adapters else None,
         )
         last: CompletionOutput | None = None
         try:
@@ -211,79 +210,31 @@ class RolloutEngine:
 
         if isinstance(error, EngineDeadError):
             raise self._lost(f"vLLM died while it loaded weights; {log_hint()}") from error
-        await asyncio.shield(self._abort_update())
-        if not isinstance(error, Exception) or isinstance(error, ConfigError | WeightsOvertaken):
+        giving_up = self._within(
+            "abort of a weight update", self._config.deadlines.weights_s, self._loading_of_engine.give_up(staged)
+        )
+        is_overtaken = await asyncio.shield(giving_up)
+        if not isinstance(error, Exception) or isinstance(error, ConfigError):
             return
         subject = f"rollout engine {self._index} could not load weights of version {staged.version}"
-        if self._config.weights.transport is Transport.shm:
-            found = await asyncio.to_thread(staged_version, staged.path)
-            if found != staged.version:
-                raise WeightsOvertaken(f"{subject}: the arena now holds version {found}: {error}") from error
+        if is_overtaken or isinstance(error, WeightsOvertaken):
+            raise WeightsOvertaken(f"{subject}, which the trainer has replaced: {error}") from error
         if not isinstance(error, RunError):
             raise RunError(f"{subject}: {error}") from error
 
-    async def _abort_update(self) -> None:
-        aborting = self._engine.collective_rpc("rlflow_abort_update")
-        await self._within("abort of a weight update", self._config.deadlines.weights_s, aborting)
-
     async def _replace_weights(self, staged: StagedWeights) -> float:
         """When nothing was sampled any more, by `time.perf_counter`. Sampling is still paused on return."""
-        engine = self._engine
-        mode, messages = await self._open(staged)
-        if mode is LoadMode.beside:
-            await self._bring(staged, mode, messages)
+        engine, weights = self._engine, self._loading_of_engine
+        await weights.prepare(staged)
         paused_at_s = await self._pause()
         if self._frees_memory and self._is_asleep:
             await engine.wake_up(tags=["weights"])
-        await engine.start_weight_update()
-        if mode is not LoadMode.beside:
-            await self._bring(staged, mode, messages)
-        await engine.finish_weight_update(weight_version=str(staged.version))
+        await weights.load(staged)
+        await self._verify(staged)
+        await engine.update_weight_version(str(staged.version))
         if self._frees_memory and self._is_asleep:
             await engine.wake_up(tags=["kv_cache"])
         return paused_at_s
-
-    async def _open(self, staged: StagedWeights) -> tuple[LoadMode, list[dict[str, Any]]]:
-        """How the workers load such weights, and what to tell them for each bucket of this version."""
-        if self._config.weights.transport is Transport.shm:
-            return await self._mode_for(staged), [update_message(staged, bucket) for bucket in staged.buckets]
-        asked = open_message(staged, self._index, self._config.deadlines.weights_s)
-        found = await self._engine.collective_rpc("rlflow_open", kwargs=asked)
-        mode, num_buckets = LoadMode(found[0][0]), found[0][1]
-        if mode is LoadMode.reloaded:
-            raise ConfigError(
-                f"weights.transport={self._config.weights.transport.value} sends parts of parameters, but vLLM keeps "
-                f"those of the model in {self._model_path} otherwise than it loads them; set weights.transport=shm"
-            )
-        return mode, [{"bucket": bucket} for bucket in range(num_buckets)]
-
-    async def _bring(self, staged: StagedWeights, mode: LoadMode, messages: list[dict[str, Any]]) -> None:
-        """All buckets to the workers, one by one, so that the engine samples between them if it is not paused."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        others: set[int] = set()
-        for message in messages:
-            if self._config.weights.transport is not Transport.shm:
-                found = await self._engine.collective_rpc("rlflow_receive", kwargs=message)
-                others |= {version for version in found if version is not None}
-            elif mode is LoadMode.beside:
-                await self._engine.collective_rpc("rlflow_prepare", kwargs=message)
-            else:
-                await self._engine.update_weights(WeightTransferUpdateRequest(update_info=message))
-        if others:
-            raise WeightsOvertaken(
-                f"rollout engine {self._index} could not load weights of version {staged.version}: the trainer stages "
-                "another one"
-            )
-
-    async def _mode_for(self, staged: StagedWeights) -> LoadMode:
-        """How the workers load such weights, which they find out once."""
-        if self._load_mode is None:
-            shapes = {slot.name: list(slot.shape) for slot in staged.slots}
-            found = await self._engine.collective_rpc("rlflow_learn", kwargs={"shapes": shapes})
-            assert len(set(found)) == 1, "all workers of an engine have the same model"
-            self._load_mode = LoadMode(found[0])
-        return self._load_mode
 
     async def _pause(self) -> float:
         """Stop sampling, and forget the cache of the weights so far; when it stopped, by `time.perf_counter`."""
@@ -301,23 +252,33 @@ class RolloutEngine:
         """Sample nothing until the next `load_weights`; requests under way are kept and go on then.
 
         On a GPU the weights and the cache are given back: every sleep ends with a complete version, so that nothing
-        of the weights need be kept.
+        of the weights need be kept. Where adapters are all that is sent, the rest is kept in the memory of the CPU.
         """
         async with self._loading:
             self._gate.limit.forgive()
             work = (
-                self._engine.sleep(level=2, mode="keep")
+                self._engine.sleep(level=1 if self._has_adapters else 2, mode="keep")
                 if self._frees_memory
                 else self._engine.pause_generation(mode="keep", clear_cache=True)
             )
             await self._within("sleep", self._config.deadlines.weights_s, work)
             self._is_asleep = True
 
-    async def compare_weights(self, staged: StagedWeights) -> WeightReport:
-        """Compare what the engine computes with, to `staged`, bit for bit. Takes seconds on a large model."""
-        message = update_message(staged, (0, len(staged.slots)))
-        checking = self._engine.collective_rpc("rlflow_compare_weights", kwargs=message)
-        return merged_reports(await self._within("weight check", self._config.deadlines.weights_s, checking))
+    async def _verify(self, staged: StagedWeights) -> None:
+        """Raises RunError when the workers do not compute with what was staged, as far as weights.verify looks."""
+        if self._config.weights.verify is Verify.off:
+            return
+        report = await self.compare_weights(staged, self._config.weights.verify)
+        if different := report["different"]:
+            raise RunError(
+                f"rollout engine {self._index} does not compute with version {staged.version} as it was staged: "
+                f"{len(different)} of the parameters that were compared differ, such as {different[0]!r}"
+            )
+
+    async def compare_weights(self, staged: StagedWeights, verify: Verify = Verify.full) -> WeightReport:
+        """Compare what the engine computes with, to `staged`, bit for bit."""
+        comparing = self._loading_of_engine.compare(staged, verify)
+        return await self._within("weight check", self._config.deadlines.weights_s, comparing)
 
     async def stats(self) -> EngineStats:
         return EngineStats(
@@ -329,7 +290,7 @@ class RolloutEngine:
 
     async def shutdown(self) -> None:
         """Stop vLLM and its processes. Safe to call twice."""
-        engine, self._llm, self._version = self._llm, None, None
+        engine, self._llm, self._weights, self._version = self._llm, None, None, None
         if engine is not None:
             engine.shutdown()
 
@@ -346,6 +307,12 @@ class RolloutEngine:
         if self._llm is None:
             raise RunError(f"rollout engine {self._index} is not running; start it first")
         return self._llm
+
+    @property
+    def _loading_of_engine(self) -> Loading:
+        if self._weights is None:
+            self._weights = loading_of(self._config, self._engine, self._index)
+        return self._weights
 
     async def _within(self, stage: str, seconds: float, work: Awaitable[T]) -> T:
         return await within(f"{stage} of rollout engine {self._index}", seconds, work)
@@ -374,6 +341,13 @@ class _Load:
 
     def busy_s(self) -> float:
         return self._busy_before_s + (time.perf_counter() - self._busy_since if self.running else 0.0)
+
+
+def _adapter() -> LoRARequest:
+    """What a request names. vLLM would read the path only if it had no such adapter, which never is so."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path="sent by the trainer")
 
 
 def _completion_of(output: CompletionOutput) -> Completion:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from rlflow.batching import plan_micro_batches
 from rlflow.cluster.gpus import GpuPlan, Process, check_gpus, gpu_plan
-from rlflow.config import Backend, Config, Dtype, Offload, Placement, num_shares
+from rlflow.config import Backend, Config, Dtype, Offload, Placement, num_shares, sends_adapters
 from rlflow.dry_run.facts import ModelFacts, RewardModelFacts
 from rlflow.dry_run.memory import (
     FLOAT32,
@@ -235,12 +235,16 @@ def _longest_episode(max_length: int) -> EpisodeSummary:
 
 
 def _weights(config: Config, facts: ModelFacts) -> WeightUpdate:
-    whole = FLOAT32 * facts.num_parameters
-    staged = BYTES_PER_ELEMENT[config.model.dtype] * facts.num_parameters
-    held = staged + FLOAT32 * sum(weight.size for weight in facts.adapters) if facts.adapters else whole
+    whole, width = FLOAT32 * facts.num_parameters, BYTES_PER_ELEMENT[config.model.dtype]
+    num_adapters = sum(weight.size for weight in facts.adapters)
+    if sends_adapters(config):
+        sent, staged, held = facts.adapters, width * num_adapters, FLOAT32 * num_adapters
+    else:
+        sent, staged = facts.weights, width * facts.num_parameters
+        held = staged + FLOAT32 * num_adapters if facts.adapters else whole
     return WeightUpdate(
         staged=staged,
         gathered=held if config.trainer.ranks > 1 or config.model.dtype is not Dtype.float32 else 0,
-        largest=FLOAT32 * max(weight.size for weight in facts.weights),
+        largest=FLOAT32 * max(weight.size for weight in sent),
         loaded=whole,
     )

@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlflow.config import Config, Dtype
+from rlflow.config import Config, Dtype, sends_adapters
 from rlflow.dry_run.facts import ModelFacts, RewardModelFacts, Weight
-from rlflow.rollout.engine_setup import BYTES_PER_ELEMENT, CPU_BLOCK_TOKENS, CacheShape, cache_bytes
+from rlflow.rollout.engine_setup import (
+    BYTES_PER_ELEMENT,
+    CPU_BLOCK_TOKENS,
+    CacheShape,
+    cache_bytes,
+    largest_rank,
+)
 
 FLOAT32 = 4
 OUTPUT_LAYER = "output layer"
@@ -142,16 +148,20 @@ def reward_model_memory(config: Config, facts: RewardModelFacts) -> ProcessMemor
 
 
 def engine_memory(config: Config, facts: ModelFacts) -> ProcessMemory:
-    """Each GPU of one engine: its slice of the weights, and the cache."""
+    """Each GPU of one engine: its slice of the weights, and the cache; adapters of their own, which are not all cut."""
     parallel = config.rollout.tensor_parallel
     weights = -(-BYTES_PER_ELEMENT[config.model.dtype] * facts.num_parameters // parallel)
     share = f"{config.model.dtype.value}, a share of {parallel}" if parallel > 1 else config.model.dtype.value
-    return ProcessMemory(
-        items=(
-            Item(name="weights", num_bytes=weights, note=share),
-            Item(name="key-value cache", num_bytes=cache_bytes(config), note="rollout.kv_cache_gb"),
-        )
-    )
+    items = [
+        Item(name="weights", num_bytes=weights, note=share),
+        Item(name="key-value cache", num_bytes=cache_bytes(config), note="rollout.kv_cache_gb"),
+    ]
+    if sends_adapters(config):
+        assert config.lora.rank is not None
+        rank = largest_rank(config.lora.rank)
+        size_of_one = BYTES_PER_ELEMENT[config.model.dtype] * sum(weight.size for weight in facts.adapters)
+        items.append(Item(name="adapters", num_bytes=size_of_one * rank // config.lora.rank, note=f"as of rank {rank}"))
+    return ProcessMemory(items=tuple(items))
 
 
 def cached_sequences(config: Config, facts: ModelFacts) -> int:

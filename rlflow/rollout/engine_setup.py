@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.compute import share_cpu
-from rlflow.config import Config, Dtype, Placement
+from rlflow.config import Config, Dtype, LoraConfig, Placement, sends_adapters
 from rlflow.errors import ConfigError
 from rlflow.weights.messages import backend_of
 
@@ -23,6 +23,8 @@ CPU_STEP_TOKENS = 4096
 """Prompt tokens that a CPU takes in one step; vLLM's own default."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's CPU attention has kernels for; others fail at the first request only."""
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks of adapters that vLLM can be started with; smaller ones fit in."""
 COLOCATED_FREE_SHARE = 0.1
 BYTES_PER_ELEMENT = {Dtype.float32: 4, Dtype.bfloat16: 2}
 
@@ -73,8 +75,6 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
     arguments: dict[str, Any] = {
         "model": model_path,
         "skip_tokenizer_init": True,
-        # The first weight update fills every parameter and fails if one is left out; nothing of a checkpoint is needed.
-        "load_format": "dummy",
         "dtype": config.model.dtype.value,
         "seed": config.run.seed + index,
         "max_model_len": config.model.max_length,
@@ -85,10 +85,9 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
         "logprobs_mode": "processed_logprobs",
         "tensor_parallel_size": config.rollout.tensor_parallel,
         "distributed_executor_backend": "mp" if config.rollout.tensor_parallel > 1 else "uni",
-        "weight_transfer_config": {"backend": backend_of(config.weights.transport)},
-        "worker_extension_cls": "rlflow.weights.receiver.WorkerExtension",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        **(_adapter_arguments(config.lora, model_path) if sends_adapters(config) else _whole_model_arguments(config)),
     }
     if not on_gpu:
         arguments.update(
@@ -104,6 +103,44 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
         # may be there already.
         arguments.update(enable_sleep_mode=True, gpu_memory_utilization=COLOCATED_FREE_SHARE)
     return arguments
+
+
+def _whole_model_arguments(config: Config) -> dict[str, Any]:
+    return {
+        # The first weight update fills every parameter and fails if one is left out; nothing of a checkpoint is needed.
+        "load_format": "dummy",
+        "weight_transfer_config": {"backend": backend_of(config.weights.transport)},
+        "worker_extension_cls": "rlflow.weights.receiver.WorkerExtension",
+    }
+
+
+def _adapter_arguments(lora: LoraConfig, model_path: str) -> dict[str, Any]:
+    assert lora.rank is not None
+    return {
+        "load_format": "safetensors",
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": largest_rank(lora.rank),
+        # Else vLLM would multiply for the embedding and the head too, with nothing.
+        "lora_target_modules": adapted_layers(model_path),
+        "worker_extension_cls": "rlflow.weights.adapters.AdapterExtension",
+    }
+
+
+def largest_rank(rank: int) -> int:
+    """For which vLLM makes room, to hold adapters of `rank`."""
+    return next(each for each in ADAPTER_RANKS if each >= rank)
+
+
+def adapted_layers(model_path: str) -> list[str]:
+    """The last parts of the names of all layers that have adapters; see `lora.linear_layers`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rlflow.workers.trainer.lora import linear_layers
+
+    with torch.device("meta"):
+        return linear_layers(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path)))
 
 
 def cache_bytes(config: Config) -> int:
@@ -135,12 +172,25 @@ def cache_shape(model_path: str) -> CacheShape:
     )
 
 
+def has_experts(model_path: str) -> bool:
+    """Whether the model is a mixture of experts."""
+    from transformers import AutoConfig
+
+    text = AutoConfig.from_pretrained(model_path).get_text_config()
+    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
 def check_engine(config: Config, shape: CacheShape, model_path: str, on_gpu: bool) -> None:
     """Raise ConfigError for what vLLM would refuse, or would only fail on later."""
     if not on_gpu and shape.head_dim not in CPU_HEAD_DIMS:
         raise ConfigError(
             f"the model in {model_path} has head_dim {shape.head_dim}, which vLLM cannot run on a CPU; take a "
             f"model whose head_dim is one of {', '.join(map(str, CPU_HEAD_DIMS))}"
+        )
+    if not on_gpu and sends_adapters(config) and has_experts(model_path):
+        raise ConfigError(
+            f"the model in {model_path} is a mixture of experts, which vLLM cannot run with adapters on a CPU; set "
+            "lora.send=merged"
         )
     per_rank = max(1, shape.num_key_value_heads // config.rollout.tensor_parallel)
     local = CacheShape(num_layers=shape.num_layers, num_key_value_heads=per_rank, head_dim=shape.head_dim)

@@ -2,15 +2,17 @@
 
 open: learn where, agree with the trainer -> receive, once a bucket -> finish: compute with them
 
-Importing this registers `rlflow_p2p` and `rlflow_ipc` with vLLM, which drives them as `receiver` says; only that the
+Importing this registers `rlflow_p2p` and `rlflow_disk` with vLLM, which drives them as `receiver` says; only that the
 buckets come through `rlflow_receive`.
 """
 
 from __future__ import annotations
 
+import random
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -26,13 +28,14 @@ from rlflow.config import Transport
 from rlflow.errors import NotACopy
 from rlflow.roles import TensorSlot
 from rlflow.weights.arena_view import ArenaView
+from rlflow.weights.disk_receiver import DiskReceiver
 from rlflow.weights.engine_tensors import EngineTensors, learn_landings
-from rlflow.weights.layout import Layout
-from rlflow.weights.messages import LoadMode, WeightReport, backend_of
+from rlflow.weights.layout import Layout, Shapes
+from rlflow.weights.manifest import read_manifest
+from rlflow.weights.messages import NUM_VERIFIED, LoadMode, WeightReport, backend_of
 from rlflow.weights.p2p_receiver import PeerReceiver, Worker
-from rlflow.weights.tracing import Landings
 from rlflow.weights.trainer_store import TrainerStore
-from rlflow.weights.verify import compare_weights
+from rlflow.weights.verify import compare_tensors, compare_weights
 
 
 class Receiver(Protocol):
@@ -51,6 +54,18 @@ class Receiver(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Opening:
+    """What the workers of an engine are told of a version; see `messages.open_message`."""
+
+    path: str
+    """tcp://host:port of the trainer's store, or the folder of the versions."""
+    engine: int
+    version: int
+    transfer: int
+    timeout_s: float
 
 
 @dataclass
@@ -72,40 +87,34 @@ class DirectEngine(WeightTransferEngine[DirectInit, DirectUpdate]):
 
     _tensors: EngineTensors | None = None
     _receiver: Receiver | None = None
-    _landings: Landings
 
     @abstractmethod
-    def _make_receiver(
-        self, trainer: TrainerStore, source: Layout, worker: Worker, tensors: EngineTensors
-    ) -> Receiver: ...
+    def _shapes(self, opening: Opening) -> Shapes:
+        """Of all parameters that will come."""
 
-    def open(self, address: str, engine: int, version: int, transfer: int, timeout_s: float) -> tuple[LoadMode, int]:
+    @abstractmethod
+    def _make_receiver(self, opening: Opening, tensors: EngineTensors) -> Receiver: ...
+
+    def open(self, opening: Opening) -> tuple[LoadMode, int]:
         """Ask for a version; how it will be loaded, and in how many buckets. Forgets one that was not finished.
 
         Where the mode is `reloaded`, nothing was asked for.
         """
         if self._tensors is None or self._receiver is None:
             try:
-                self._set_up(TrainerStore(address, timeout_s), engine)
+                self._set_up(opening)
             except NotACopy:
                 return LoadMode.reloaded, 0
         assert self._tensors is not None and self._receiver is not None
         self._tensors.begin()
         mode = LoadMode.beside if self._tensors.is_beside else LoadMode.in_place
-        return mode, self._receiver.open(version, transfer)
+        return mode, self._receiver.open(opening.version, opening.transfer)
 
-    def _set_up(self, trainer: TrainerStore, engine: int) -> None:
-        source = trainer.layout()
-        shapes = {name: place.shape for name, place in source.placements.items()}
-        blank, self._landings = learn_landings(self.vllm_config, shapes)
-        self._tensors = EngineTensors(self.model, blank, shapes, self._landings)
-        worker = Worker(
-            engine=engine,
-            rank=get_tensor_model_parallel_rank(),
-            num_ranks=get_tensor_model_parallel_world_size(),
-            device=self.device,
-        )
-        self._receiver = self._make_receiver(trainer, source, worker, self._tensors)
+    def _set_up(self, opening: Opening) -> None:
+        shapes = self._shapes(opening)
+        blank, landings = learn_landings(self.vllm_config, shapes)
+        self._tensors = EngineTensors(self.model, blank, shapes, landings)
+        self._receiver = self._make_receiver(opening, self._tensors)
 
     def receive(self, bucket: int) -> int | None:
         """Put one bucket in its place; see `Receiver.receive`."""
@@ -138,8 +147,21 @@ class DirectEngine(WeightTransferEngine[DirectInit, DirectUpdate]):
         if self._tensors is not None:
             self._tensors.begin()
 
+    def compare_targets(self, seed: int | None) -> WeightReport:
+        """Compare tensors that this worker computes with, to what has come for them, bit for bit: a few, or all.
+
+        That what has come is what the trainer has is known from checksums.
+        """
+        assert self._tensors is not None, "nothing has come yet"
+        targets, names = self._tensors.targets, sorted(self._tensors.targets)
+        if seed is not None:
+            names = random.Random(seed).sample(names, min(NUM_VERIFIED, len(names)))
+        return compare_tensors(self.model, {name: targets[name] for name in names})
+
     def compare(self, view: ArenaView, slots: Sequence[TensorSlot]) -> WeightReport:
-        return compare_weights(self.model, self._landings, view.tensors(slots))
+        """Compare what this worker computes with, to an arena, bit for bit."""
+        assert self._tensors is not None, "nothing has come yet"
+        return compare_weights(self.model, self._tensors.landings, view.tensors(slots))
 
     def shutdown(self) -> None:
         if self._receiver is not None:
@@ -149,12 +171,37 @@ class DirectEngine(WeightTransferEngine[DirectInit, DirectUpdate]):
 class PeerEngine(DirectEngine):
     """From rank to rank."""
 
-    def _make_receiver(
-        self, trainer: TrainerStore, source: Layout, worker: Worker, tensors: EngineTensors
-    ) -> PeerReceiver:
-        return PeerReceiver(trainer, source, worker, tensors.targets, tensors.landings, tensors.landed)
+    _trainer: TrainerStore
+    _source: Layout
+
+    def _shapes(self, opening: Opening) -> Shapes:
+        self._trainer = TrainerStore(opening.path, opening.timeout_s)
+        self._source = self._trainer.layout()
+        return {name: place.shape for name, place in self._source.placements.items()}
+
+    def _make_receiver(self, opening: Opening, tensors: EngineTensors) -> PeerReceiver:
+        worker = Worker(
+            engine=opening.engine,
+            rank=get_tensor_model_parallel_rank(),
+            num_ranks=get_tensor_model_parallel_world_size(),
+            device=self.device,
+        )
+        return PeerReceiver(self._trainer, self._source, worker, tensors.targets, tensors.landings, tensors.landed)
 
 
-for _transport, _engine in ((Transport.p2p, PeerEngine),):
+class DiskEngine(DirectEngine):
+    """From the versions in a folder."""
+
+    def _shapes(self, opening: Opening) -> Shapes:
+        manifest = read_manifest(Path(opening.path), opening.version)
+        return {name: each.shape for name, each in manifest.parameters.items()}
+
+    def _make_receiver(self, opening: Opening, tensors: EngineTensors) -> DiskReceiver:
+        return DiskReceiver(
+            Path(opening.path), self._shapes(opening), tensors.targets, tensors.landings, tensors.landed
+        )
+
+
+for _transport, _engine in ((Transport.p2p, PeerEngine), (Transport.disk, DiskEngine)):
     if backend_of(_transport) not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(backend_of(_transport), _engine)

@@ -8,8 +8,13 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, TypedDict
 
-from rlflow.config import Transport
+from rlflow.config import LoraConfig, Transport
 from rlflow.roles import StagedWeights, TensorSlot
+
+NUM_VERIFIED = 4
+"""Parameters, or tensors, that are compared of each version with weights.verify=sample."""
+ADAPTER_ID = 1
+"""Of the one adapter, in every version, where adapters are sent alone."""
 
 
 def backend_of(transport: Transport) -> str:
@@ -37,21 +42,31 @@ class WeightReport(TypedDict):
 
 def update_message(staged: StagedWeights, bucket: tuple[int, int]) -> dict[str, Any]:
     """What one update call carries for the slots [first, end) of `bucket`."""
-    first, end = bucket
-    slots = [[slot.name, slot.dtype, list(slot.shape), slot.offset, slot.num_bytes] for slot in staged.slots[first:end]]
+    return message_of(staged, staged.slots[slice(*bucket)])
+
+
+def message_of(staged: StagedWeights, chosen: Sequence[TensorSlot]) -> dict[str, Any]:
+    """Says where some tensors of a version are."""
+    slots = [[slot.name, slot.dtype, list(slot.shape), slot.offset, slot.num_bytes] for slot in chosen]
     return {"path": staged.path, "num_bytes": staged.num_bytes, "version": staged.version, "slots": slots}
 
 
 def open_message(staged: StagedWeights, engine: int, timeout_s: float) -> dict[str, Any]:
-    """With what an engine's workers ask the trainer for a version."""
-    transfer = uuid.uuid4().int >> 65  # as many bits as a message has room for
+    """With what an engine's workers ask for a version that comes straight to where it belongs: an `Opening`."""
+    # Of 53 bits: what else stamps messages must not be taken for this transfer's.
+    transfer = uuid.uuid4().int >> 75
     return {
-        "address": staged.path,
+        "path": staged.path,
         "engine": engine,
         "version": staged.version,
         "transfer": transfer,
         "timeout_s": timeout_s,
     }
+
+
+def adapter_message(staged: StagedWeights, chosen: Sequence[TensorSlot], lora: LoraConfig) -> dict[str, Any]:
+    """Says where some tensors of adapters are, and what the adapters are multiplied by."""
+    return {**message_of(staged, chosen), "rank": lora.rank, "alpha": lora.alpha}
 
 
 def slots_of(rows: Sequence[Sequence[Any]]) -> list[TensorSlot]:

@@ -24,12 +24,11 @@ from rlflow.config import Transport
 from rlflow.errors import NotACopy
 from rlflow.roles import TensorSlot
 from rlflow.weights.arena_view import ArenaView
-from rlflow.weights.direct import DirectEngine
-from rlflow.weights.engine_tensors import EngineTensors, learn_landings
+from rlflow.weights.direct import Opening
+from rlflow.weights.engine_tensors import EngineTensors, Landings, learn_landings
 from rlflow.weights.layout import Shapes
 from rlflow.weights.messages import LoadMode, WeightReport, backend_of, slots_of
 from rlflow.weights.reload import Reloader
-from rlflow.weights.tracing import Landings
 from rlflow.weights.verify import compare_weights
 
 if TYPE_CHECKING:
@@ -160,17 +159,20 @@ class WorkerExtension:
         """Lay out one bucket of a version, see `ArenaEngine.prepare`."""
         self.weight_transfer_engine.prepare(update)
 
-    def rlflow_open(self, address: str, engine: int, version: int, transfer: int, timeout_s: float) -> tuple[str, int]:
-        """Agree with the trainer on a version, see `DirectEngine.open`: a `LoadMode`, and the number of buckets."""
-        assert isinstance(self.weight_transfer_engine, DirectEngine)
+    def rlflow_open(self, **opening: Any) -> tuple[str, int]:
+        """Agree on a version, see `DirectEngine.open`: a `LoadMode`, and how many buckets will come."""
         with set_current_vllm_config(self.vllm_config):
-            return self.weight_transfer_engine.open(address, engine, version, transfer, timeout_s)
+            return self.weight_transfer_engine.open(Opening(**opening))
 
     def rlflow_receive(self, bucket: int) -> int | None:
-        """Put one bucket of a version in its place, see `DirectEngine.receive`."""
-        assert isinstance(self.weight_transfer_engine, DirectEngine)
+        """Put one bucket of a version in its place, see `Receiver.receive`."""
         with set_current_vllm_config(self.vllm_config):
             return self.weight_transfer_engine.receive(bucket)
+
+    def rlflow_compare_targets(self, seed: int | None) -> WeightReport:
+        """Compare what this worker computes with, to what has come, see `DirectEngine.compare_targets`."""
+        with torch.no_grad():
+            return self.weight_transfer_engine.compare_targets(seed)
 
     def rlflow_abort_update(self) -> None:
         """Give up a half-done update. A complete one must follow before anything is sampled."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from rlflow.config import Config, Transport
+from rlflow.config import Config, Transport, sends_adapters
 from rlflow.roles import StagedWeights
+from rlflow.weights.disk_sender import DiskSender
 from rlflow.weights.p2p import PeerSender
-from rlflow.weights.shm_sender import SharedMemorySender
+from rlflow.weights.shm_sender import AdapterSender, SharedMemorySender
 
 if TYPE_CHECKING:
     from rlflow.workers.trainer.base import TrainerBackend
@@ -25,6 +27,13 @@ class WeightSender(Protocol):
 
 def build_sender(config: Config, backend: TrainerBackend, rank: int, world_size: int, rendezvous: str) -> WeightSender:
     """`rendezvous` is where these ranks met; no other trainer has met there."""
-    if config.weights.transport is Transport.p2p:
-        return PeerSender(backend, rank, world_size, rendezvous, config.deadlines.weights_s)
-    return SharedMemorySender(backend, rank, world_size, rendezvous)
+    if sends_adapters(config):
+        return AdapterSender(backend, rank)
+    match config.weights.transport:
+        case Transport.p2p:
+            return PeerSender(backend, rank, world_size, rendezvous, config.deadlines.weights_s)
+        case Transport.disk:
+            assert config.run.dir is not None, "a run knows its directory when workers start"
+            return DiskSender(backend, rank, world_size, Path(config.run.dir) / "weights")
+        case Transport.shm:
+            return SharedMemorySender(backend, rank, world_size, rendezvous)

@@ -13,6 +13,7 @@ import mmap
 import os
 import uuid
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,33 @@ from rlflow.weights.plan import Move, plan
 
 if TYPE_CHECKING:
     from rlflow.workers.trainer.base import TrainerBackend
+
+
+class AdapterSender:
+    """Adapters alone, which are small: the ranks gather them, and rank 0 writes. Every method but `close` is
+    collective."""
+
+    def __init__(self, backend: TrainerBackend, rank: int, folder: Path = Path("/dev/shm")) -> None:
+        """Raises ConfigError when `folder` has too little room."""
+        self._backend = backend
+        self._arena = Arena(backend.adapter_specs(), folder) if rank == 0 else None
+
+    def stage(self, version: int) -> StagedWeights | None:
+        """Lay out the back end's adapters as a version, in the engines' dtype; rank 0 is told where."""
+        return stage_whole(self._arena, version, self._backend.adapter_parameters())
+
+    def close(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+
+
+def stage_whole(arena: Arena | None, version: int, named: Iterator[tuple[str, Tensor]]) -> StagedWeights | None:
+    """Stage what the ranks gather while all of them go through `named`; for ranks without an arena, None."""
+    if arena is not None:
+        return arena.stage(version, named)
+    for _ in named:
+        pass
+    return None
 
 
 class SharedMemorySender:
@@ -57,7 +85,7 @@ class SharedMemorySender:
     def stage(self, version: int) -> StagedWeights | None:
         """Lay out the back end's weights as a version, in the engines' dtype; rank 0 is told where."""
         if self._moves is None:
-            return self._gather(version)
+            return stage_whole(self._arena, version, self._backend.full_parameters())
         if self._arena is not None:
             self._arena.begin(version)
         self._meet()
@@ -68,14 +96,6 @@ class SharedMemorySender:
     def close(self) -> None:
         if self._arena is not None:
             self._arena.close()
-
-    def _gather(self, version: int) -> StagedWeights | None:
-        named = self._backend.full_parameters()
-        if self._arena is not None:
-            return self._arena.stage(version, named)
-        for _ in named:
-            pass
-        return None
 
     @torch.no_grad()
     def _write(self, moves: dict[str, list[Move]]) -> None:

@@ -43,8 +43,23 @@ def compare_weights(
     return report
 
 
+def compare_tensors(model: nn.Module, expected: Mapping[str, Tensor]) -> WeightReport:
+    """Compare each of the worker's tensors, by its name in the model, with what it should be."""
+    report = WeightReport(num_equal=0, different=[], unverified=[])
+    reader = _Reader(model)
+    for name, tensor in expected.items():
+        found = reader.effective(name)
+        if not found:
+            report["unverified"].append(name)
+        elif all(torch.equal(each, tensor) for each in found):
+            report["num_equal"] += 1
+        else:
+            report["different"].append(name)
+    return report
+
+
 def _holds(tensor: Tensor, region: Region, whole: Tensor) -> bool:
-    return torch.equal(view_of(tensor.contiguous(), region).to(whole.dtype), box_of(whole, region))
+    return torch.equal(view_of(tensor.contiguous(), region).to(whole), box_of(whole, region))
 
 
 class _Reader:

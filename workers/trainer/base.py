@@ -85,6 +85,10 @@ class TrainerBackend(ABC):
         """
 
     @abstractmethod
+    def adapter_specs(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """As `parameter_specs`, of what `adapter_parameters` gives."""
+
+    @abstractmethod
     def parameter_specs(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Name, the dtype that the engines hold, and shape of what `full_parameters` gives."""
 

@@ -182,6 +182,10 @@ class PackedTrainer(TrainerBackend):
     def _layout_of_ranks(self) -> Layout:
         """`layout`, of a model without adapters."""
 
+    def adapter_specs(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        dtype = torch_dtype(self._config)
+        return [(peft_name(name), dtype, shape) for name, shape in self._shapes.items() if is_adapter(name)]
+
     def parameter_specs(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         return list(self._specs)
 

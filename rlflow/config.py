@@ -282,6 +282,7 @@ class Transport(StrEnum):
 
     shm = "shm"
     p2p = "p2p"
+    ipc = "ipc"
     disk = "disk"
 
 
@@ -299,8 +300,9 @@ class WeightsConfig:
 
     transport: Transport = Transport.shm
     """`shm`: through the memory of the machine that all of them are on. `p2p`: from rank to rank, where each engine's
-    rank is sent what it holds and no more; over the network too, through NCCL on GPUs. `disk`: through run.dir, which
-    all machines see; of bfloat16 mostly what changed."""
+    rank is sent what it holds and no more; over the network too, through NCCL on GPUs. `ipc`: engines read the memory
+    of the trainer's GPUs, with cluster.placement=colocated on one machine. `disk`: through run.dir, which all machines
+    see; of bfloat16 mostly what changed."""
     verify: Verify = Verify.sample
     """Before an engine samples under a version, compare what it computes with to what the trainer staged, bit for bit:
     a few parameters, others each time (`sample`), or all of them (`full`: seconds on a large model)."""

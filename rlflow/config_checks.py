@@ -261,10 +261,15 @@ def _check_weights(config: Config) -> None:
             f"weights.transport={transport.value} has no effect on adapters, which are sent alone; leave it at shm, or "
             "set lora.send=merged"
         )
-    if transport is Transport.p2p and config.lora.rank is not None:
+    if transport in (Transport.p2p, Transport.ipc) and config.lora.rank is not None:
         raise ConfigError(
-            "weights.transport=p2p does not go with lora.send=merged: no rank has a part of what is merged; set "
-            "weights.transport to shm or disk"
+            f"weights.transport={transport.value} does not go with lora.send=merged: no rank has a part of what is "
+            "merged; set weights.transport to shm or disk"
+        )
+    if transport is Transport.ipc and config.cluster.placement is not Placement.colocated:
+        raise ConfigError(
+            "weights.transport=ipc is for engines on the trainer's GPUs; set cluster.placement=colocated, or "
+            "weights.transport=p2p"
         )
 
 

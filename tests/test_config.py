@@ -13,7 +13,20 @@ from omegaconf import OmegaConf
 
 from rlflow.algorithms.chosen import check_functions
 from rlflow.compose_errors import expected, leaf_keys, unknown_key
-from rlflow.config import Backend, Config, Dtype, Late, Offload, Order, Placement, Proximal, Roles, Send, Update
+from rlflow.config import (
+    Backend,
+    Config,
+    Dtype,
+    Late,
+    Offload,
+    Order,
+    Placement,
+    Proximal,
+    Roles,
+    Send,
+    Transport,
+    Update,
+)
 from rlflow.config_checks import check
 from rlflow.errors import ConfigError
 from rlflow.recipe_files import recipe_names, recipe_summary, recipe_text
@@ -67,6 +80,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lora.rank": 0}, "lora.rank must be at least 1, or null to train the whole model; got 0"),
     ({"lora.rank": 4, "lora.alpha": 0.0}, "lora.alpha must be positive; got 0.0"),
     ({"lora.alpha": 16.0}, "lora.alpha=16.0 has no effect with lora.rank=null; set lora.rank"),
+    (
+        {"lora.rank": 4, "lora.send": Send.merged, "weights.transport": Transport.p2p},
+        "weights.transport=p2p does not go with lora.send=merged: no rank has a part of what is merged; set "
+        "weights.transport to shm or disk",
+    ),
+    (
+        {"weights.transport": Transport.ipc},
+        "weights.transport=ipc is for engines on the trainer's GPUs; set cluster.placement=colocated, or "
+        "weights.transport=p2p",
+    ),
     ({"lora.send": Send.merged}, "lora.send=merged has no effect with lora.rank=null; set lora.rank"),
     (
         {"lora.rank": 513},

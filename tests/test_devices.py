@@ -9,7 +9,7 @@ import ray
 
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.gpus import Process, check_gpus, gpu_plan
-from rlflow.config import Config, Placement, Roles
+from rlflow.config import Config, Placement, Roles, Transport
 from rlflow.errors import ConfigError
 
 ENGINE, TRAINER, CRITIC, REFERENCE, REWARD_MODEL = Process
@@ -79,6 +79,18 @@ def test_enough(asked: Config, found: int) -> None:
 def test_too_few(asked: Config, found: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_gpus(asked, found)
+
+
+def test_transports_that_need_other_gpus() -> None:
+    asked = config(1, 1, colocated=True)
+    asked.weights.transport = Transport.ipc
+    check_gpus(asked, 1)
+    with pytest.raises(ConfigError, match="ipc needs GPUs, and the cluster has none; set weights.transport=shm"):
+        check_gpus(asked, 0)
+    asked.weights.transport = Transport.p2p
+    check_gpus(asked, 0)
+    with pytest.raises(ConfigError, match="between two processes on one GPU, as with cluster.placement=colocated; set"):
+        check_gpus(asked, 1)
 
 
 @pytest.mark.parametrize(

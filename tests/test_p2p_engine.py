@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -126,3 +129,13 @@ def test_an_engine_computes_with_what_the_ranks_hold(case: Case, tmp_path: Path)
 
     with training(case, tmp_path) as stage:
         asyncio.run(scenario(stage))
+
+
+def test_a_run_trains_with_weights_sent_from_rank_to_rank(tmp_path: Path) -> None:
+    """Two engines of one worker each, two ranks; what the engines compute with is compared, all of it."""
+    settings = ["weights.transport=p2p", "trainer.ranks=2", "rollout.engines=2", "weights.verify=full"]
+    command = [sys.executable, "-m", "rlflow", "train", "recipe=smoke", f"run.dir={tmp_path}", *settings]
+    subprocess.run(command, check=True, timeout=250, capture_output=True)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["sampling/logp_difference_mean"] < 1e-4 for row in rows)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rlflow.algorithms.chosen import needs_critic
-from rlflow.config import Config, Placement, Roles, needs_reference
+from rlflow.config import Config, Placement, Roles, Transport, needs_reference
 from rlflow.errors import ConfigError
 
 
@@ -70,11 +70,20 @@ def gpu_plan(config: Config) -> GpuPlan:
 
 
 def check_gpus(config: Config, found: int) -> None:
-    """Raise ConfigError when there are some GPUs, but not enough, or when engines and ranks cannot share them."""
+    """Raise ConfigError when there are some GPUs, but not enough, or when engines and ranks cannot share them; and for
+    a transport that needs others than there are."""
+    transport, is_colocated = config.weights.transport, config.cluster.placement is Placement.colocated
     if not found:
+        if transport is Transport.ipc:
+            raise ConfigError("weights.transport=ipc needs GPUs, and the cluster has none; set weights.transport=shm")
         return
+    if transport is Transport.p2p and is_colocated:
+        raise ConfigError(
+            "weights.transport=p2p cannot send between two processes on one GPU, as with cluster.placement=colocated; "
+            "set weights.transport=ipc"
+        )
     per_engine, engines, ranks = config.rollout.tensor_parallel, config.rollout.engines, config.trainer.ranks
-    if config.cluster.placement is Placement.colocated and (per_engine != 1 or engines != ranks):
+    if is_colocated and (per_engine != 1 or engines != ranks):
         raise ConfigError(
             "cluster.placement=colocated gives each GPU one engine and one rank of the trainer, so that it needs "
             f"rollout.tensor_parallel=1 and rollout.engines equal to trainer.ranks; got {per_engine}, {engines} "

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.compute import share_cpu
-from rlflow.config import Config, Dtype, LoraConfig, Placement, sends_adapters
+from rlflow.config import Config, Dtype, LoraConfig, Placement, Transport, sends_adapters
 from rlflow.errors import ConfigError
 from rlflow.weights.messages import backend_of
 
@@ -58,6 +58,8 @@ def set_environment(config: Config, threads: int, on_gpu: bool) -> None:
         PYTHONWARNINGS="ignore",
     )
     if on_gpu:
+        if config.weights.transport is Transport.ipc and config.trainer.ranks > 1:
+            _see_other_gpus()
         return
     share_cpu(threads)
     os.environ.update(
@@ -68,6 +70,15 @@ def set_environment(config: Config, threads: int, on_gpu: bool) -> None:
     )
     # vLLM takes its single-process executor on a CPU only so; one process less to start.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if config.rollout.tensor_parallel > 1 else "0"
+
+
+def _see_other_gpus() -> None:
+    """Let vLLM read the memory of the machine's other GPUs too; the first one that it sees stays the one it runs on."""
+    import torch
+
+    own = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+    others = [str(index) for index in range(torch.cuda._raw_device_count_nvml()) if str(index) not in own]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*own, *others])
 
 
 def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) -> dict[str, Any]:

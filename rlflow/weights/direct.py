@@ -2,8 +2,8 @@
 
 open: learn where, agree with the trainer -> receive, once a bucket -> finish: compute with them
 
-Importing this registers `rlflow_p2p` and `rlflow_disk` with vLLM, which drives them as `receiver` says; only that the
-buckets come through `rlflow_receive`.
+Importing this registers them with vLLM, which drives them as `receiver` says; only that the buckets come through
+`rlflow_receive`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from rlflow.roles import TensorSlot
 from rlflow.weights.arena_view import ArenaView
 from rlflow.weights.disk_receiver import DiskReceiver
 from rlflow.weights.engine_tensors import EngineTensors, learn_landings
+from rlflow.weights.ipc_receiver import SharedReceiver, device_id
 from rlflow.weights.layout import Layout, Shapes
 from rlflow.weights.manifest import read_manifest
 from rlflow.weights.messages import NUM_VERIFIED, LoadMode, WeightReport, backend_of
@@ -179,7 +180,7 @@ class PeerEngine(DirectEngine):
         self._source = self._trainer.layout()
         return {name: place.shape for name, place in self._source.placements.items()}
 
-    def _make_receiver(self, opening: Opening, tensors: EngineTensors) -> PeerReceiver:
+    def _make_receiver(self, opening: Opening, tensors: EngineTensors) -> Receiver:
         worker = Worker(
             engine=opening.engine,
             rank=get_tensor_model_parallel_rank(),
@@ -187,6 +188,14 @@ class PeerEngine(DirectEngine):
             device=self.device,
         )
         return PeerReceiver(self._trainer, self._source, worker, tensors.targets, tensors.landings, tensors.landed)
+
+
+class SharedEngine(PeerEngine):
+    """Out of the memory of the trainer's GPUs."""
+
+    def _make_receiver(self, opening: Opening, tensors: EngineTensors) -> Receiver:
+        gpu = device_id(self.device)
+        return SharedReceiver(self._trainer, self._source, gpu, tensors.targets, tensors.landings, tensors.landed)
 
 
 class DiskEngine(DirectEngine):
@@ -202,6 +211,8 @@ class DiskEngine(DirectEngine):
         )
 
 
-for _transport, _engine in ((Transport.p2p, PeerEngine), (Transport.disk, DiskEngine)):
+_ENGINES = {Transport.p2p: PeerEngine, Transport.ipc: SharedEngine, Transport.disk: DiskEngine}
+
+for _transport, _engine in _ENGINES.items():
     if backend_of(_transport) not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(backend_of(_transport), _engine)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from rlflow.config import Config, Transport, sends_adapters
 from rlflow.roles import StagedWeights
 from rlflow.weights.disk_sender import DiskSender
+from rlflow.weights.ipc import SharedSender
 from rlflow.weights.p2p import PeerSender
 from rlflow.weights.shm_sender import AdapterSender, SharedMemorySender
 
@@ -32,6 +35,9 @@ def build_sender(config: Config, backend: TrainerBackend, rank: int, world_size:
     match config.weights.transport:
         case Transport.p2p:
             return PeerSender(backend, rank, world_size, rendezvous, config.deadlines.weights_s)
+        case Transport.ipc:
+            device = torch.device("cuda", torch.cuda.current_device())
+            return SharedSender(backend, rank, rendezvous, config.deadlines.weights_s, device)
         case Transport.disk:
             assert config.run.dir is not None, "a run knows its directory when workers start"
             return DiskSender(backend, rank, world_size, Path(config.run.dir) / "weights")

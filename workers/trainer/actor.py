@@ -163,6 +163,11 @@ class TrainerWorker:
         self._backend.offload()
 
     def reload(self) -> None:
+        from rlflow.weights.ipc import SharedSender
+
+        if isinstance(self._sender, SharedSender):
+            # The engines sleep: nobody needs what was staged, and the back end needs the memory.
+            self._sender.release()
         self._backend.reload()
 
     def close(self) -> None:

@@ -1,0 +1,57 @@
+"""What `rlflow bench weights` asks of vLLM's workers besides what a run asks of them.
+
+vLLM imports this module through `worker_extension_cls`; it must not be imported anywhere else before vLLM is set up.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+from vllm.config import set_current_vllm_config
+
+from rlflow.weights.arena_view import ArenaView
+from rlflow.weights.messages import slots_of
+from rlflow.weights.receiver import WorkerExtension
+from rlflow.weights.reload import Reloader
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+
+class MeasuredWorker(WorkerExtension):
+    """Each method is a `collective_rpc`."""
+
+    if TYPE_CHECKING:
+        model_runner: GPUModelRunner
+
+    def bench_place(self, path: str, num_bytes: int, version: int, slots: list[list[object]]) -> float:
+        """Seconds of copying a version from the arena to this worker's tensors, again: nothing is packed or used.
+
+        -1 for a model whose weights are not copied to where they are used.
+        """
+        transfer = self.weight_transfer_engine
+        if transfer._tensors is None:
+            return -1.0
+        started = time.perf_counter()
+        view = ArenaView(path, num_bytes, version)
+        view.check()
+        with torch.no_grad():
+            for name, tensor in view.tensors(slots_of(slots)):
+                transfer._tensors.place(name, tensor)
+        if self.weight_transfer_engine.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter() - started
+
+    def bench_reload(self, path: str) -> None:
+        """Load all weights from a safetensors file as vLLM loads a checkpoint, into the model that is running."""
+        model: Any = self.weight_transfer_engine.model
+        reloader = Reloader(model, self.weight_transfer_engine.model_config)
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            reloader.begin()
+            tensors = load_file(path)
+            reloader.load(tensors.items())
+            assert not reloader.missing, "the file holds the whole model"
+            reloader.commit()

@@ -287,6 +287,8 @@ def summarize(rounds: Sequence[Round], num_bytes: int) -> Figures:
         "dense/share": copy_s / (stage_s + place_s),
         "dense/copy_share": COPIES * copy_s / (stage_s + place_s),
         "dense/load_s": load_s,
+        "dense/prepare_s": median([sum(each.update.buckets_s) for each in rounds]),
+        "dense/longest_bucket_s": max(max(each.update.buckets_s, default=0.0) for each in rounds),
         "dense/total_s": stage_s + load_s,
         "pause/median_s": median(pauses),
         "pause/worst_s": max(pauses),

@@ -28,6 +28,8 @@ class Update:
     """Of the pause: vLLM ends its step and forgets the cache."""
     verify_s: float
     """Of the pause: comparing the weights with what was staged."""
+    buckets_s: list[float]
+    """Before the pause, each between two steps of the slowest worker: a bucket is laid out beside the model."""
 
     @property
     def swap_s(self) -> float:
@@ -57,7 +59,10 @@ class MeasuredEngine(RolloutEngine):
         started = time.perf_counter()
         pause_s = await self.load_weights(staged)
         total_s = time.perf_counter() - started
-        return Update(total_s=total_s, pause_s=pause_s, vllm_s=self._vllm_s, verify_s=self._verify_s)
+        buckets_s = max(await self._engine.collective_rpc("bench_prepared"), key=sum)
+        return Update(
+            total_s=total_s, pause_s=pause_s, vllm_s=self._vllm_s, verify_s=self._verify_s, buckets_s=buckets_s
+        )
 
     async def place(self, staged: StagedWeights) -> float:
         """Seconds of copying a version from the arena to where the slowest worker takes it from."""

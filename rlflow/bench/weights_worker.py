@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from vllm.config import set_current_vllm_config
 
-from rlflow.weights.arena_view import ArenaView
 from rlflow.weights.messages import slots_of
 from rlflow.weights.receiver import WorkerExtension
 from rlflow.weights.reload import Reloader
@@ -27,6 +26,15 @@ class MeasuredWorker(WorkerExtension):
     if TYPE_CHECKING:
         model_runner: GPUModelRunner
 
+    def rlflow_prepare(self, **update: Any) -> None:
+        started = time.perf_counter()
+        super().rlflow_prepare(**update)
+        self.__dict__.setdefault("bench_prepare_s", []).append(time.perf_counter() - started)
+
+    def bench_prepared(self) -> list[float]:
+        """Seconds of each bucket that was laid out beside the model since the last call."""
+        return self.__dict__.pop("bench_prepare_s", [])
+
     def bench_place(self, path: str, num_bytes: int, version: int, slots: list[list[object]]) -> float:
         """Seconds of copying a version from the arena to this worker's tensors, again: nothing is packed or used.
 
@@ -36,8 +44,8 @@ class MeasuredWorker(WorkerExtension):
         if transfer._tensors is None:
             return -1.0
         started = time.perf_counter()
-        view = ArenaView(path, num_bytes, version)
-        view.check()
+        view = transfer.view(path, num_bytes)
+        view.check(version)
         with torch.no_grad():
             for name, tensor in view.tensors(slots_of(slots)):
                 transfer._tensors.place(name, tensor)

@@ -28,7 +28,7 @@ from rlflow.weights.engine_tensors import EngineTensors, Landings, learn_landing
 from rlflow.weights.layout import Shapes
 from rlflow.weights.messages import BACKEND, LoadMode, WeightReport, slots_of
 from rlflow.weights.reload import Reloader
-from rlflow.weights.verify import compare_weights
+from rlflow.weights.verify import Columns, compare_weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -146,8 +146,8 @@ class ArenaEngine(WeightTransferEngine[ArenaInit, ArenaUpdate]):
             self._tensors.begin()
         self._version = None
 
-    def compare(self, view: ArenaView, slots: Sequence[TensorSlot]) -> WeightReport:
-        return compare_weights(self.model, self._landings, view.tensors(slots))
+    def compare(self, view: ArenaView, slots: Sequence[TensorSlot], columns: Columns | None) -> WeightReport:
+        return compare_weights(self.model, self._landings, view.tensors(slots), columns)
 
     def shutdown(self) -> None:
         self._arena = None
@@ -177,13 +177,14 @@ class WorkerExtension:
         self._weight_update_active = False
 
     def rlflow_compare_weights(
-        self, path: str, num_bytes: int, version: int, slots: list[list[object]]
+        self, path: str, num_bytes: int, version: int, slots: list[list[object]], num_columns: int | None
     ) -> WeightReport:
-        """Compare the weights that this worker computes with, to the arena's, bit for bit."""
+        """Compare the weights that this worker computes with, to the arena's, bit for bit: whole, or some columns."""
         view = self.weight_transfer_engine.view(path, num_bytes)
         view.check(version)
+        columns = None if num_columns is None else Columns(count=num_columns, seed=version)
         with torch.no_grad():
-            return self.weight_transfer_engine.compare(view, slots_of(slots))
+            return self.weight_transfer_engine.compare(view, slots_of(slots), columns)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -1,14 +1,17 @@
 """`rlflow bench weights`: from the trainer's shards into an engine that samples, beside saving and reloading a file.
 
-    dense    a version through shared memory, after an optimiser step: stage, then load
-    reload   the same version: saved as safetensors, then loaded during a pause, as from a checkpoint
-    deltas   see `weights_deltas`
+    dense    versions through shared memory, each after an optimiser step: stage, then load
+    reload   versions saved as safetensors, each loaded during a pause, as from a checkpoint
+    deltas   versions on disk, of which only what changed is written: see `weights_deltas`
     verify   the engine is given zeros, then a version; every parameter is compared
 
-Dense and reload take turns, while requests run. Each weight is copied twice on its way, from the shard to the shared
-memory and from there to the engine's tensors; `dense/copy_share` is the rate of these copies over that of one long copy
-between two buffers of the same size, and `dense/share` the rate at which weights arrive over the same, which is half of
-it. What the engine does to the weights after that, such as packing them for its kernels, is in `dense/load_s`.
+Requests run all the time, but dense and reload do not take turns: either would disturb the memory that the other keeps.
+
+Each weight is copied twice on its way, from the shard to the shared memory and from there to the engine's tensors, and
+each of these copies can at best be as fast as one long copy between two buffers of the same size by as many threads
+while nothing else runs. `dense/copy_share` is their rate over its rate. `dense/share` is the rate at which weights
+arrive over the same: with two copies, one after the other, it is half as much. What the engine does to the weights
+after that, such as packing them for its kernels, is in `dense/prepare_s` and `dense/load_s`.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ if TYPE_CHECKING:
     from rlflow.weights.shm_sender import SharedMemorySender
     from rlflow.workers.trainer.base import TrainerBackend
 
-ROUNDS = 5
-"""The first is not counted: it pays for first pages, and the workers learn how to load."""
+ROUNDS = 6
+"""The first is not counted: it pays for first pages."""
 REQUESTS = 4
 """Running all the time."""
 REPLY_TOKENS = 512
@@ -51,16 +54,21 @@ Figures = dict[str, float | list[float]]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Round:
-    """Seconds of one version by either way."""
+class DenseRound:
+    """Seconds of one version through shared memory."""
 
     stage_s: float
     place_s: float
-    copy_s: float
-    """Of one copy between two buffers of as many bytes."""
+    """Of copying from the shared memory to the engine's tensors; see `MeasuredWorker.bench_place`."""
     update: Update
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ReloadRound:
+    """Seconds of one version through a file."""
+
     save_s: float
-    reload_pause_s: float
+    pause_s: float
 
 
 def weights(overrides: Sequence[str], *, verify: bool) -> Figures:
@@ -135,58 +143,49 @@ class _Sides:
         folder: Path,
         prompt_ids: list[int],
     ) -> None:
-        import torch
-
         self._trainer, self._sender, self._engine = trainer, sender, engine
         self._file = folder / "model.safetensors"
         self._prompt_ids = prompt_ids
-        num_bytes = _stage(sender, 0).num_bytes
-        self._buffers = torch.zeros(2, num_bytes, dtype=torch.uint8).fill_(1)
 
     async def measure(self) -> tuple[Figures, list[TrainSample]]:
-        """The figures of all rounds, and the model's replies, which it was trained on."""
-        await self._engine.update(_stage(self._sender, 0))
-        requests = [self._request(seed, REPLY_TOKENS) for seed in range(REQUESTS)]
-        samples = await self._samples()
-        rounds: list[Round] = []
-        # Imported here and not above, because it imports vLLM's setup.
+        """The figures of all rounds, and the model's replies, on which it was trained."""
         from rlflow.bench.weights_engine import sampling
 
-        async with sampling(self._engine, requests):
+        staged = _stage(self._sender, 0)
+        await self._engine.update(staged)
+        samples = await self._samples()
+        copies_s = _copies(staged.num_bytes)
+        dense: list[DenseRound] = []
+        reloads: list[ReloadRound] = []
+        async with sampling(self._engine, [self._request(seed, REPLY_TOKENS) for seed in range(REQUESTS)]):
             for version in range(1, ROUNDS + 1):
-                print(f"round {version} of {ROUNDS}", file=sys.stderr, flush=True)
                 await asyncio.to_thread(take_step, self._trainer, samples)
-                rounds.append(await self._round(version))
-        staged_bytes = self._buffers.shape[1]
-        return summarize(rounds[1:], staged_bytes), samples
+                dense.append(await self._dense(version))
+            for _ in range(ROUNDS):
+                await asyncio.to_thread(take_step, self._trainer, samples)
+                reloads.append(await self._reload())
+        return summarize(dense[1:], reloads[1:], copies_s[1:], staged.num_bytes), samples
 
-    async def _round(self, version: int) -> Round:
+    async def _dense(self, version: int) -> DenseRound:
+        print(f"shared memory, round {version} of {ROUNDS}", file=sys.stderr, flush=True)
         started = time.perf_counter()
         staged = await asyncio.to_thread(_stage, self._sender, version)
         stage_s = time.perf_counter() - started
-        copy_s = await asyncio.to_thread(self._copy)
-        if (await self._engine.stats()).running < REQUESTS:
-            raise RunError("the requests that should run during an update have ended; their error is above")
+        await self._check_running()
         update = await self._engine.update(staged)
-        place_s = await self._engine.place(staged)
+        return DenseRound(stage_s=stage_s, place_s=await self._engine.place(staged), update=update)
+
+    async def _reload(self) -> ReloadRound:
+        print("save and reload", file=sys.stderr, flush=True)
         started = time.perf_counter()
         await asyncio.to_thread(self._save)
         save_s = time.perf_counter() - started
-        reload_pause_s = await self._engine.reload(self._file)
-        return Round(
-            stage_s=stage_s,
-            place_s=place_s,
-            copy_s=copy_s,
-            update=update,
-            save_s=save_s,
-            reload_pause_s=reload_pause_s,
-        )
+        await self._check_running()
+        return ReloadRound(save_s=save_s, pause_s=await self._engine.reload(self._file))
 
-    def _copy(self) -> float:
-        """Seconds."""
-        started = time.perf_counter()
-        self._buffers[0].copy_(self._buffers[1])
-        return time.perf_counter() - started
+    async def _check_running(self) -> None:
+        if (running := (await self._engine.stats()).running) < REQUESTS:
+            raise RunError(f"{REQUESTS} requests must run during an update; {running} do: the engine does not keep up")
 
     def _save(self) -> None:
         from safetensors.torch import save_file
@@ -251,6 +250,20 @@ class _Sides:
         }
 
 
+def _copies(num_bytes: int) -> list[float]:
+    """Seconds of each copy from one buffer to another."""
+    import torch
+
+    # Filled, so that all their pages are there.
+    source, target = torch.full((num_bytes,), 1, dtype=torch.uint8), torch.full((num_bytes,), 2, dtype=torch.uint8)
+    seconds: list[float] = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
 def _stage(sender: SharedMemorySender, version: int) -> StagedWeights:
     staged = sender.stage(version)
     assert staged is not None, "a single rank writes the arena"
@@ -264,37 +277,35 @@ def take_step(trainer: TrainerBackend, samples: Sequence[TrainSample]) -> None:
         raise RunError("an optimiser step of the measurement was not applied: its gradient is not finite")
 
 
-def summarize(rounds: Sequence[Round], num_bytes: int) -> Figures:
-    """Medians; the ratios are of medians, and above 1 where we are better."""
-
-    def median(values: Sequence[float]) -> float:
-        return statistics.median(values)
-
-    stage_s, place_s = median([each.stage_s for each in rounds]), median([each.place_s for each in rounds])
-    copy_s = median([each.copy_s for each in rounds])
-    load_s, pauses = median([each.update.total_s for each in rounds]), [each.update.pause_s for each in rounds]
-    reload_pause_s = median([each.reload_pause_s for each in rounds])
-    save_s = median([each.save_s for each in rounds])
-    megabytes = num_bytes / 1e6
+def summarize(
+    dense: Sequence[DenseRound], reloads: Sequence[ReloadRound], copies_s: Sequence[float], num_bytes: int
+) -> Figures:
+    """Medians over the rounds; the ratios are of medians, and of reload to dense."""
+    median = statistics.median
+    megabytes, copy_s = num_bytes / 1e6, median(copies_s)
+    stage_s, place_s = median([each.stage_s for each in dense]), median([each.place_s for each in dense])
+    updates = [each.update for each in dense]
+    load_s, pauses = median([each.total_s for each in updates]), [each.pause_s for each in updates]
+    save_s, reload_pause_s = median([each.save_s for each in reloads]), median([each.pause_s for each in reloads])
     return {
-        "rounds": len(rounds),
+        "rounds": len(dense),
+        "copy_mb_per_s": megabytes / copy_s,
         "dense/mb": megabytes,
         "dense/stage_s": stage_s,
         "dense/stage_mb_per_s": megabytes / stage_s,
         "dense/place_s": place_s,
         "dense/mb_per_s": megabytes / (stage_s + place_s),
-        "copy_mb_per_s": megabytes / copy_s,
         "dense/share": copy_s / (stage_s + place_s),
         "dense/copy_share": COPIES * copy_s / (stage_s + place_s),
+        "dense/prepare_s": median([sum(each.buckets_s) for each in updates]),
+        "dense/longest_bucket_s": max(max(each.buckets_s, default=0.0) for each in updates),
         "dense/load_s": load_s,
-        "dense/prepare_s": median([sum(each.update.buckets_s) for each in rounds]),
-        "dense/longest_bucket_s": max(max(each.update.buckets_s, default=0.0) for each in rounds),
         "dense/total_s": stage_s + load_s,
         "pause/median_s": median(pauses),
         "pause/worst_s": max(pauses),
-        "pause/vllm_s": median([each.update.vllm_s for each in rounds]),
-        "pause/swap_s": median([each.update.swap_s for each in rounds]),
-        "pause/verify_s": median([each.update.verify_s for each in rounds]),
+        "pause/vllm_s": median([each.vllm_s for each in updates]),
+        "pause/swap_s": median([each.swap_s for each in updates]),
+        "pause/verify_s": median([each.verify_s for each in updates]),
         "reload/save_s": save_s,
         "reload/pause_s": reload_pause_s,
         "reload/total_s": save_s + reload_pause_s,

@@ -38,11 +38,11 @@ class MeasuredWorker(WorkerExtension):
     def bench_place(self, path: str, num_bytes: int, version: int, slots: list[list[object]]) -> float:
         """Seconds of copying a version from the arena to this worker's tensors, again: nothing is packed or used.
 
-        -1 for a model whose weights are not copied to where they are used.
+        Raises ValueError for a model whose weights vLLM's reloader puts in.
         """
         transfer = self.weight_transfer_engine
         if transfer._tensors is None:
-            return -1.0
+            raise ValueError("the model does not keep its weights as they are loaded: there is no copying to measure")
         started = time.perf_counter()
         view = transfer.view(path, num_bytes)
         view.check(version)

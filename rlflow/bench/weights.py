@@ -111,16 +111,17 @@ async def _with_engine(
     from rlflow.workers.trainer.fsdp import FsdpTrainer
 
     engine = MeasuredEngine(config, model_path, index=0, threads=threads)
-    # Before this process computes: the engine's processes are copies of it.
+    # Before this process computes: vLLM may fork its own from it.
     await engine.start()
     try:
-        trainer = FsdpTrainer(config, model_path, 0, 1, "")
-        sender = SharedMemorySender(trainer, 0, 1, "")
+        trainer = FsdpTrainer(config, model_path, 0, 1, rendezvous := f"file://{folder}/dense")
+        sender = SharedMemorySender(trainer, 0, 1, rendezvous)
         try:
             side = _Sides(trainer, sender, engine, folder, _prompt(model_path))
             figures, samples = await side.measure()
             return (figures | await side.verify(ROUNDS) if verify else figures), samples
         finally:
+            trainer.close()
             sender.close()
     finally:
         await engine.shutdown()

@@ -46,7 +46,7 @@ def deltas(config: Config, model_path: str, samples: Sequence[TrainSample], fold
     figures: Figures = {}
     for learning_rate in LEARNING_RATES:
         own = replace(config, trainer=replace(config.trainer, learning_rate=learning_rate))
-        trainer = FsdpTrainer(own, model_path, 0, 1, "")
+        trainer = FsdpTrainer(own, model_path, 0, 1, f"file://{folder}/{learning_rate}")
         for _ in range(FILLING_STEPS):
             take_step(trainer, samples)
         dtypes = [(Dtype.bfloat16, STEPS)] + [(Dtype.float32, 1)] * (learning_rate == LEARNING_RATES[0])
@@ -54,6 +54,7 @@ def deltas(config: Config, model_path: str, samples: Sequence[TrainSample], fold
             name = f"{dtype}_{learning_rate:g}"
             store = _Store(trainer, dtype, folder / name)
             figures |= {f"deltas/{name}/{key}": value for key, value in store.measure(samples, steps).items()}
+        trainer.close()
     return figures
 
 

@@ -6,7 +6,7 @@ vLLM imports this module through `worker_extension_cls`; it must not be imported
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -16,15 +16,9 @@ from rlflow.weights.messages import slots_of
 from rlflow.weights.receiver import WorkerExtension
 from rlflow.weights.reload import Reloader
 
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
 
 class MeasuredWorker(WorkerExtension):
     """Each method is a `collective_rpc`."""
-
-    if TYPE_CHECKING:
-        model_runner: GPUModelRunner
 
     def rlflow_prepare(self, **update: Any) -> None:
         started = time.perf_counter()
@@ -49,7 +43,7 @@ class MeasuredWorker(WorkerExtension):
         with torch.no_grad():
             for name, tensor in view.tensors(slots_of(slots)):
                 transfer._tensors.place(name, tensor)
-        if self.weight_transfer_engine.device.type != "cpu":
+        if transfer.device.type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter() - started
 

@@ -25,7 +25,8 @@ _VERBS = {
 
 _BENCH_HELP = (
     "e2e: a whole run's steady state; async: what asynchrony gains; queue: ledger and ready queue beside "
-    "TransferQueue; train: a step of the trainer beside a padded loop and TRL's"
+    "TransferQueue; train: a step of the trainer beside a padded loop and TRL's; weights: new weights for an engine "
+    "beside saving and reloading them"
 )
 
 
@@ -88,9 +89,15 @@ def _parser() -> argparse.ArgumentParser:
     verb["export"].add_argument(
         "--adapter", action="store_true", help="the adapters of a run with lora.rank alone, for PEFT"
     )
-    verb["bench"].add_argument("name", choices=("e2e", "async", "queue", "train"), help=_BENCH_HELP)
-    verb["bench"].epilog = "Further arguments (key=value) are settings of the runs that e2e and async measure."
+    verb["bench"].add_argument("name", choices=("e2e", "async", "queue", "train", "weights"), help=_BENCH_HELP)
+    verb["bench"].epilog = (
+        "Further arguments (key=value) are settings of the runs that e2e and async measure; weights takes model.path "
+        "and model.dtype."
+    )
     verb["bench"].add_argument("--json", action="store_true", help="as one JSON object on the last line")
+    verb["bench"].add_argument(
+        "--verify", action="store_true", help="of weights: compare every parameter; exit code 1 when one differs"
+    )
     verb["ledger"].add_argument("--json", action="store_true", help="as one JSON object")
     simulate.add_arguments(verb["simulate"])
     return parser
@@ -106,8 +113,9 @@ def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print("\n".join(lines()))
         return 0
     if options.verb == "bench":
-        _print_figures(_bench(options.name, overrides), as_json=options.json)
-        return 0
+        figures = _bench(options.name, overrides, verify=options.verify)
+        _print_figures(figures, as_json=options.json)
+        return int(figures.get("verify/different", 0) != 0)
     if options.verb == "simulate":
         from rlflow.simulate import command
 
@@ -129,7 +137,13 @@ def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _bench(name: str, overrides: Sequence[str]) -> Mapping[str, float | list[float]]:
+def _bench(name: str, overrides: Sequence[str], *, verify: bool) -> Mapping[str, float | list[float]]:
+    if name == "weights":
+        from rlflow.bench.weights import weights
+
+        return weights(overrides, verify=verify)
+    if verify:
+        raise ConfigError(f"bench {name} takes no --verify; leave it out, or measure weights")
     if name in ("queue", "train") and overrides:
         raise ConfigError(f"bench {name} takes no settings; got {' '.join(overrides)}; leave them out")
     if name == "queue":

@@ -305,7 +305,7 @@ class WeightsConfig:
     see; of bfloat16 mostly what changed."""
     verify: Verify = Verify.sample
     """Before an engine samples under a version, compare what it computes with to what the trainer staged, bit for bit:
-    a few parameters, others each time (`sample`), or all of them (`full`: seconds on a large model)."""
+    some columns of a few parameters, others each time (`sample`), or everything (`full`: seconds on a large model)."""
 
 
 @dataclass

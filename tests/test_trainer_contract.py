@@ -210,8 +210,8 @@ def write_staged(folder: Path, trainer: TrainerBackend, rank: int, layout: Layou
     assert not sender.gathers
     staged = sender.stage(3)
     if staged is not None:
-        view = ArenaView(staged.path, staged.num_bytes, 3)
-        view.check()
+        view = ArenaView(staged.path, staged.num_bytes)
+        view.check(3)
         save_file({name: tensor.clone() for name, tensor in view.tensors(staged.slots)}, folder / "staged.safetensors")
     sender.close()
 

@@ -96,13 +96,15 @@ class RolloutEngine:
 
         from rlflow.rollout.pressure import pressure_gauge
 
-        arguments = engine_arguments(self._config, self._model_path, self._index, self._on_gpu)
         try:
             self._llm = AsyncLLM.from_engine_args(
-                AsyncEngineArgs(**arguments), stat_loggers=[pressure_gauge(self._gate)]
+                AsyncEngineArgs(**self._arguments()), stat_loggers=[pressure_gauge(self._gate)]
             )
         except RuntimeError as error:
             raise RunError(f"vLLM did not start in rollout engine {self._index}; {log_hint()}: {error}") from error
+
+    def _arguments(self) -> dict[str, Any]:
+        return engine_arguments(self._config, self._model_path, self._index, self._on_gpu)
 
     async def watch(self) -> None:
         """Wait until vLLM's process ends, which nothing but `shutdown` should make it do; then raise EngineLost."""

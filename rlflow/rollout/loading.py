@@ -18,6 +18,7 @@ from rlflow.roles import StagedWeights, TensorSlot
 from rlflow.weights.manifest import version_folder
 from rlflow.weights.messages import (
     NUM_VERIFIED,
+    VERIFIED_COLUMNS,
     LoadMode,
     WeightReport,
     adapter_message,
@@ -93,7 +94,8 @@ class ArenaLoading(Loading):
         await self._engine.finish_weight_update()
 
     async def compare(self, staged: StagedWeights, verify: Verify) -> WeightReport:
-        return merged_reports(await self._call("rlflow_compare_weights", message_of(staged, chosen(staged, verify))))
+        message = message_of(staged, chosen(staged, verify)) | {"num_columns": num_columns(verify)}
+        return merged_reports(await self._call("rlflow_compare_weights", message))
 
     async def give_up(self, staged: StagedWeights) -> bool:
         await super().give_up(staged)
@@ -161,9 +163,10 @@ class DirectLoading(Loading):
 
     async def compare(self, staged: StagedWeights, verify: Verify) -> WeightReport:
         if staged.slots:
-            return merged_reports(await self._call("rlflow_compare_weights", message_of(staged, staged.slots)))
-        seed = None if verify is Verify.full else staged.version
-        return merged_reports(await self._call("rlflow_compare_targets", {"seed": seed}))
+            message = message_of(staged, staged.slots) | {"num_columns": num_columns(verify)}
+            return merged_reports(await self._call("rlflow_compare_weights", message))
+        message = {"version": staged.version, "num_columns": num_columns(verify)}
+        return merged_reports(await self._call("rlflow_compare_targets", message))
 
     async def give_up(self, staged: StagedWeights) -> bool:
         await super().give_up(staged)
@@ -185,3 +188,8 @@ def chosen(staged: StagedWeights, verify: Verify) -> Sequence[TensorSlot]:
     if verify is Verify.full:
         return staged.slots
     return random.Random(staged.version).sample(staged.slots, min(NUM_VERIFIED, len(staged.slots)))
+
+
+def num_columns(verify: Verify) -> int | None:
+    """That are compared of each matrix; None: all."""
+    return None if verify is Verify.full else VERIFIED_COLUMNS

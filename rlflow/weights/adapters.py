@@ -42,11 +42,11 @@ class AdapterExtension:
         Raises ValueError when the arena holds another version, or adapters that do not fit; then those before stay.
         """
         manager = self._rlflow_manager()
-        view = ArenaView(path, num_bytes, version)
-        view.check()
+        view = ArenaView(path, num_bytes)
+        view.check(version)
         # vLLM multiplies B by its scale in place, and goes on to hold the tensors.
         tensors = {name: tensor.clone() for name, tensor in view.tensors(slots_of(slots))}
-        view.check()
+        view.check(version)
         with torch.no_grad():
             replace_adapter(manager, tensors, rank, alpha)
 
@@ -63,8 +63,8 @@ class AdapterExtension:
         """
         if self.vllm_config.parallel_config.world_size > 1:
             return WeightReport(num_equal=0, different=[], unverified=[slot.name for slot in slots_of(slots)])
-        view = ArenaView(path, num_bytes, version)
-        view.check()
+        view = ArenaView(path, num_bytes)
+        view.check(version)
         with torch.no_grad():
             return compare_adapters(self._rlflow_manager(), dict(view.tensors(slots_of(slots))), alpha / rank)
 

@@ -28,7 +28,9 @@ ALIGNMENT = 64
 HEADER_BYTES = ALIGNMENT
 """Before the first tensor; holds the version as an int64."""
 BEING_WRITTEN = -1
-BUCKET_BYTES = 32 * 2**20
+BUCKET_BYTES = 128 * 2**20
+"""What an engine lays out between two of its steps: smaller ones hold a step up for less, and take more steps in all. A
+large model's embedding alone is as large."""
 
 _PREFIX = "rlflow-weights-"
 

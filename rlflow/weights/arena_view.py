@@ -14,10 +14,10 @@ from rlflow.weights.arena import tensor_at
 
 
 class ArenaView:
-    """A read-only mapping of an arena that is expected to hold one version."""
+    """A read-only mapping of an arena. To map one again takes longer than to read it; so it should be kept."""
 
-    def __init__(self, path: str, num_bytes: int, version: int) -> None:
-        self._path, self._version = path, version
+    def __init__(self, path: str, num_bytes: int) -> None:
+        self.path = path
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             mapping = mmap.mmap(file, num_bytes, prot=mmap.PROT_READ)
@@ -28,13 +28,11 @@ class ArenaView:
             warnings.simplefilter("ignore", UserWarning)
             self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
 
-    def is_of(self, path: str, version: int) -> bool:
-        return (self._path, self._version) == (path, version)
-
-    def check(self) -> None:
+    def check(self, version: int) -> None:
+        """Raises ValueError when the arena holds another version."""
         found = int(self._bytes[:8].view(torch.int64).item())
-        if found != self._version:
-            raise ValueError(f"the arena holds version {found}, not {self._version}: it was rewritten while loading")
+        if found != version:
+            raise ValueError(f"the arena holds version {found}, not {version}: it was rewritten while loading")
 
     def tensors(self, slots: Sequence[TensorSlot]) -> Iterator[tuple[str, torch.Tensor]]:
         for slot in slots:

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from rlflow.compute import keep_memory
 from rlflow.config import Transport
 from rlflow.errors import NotACopy
 from rlflow.roles import TensorSlot
@@ -36,7 +37,7 @@ from rlflow.weights.manifest import read_manifest
 from rlflow.weights.messages import NUM_VERIFIED, LoadMode, WeightReport, backend_of
 from rlflow.weights.p2p_receiver import PeerReceiver, Worker
 from rlflow.weights.trainer_store import TrainerStore
-from rlflow.weights.verify import compare_tensors, compare_weights
+from rlflow.weights.verify import Columns, compare_tensors, compare_weights
 
 
 class Receiver(Protocol):
@@ -115,6 +116,8 @@ class DirectEngine(WeightTransferEngine[DirectInit, DirectUpdate]):
         shapes = self._shapes(opening)
         blank, landings = learn_landings(self.vllm_config, shapes)
         self._tensors = EngineTensors(self.model, blank, shapes, landings)
+        if self._tensors.is_beside:
+            keep_memory()  # each version is packed to where the one before the last was
         self._receiver = self._make_receiver(opening, self._tensors)
 
     def receive(self, bucket: int) -> int | None:
@@ -148,21 +151,24 @@ class DirectEngine(WeightTransferEngine[DirectInit, DirectUpdate]):
         if self._tensors is not None:
             self._tensors.begin()
 
-    def compare_targets(self, seed: int | None) -> WeightReport:
-        """Compare tensors that this worker computes with, to what has come for them, bit for bit: a few, or all.
+    def compare_targets(self, columns: Columns | None) -> WeightReport:
+        """Compare tensors that this worker computes with, to what has come for them: columns of a few, or all.
 
         That what has come is what the trainer has is known from checksums.
         """
         assert self._tensors is not None, "nothing has come yet"
         targets, names = self._tensors.targets, sorted(self._tensors.targets)
-        if seed is not None:
-            names = random.Random(seed).sample(names, min(NUM_VERIFIED, len(names)))
-        return compare_tensors(self.model, {name: targets[name] for name in names})
+        if columns is not None:
+            names = random.Random(columns.seed).sample(names, min(NUM_VERIFIED, len(names)))
+        return compare_tensors(self.model, {name: targets[name] for name in names}, columns)
 
-    def compare(self, view: ArenaView, slots: Sequence[TensorSlot]) -> WeightReport:
-        """Compare what this worker computes with, to an arena, bit for bit."""
+    def view(self, path: str, num_bytes: int) -> ArenaView:
+        return ArenaView(path, num_bytes)
+
+    def compare(self, view: ArenaView, slots: Sequence[TensorSlot], columns: Columns | None) -> WeightReport:
+        """Compare what this worker computes with, to an arena."""
         assert self._tensors is not None, "nothing has come yet"
-        return compare_weights(self.model, self._tensors.landings, view.tensors(slots))
+        return compare_weights(self.model, self._tensors.landings, view.tensors(slots), columns)
 
     def shutdown(self) -> None:
         if self._receiver is not None:

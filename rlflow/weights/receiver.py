@@ -20,6 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from rlflow.compute import keep_memory
 from rlflow.config import Transport
 from rlflow.errors import NotACopy
 from rlflow.roles import TensorSlot
@@ -29,7 +30,7 @@ from rlflow.weights.engine_tensors import EngineTensors, Landings, learn_landing
 from rlflow.weights.layout import Shapes
 from rlflow.weights.messages import LoadMode, WeightReport, backend_of, slots_of
 from rlflow.weights.reload import Reloader
-from rlflow.weights.verify import compare_weights
+from rlflow.weights.verify import Columns, compare_weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,6 +59,7 @@ class ArenaEngine(WeightTransferEngine[ArenaInit, ArenaUpdate]):
     supports_draft_weight_update = False
 
     _arena: ArenaView | None = None
+    _version: int | None = None  # that is being loaded from it
     _tensors: EngineTensors | None = None
     _reloader: Reloader | None = None
     _landings: Landings
@@ -74,13 +76,16 @@ class ArenaEngine(WeightTransferEngine[ArenaInit, ArenaUpdate]):
         except NotACopy:
             self._reloader = Reloader(self.model, self.model_config)
             return LoadMode.reloaded
-        return LoadMode.beside if self._tensors.is_beside else LoadMode.in_place
+        if not self._tensors.is_beside:
+            return LoadMode.in_place
+        keep_memory()  # each version is packed to where the one before the last was
+        return LoadMode.beside
 
     def prepare(self, update: dict[str, object]) -> None:
         """Lay out one bucket beside the model. The first one of a version forgets what was laid out before."""
         assert self._tensors is not None and self._tensors.is_beside, "only what lies beside the model can be prepared"
         info = self.parse_update_info(update)
-        if self._arena is None or not self._arena.is_of(info.path, info.version):
+        if not self._is_loading(info):
             self._open(info)
             self._tensors.begin()
         self.receive_weights(info)
@@ -93,19 +98,27 @@ class ArenaEngine(WeightTransferEngine[ArenaInit, ArenaUpdate]):
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         update = self.parse_update_info(update_info)
-        if self._arena is None:
+        if not self._is_loading(update):
             self._open(update)
         self.receive_weights(update)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
+    def _is_loading(self, update: ArenaUpdate) -> bool:
+        return self._arena is not None and (self._arena.path, self._version) == (update.path, update.version)
+
     def _open(self, update: ArenaUpdate) -> None:
-        self._arena = ArenaView(update.path, update.num_bytes, update.version)
+        self._arena = self.view(update.path, update.num_bytes)
+        self._version = update.version
+
+    def view(self, path: str, num_bytes: int) -> ArenaView:
+        """An arena: the one that the last version came from, or another."""
+        return self._arena if self._arena is not None and self._arena.path == path else ArenaView(path, num_bytes)
 
     def receive_weights(self, update_info: ArenaUpdate) -> None:
         """Load one bucket. Raises ValueError when the arena holds another version."""
         assert self._arena is not None
-        self._arena.check()
+        self._arena.check(update_info.version)
         tensors = self._arena.tensors(slots_of(update_info.slots))
         with torch.no_grad():
             if self._reloader is not None:
@@ -118,25 +131,25 @@ class ArenaEngine(WeightTransferEngine[ArenaInit, ArenaUpdate]):
     def finish_weight_update(self) -> None:
         """Make the loaded weights effective. Raises ValueError when a parameter was not sent."""
         loader = self._reloader or self._tensors
-        assert loader is not None and self._arena is not None, "finish before the first bucket"
+        assert loader is not None and self._arena is not None and self._version is not None, "buckets come first"
         if missing := loader.missing:
             raise ValueError(f"{len(missing)} parameters were not sent, such as {missing[0]!r}; send the whole model")
         # Before the swap: what was prepared from an arena that was rewritten meanwhile is not put in place.
-        self._arena.check()
+        self._arena.check(self._version)
         with torch.no_grad():
             loader.commit()
-        self._arena.check()
-        self._arena = None
+        self._arena.check(self._version)
+        self._version = None
 
     def abort(self) -> None:
         if self._reloader is not None:
             self._reloader.abort()
         if self._tensors is not None:
             self._tensors.begin()
-        self._arena = None
+        self._version = None
 
-    def compare(self, view: ArenaView, slots: Sequence[TensorSlot]) -> WeightReport:
-        return compare_weights(self.model, self._landings, view.tensors(slots))
+    def compare(self, view: ArenaView, slots: Sequence[TensorSlot], columns: Columns | None) -> WeightReport:
+        return compare_weights(self.model, self._landings, view.tensors(slots), columns)
 
     def shutdown(self) -> None:
         self._arena = None
@@ -169,10 +182,11 @@ class WorkerExtension:
         with set_current_vllm_config(self.vllm_config):
             return self.weight_transfer_engine.receive(bucket)
 
-    def rlflow_compare_targets(self, seed: int | None) -> WeightReport:
+    def rlflow_compare_targets(self, version: int, num_columns: int | None) -> WeightReport:
         """Compare what this worker computes with, to what has come, see `DirectEngine.compare_targets`."""
+        columns = None if num_columns is None else Columns(count=num_columns, seed=version)
         with torch.no_grad():
-            return self.weight_transfer_engine.compare_targets(seed)
+            return self.weight_transfer_engine.compare_targets(columns)
 
     def rlflow_abort_update(self) -> None:
         """Give up a half-done update. A complete one must follow before anything is sampled."""
@@ -181,13 +195,14 @@ class WorkerExtension:
         self._weight_update_active = False
 
     def rlflow_compare_weights(
-        self, path: str, num_bytes: int, version: int, slots: list[list[object]]
+        self, path: str, num_bytes: int, version: int, slots: list[list[object]], num_columns: int | None
     ) -> WeightReport:
-        """Compare the weights that this worker computes with, to the arena's, bit for bit."""
-        view = ArenaView(path, num_bytes, version)
-        view.check()
+        """Compare the weights that this worker computes with, to the arena's, bit for bit: whole, or some columns."""
+        view = self.weight_transfer_engine.view(path, num_bytes)
+        view.check(version)
+        columns = None if num_columns is None else Columns(count=num_columns, seed=version)
         with torch.no_grad():
-            return self.weight_transfer_engine.compare(view, slots_of(slots))
+            return self.weight_transfer_engine.compare(view, slots_of(slots), columns)
 
 
 if backend_of(Transport.shm) not in WeightTransferEngineFactory._registry:

@@ -144,6 +144,9 @@ def play_trainer(rank: int, script: FileStore, folder: Path) -> None:
     assert sender._failure is None
     sender.close()
     assert not sender._thread.is_alive()
+    # The store is in the process of rank 0.
+    script.set(f"closed {rank}", "")
+    script.wait(["closed 0", "closed 1"])
     dist.destroy_process_group()
 
 

@@ -175,12 +175,12 @@ class DirectLoading(Loading):
 
     async def _receive(self, staged: StagedWeights) -> None:
         """All buckets, one by one, so that the engine samples between them if it is not paused."""
-        others: set[int] = set()
+        is_overtaken = False
         for bucket in range(self._num_buckets):
             found = await self._call("rlflow_receive", {"bucket": bucket})
-            others |= {version for version in found if version is not None}
-        if others:
-            raise WeightsOvertaken(f"the trainer stages version {max(others)} by now, and not {staged.version}")
+            is_overtaken |= any(version is not None for version in found)
+        if is_overtaken:
+            raise WeightsOvertaken(f"the trainer no longer has version {staged.version}")
 
 
 def chosen(staged: StagedWeights, verify: Verify) -> Sequence[TensorSlot]:

@@ -139,7 +139,7 @@ class PeerSender:
 
     def close(self) -> None:
         """Answer no more requests, on all ranks."""
-        if self._failure is None:
+        if self._thread.is_alive():
             submit(self._hosted.connect(_CLOSE_S), {_CLOSING: True})
         self._thread.join(_CLOSE_S)
         self._sessions.clear()

@@ -56,6 +56,9 @@ class DiskSender:
             version=version, path=str(self._folder), num_bytes=manifest.num_bytes, slots=(), buckets=()
         )
 
+    def release(self) -> None:
+        """It lies on the disk."""
+
     def close(self) -> None:
         """What was written stays, with the run."""
 

@@ -137,6 +137,9 @@ class PeerSender:
         self._version = version
         return self._hosted.staged(version)
 
+    def release(self) -> None:
+        """Nothing: engines on other devices may ask for it at any time."""
+
     def close(self) -> None:
         """Answer no more requests, on all ranks."""
         if self._thread.is_alive():

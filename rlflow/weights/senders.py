@@ -25,6 +25,10 @@ class WeightSender(Protocol):
         """Lay out the back end's weights as a version; rank 0 is told where."""
         ...
 
+    def release(self) -> None:
+        """Give back what the staged version takes of the device: no engine reads it any more. Not collective."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -42,6 +42,9 @@ class AdapterSender:
         """Lay out the back end's adapters as a version, in the engines' dtype; rank 0 is told where."""
         return stage_whole(self._arena, version, self._backend.adapter_parameters())
 
+    def release(self) -> None:
+        """It lies in the memory of the CPU."""
+
     def close(self) -> None:
         if self._arena is not None:
             self._arena.close()
@@ -92,6 +95,9 @@ class SharedMemorySender:
         self._write(self._moves)
         self._meet()
         return self._arena.finish(version) if self._arena is not None else None
+
+    def release(self) -> None:
+        """It lies in the memory of the CPU."""
 
     def close(self) -> None:
         if self._arena is not None:

@@ -163,17 +163,15 @@ class TrainerWorker:
         self._backend.offload()
 
     def reload(self) -> None:
-        from rlflow.weights.ipc import SharedSender
-
-        if isinstance(self._sender, SharedSender):
+        if self._sender is not None:
             # The engines sleep: nobody needs what was staged, and the back end needs the memory.
             self._sender.release()
         self._backend.reload()
 
     def close(self) -> None:
-        self._backend.close()
         if self._sender is not None:
             self._sender.close()
+        self._backend.close()
 
     def _span(self, name: str, start_s: float) -> Span:
         return Span(actor=f"trainer {self._rank}", name=name, start_s=start_s, end_s=time.time())

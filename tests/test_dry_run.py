@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.cli import main
-from rlflow.config import Config, Dtype, Placement, Roles, Send
+from rlflow.config import Config, Dtype, Placement, Roles, Send, Transport
 from rlflow.dry_run.estimate import Estimate, estimate, smallest_gpu
 from rlflow.dry_run.facts import Activations, ModelFacts, RewardModelFacts, Weight
 from rlflow.dry_run.memory import (
@@ -426,9 +426,14 @@ def test_groups_that_come_together_only() -> None:
 
 
 def test_bytes_of_new_weights() -> None:
-    weights = small_estimate(model__dtype=Dtype.bfloat16).weights
-    assert (weights.staged, weights.gathered, weights.largest, weights.loaded) == (2 * 92, 4 * 92, 4 * 40, 4 * 92)
-    assert small_estimate().weights.gathered == 0  # one float32 rank has everything
+    weights = small_estimate(model__dtype=Dtype.bfloat16, trainer__ranks=2).weights
+    assert (weights.staged, weights.gathered, weights.loaded) == (2 * 92, 0, 4 * 92)  # each rank writes its own part
+
+
+def test_what_is_sent_from_rank_to_rank_lies_aside() -> None:
+    asked = config(model__dtype=Dtype.bfloat16, weights__transport=Transport.p2p)
+    found = sizes(trainer_memory(asked, SMALL, num_tokens=5, max_logits=20))
+    assert found["weights for the engines"] == 2 * 92
 
 
 # -- the command
@@ -473,7 +478,7 @@ A step
   an engine's cache holds 409 sequences of 256 tokens, and more of shorter ones; rollout.max_running=64
 
 A new version of the weights
-    0.44 MiB  in /dev/shm of one machine, on which trainer rank 0 and all engines must be
+    0.44 MiB  in /dev/shm of one machine, on which the trainer and all engines must be
     0.44 MiB  of main memory for each trainer rank, once, to load the model in float32
 """
 

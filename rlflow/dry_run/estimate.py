@@ -71,9 +71,9 @@ class WeightUpdate:
     """Bytes that one new version takes."""
 
     staged: int
-    """In the shared memory that all engines read."""
+    """As the engines hold it."""
     gathered: int
-    """That the ranks send each other, as they hold it, so that the first one has all."""
+    """Of adapters, that the ranks send each other, as they hold it, so that the first one has all."""
     largest: int
     """Of these, the largest tensor, which is whole on every rank at its time."""
     loaded: int
@@ -237,6 +237,7 @@ def _longest_episode(max_length: int) -> EpisodeSummary:
 def _weights(config: Config, facts: ModelFacts) -> WeightUpdate:
     whole, width = FLOAT32 * facts.num_parameters, BYTES_PER_ELEMENT[config.model.dtype]
     num_adapters = sum(weight.size for weight in facts.adapters)
+    is_sharded = config.trainer.ranks > 1 or config.model.dtype is not Dtype.float32
     if sends_adapters(config):
         sent, staged, held = facts.adapters, width * num_adapters, FLOAT32 * num_adapters
     else:
@@ -244,7 +245,7 @@ def _weights(config: Config, facts: ModelFacts) -> WeightUpdate:
         held = staged + FLOAT32 * num_adapters if facts.adapters else whole
     return WeightUpdate(
         staged=staged,
-        gathered=held if config.trainer.ranks > 1 or config.model.dtype is not Dtype.float32 else 0,
+        gathered=held if facts.adapters and is_sharded else 0,
         largest=FLOAT32 * max(weight.size for weight in sent),
         loaded=whole,
     )

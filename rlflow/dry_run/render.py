@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rlflow.config import Config
+from rlflow.config import Config, Transport
 from rlflow.dry_run.estimate import USABLE, Estimate, GpuRange, smallest_gpu
 from rlflow.dry_run.memory import ProcessMemory, size
 
@@ -39,7 +39,7 @@ def as_text(found: Estimate, config: Config) -> str:
         _gpus(found),
         *(_process(name, memory, found.micro_batch_tokens) for name, memory in found.processes.items()),
         _step(found, config),
-        _weights(found),
+        _weights(config, found),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections)
 
@@ -88,13 +88,21 @@ def _step(found: Estimate, config: Config) -> list[str]:
     ]
 
 
-def _weights(found: Estimate) -> list[str]:
+_WHERE = {
+    Transport.shm: "in /dev/shm of one machine, on which the trainer and all engines must be",
+    Transport.p2p: "sent to each engine: what its workers hold, by the ranks that have it",
+    Transport.ipc: "copied by each engine out of the memory of the trainer's GPUs",
+    Transport.disk: "in run.dir for a whole version; in bfloat16 most versions are a part of that",
+}
+
+
+def _weights(config: Config, found: Estimate) -> list[str]:
     weights = found.weights
     largest = f"the largest tensor {size(weights.largest)} in float32"
     gathered = f"  {size(weights.gathered):>10}  gathered by the ranks; {largest}"
     return [
         "A new version of the weights",
-        f"  {size(weights.staged):>10}  in /dev/shm of one machine, on which trainer rank 0 and all engines must be",
+        f"  {size(weights.staged):>10}  {_WHERE[config.weights.transport]}",
         *([gathered] if weights.gathered else []),
         f"  {size(weights.loaded):>10}  of main memory for each trainer rank, once, to load the model in float32",
     ]

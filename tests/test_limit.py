@@ -44,8 +44,8 @@ def test_it_rises_slowly_while_there_is_room_and_the_limit_binds() -> None:
 
 def test_a_weight_update_is_no_shortage() -> None:
     limit = RunningLimit(64)
-    limit.step(running=40, cache_usage=0.5, preempted=0)
-    limit.forgive()
+    limit.step(running=30, cache_usage=0.5, preempted=0)  # and 10 more have come since
+    limit.forgive(40)
     limit.step(running=10, cache_usage=0.2, preempted=10)
     limit.step(running=40, cache_usage=0.5, preempted=30)
     assert limit.value == 64

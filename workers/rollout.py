@@ -246,7 +246,7 @@ class RolloutEngine:
         if self._config.rollout.drain:
             await self._engine.pause_generation(mode="wait", clear_cache=True)
             return time.perf_counter()
-        self._gate.limit.forgive()
+        self._gate.forgive()
         await self._engine.pause_generation(mode="keep", clear_cache=True)
         return asked_at_s
 
@@ -257,7 +257,7 @@ class RolloutEngine:
         of the weights need be kept. Where adapters are all that is sent, the rest is kept in the memory of the CPU.
         """
         async with self._loading:
-            self._gate.limit.forgive()
+            self._gate.forgive()
             work = (
                 self._engine.sleep(level=1 if self._has_adapters else 2, mode="keep")
                 if self._frees_memory

@@ -31,8 +31,6 @@ class RunningLimit:
     def __init__(self, maximum: int) -> None:
         assert maximum >= 1, f"an engine must run at least one request; got {maximum}"
         self.value = maximum
-        self.running = 0
-        """Requests that vLLM decoded in its last step."""
         self._maximum = maximum
         self._is_settling = False
         self._steps_with_room = 0
@@ -40,7 +38,6 @@ class RunningLimit:
 
     def step(self, running: int, cache_usage: float, preempted: int) -> None:
         """One step of vLLM: requests running after it, share of the cache in use, requests preempted for room."""
-        self.running = running
         self._is_settling = self._is_settling and running > self.value
         pressing = preempted - min(preempted, self._forgiven)
         self._forgiven -= preempted - pressing
@@ -55,9 +52,9 @@ class RunningLimit:
                 self._steps_with_room = 0
                 self.value = min(self._maximum, self.value + 1)
 
-    def forgive(self) -> None:
-        """A weight update is about to preempt all that run: these preemptions say nothing about the cache."""
-        self._forgiven = self.running
+    def forgive(self, number: int) -> None:
+        """A weight update is about to preempt up to `number` requests: that says nothing about the cache."""
+        self._forgiven = number
 
 
 class Gate:
@@ -76,6 +73,10 @@ class Gate:
         finally:
             self.inside -= 1
             self.refill()
+
+    def forgive(self) -> None:
+        """All that are inside are about to be preempted; how many of them run is known of the last step only."""
+        self.limit.forgive(self.inside)
 
     def refill(self) -> None:
         """Let in whoever the limit has room for; to be called when it rises."""

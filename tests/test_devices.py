@@ -93,6 +93,14 @@ def test_transports_that_need_other_gpus() -> None:
         check_gpus(asked, 1)
 
 
+def test_what_sleeping_engines_forget_cannot_be_built_on() -> None:
+    asked = config(1, 1, colocated=True)
+    asked.weights.transport = Transport.disk
+    check_gpus(asked, 0)
+    with pytest.raises(ConfigError, match="keeps nothing of the version before"):
+        check_gpus(asked, 1)
+
+
 @pytest.mark.parametrize(
     ("asked", "sharing"),
     [

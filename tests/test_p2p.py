@@ -20,9 +20,11 @@ from torch import Tensor
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from rlflow.errors import RunError
+from rlflow.weights import p2p
 from rlflow.weights.exchange import Arrivals, Stamp, check, cut_messages, pack, seal, unpack
 from rlflow.weights.layout import Engine, Layout, fsdp_layout, mesh_layout, run_layout
-from rlflow.weights.p2p import PeerSender
+from rlflow.weights.meeting import host_store
+from rlflow.weights.p2p import PeerSender, submit
 from rlflow.weights.p2p_receiver import PeerReceiver, Worker
 from rlflow.weights.plan import plan
 from rlflow.weights.tracing import layout_of
@@ -70,6 +72,16 @@ def test_what_is_packed_arrives(source: str, size: int, dtype: str, bucket_bytes
                 complete += arrivals.arrived(message.moves)
         assert sorted(complete) == sorted(held.placements)
         assert all(torch.equal(targets[name], each) for name, each in tensors.items())
+
+
+def test_a_request_that_never_comes_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker took its number, and died before it wrote."""
+    monkeypatch.setattr(p2p, "_LOOK_AGAIN", datetime.timedelta(milliseconds=100))
+    store, _ = host_store("127.0.0.1", 10.0)
+    assert store.add(p2p.NUM_REQUESTS, 1) == 1
+    submit(store, {"engine": 3})
+    assert p2p._next(store, 0) is None
+    assert p2p._next(store, 1) == {"engine": 3}
 
 
 def test_a_message_that_was_changed_or_is_another_is_refused() -> None:

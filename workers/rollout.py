@@ -212,13 +212,18 @@ class RolloutEngine:
 
         if isinstance(error, EngineDeadError):
             raise self._lost(f"vLLM died while it loaded weights; {log_hint()}") from error
+        subject = f"rollout engine {self._index} could not load weights of version {staged.version}"
+        is_answer = isinstance(error, Exception) and not isinstance(error, RunError | ConfigError)
+        if is_answer and self._config.rollout.tensor_parallel > 1:
+            # vLLM takes the first worker's error for the answer and leaves the others' to be the next call's: whoever
+            # gets this ends the engine.
+            raise RunError(f"{subject}: {error}") from error
         giving_up = self._within(
             "abort of a weight update", self._config.deadlines.weights_s, self._loading_of_engine.give_up(staged)
         )
         is_overtaken = await asyncio.shield(giving_up)
         if not isinstance(error, Exception) or isinstance(error, ConfigError):
             return
-        subject = f"rollout engine {self._index} could not load weights of version {staged.version}"
         if is_overtaken or isinstance(error, WeightsOvertaken):
             raise WeightsOvertaken(f"{subject}, which the trainer has replaced: {error}") from error
         if not isinstance(error, RunError):

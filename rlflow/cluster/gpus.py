@@ -82,6 +82,11 @@ def check_gpus(config: Config, found: int) -> None:
             "weights.transport=p2p cannot send between two processes on one GPU, as with cluster.placement=colocated; "
             "set weights.transport=ipc"
         )
+    if transport is Transport.disk and is_colocated:
+        raise ConfigError(
+            "weights.transport=disk sends what has changed, but an engine that sleeps for the trainer, as with "
+            "cluster.placement=colocated, keeps nothing of the version before; set weights.transport=ipc or shm"
+        )
     per_engine, engines, ranks = config.rollout.tensor_parallel, config.rollout.engines, config.trainer.ranks
     if is_colocated and (per_engine != 1 or engines != ranks):
         raise ConfigError(

@@ -11,6 +11,7 @@ import datetime
 import ipaddress
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -67,7 +68,7 @@ def build_group(
     timeout = datetime.timedelta(seconds=timeout_s)
     address = _own_address(host)
     if device.type == "cuda":
-        return _nccl_group(own, rank, size, ipaddress.ip_address(address).is_loopback, timeout)
+        return _nccl_group(own, rank, size, device, ipaddress.ip_address(address).is_loopback, timeout)
     # torch declares neither as a process group, though both are used as one.
     gloo: Any = torch.distributed.ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
     options = gloo._Options()
@@ -76,28 +77,38 @@ def build_group(
     return gloo(own, rank, size, options)
 
 
-def _nccl_group(store: Store, rank: int, size: int, is_local: bool, timeout: datetime.timedelta) -> ProcessGroup:
+def _nccl_group(
+    store: Store, rank: int, size: int, device: torch.device, is_local: bool, timeout: datetime.timedelta
+) -> ProcessGroup:
     if is_local:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     nccl: Any = torch.distributed.ProcessGroupNCCL  # pyright: ignore[reportPrivateImportUsage]
     options = nccl.Options()
     options._timeout = timeout
     with _waits_block():
-        return nccl(store, rank, size, options)
+        group = nccl(store, rank, size, options)
+    # All must be there when the connections are made, also who has nothing to send in the first bucket.
+    group.allreduce([torch.zeros(1, device=device)]).wait(timeout)
+    return group
+
+
+_ENVIRONMENT = threading.Lock()
+"""Held by the thread that has changed it: each engine is answered by one of its own."""
 
 
 @contextmanager
 def _waits_block() -> Iterator[None]:
     """So that a wait of a group made here ends at its deadline with an error; else torch ends the whole process."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
+    with _ENVIRONMENT:
+        before = os.environ.get(name)
+        os.environ[name] = "1"
+        try:
+            yield
+        finally:
+            del os.environ[name]
+            if before is not None:
+                os.environ[name] = before
 
 
 def _own_address(host: str) -> str:
@@ -129,9 +140,10 @@ def _together(group: ProcessGroup, messages: Sequence[tuple[Tensor, int]]) -> It
     if device.type == "cpu":
         yield works
         return
-    group._start_coalescing(device)
+    made: Any = group  # made directly, it takes no device
+    made._start_coalescing()
     yield works
-    works[:] = [group._end_coalescing(device)]
+    works[:] = [made._end_coalescing()]
 
 
 def wait_all(works: Sequence[Work], deadline: Deadline) -> None:

@@ -36,7 +36,9 @@ BUCKET = "bucket"
 """Key of the store under which the bytes of a bucket are."""
 NUM_REQUESTS = "requests"
 _CLOSING = "closing"
-_IDLE = datetime.timedelta(hours=1)
+_LOOK_AGAIN = datetime.timedelta(seconds=10)
+_KEPT_REQUESTS = 1000
+"""In the store, behind the one that is answered: no rank is that far behind another."""
 _CLOSE_S = 10.0
 
 _logger = logging.getLogger(__name__)
@@ -65,6 +67,8 @@ class _Session:
     process_group: ProcessGroup | None = None
     messages: list[list[Message]] = field(default_factory=list)
     """What this rank sends, by bucket."""
+    stream: torch.cuda.Stream | None = None
+    """On a GPU: sends wait for nothing that training does, and it waits for none of them."""
 
 
 def request_key(number: int) -> str:
@@ -152,14 +156,21 @@ class PeerSender:
             store = self._hosted.connect()
             number = 0
             while True:
-                found = json.loads(_next(store, request_key(number)))
-                if _CLOSING in found:
+                found = _next(store, number)
+                if found is not None and _CLOSING in found:
                     return
-                self._begin(Request(**found))
+                if found is not None:
+                    self._begin(Request(**found))
+                if self._rank == 0 and number >= _KEPT_REQUESTS:
+                    store.delete_key(request_key(number - _KEPT_REQUESTS))
                 number += 1
         except Exception as error:
-            # Nobody waits for a thread: the next version that is staged says why.
-            self._failure = error
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Nobody waits for a thread: the log says why at once, and so does the next version that is staged."""
+        _logger.exception("trainer rank %d sends no weights any more", self._rank)
+        self._failure = error
 
     def _begin(self, request: Request) -> None:
         session = self._sessions.get(request.engine)
@@ -174,13 +185,14 @@ class PeerSender:
                 deadline = Deadline(self._timeout_s)
                 if session.process_group is None:
                     session.process_group = self._join(request, session)
-                self._send_all(request, session.process_group, session.messages, deadline)
+                    session.stream = torch.cuda.Stream(self._device) if self._device is not None else None
+                self._send_all(request, session, session.process_group, deadline)
         except (RuntimeError, ConfigError) as error:
             # The engine sees it too, and is started again; it comes back with another group.
             session.process_group = None
             _logger.warning("engine %d was not sent version %d: %s", request.engine, request.version, error)
         except Exception as error:
-            self._failure = error
+            self._fail(error)
 
     def _join(self, request: Request, session: _Session) -> ProcessGroup:
         store = self._hosted.connect()
@@ -193,14 +205,12 @@ class PeerSender:
         size, device = num_sources + request.num_ranks, self._device or torch.device("cpu")
         return build_group(store, session.group, self._rank, size, device, self._hosted.host, self._timeout_s)
 
-    def _send_all(
-        self, request: Request, group: ProcessGroup, buckets: list[list[Message]], deadline: Deadline
-    ) -> None:
+    def _send_all(self, request: Request, session: _Session, group: ProcessGroup, deadline: Deadline) -> None:
         """Two buckets in turn: one is packed while the other one is sent."""
         memory: list[dict[int, Tensor]] = [{}, {}]
         under_way: list[list[Work]] = [[], []]
-        with _own_stream(self._device):
-            for bucket, messages in enumerate(buckets):
+        with torch.cuda.stream(session.stream):
+            for bucket, messages in enumerate(session.messages):
                 wait_all(under_way[bucket % 2], deadline)
                 packed = memory[bucket % 2]
                 for message in messages:
@@ -228,23 +238,23 @@ class PeerSender:
         seal(packed, stamp, is_complete=version == request.version)
 
 
-def _next(store: Store, key: str) -> bytes:
-    """Wait until there is such a key, however long an engine does not ask."""
+def _next(store: Store, number: int) -> dict[str, Any] | None:
+    """Wait until there is this request, however long no engine asks; None where it never comes.
+
+    A worker takes a number, then writes: one that dies in between leaves a gap, which those after it show.
+    """
     while True:
         try:
-            store.wait([key], _IDLE)
-            return store.get(key)
+            store.wait([request_key(number)], _LOOK_AGAIN)
+            return json.loads(store.get(request_key(number)))
         except torch.distributed.DistStoreError as error:
             if "timeout" not in str(error):
                 raise
+        if store.add(NUM_REQUESTS, 0) > number + 1 and not store.check([request_key(number)]):
+            return None
 
 
 def _finish(device: torch.device | None) -> None:
     """Wait for the copies that this thread has begun."""
     if device is not None:
         torch.cuda.current_stream(device).synchronize()
-
-
-def _own_stream(device: torch.device | None) -> torch.cuda.StreamContext:
-    """Sends wait for nothing that training does, and it waits for none of them."""
-    return torch.cuda.stream(torch.cuda.Stream(device) if device is not None else None)

@@ -117,9 +117,10 @@ def remove_unfinished(folder: Path) -> None:
 
 def _remove(folder: Path, version: int) -> None:
     """Nobody finds half of it meanwhile; who has its files open keeps them."""
-    removed = version_folder(folder, version, REMOVED)
-    version_folder(folder, version).rename(removed)
-    shutil.rmtree(removed)
+    version_folder(folder, version).rename(version_folder(folder, version, REMOVED))
+    for left in versions_in(folder, REMOVED):
+        # What a reader has open may stay in its folder for as long, on a network's disk; then it goes with a later one.
+        shutil.rmtree(version_folder(folder, left, REMOVED), ignore_errors=True)
 
 
 def _read_report(part: Path, rank: int) -> _Report:

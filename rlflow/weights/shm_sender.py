@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rlflow.roles import StagedWeights
 from rlflow.weights.arena import Arena, arena_path, lay_out, tensor_at
+from rlflow.weights.exchange import source_view, target_view
 from rlflow.weights.layout import Engine, mesh_layout
 from rlflow.weights.plan import Move, plan
 
@@ -108,9 +109,8 @@ class SharedMemorySender:
         assert self._shared is not None
         for name, held in self._backend.held():
             for move in moves.get(name, ()):
-                source = held.as_strided(move.shape, move.source_strides, move.source_offset + held.storage_offset())
                 target = tensor_at(self._shared, self._slots[move.parameter])
-                target.as_strided(move.shape, move.strides, move.offset + target.storage_offset()).copy_(source)
+                target_view(target, move).copy_(source_view(held, move))
 
     def _own_moves(self, world_size: int) -> dict[str, list[Move]] | None:
         """What this rank writes, by the name of its own tensor; None where ranks have to gather."""

@@ -106,7 +106,8 @@ def vllm_of(engine: int) -> int:
             continue  # it ended meanwhile
         if parent == engine:
             titles[int(folder.name)] = title
-    found = [process for process, title in titles.items() if "EngineCore" in title]
+    # Now and then the title that vLLM gives its process does not take, and the command that started it is seen.
+    found = [process for process, title in titles.items() if "EngineCore" in title or "spawn_main" in title]
     assert len(found) == 1, titles
     return found[0]
 

@@ -11,9 +11,14 @@ Index = tuple[int, ...]
 Box = tuple[Index, Index]
 
 
+def extents(start: Index, stop: Index) -> Index:
+    """The shape of the box [start, stop)."""
+    return tuple(last - first for first, last in zip(start, stop, strict=True))
+
+
 def num_elements(start: Index, stop: Index) -> int:
     """Of the box [start, stop)."""
-    return math.prod(last - first for first, last in zip(start, stop, strict=True))
+    return math.prod(extents(start, stop))
 
 
 def row_major(shape: Index) -> Index:

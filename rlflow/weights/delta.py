@@ -16,7 +16,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from rlflow.weights.boxes import Index, intersection, row_major
+from rlflow.weights.boxes import Index, extents, intersection, row_major
 from rlflow.weights.layout import Region
 
 DELTA_SHARE = 0.3
@@ -89,11 +89,11 @@ def position_dtype(num_elements: int) -> torch.dtype:
 
 def positions_in(shape: Index, start: Index, stop: Index, positions: Tensor) -> Tensor:
     """Positions [n] in the box [start, stop), counted in row-major order, as positions in the parameter of `shape`."""
-    extents = tuple(last - first for first, last in zip(start, stop, strict=True))
+    box_shape = extents(start, stop)
     strides = row_major(shape)
     offset = sum(first * stride for first, stride in zip(start, strides, strict=True))
-    box = Region(start=(0,) * len(shape), stop=extents, offset=offset, strides=strides)
-    return _places(box, extents, positions)[1].to(position_dtype(math.prod(shape)))
+    box = Region(start=(0,) * len(shape), stop=box_shape, offset=offset, strides=strides)
+    return _places(box, box_shape, positions)[1].to(position_dtype(math.prod(shape)))
 
 
 def land(target: Tensor, region: Region, shape: Index, positions: Tensor, values: Tensor) -> int:

@@ -16,6 +16,7 @@ from rlflow.roles import StagedWeights
 from rlflow.weights.delta import Changes
 from rlflow.weights.manifest import ParameterSpec
 from rlflow.weights.store import Part, StoreWriter
+from rlflow.weights.views import view_of
 
 if TYPE_CHECKING:
     from rlflow.workers.trainer.base import TrainerBackend
@@ -66,9 +67,7 @@ class DiskSender:
         assert self._layout is not None
         for name, held in self._backend.held():
             for region in self._layout.placements[name].ranks[self._rank]:
-                extents = tuple(last - first for first, last in zip(region.start, region.stop, strict=True))
-                box = held.as_strided(extents, region.strides, region.offset + int(held.storage_offset()))
-                yield Part(name=name, start=region.start, stop=region.stop, tensor=box)
+                yield Part(name=name, start=region.start, stop=region.stop, tensor=view_of(held, region))
 
     def _gathered(self) -> Iterator[Part]:
         for name, whole in self._backend.full_parameters():

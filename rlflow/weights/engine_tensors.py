@@ -24,8 +24,9 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from rlflow.errors import NotACopy
-from rlflow.weights.layout import Region, Shapes
+from rlflow.weights.layout import Shapes
 from rlflow.weights.tracing import Landings, trace_loading
+from rlflow.weights.views import box_of, view_of
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -150,17 +151,6 @@ class EngineTensors:
         for parameter in stand_in._parameters.values():
             parameter.data = parameter.data.clone()
         return stand_in
-
-
-def view_of(target: Tensor, region: Region) -> Tensor:
-    """The elements of a contiguous tensor at which a region's box lies, in the box's shape."""
-    extents = tuple(last - first for first, last in zip(region.start, region.stop, strict=True))
-    return target.as_strided(extents, region.strides, region.offset + int(target.storage_offset()))
-
-
-def box_of(whole: Tensor, region: Region) -> Tensor:
-    """A region's box of a parameter."""
-    return whole[tuple(slice(first, last) for first, last in zip(region.start, region.stop, strict=True))]
 
 
 def _sources(landings: Landings) -> dict[str, set[str]]:

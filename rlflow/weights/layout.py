@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import product
 
 from rlflow.errors import ConfigError
-from rlflow.weights.boxes import Index, num_elements, row_major, run_boxes
+from rlflow.weights.boxes import Index, extents, num_elements, row_major, run_boxes
 
 Shapes = Mapping[str, tuple[int, ...]]
 Mesh = tuple[tuple[int, int | None], ...]
@@ -178,7 +178,7 @@ def _mesh_shard(shape: Index, mesh: Mesh, coordinates: tuple[int, ...]) -> tuple
         if dim is not None:
             first, last = chunk_of(stop[dim] - start[dim], coordinate, size)
             start[dim], stop[dim] = start[dim] + first, start[dim] + last
-    local = tuple(last - first for first, last in zip(start, stop, strict=True))
+    local = extents(tuple(start), tuple(stop))
     if 0 in local:
         return ()
     return (Region(start=tuple(start), stop=tuple(stop), offset=0, strides=row_major(local)),)

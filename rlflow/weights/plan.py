@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlflow.errors import ConfigError
-from rlflow.weights.boxes import Index, num_elements
+from rlflow.weights.boxes import Index, extents, num_elements
 from rlflow.weights.buckets import Buckets, Sends
 from rlflow.weights.layout import Engine, Layout
 from rlflow.weights.pieces import Cut, Cuts, IntArray, Piece, cut_all
@@ -107,7 +107,7 @@ class TransferPlan:
         return Move(
             bucket=step.bucket,
             parameter=step.parameter,
-            shape=tuple(last - first for first, last in zip(piece.start, piece.stop, strict=True)),
+            shape=extents(piece.start, piece.stop),
             source=source,
             source_tensor=here.tensors[held.tensor],
             source_offset=held.offset_of(piece.start),

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlflow.weights.boxes import Index
+from rlflow.weights.boxes import Index, extents
 from rlflow.weights.delta import Changes, bits, changed, position_dtype, positions_in
 from rlflow.weights.manifest import Manifest, ParameterSpec, Stamp
 from rlflow.weights.part_files import POSITIONS, VALUES, box_key
@@ -173,11 +173,11 @@ class StoreWriter:
         spec = self._parameters.get(part.name)
         if spec is None:
             raise ValueError(f"parameter {part.name!r} is none of the {len(self._parameters)} that the store is for")
-        extents = tuple(last - first for first, last in zip(part.start, part.stop, strict=True))
+        shape = extents(part.start, part.stop)
         if not all(0 <= a <= b <= size for a, b, size in zip(part.start, part.stop, spec.shape, strict=True)):
             raise ValueError(f"{part.name!r} has the shape {spec.shape}; got the box {part.start} to {part.stop}")
-        if tuple(part.tensor.shape) not in (extents, (math.prod(extents),)):
-            raise ValueError(f"a box {extents} of {part.name!r} must have that shape, got {tuple(part.tensor.shape)}")
+        if tuple(part.tensor.shape) not in (shape, (math.prod(shape),)):
+            raise ValueError(f"a box {shape} of {part.name!r} must have that shape, got {tuple(part.tensor.shape)}")
         return part.tensor.detach().to(getattr(torch, spec.dtype)).cpu().reshape(-1)
 
     def _take_over(self, staged: _Staged, box: NamedBox, now: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ class StoreWriter:
 
     def _dense(self) -> dict[str, Tensor]:
         return {
-            box_key(name, start, stop): values.view([last - first for first, last in zip(start, stop, strict=True)])
+            box_key(name, start, stop): values.view(extents(start, stop))
             for (name, start, stop), values in self._last.items()
         }
 

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from rlflow.weights.boxes import row_major
-from rlflow.weights.engine_tensors import box_of, is_plain, view_of
+from rlflow.weights.engine_tensors import is_plain
 from rlflow.weights.layout import Region
 from rlflow.weights.messages import WeightReport
 from rlflow.weights.tracing import Landing
+from rlflow.weights.views import box_of, view_of
 
 _ROWS = 256
 """Rows of the identity that go through a layer at once; bounds the memory."""

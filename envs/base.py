@@ -1,7 +1,8 @@
 """What an environment offers, in message space.
 
-An environment is single use: built in the episode runner for one episode, played, closed. A module that ships one has a
-function `load(**args) -> EnvironmentSpec`; everything in the spec must pickle, because it travels to the workers.
+Two kinds: an `Environment` is asked what it says to each reply; a `Program` has a loop of its own and speaks to an
+OpenAI-compatible endpoint. Either is single use: built for one episode from a picklable spec, played, closed.
+A module that ships one has a function `load(**args) -> EnvironmentSpec`.
 """
 
 from __future__ import annotations
@@ -9,32 +10,81 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from rlflow.types import Message, Task
+from rlflow.types import Json, Message, Task
 
-RewardFunction = Callable[[Task, str], float | None]
-"""(task, last reply of the policy) -> reward, or None for "no verdict". Runs in a killable process."""
+ToolSchema = dict[str, Json]
+"""{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}"""
+
+RewardFunction = Callable[..., object]
+"""In any shape that `rlflow.reward_call` knows. Runs in a killable process."""
+
+POLICY = "policy"
+"""The agent whose replies `step` is given."""
 
 
 @dataclass(kw_only=True, slots=True)
-class EnvironmentStep:
-    """What the environment says to a reply."""
+class Prompt:
+    """What the policy sees before its first reply.
+
+    Example: Prompt(messages=[{"role": "user", "content": "What is 2 + 3?"}])
+    """
+
+    messages: list[Message]
+    tools: list[ToolSchema] = field(default_factory=list)
+    """What it may call; see `rlflow.envs.tools`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Step:
+    """What the environment says to a reply.
+
+    Example: Step(messages=[{"role": "user", "content": "higher"}], reward=-0.1)
+    """
 
     messages: list[Message] = field(default_factory=list)
     """Shown to the policy before its next reply; empty when done."""
-    done: bool = True
+    done: bool = False
+    reward: float | None = None
+    """Steps add up to the environment's reward; all None is no verdict of the environment."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """Added up over the episode's steps."""
+    context: list[Message] | None = None
+    """Replaces all that the policy has seen so far, `messages` excepted: the episode goes on in a new Sample."""
+
+
+class Ask(Protocol):
+    """Has an agent of the episode reply to a conversation."""
+
+    async def __call__(
+        self,
+        messages: Sequence[Message],
+        *,
+        agent: str,
+        tools: Sequence[ToolSchema] = (),
+        trainable: bool = False,
+    ) -> Message:
+        """The reply of the current policy in the role of `agent`; only of a trainable one are its tokens trained on."""
+        ...
 
 
 class Environment(ABC):
-    """One episode's world."""
+    """One episode's world.
+
+    `seed` and `ask` are set before `reset`: a number that is equal for all episodes of a group, and other agents such
+    as a simulated user.
+    """
+
+    seed: int = 0
+    ask: Ask
 
     @abstractmethod
-    async def reset(self, task: Task) -> list[Message]:
-        """The prompt."""
+    async def reset(self, task: Task) -> Prompt: ...
 
     @abstractmethod
-    async def step(self, reply: Message) -> EnvironmentStep: ...
+    async def step(self, reply: Message) -> Step:
+        """Replies that were cut off by a length limit are not shown to the environment."""
 
     async def close(self) -> None:  # noqa: B027  optional: most environments hold nothing
         """Give back what the episode held. Called exactly once, also after errors and cancellation."""
@@ -43,11 +93,42 @@ class Environment(ABC):
 class SingleTurn(Environment):
     """The prompt is the task's prompt and the first reply ends the episode."""
 
-    async def reset(self, task: Task) -> list[Message]:
-        return list(task.prompt)
+    async def reset(self, task: Task) -> Prompt:
+        return Prompt(messages=list(task.prompt))
 
-    async def step(self, reply: Message) -> EnvironmentStep:
-        return EnvironmentStep(done=True)
+    async def step(self, reply: Message) -> Step:
+        return Step(done=True)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Endpoint:
+    """Where a program finds the policy, for this episode alone."""
+
+    base_url: str
+    """OpenAI-compatible, on loopback, such as http://127.0.0.1:41234/<secret>/v1."""
+    api_key: str
+    """Anything will do: the secret is in the URL."""
+    model: str
+
+
+@dataclass(kw_only=True, slots=True)
+class Result:
+    """How a program's episode went."""
+
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Program(ABC):
+    """An agent with a loop of its own: it asks the policy through `endpoint`, in as many conversations as it likes."""
+
+    seed: int = 0
+
+    @abstractmethod
+    async def run(self, task: Task, endpoint: Endpoint) -> Result: ...
+
+    async def close(self) -> None:  # noqa: B027  optional
+        """As of an Environment."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -56,8 +137,12 @@ class EnvironmentSpec:
 
     tasks: Callable[[], Sequence[Task]]
     """Called once, by the driver. The order and the ids must not change between runs: a resumed run counts by them."""
-    build: Callable[[], Environment]
-    """Called in the episode runner, once an episode."""
-    reward: RewardFunction
+    build: Callable[[], Environment | Program]
+    """Called once an episode, in a process for environments."""
+    reward: RewardFunction | None = None
+    """None: what the environment itself gives, in its steps or its result."""
     evaluation_tasks: Callable[[], Sequence[Task]] | None = None
     """Held out from `tasks`; needed by `eval.every` only."""
+    leases: tuple[str, ...] = ()
+    """Resources of which each episode has one for itself, such as the addresses of sites; it is `build`'s only argument
+    then. Empty: episodes share nothing."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias, TypedDict
+from typing import Literal, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +25,36 @@ PayloadRef: TypeAlias = object
 """A handle to an EpisodePayload (a Ray ObjectRef in a real run, anything in a test). The driver never opens it."""
 
 
+class FunctionCall(TypedDict):
+    """What a model asks a tool for."""
+
+    name: str
+    arguments: str
+    """A JSON object if the model wrote one; whatever it wrote otherwise."""
+
+
+class ToolCall(TypedDict):
+    """One call of a tool, in OpenAI's form."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class Message(TypedDict):
-    """One chat message, as chat templates take it."""
+    """One chat message, in OpenAI's form.
+
+    Example: Message(role="tool", content="12", tool_call_id="call_0")
+    """
 
     role: str
     content: str
+    """Of a sampled reply all that was sampled, tool calls included, without special tokens."""
+    tool_calls: NotRequired[list[ToolCall]]
+    """Of an assistant; never empty."""
+    tool_call_id: NotRequired[str]
+    """Of a tool: the call that this answers."""
+    name: NotRequired[str]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -55,10 +80,15 @@ class EpisodeEnd(StrEnum):
 
     COMPLETED = "completed"
     TRUNCATED_LENGTH = "truncated_length"
+    """A reply was cut off, or the conversation left no room for another one."""
+    MAX_TURNS = "max_turns"
     PROMPT_TOO_LONG = "prompt_too_long"
     EMPTY_COMPLETION = "empty_completion"
+    SETUP_ERROR = "setup_error"
+    SETUP_TIMEOUT = "setup_timeout"
     ENVIRONMENT_ERROR = "environment_error"
-    ENVIRONMENT_TIMEOUT = "environment_timeout"
+    STEP_TIMEOUT = "step_timeout"
+    EPISODE_TIMEOUT = "episode_timeout"
     ENGINE_ERROR = "engine_error"
     REWARD_ERROR = "reward_error"
     REWARD_TIMEOUT = "reward_timeout"
@@ -67,11 +97,11 @@ class EpisodeEnd(StrEnum):
 
     @property
     def is_truncated(self) -> bool:
-        return self is EpisodeEnd.TRUNCATED_LENGTH
+        return self in (EpisodeEnd.TRUNCATED_LENGTH, EpisodeEnd.MAX_TURNS)
 
     @property
     def is_error(self) -> bool:
-        return self not in (EpisodeEnd.COMPLETED, EpisodeEnd.TRUNCATED_LENGTH)
+        return self is not EpisodeEnd.COMPLETED and not self.is_truncated
 
 
 @dataclass(kw_only=True, slots=True)
@@ -116,6 +146,28 @@ class EpisodePayload:
     """One, or more when the chat template broke the token prefix and the episode forked."""
     messages: list[Message]
     """The conversation, for people to read."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Transcript:
+    """What there is to say about an episode that ended: all that a reward may look at."""
+
+    task: Task
+    prompt: tuple[Message, ...]
+    """What the policy saw before its first reply."""
+    completion: tuple[Message, ...]
+    """Everything after the prompt: its replies, and what the environment said."""
+    environment_reward: float | None
+    """The sum of what the environment gave; None when it gave nothing."""
+    end: EpisodeEnd
+    num_sampled: int
+    """Tokens of all replies."""
+
+    @property
+    def text(self) -> str:
+        """The last reply, "" when there is none."""
+        replies = (message["content"] for message in reversed(self.completion) if message["role"] == "assistant")
+        return next(replies, "")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

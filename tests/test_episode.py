@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlflow.config import Config
-from rlflow.envs.base import Environment, EnvironmentStep, SingleTurn
+from rlflow.envs.base import Environment, Step, SingleTurn
 from rlflow.errors import StaleGroup
 from rlflow.rollout.client import Transport
 from rlflow.rollout.episode import (
@@ -89,10 +89,10 @@ class ScriptedEnvironment(Environment):
     async def reset(self, task: Task) -> list[Message]:
         return list(task.prompt)
 
-    async def step(self, reply: Message) -> EnvironmentStep:
+    async def step(self, reply: Message) -> Step:
         if not self.says:
-            return EnvironmentStep(done=True, metrics={"last_reply_length": float(len(reply["content"]))})
-        return EnvironmentStep(done=False, messages=[Message(role="user", content=self.says.pop(0))])
+            return Step(done=True, metrics={"last_reply_length": float(len(reply["content"]))})
+        return Step(done=False, messages=[Message(role="user", content=self.says.pop(0))])
 
     async def close(self) -> None:
         self.closed += 1
@@ -224,13 +224,13 @@ async def test_no_token_is_an_empty_completion() -> None:
 
 
 class Raises(ScriptedEnvironment):
-    async def step(self, reply: Message) -> EnvironmentStep:
+    async def step(self, reply: Message) -> Step:
         raise TimeoutError("sandbox is gone")
 
 
 class ForgetsMessages(ScriptedEnvironment):
-    async def step(self, reply: Message) -> EnvironmentStep:
-        return EnvironmentStep(done=False)
+    async def step(self, reply: Message) -> Step:
+        return Step(done=False)
 
 
 class WrongMessage(ScriptedEnvironment):
@@ -239,8 +239,8 @@ class WrongMessage(ScriptedEnvironment):
 
 
 class BadMetric(ScriptedEnvironment):
-    async def step(self, reply: Message) -> EnvironmentStep:
-        return EnvironmentStep(metrics={"score": float("nan")})
+    async def step(self, reply: Message) -> Step:
+        return Step(metrics={"score": float("nan")})
 
 
 class CannotClose(ScriptedEnvironment):
@@ -267,7 +267,7 @@ async def test_a_failing_environment_is_an_outcome(environment: ScriptedEnvironm
 
 
 class Hangs(ScriptedEnvironment):
-    async def step(self, reply: Message) -> EnvironmentStep:
+    async def step(self, reply: Message) -> Step:
         await asyncio.Event().wait()
         raise AssertionError("never reached")
 
@@ -275,7 +275,7 @@ class Hangs(ScriptedEnvironment):
 async def test_the_episode_deadline_says_where_it_struck() -> None:
     environment = Hangs()
     played = await play(environment, ScriptedEngine(["c."]), timeout_s=0.05)
-    assert played.end is EpisodeEnd.ENVIRONMENT_TIMEOUT
+    assert played.end is EpisodeEnd.EPISODE_TIMEOUT
     assert played.detail == "the episode took longer than 0.05 s (rollout.episode_timeout_s); it was in step 1"
     assert environment.closed == 1
     assert len(played.payload.samples) == 1

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from rlflow.config import Config
-from rlflow.envs.base import Environment, EnvironmentStep
+from rlflow.envs.base import Environment, Step
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.types import EpisodeEnd, EpisodePayload, EpisodeSummary, Message, Sample, Task, Turn, TurnSummary, Verdict
 
@@ -243,7 +243,7 @@ class _Play:
             if not deadline.expired():
                 raise
             limit = f"{self.limits.timeout_s:g} s (rollout.episode_timeout_s)"
-            return EpisodeEnd.ENVIRONMENT_TIMEOUT, f"the episode took longer than {limit}; it was in {self.phase}"
+            return EpisodeEnd.EPISODE_TIMEOUT, f"the episode took longer than {limit}; it was in {self.phase}"
 
     async def _turns(self, task: Task) -> tuple[EpisodeEnd, str]:
         self.messages += _checked_messages("reset", await _ask("reset", self.environment.reset, task))
@@ -327,9 +327,9 @@ def _describe(call: str, error: Exception) -> str:
     return f"{call}: {type(error).__name__}: {error}"
 
 
-def _checked_step(step: EnvironmentStep) -> EnvironmentStep:
-    if not isinstance(step, EnvironmentStep):
-        raise EnvironmentFailure(f"step: expected an EnvironmentStep; got {type(step).__name__}")
+def _checked_step(step: Step) -> Step:
+    if not isinstance(step, Step):
+        raise EnvironmentFailure(f"step: expected an Step; got {type(step).__name__}")
     for name, value in step.metrics.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise EnvironmentFailure(f"step: metric {name!r} must be a finite number; got {value!r}")

@@ -130,6 +130,18 @@ class EnvConfig:
     """A shipped environment, or your own function, as `package.module:load` or `file.py:load`."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's `load`."""
+    processes: int = 1
+    """That environments run in, for each episode runner; their code and their tools share these cores."""
+    max_turns: int = 32
+    """Replies of the policy in one episode."""
+    max_observation_chars: int = 20_000
+    """Of one message of the environment; longer ones lose their middle."""
+    setup_timeout_s: float = 120.0
+    """For building and resetting an environment."""
+    step_timeout_s: float = 120.0
+    """For one step of it, tools included."""
+    episode_timeout_s: float = 300.0
+    """For the whole episode, generation included."""
 
 
 @dataclass
@@ -199,7 +211,6 @@ class RolloutConfig:
     max_running: int = 64
     """Requests that one engine decodes at the same time."""
     kv_cache_gb: float = 0.5
-    episode_timeout_s: float = 300.0
     update: Update = Update.rolling
     """`rolling`: a quarter of the engines at a time, so that the others go on sampling; `all`: at once, as always where
     nothing is sampled meanwhile."""

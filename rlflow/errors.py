@@ -23,6 +23,14 @@ class RewardLost(WorkerError):
     """A process that scores died, or will not come back."""
 
 
+class EnvironmentFailure(Exception):
+    """Code of an environment raised, or returned what it must not; the text says which call and what."""
+
+
+class NoReply(Exception):
+    """An episode's limits leave no further reply; `EpisodeEnd` of the chat says which."""
+
+
 class WeightsOvertaken(RunError):
     """The staged weights were rewritten while an engine read them; the engine waits for the next version."""
 

@@ -115,6 +115,10 @@ class Turn:
     versions: list[int]  # [num_output_tokens], policy version that sampled each token
     finish_reason: str
     """"stop" or "length"."""
+    continues: int | None = None
+    """Index of the turn whose prompt and output `prompt_ids` starts with, if it keeps the conversation of one."""
+    anchor: str = ""
+    """Names what the policy was told since `continues`; see TurnSummary."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -9,28 +9,26 @@ import numpy as np
 import pytest
 
 from rlflow.config import Config
-from rlflow.envs.base import Environment, Step, SingleTurn
-from rlflow.errors import StaleGroup
+from rlflow.envs.base import Environment, Prompt, SingleTurn, Step
+from rlflow.errors import EnvironmentFailure, StaleGroup
+from rlflow.rollout.chat import Chat, anchor_of, episode_seed
 from rlflow.rollout.client import Transport
-from rlflow.rollout.episode import (
-    EpisodeLimits,
-    PlayedEpisode,
-    anchor_of,
-    episode_seed,
-    play_episode,
-    samples_of,
-    summarize,
-)
+from rlflow.rollout.episode import PlayedEpisode, play_episode, summarize
+from rlflow.rollout.limits import EpisodeLimits
 from rlflow.rollout.payloads import load_payloads, payload_bytes, save_payloads
+from rlflow.rollout.render import ToolSchemas
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
+from rlflow.rollout.samples import chains_of, sample_of
 from rlflow.types import (
     EpisodeEnd,
     EpisodePayload,
+    FunctionCall,
     GroupOrder,
     Message,
     PlayedGroup,
     Sample,
     Task,
+    Transcript,
     Turn,
     Verdict,
 )
@@ -51,16 +49,23 @@ class LetterRenderer:
 
     breaks_prefix: bool = False
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> list[int]:
         return [*ids_of("".join(message["content"] + "." for message in messages)), OPEN]
 
     def extend(
-        self, held_ids: Sequence[int], messages_so_far: Sequence[Message], new_messages: Sequence[Message]
+        self,
+        held_ids: Sequence[int],
+        messages_so_far: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: ToolSchemas = (),
     ) -> list[int] | None:
         return None if self.breaks_prefix else self.prompt(new_messages)
 
     def parse(self, ids: Sequence[int]) -> str:
         return "".join(chr(token) for token in ids if token != STOP)
+
+    def calls(self, text: str) -> list[FunctionCall]:
+        return [FunctionCall(name=text[1:], arguments="{}")] if text.startswith("!") else []
 
 
 @dataclass
@@ -86,8 +91,8 @@ class ScriptedEnvironment(Environment):
     says: list[str] = field(default_factory=list)
     closed: int = 0
 
-    async def reset(self, task: Task) -> list[Message]:
-        return list(task.prompt)
+    async def reset(self, task: Task) -> Prompt:
+        return Prompt(messages=list(task.prompt))
 
     async def step(self, reply: Message) -> Step:
         if not self.says:
@@ -105,11 +110,27 @@ async def play(
     breaks_prefix: bool = False,
     max_length: int = 64,
     max_new_tokens: int = 8,
-    timeout_s: float = 30.0,
+    max_turns: int = 8,
+    max_observation_chars: int = 100,
+    setup_s: float = 30.0,
+    step_s: float = 30.0,
+    episode_s: float = 30.0,
 ) -> PlayedEpisode:
-    limits = EpisodeLimits(max_length=max_length, max_new_tokens=max_new_tokens, timeout_s=timeout_s)
-    renderer = LetterRenderer(breaks_prefix=breaks_prefix)
-    return await play_episode(environment, TASK, engine, renderer, limits, seed=7, prefix_key="12")
+    limits = EpisodeLimits(
+        max_length=max_length,
+        max_new_tokens=max_new_tokens,
+        max_turns=max_turns,
+        max_observation_chars=max_observation_chars,
+        setup_s=setup_s,
+        step_s=step_s,
+        episode_s=episode_s,
+    )
+    chat = Chat(engine, LetterRenderer(breaks_prefix=breaks_prefix), limits, seed=7, prefix_key="12")
+
+    async def open_() -> Environment:
+        return environment
+
+    return await play_episode(open_, TASK, chat, limits)
 
 
 def columns(sample: Sample) -> tuple[list[int], list[int], list[int], list[float], list[int]]:
@@ -126,7 +147,7 @@ async def test_a_single_turn_is_one_sample() -> None:
     engine = ScriptedEngine(["cd."])
     played = await play(SingleTurn(), engine)
     assert played.end is EpisodeEnd.COMPLETED
-    assert played.reply == "cd"
+    assert played.transcript.text == "cd"
     (sample,) = played.payload.samples
     assert columns(sample) == (ids_of("ab.>"), ids_of("cd."), [1, 1, 1], [-1.0, -1.0, -1.0], [5, 5, 5])
     assert played.payload.messages == [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
@@ -138,7 +159,7 @@ async def test_observations_between_replies_carry_no_loss() -> None:
     environment = ScriptedEnvironment(says=["d"])
     played = await play(environment, engine)
     assert played.end is EpisodeEnd.COMPLETED
-    assert played.reply == "e"
+    assert played.transcript.text == "e"
     (sample,) = played.payload.samples
     assert columns(sample) == (
         ids_of("ab.>"),
@@ -149,7 +170,7 @@ async def test_observations_between_replies_carry_no_loss() -> None:
     )
     assert engine.requests[1].prompt_ids == ids_of("ab.>c.d.>")
     assert engine.requests[1].seed == episode_seed(7, 1)
-    assert played.metrics == {"last_reply_length": 1.0, "turns": 2.0, "forks": 0.0}
+    assert played.metrics == {"last_reply_length": 1.0, "turns": 2.0, "forks": 0.0, "branches": 0.0}
     assert [turn.num_loss_tokens for turn in played.turns] == [2, 2]
     assert played.turns[1].anchor == anchor_of([{"role": "user", "content": "d"}]) != played.turns[0].anchor
     assert environment.closed == 1
@@ -166,7 +187,7 @@ async def test_a_broken_prefix_forks_into_a_second_sample() -> None:
     assert (summary.oldest_version, summary.newest_version) == (5, 6)
 
 
-def turn(prompt: str, output: str) -> Turn:
+def turn(prompt: str, output: str, continues: int | None = None) -> Turn:
     logprobs, versions = [-1.0] * len(output), [0] * len(output)
     return Turn(
         prompt_ids=ids_of(prompt),
@@ -174,11 +195,16 @@ def turn(prompt: str, output: str) -> Turn:
         logprobs=logprobs,
         versions=versions,
         finish_reason="stop",
+        continues=continues,
     )
 
 
+def samples_of(turns: Sequence[Turn]) -> list[Sample]:
+    return [sample_of(chain) for chain in chains_of(turns)]
+
+
 def test_a_fork_in_the_middle_continues_as_its_own_sample() -> None:
-    samples = samples_of([turn("p", "a"), turn("q", "b"), turn("qbx", "c")])
+    samples = samples_of([turn("p", "a"), turn("q", "b"), turn("qbx", "c", 1)])
     assert [columns(sample)[:3] for sample in samples] == [
         (ids_of("p"), ids_of("a"), [1]),
         (ids_of("q"), ids_of("bxc"), [1, 0, 1]),
@@ -210,7 +236,7 @@ async def test_a_cut_off_reply_ends_the_episode_and_is_scored() -> None:
     environment = ScriptedEnvironment(says=["d"])
     played = await play(environment, ScriptedEngine(["cd"], finish_reason="length"))
     assert played.end is EpisodeEnd.TRUNCATED_LENGTH
-    assert (played.reply, environment.says) == ("cd", ["d"])
+    assert (played.transcript.text, environment.says) == ("cd", ["d"])
     summary = summarize(played, Verdict(reward=1.0))
     assert (summary.end, summary.reward, summary.is_trainable) == (EpisodeEnd.TRUNCATED_LENGTH, 1.0, True)
 
@@ -233,14 +259,14 @@ class ForgetsMessages(ScriptedEnvironment):
         return Step(done=False)
 
 
-class WrongMessage(ScriptedEnvironment):
-    async def reset(self, task: Task) -> list[Message]:
-        return [{"role": "user"}]  # pyright: ignore[reportReturnType]
+class BadReward(ScriptedEnvironment):
+    async def step(self, reply: Message) -> Step:
+        return Step(done=True, reward=float("nan"))
 
 
 class BadMetric(ScriptedEnvironment):
     async def step(self, reply: Message) -> Step:
-        return Step(metrics={"score": float("nan")})
+        return Step(done=True, metrics={"score": float("nan")})
 
 
 class CannotClose(ScriptedEnvironment):
@@ -254,7 +280,7 @@ class CannotClose(ScriptedEnvironment):
     [
         (Raises(), "step: TimeoutError: sandbox is gone"),
         (ForgetsMessages(), "step: expected at least one message; got []"),
-        (WrongMessage(), "reset: a message needs the texts `role` and `content`; got {'role': 'user'}"),
+        (BadReward(), "step: a reward must be a finite number or None; got nan"),
         (BadMetric(), "step: metric 'score' must be a finite number; got nan"),
         (CannotClose(), "close: OSError: no such container"),
     ],
@@ -266,6 +292,28 @@ async def test_a_failing_environment_is_an_outcome(environment: ScriptedEnvironm
     assert not summarize(played, None).is_trainable
 
 
+class WrongMessage(ScriptedEnvironment):
+    async def reset(self, task: Task) -> Prompt:
+        return Prompt(messages=[{"role": "user"}])  # pyright: ignore[reportArgumentType]
+
+
+class HangsAtReset(ScriptedEnvironment):
+    async def reset(self, task: Task) -> Prompt:
+        await asyncio.Event().wait()
+        raise AssertionError("never reached")
+
+
+async def test_a_failing_set_up_is_an_outcome_of_its_own() -> None:
+    detail = "reset: a message needs the texts `role` and `content`; got {'role': 'user'}"
+    environment = WrongMessage()
+    played = await play(environment, ScriptedEngine([]))
+    assert (played.end, played.detail, environment.closed) == (EpisodeEnd.SETUP_ERROR, detail, 1)
+    environment = HangsAtReset()
+    played = await play(environment, ScriptedEngine([]), setup_s=0.05)
+    detail = "building and resetting the environment took longer than 0.05 s (env.setup_timeout_s)"
+    assert (played.end, played.detail, environment.closed) == (EpisodeEnd.SETUP_TIMEOUT, detail, 1)
+
+
 class Hangs(ScriptedEnvironment):
     async def step(self, reply: Message) -> Step:
         await asyncio.Event().wait()
@@ -274,11 +322,155 @@ class Hangs(ScriptedEnvironment):
 
 async def test_the_episode_deadline_says_where_it_struck() -> None:
     environment = Hangs()
-    played = await play(environment, ScriptedEngine(["c."]), timeout_s=0.05)
+    played = await play(environment, ScriptedEngine(["c."]), episode_s=0.05)
     assert played.end is EpisodeEnd.EPISODE_TIMEOUT
-    assert played.detail == "the episode took longer than 0.05 s (rollout.episode_timeout_s); it was in step 1"
+    assert played.detail == "the episode took longer than 0.05 s (env.episode_timeout_s); it was in step 1"
     assert environment.closed == 1
     assert len(played.payload.samples) == 1
+
+
+async def test_a_step_that_takes_too_long_is_named() -> None:
+    played = await play(Hangs(), ScriptedEngine(["c."]), step_s=0.05)
+    assert played.end is EpisodeEnd.STEP_TIMEOUT
+    assert played.detail == "step 1 took longer than 0.05 s (env.step_timeout_s)"
+
+
+class Pays(ScriptedEnvironment):
+    async def step(self, reply: Message) -> Step:
+        step = await ScriptedEnvironment.step(self, reply)
+        step.reward, step.metrics = 0.25, {"tools": 1.0}
+        return step
+
+
+async def test_rewards_and_metrics_of_steps_add_up() -> None:
+    played = await play(Pays(says=["d", "f"]), ScriptedEngine(["c.", "e.", "g."]))
+    assert played.transcript.environment_reward == 0.75
+    assert played.metrics["tools"] == 3.0
+    assert played.transcript.num_sampled == 6
+    assert [message["content"] for message in played.transcript.completion] == ["c", "d", "e", "f", "g"]
+    assert played.transcript.prompt == TASK.prompt
+
+
+async def test_turns_are_limited() -> None:
+    played = await play(ScriptedEnvironment(says=["d", "f"]), ScriptedEngine(["c.", "e."]), max_turns=2)
+    assert (played.end, played.metrics["turns"], played.transcript.text) == (EpisodeEnd.MAX_TURNS, 2.0, "e")
+    assert summarize(played, Verdict(reward=1.0)).is_trainable
+
+
+async def test_long_observations_lose_their_middle() -> None:
+    engine = ScriptedEngine(["c.", "e."])
+    played = await play(ScriptedEnvironment(says=["0123456789"]), engine, max_length=200, max_observation_chars=4)
+    said = "01\n[... 6 characters left out ...]\n89"
+    assert played.transcript.completion[1] == {"role": "user", "content": said}
+    assert engine.requests[1].prompt_ids == ids_of(f"ab.>c.{said}.>")
+    assert played.metrics["observations_shortened"] == 1.0
+
+
+class Forgets(ScriptedEnvironment):
+    """Keeps a summary of what was said in place of it (arXiv:2511.07327)."""
+
+    async def step(self, reply: Message) -> Step:
+        if not self.says:
+            return Step(done=True)
+        said = Message(role="user", content=self.says.pop(0))
+        return Step(context=[Message(role="user", content="sum")], messages=[said])
+
+
+async def test_a_rewritten_context_goes_on_in_a_sample_of_its_own() -> None:
+    engine = ScriptedEngine(["c.", "e."])
+    played = await play(Forgets(says=["d"]), engine)
+    assert [columns(sample)[:3] for sample in played.payload.samples] == [
+        (ids_of("ab.>"), ids_of("c."), [1, 1]),
+        (ids_of("sum.d.>"), ids_of("e."), [1, 1]),
+    ]
+    assert (played.metrics["branches"], played.metrics["forks"]) == (1.0, 0.0)
+    assert [message["content"] for message in played.transcript.completion] == ["c", "d", "e"]
+
+
+class AsksAnother(ScriptedEnvironment):
+    """A user who is the policy too, to whom what the policy said is said by the other side."""
+
+    trainable: bool = False
+
+    async def step(self, reply: Message) -> Step:
+        if not self.says:
+            return Step(done=True)
+        self.says.pop()
+        heard = Message(role="user", content=reply["content"])
+        answer = await self.ask([heard], agent="user", trainable=self.trainable)
+        return Step(messages=[Message(role="user", content=answer["content"])])
+
+
+async def test_another_agent_of_the_episode_is_not_trained_on_unless_it_is_to() -> None:
+    engine = ScriptedEngine(["c.", "u.", "e."])
+    played = await play(AsksAnother(says=["x"]), engine)
+    assert [bytes(request.prompt_ids).decode() for request in engine.requests] == ["ab.>", "c.>", "ab.>c.u.>"]
+    (sample,) = played.payload.samples
+    assert columns(sample)[:3] == (ids_of("ab.>"), ids_of("c.u.>e."), [1, 1, 0, 0, 0, 1, 1])
+    environment = AsksAnother(says=["x"])
+    environment.trainable = True
+    played = await play(environment, ScriptedEngine(["c.", "u.", "e."]))
+    assert [columns(sample)[:2] for sample in played.payload.samples] == [
+        (ids_of("ab.>"), ids_of("c.u.>e.")),
+        (ids_of("c.>"), ids_of("u.")),
+    ]
+    assert [turn.num_loss_tokens for turn in played.turns] == [2, 2, 2]
+    assert played.metrics["branches"] == 0.0
+
+
+class SlowEngine(ScriptedEngine):
+    async def __call__(self, request: GenerateRequest, /) -> Completion:
+        await asyncio.sleep(0.2)
+        return await super().__call__(request)
+
+
+async def test_the_clock_of_a_step_stands_still_while_it_asks() -> None:
+    played = await play(AsksAnother(says=["x"]), SlowEngine(["c.", "u.", "e."]), step_s=0.1)
+    assert played.end is EpisodeEnd.COMPLETED
+
+
+class Calls(ScriptedEnvironment):
+    """Answers calls."""
+
+    async def reset(self, task: Task) -> Prompt:
+        return Prompt(messages=list(task.prompt), tools=[{"type": "function", "function": {"name": "f"}}])
+
+    async def step(self, reply: Message) -> Step:
+        calls = reply.get("tool_calls", [])
+        return Step(
+            done=not calls,
+            messages=[
+                Message(role="tool", content=call["function"]["name"], tool_call_id=call["id"]) for call in calls
+            ],
+        )
+
+
+async def test_tool_calls_are_read_from_the_reply() -> None:
+    played = await play(Calls(), ScriptedEngine(["!f.", "e."]))
+    function = {"name": "f", "arguments": "{}"}
+    assert played.transcript.completion == (
+        {
+            "role": "assistant",
+            "content": "!f",
+            "tool_calls": [{"id": "call_0_0", "type": "function", "function": function}],
+        },
+        {"role": "tool", "content": "f", "tool_call_id": "call_0_0"},
+        {"role": "assistant", "content": "e"},
+    )
+
+
+async def test_parallel_replies_train_each_token_once() -> None:
+    """A program may ask twice in one place: the second reply has the first one's beginning as its prompt."""
+    engine = ScriptedEngine(["c.", "e.", "f."])
+    chat = Chat(engine, LetterRenderer(), EpisodeLimits.of(Config()), seed=7)
+    first = await chat.reply(TASK.prompt)
+    further = [*TASK.prompt, first.message, Message(role="user", content="d")]
+    await asyncio.gather(chat.reply(further), chat.reply(further))
+    assert [columns(sample)[:3] for sample in samples_of(chat.turns)] == [
+        (ids_of("ab.>"), ids_of("c.d.>e."), [1, 1, 0, 0, 0, 1, 1]),
+        (ids_of("ab.>c.d.>"), ids_of("f."), [1, 1]),
+    ]
+    assert (chat.num_forks, chat.num_branches) == (0, 0)
 
 
 async def test_cancellation_closes_the_environment_once() -> None:
@@ -312,7 +504,7 @@ async def test_a_verdict_decides_reward_end_and_detail() -> None:
     assert summarize(played, Verdict(reward=None)).end is EpisodeEnd.NO_VERDICT
     scored = summarize(played, Verdict(reward=0.0, metrics={"format": 1.0}))
     assert (scored.end, scored.reward) == (EpisodeEnd.COMPLETED, 0.0)
-    assert scored.metrics == {"turns": 1.0, "forks": 0.0, "format": 1.0}
+    assert scored.metrics == {"turns": 1.0, "forks": 0.0, "branches": 0.0, "format": 1.0}
 
 
 def test_episode_seeds_are_31_bits() -> None:
@@ -321,7 +513,7 @@ def test_episode_seeds_are_31_bits() -> None:
 
 
 def test_payloads_survive_the_disk(tmp_path: Path) -> None:
-    samples = samples_of([turn("p", "a"), turn("pax", "b"), turn("q", "c")])
+    samples = samples_of([turn("p", "a"), turn("pax", "b", 0), turn("q", "c")])
     payloads = [
         EpisodePayload(samples=samples, messages=[Message(role="user", content="é")]),
         EpisodePayload(samples=[], messages=[]),
@@ -367,8 +559,8 @@ class FakeActors:
             raise RuntimeError("engine died")
         return Completion(ids=ids_of("c."), logprobs=[-1.0, -2.0], versions=[3, 4], finish_reason="stop")
 
-    async def score(self, task: Task, text: str) -> Verdict:
-        return Verdict(reward=float(text == task.answer))
+    async def score(self, transcript: Transcript) -> Verdict:
+        return Verdict(reward=float(transcript.text == transcript.task.answer))
 
 
 @dataclass
@@ -378,10 +570,10 @@ class ThirdFails:
     built: list[ScriptedEnvironment] = field(default_factory=list)
     calls: int = 0
 
-    def __call__(self) -> Environment:
+    async def open(self, seed: int) -> Environment:
         self.calls += 1
         if self.calls == 3:
-            raise RuntimeError("no licence")
+            raise EnvironmentFailure("build: RuntimeError: no licence")
         self.built.append(ScriptedEnvironment())
         return self.built[-1]
 
@@ -403,7 +595,7 @@ async def test_a_runner_plays_and_scores_a_group() -> None:
     group, *payloads = await runner(actors, build).play(GroupOrder(group_id=12, task=TASK, num_episodes=3, seed=7))
     assert isinstance(group, PlayedGroup)
     assert [episode.reward for episode in group.episodes] == [1.0, 1.0, None]
-    assert group.episodes[2].end is EpisodeEnd.ENVIRONMENT_ERROR
+    assert group.episodes[2].end is EpisodeEnd.SETUP_ERROR
     assert group.episodes[2].detail == "build: RuntimeError: no licence"
     assert (group.group_id, group.payloads, len(payloads)) == (12, [], 3)
     assert (group.episodes[0].oldest_version, group.episodes[0].newest_version) == (3, 4)

@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 from rlflow.concurrency import all_or_none
 from rlflow.config import Config
 from rlflow.disk import disk_errors
-from rlflow.envs.base import Environment
+from rlflow.envs.base import Environment, Program
 from rlflow.errors import EngineLost, StaleGroup
 from rlflow.reward_client import Scorer
 from rlflow.rollout import payloads as payload_files
+from rlflow.rollout.chat import Chat, episode_seed
 from rlflow.rollout.client import EngineClient, EngineHandle, Transport
-from rlflow.rollout.episode import (
-    ChatRenderer,
-    EpisodeLimits,
-    PlayedEpisode,
-    environment_failed,
-    episode_seed,
-    play_episode,
-    summarize,
-)
+from rlflow.rollout.episode import Door, PlayedEpisode, play_episode, summarize
+from rlflow.rollout.limits import EpisodeLimits
+from rlflow.rollout.render import ChatRenderer, Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.types import EpisodePayload, EpisodeSummary, GroupOrder, Message, PlayedGroup, Span
 
 ACTOR = "runner"
+
+
+class Worlds(Protocol):
+    """Where environments live; see `rlflow.environment_pool`."""
+
+    async def open(self, seed: int) -> Environment | Program:
+        """A new environment, whose `seed` this is."""
+        ...
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -61,26 +65,31 @@ class _UnderWay:
 class EpisodeRunner:
     """Plays whole groups; many at a time, so wrap it with a high `max_concurrency`.
 
-    `renderer` and `transport` are for use without Ray: None reads the model's tokenizer, and calls through Ray.
+    `renderer` and `transport` are for use without Ray: None reads the model's tokenizer, which then works in a thread,
+    and calls through Ray. Programs need a `door`.
     """
 
     def __init__(
         self,
         config: Config,
         model_path: str,
-        build: Callable[[], Environment],
+        worlds: Worlds,
         scorer: Scorer,
         *engines: EngineHandle,
         renderer: ChatRenderer | None = None,
         transport: Transport | None = None,
+        door: Door | None = None,
     ) -> None:
         self._limits = EpisodeLimits.of(config)
         self._is_seeded = config.rollout.seeded
-        self._build = build
+        self._worlds = worlds
+        self._door = door
         self._scorer = scorer
         self._client = EngineClient(engines, transport or _ray_transport(), patience_s=config.deadlines.start_s)
         self._under_way: set[_UnderWay] = set()
         self._renderer = renderer or _load_renderer(model_path)
+        # One thread, for tokenizers are not safe to share between threads.
+        self._rendering = None if renderer else ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
 
     async def play(self, order: GroupOrder) -> tuple[PlayedGroup | EpisodePayload, ...]:
         """The group's metadata (its `payloads` empty), then the payload of each episode.
@@ -155,7 +164,7 @@ class EpisodeRunner:
     async def _play_and_score(self, group: _UnderWay, index: int) -> _Scored:
         played = await self._play(group, index)
         played_at_s = time.time()
-        verdict = None if played.end.is_error else await self._scorer.score(group.order.task, played.reply)
+        verdict = None if played.end.is_error else await self._scorer.score(played.transcript)
         return _Scored(
             payload=played.payload,
             summary=summarize(played, verdict),
@@ -170,18 +179,16 @@ class EpisodeRunner:
             is_greedy = order.is_last_greedy and index == order.num_episodes - 1
             return self._client.generate(replace(request, engine=order.engine, is_greedy=is_greedy), group.note)
 
-        try:
-            environment = self._build()
-        except Exception as error:
-            return environment_failed("build", error)
-        return await play_episode(
-            environment,
-            order.task,
+        chat = Chat(
             generate,
             self._renderer,
             self._limits,
             seed=episode_seed(order.seed, index) if self._is_seeded else None,
             prefix_key=str(order.group_id),
+            executor=self._rendering,
+        )
+        return await play_episode(
+            lambda: self._worlds.open(order.seed), order.task, chat, self._limits, door=self._door
         )
 
 
@@ -200,8 +207,6 @@ def _reward_spans(episodes: Sequence[_Scored]) -> list[Span]:
 def _load_renderer(model_path: str) -> ChatRenderer:
     # Only the actor needs transformers, which takes seconds to import.
     from transformers import AutoTokenizer
-
-    from rlflow.rollout.render import Renderer
 
     return Renderer(AutoTokenizer.from_pretrained(model_path))
 

@@ -131,7 +131,7 @@ class RolloutEngine:
         """Sample one reply, or one slice of it. Cancelling the call aborts the request.
 
         Raises EngineLost before the first complete version or when vLLM has died, RunError when vLLM fails, ValueError
-        for a prompt that leaves no room within model.max_length, DeadlineError after rollout.episode_timeout_s.
+        for a prompt that leaves no room within model.max_length, DeadlineError after env.episode_timeout_s.
         """
         if self._version is None:
             raise self._lost("it has no complete weights yet; load a version before sampling")
@@ -141,7 +141,7 @@ class RolloutEngine:
                 f"got {len(request.prompt_ids)} tokens"
             )
         with self._load.one_more():
-            completion = await self._within("reply", self._config.rollout.episode_timeout_s, self._admit(request))
+            completion = await self._within("reply", self._config.env.episode_timeout_s, self._admit(request))
         self._load.tokens += len(completion.ids)
         self._has_answered.set()
         return completion

@@ -1,65 +1,36 @@
-"""Playing one episode: the environment talks in messages, the engine in tokens.
+"""Playing one episode: open -> reset -> prompt -> [reply -> step -> longer prompt] ... -> Samples and a Transcript.
 
-Environment.reset -> prompt -> [generate -> reply -> Environment.step -> extended prompt] ... -> Turns -> Samples
+The environment talks in messages; `chat.py` is the token side. A `Program` has its own loop, and speaks to the chat
+through the gateway.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-import numpy as np
-
-from rlflow.config import Config
-from rlflow.envs.base import Environment, Step
-from rlflow.rollout.requests import Completion, GenerateRequest
-from rlflow.types import EpisodeEnd, EpisodePayload, EpisodeSummary, Message, Sample, Task, Turn, TurnSummary, Verdict
+from rlflow.envs.base import POLICY, Endpoint, Environment, Program, Prompt, Result, Step, ToolSchema
+from rlflow.errors import EnvironmentFailure, NoReply
+from rlflow.rollout.chat import Chat
+from rlflow.rollout.limits import EpisodeLimits, shortened
+from rlflow.rollout.samples import NO_VERSION, chains_of, sample_of
+from rlflow.types import EpisodeEnd, EpisodePayload, EpisodeSummary, Message, Task, Transcript, TurnSummary, Verdict
 
 CLOSE_TIMEOUT_S = 30.0
-NO_VERSION = -1
 
-Result = TypeVar("Result")
-
-
-class Generate(Protocol):
-    """Samples one reply. Its exceptions are the engine's, and end the whole group."""
-
-    def __call__(self, request: GenerateRequest, /) -> Awaitable[Completion]: ...
+Value = TypeVar("Value")
+Open = Callable[[], Awaitable[Environment | Program]]
 
 
-class ChatRenderer(Protocol):
-    """Messages <-> tokens; see `rlflow.rollout.render.Renderer`."""
+class Door(Protocol):
+    """Lets a program speak to the policy; see `rlflow.rollout.gateway`."""
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]: ...
+    def open(self, chat: Chat) -> Endpoint: ...
 
-    def extend(
-        self, held_ids: Sequence[int], messages_so_far: Sequence[Message], new_messages: Sequence[Message]
-    ) -> list[int] | None: ...
-
-    def parse(self, ids: Sequence[int]) -> str: ...
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class EpisodeLimits:
-    max_length: int
-    """Tokens of prompt and completion together."""
-    max_new_tokens: int
-    """Sampled tokens of one reply."""
-    timeout_s: float
-    """Seconds for the whole episode, generation included."""
-
-    @classmethod
-    def of(cls, config: Config) -> EpisodeLimits:
-        return cls(
-            max_length=config.model.max_length,
-            max_new_tokens=config.rollout.max_new_tokens,
-            timeout_s=config.rollout.episode_timeout_s,
-        )
+    def close(self, endpoint: Endpoint) -> None: ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,63 +39,35 @@ class PlayedEpisode:
 
     end: EpisodeEnd
     payload: EpisodePayload
-    reply: str
-    """Text of the last reply, "" when there is none."""
+    transcript: Transcript
     detail: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     turns: tuple[TurnSummary, ...] = ()
+    """In the order of the samples."""
 
 
-class EnvironmentFailure(Exception):
-    """Code of the environment raised, or returned what it must not; the text says which call and what."""
+async def play_episode(
+    open_: Open, task: Task, chat: Chat, limits: EpisodeLimits, *, door: Door | None = None
+) -> PlayedEpisode:
+    """Play one episode and close its environment, whatever happens.
 
-
-def episode_seed(seed: int, index: int) -> int:
-    """Seed of episode `index` of a group, or of reply `index` of an episode; 31 bits.
-
-    Example: episode_seed(7, 2) == 7000023
+    A failure of the environment is an outcome of the episode; an exception of the
+    engine or of the chat template is raised. Programs need a `door`.
     """
-    return (seed * 1000003 + index) & 0x7FFFFFFF
-
-
-def samples_of(turns: Sequence[Turn]) -> list[Sample]:
-    """Turns as token sequences to train on: a turn whose prompt starts with all earlier tokens continues the sample.
-
-    Example: turns (prompt P0 P1, output A0) and (prompt P0 P1 A0 O0, output B0) are one sample: prompt P0 P1,
-    completion A0 O0 B0, loss mask 1 0 1. Had the second prompt been Q0, there would be two samples.
-    """
-    samples: list[Sample] = []
-    start = 0
-    held: list[int] = []
-    for index, turn in enumerate(turns):
-        if index > start and turn.prompt_ids[: len(held)] != held:
-            samples.append(_sample(turns[start:index]))
-            start = index
-        held = turn.prompt_ids + turn.output_ids
-    if turns:
-        samples.append(_sample(turns[start:]))
-    return samples
-
-
-def _sample(turns: Sequence[Turn]) -> Sample:
-    ids: list[int] = []
-    loss_mask: list[bool] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    num_prompt_tokens = len(turns[0].prompt_ids)
-    for turn in turns:
-        observed = turn.prompt_ids[num_prompt_tokens + len(ids) :]
-        ids += observed + turn.output_ids
-        loss_mask += [False] * len(observed) + [True] * len(turn.output_ids)
-        logprobs += [0.0] * len(observed) + turn.logprobs
-        versions += [NO_VERSION] * len(observed) + turn.versions
-    return Sample(
-        prompt_ids=np.array(turns[0].prompt_ids, dtype=np.int32),
-        completion_ids=np.array(ids, dtype=np.int32),
-        loss_mask=np.array(loss_mask, dtype=np.bool_),
-        logprobs=np.array(logprobs, dtype=np.float32),
-        versions=np.array(versions, dtype=np.int32),
-    )
+    play = _Play(open_=open_, task=task, chat=chat, limits=limits, door=door)
+    try:
+        end, detail = await play.run()
+    except BaseException as error:
+        failure = await play.close()
+        if failure:
+            error.add_note(failure)
+        raise
+    failure = await play.close()
+    if chat.failure is not None:
+        raise chat.failure
+    if failure and not end.is_error:
+        end, detail = EpisodeEnd.ENVIRONMENT_ERROR, failure
+    return _played(play, end, detail)
 
 
 def summarize(played: PlayedEpisode, verdict: Verdict | None) -> EpisodeSummary:
@@ -154,195 +97,262 @@ def summarize(played: PlayedEpisode, verdict: Verdict | None) -> EpisodeSummary:
     )
 
 
-def anchor_of(messages: Sequence[Message]) -> str:
-    """16 hexadecimal digits that are the same for the same messages (the anchor state of GiGPO, arXiv:2505.10978)."""
-    text = json.dumps([[message["role"], message["content"]] for message in messages])
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def environment_failed(call: str, error: Exception) -> PlayedEpisode:
-    """The episode whose environment could not even be built."""
-    return PlayedEpisode(
-        end=EpisodeEnd.ENVIRONMENT_ERROR,
-        payload=EpisodePayload(samples=[], messages=[]),
-        reply="",
-        detail=_describe(call, error),
-    )
-
-
-async def play_episode(
-    environment: Environment,
-    task: Task,
-    generate: Generate,
-    renderer: ChatRenderer,
-    limits: EpisodeLimits,
-    seed: int | None,
-    prefix_key: str | None,
-) -> PlayedEpisode:
-    """Play one episode and close its environment, whatever happens.
-
-    A failure of the environment is an outcome of the episode; an exception of `generate` or of the chat template is
-    raised. `seed` None samples unseeded.
-    """
-    play = _Play(
-        environment=environment, generate=generate, renderer=renderer, limits=limits, seed=seed, prefix_key=prefix_key
-    )
-    try:
-        end, detail = await play.run(task)
-    except BaseException as error:
-        failure = await _close(environment)
-        if failure:
-            error.add_note(failure)
-        raise
-    failure = await _close(environment)
-    if failure and not end.is_error:
-        end, detail = EpisodeEnd.ENVIRONMENT_ERROR, failure
-    samples = samples_of(play.turns)
-    turns = tuple(
-        TurnSummary(anchor=anchor, num_loss_tokens=len(turn.output_ids))
-        for anchor, turn in zip(play.anchors, play.turns, strict=False)
-    )
-    counts = {"turns": float(len(play.turns)), "forks": float(max(0, len(samples) - 1))}
-    return PlayedEpisode(
-        end=end,
-        payload=EpisodePayload(samples=samples, messages=play.messages),
-        reply=play.reply,
-        detail=detail,
-        metrics=play.metrics | counts,
-        turns=turns,
-    )
-
-
 @dataclass(kw_only=True, slots=True)
 class _Play:
     """An episode under way; what it has recorded survives the exception that ends it."""
 
-    environment: Environment
-    generate: Generate
-    renderer: ChatRenderer
+    open_: Open
+    task: Task
+    chat: Chat
     limits: EpisodeLimits
-    seed: int | None
-    prefix_key: str | None
-    messages: list[Message] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    anchors: list[str] = field(default_factory=list)
-    """For each turn, and for the one that is being sampled, what it goes by."""
+    door: Door | None
+    world: Environment | Program | None = None
+    context: list[Message] = field(default_factory=list)
+    """What the policy sees."""
+    prompt: list[Message] = field(default_factory=list)
+    completion: list[Message] = field(default_factory=list)
+    reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    reply: str = ""
-    phase: str = "reset"
+    step_deadline: asyncio.Timeout | None = None
+    asking: int = 0
+    """Replies that the environment waits for in the step under way."""
 
-    async def run(self, task: Task) -> tuple[EpisodeEnd, str]:
+    async def run(self) -> tuple[EpisodeEnd, str]:
         """How the episode ended, and the detail of a failure."""
-        deadline = asyncio.timeout(self.limits.timeout_s)
+        deadline = asyncio.timeout(self.limits.episode_s)
         try:
             async with deadline:
-                return await self._turns(task)
-        except EnvironmentFailure as failure:
-            return EpisodeEnd.ENVIRONMENT_ERROR, str(failure)
+                return await self._run()
+        except (EnvironmentFailure, NoReply) as error:
+            # Who was refused a reply may say so in its own words.
+            return self._refused() or (EpisodeEnd.ENVIRONMENT_ERROR, str(error))
         except TimeoutError:
             if not deadline.expired():
                 raise
-            limit = f"{self.limits.timeout_s:g} s (rollout.episode_timeout_s)"
-            return EpisodeEnd.EPISODE_TIMEOUT, f"the episode took longer than {limit}; it was in {self.phase}"
+            limit = f"{self.limits.episode_s:g} s (env.episode_timeout_s)"
+            detail = f"the episode took longer than {limit}; it was in {self.chat.phase}"
+            return EpisodeEnd.EPISODE_TIMEOUT, detail
 
-    async def _turns(self, task: Task) -> tuple[EpisodeEnd, str]:
-        self.messages += _checked_messages("reset", await _ask("reset", self.environment.reset, task))
-        self.anchors.append(anchor_of(self.messages))
-        prompt_ids = self.renderer.prompt(self.messages)
-        max_length = self.limits.max_length
-        if len(prompt_ids) >= max_length:
-            size = f"the prompt has {len(prompt_ids)} tokens"
-            return EpisodeEnd.PROMPT_TOO_LONG, f"{size}, which leaves no room within model.max_length ({max_length})"
-        while len(prompt_ids) < max_length:
-            completion = await self._sample(prompt_ids)
-            if not completion.ids:
-                return EpisodeEnd.EMPTY_COMPLETION, f"{self.phase} gave no token"
-            self._add_reply(prompt_ids, completion)
-            if completion.finish_reason == "length":
+    async def close(self) -> str:
+        """Close the environment; what went wrong, or ""."""
+        if self.world is None:
+            return ""
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self.world.close()
+        except TimeoutError:
+            return f"close: did not finish within {CLOSE_TIMEOUT_S:g} s"
+        except Exception as error:
+            return _describe("close", error)
+        return ""
+
+    async def _run(self) -> tuple[EpisodeEnd, str]:
+        prompt = Prompt(messages=[])
+        deadline = asyncio.timeout(self.limits.setup_s)
+        try:
+            async with deadline:
+                self.world = await self.open_()
+                if isinstance(self.world, Environment):
+                    self.world.ask = self._ask
+                    prompt = checked_prompt(await _ask("reset", self.world.reset, self.task))
+        except EnvironmentFailure as failure:
+            return EpisodeEnd.SETUP_ERROR, str(failure)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            limit = f"{self.limits.setup_s:g} s (env.setup_timeout_s)"
+            return EpisodeEnd.SETUP_TIMEOUT, f"building and resetting the environment took longer than {limit}"
+        if isinstance(self.world, Program):
+            return await self._run_program(self.world)
+        return await self._turns(self.world, prompt)
+
+    async def _turns(self, world: Environment, prompt: Prompt) -> tuple[EpisodeEnd, str]:
+        self.prompt = [self._shortened(message) for message in prompt.messages]
+        self.context = list(self.prompt)
+        while True:
+            reply = await self.chat.reply(self.context, prompt.tools)
+            self.context.append(reply.message)
+            self.completion.append(reply.message)
+            if reply.turn.finish_reason == "length":
                 # A reply that was cut off may hold half an action, so the environment does not act on it.
                 return EpisodeEnd.TRUNCATED_LENGTH, ""
-            self.phase = f"step {len(self.turns)}"
-            step = _checked_step(await _ask("step", self.environment.step, self.messages[-1]))
-            self.metrics |= step.metrics
+            self.chat.phase = f"step {len(self.chat.turns)}"
+            step, failure = await self._step(world, reply.message)
+            if step is None:
+                return EpisodeEnd.STEP_TIMEOUT, failure
+            self._add(step)
             if step.done:
-                self.messages += step.messages
                 return EpisodeEnd.COMPLETED, ""
-            self.anchors.append(anchor_of(step.messages))
-            prompt_ids = self._next_prompt(step.messages)
-        return EpisodeEnd.TRUNCATED_LENGTH, ""
 
-    async def _sample(self, prompt_ids: list[int]) -> Completion:
-        index = len(self.turns)
-        self.phase = f"generation of reply {index + 1}"
-        request = GenerateRequest(
-            prompt_ids=prompt_ids,
-            seed=self.seed if self.seed is None or index == 0 else episode_seed(self.seed, index),
-            max_new_tokens=min(self.limits.max_new_tokens, self.limits.max_length - len(prompt_ids)),
-            prefix_key=self.prefix_key,
-        )
-        return await self.generate(request)
+    async def _step(self, world: Environment, reply: Message) -> tuple[Step | None, str]:
+        """The step, or None and what took too long."""
+        try:
+            async with asyncio.timeout(self.limits.step_s) as self.step_deadline:
+                return checked_step(await _ask("step", world.step, reply)), ""
+        except TimeoutError:
+            assert self.step_deadline is not None
+            if not self.step_deadline.expired():
+                raise
+            return None, f"{self.chat.phase} took longer than {self.limits.step_s:g} s (env.step_timeout_s)"
+        finally:
+            self.step_deadline = None
 
-    def _add_reply(self, prompt_ids: list[int], completion: Completion) -> None:
-        sizes = [len(completion.ids), len(completion.logprobs), len(completion.versions)]
-        assert len(set(sizes)) == 1, f"numbers of tokens, log-probabilities and versions differ: {sizes}"
-        self.reply = self.renderer.parse(completion.ids)
-        self.messages.append(Message(role="assistant", content=self.reply))
-        self.turns.append(
-            Turn(
-                prompt_ids=prompt_ids,
-                output_ids=completion.ids,
-                logprobs=completion.logprobs,
-                versions=completion.versions,
-                finish_reason=completion.finish_reason,
-            )
-        )
+    def _add(self, step: Step) -> None:
+        messages = [self._shortened(message) for message in step.messages]
+        self.completion += messages
+        if step.context is not None:
+            self.context = [self._shortened(message) for message in step.context]
+        self.context += messages
+        self._add_outcome(step.reward, step.metrics)
 
-    def _next_prompt(self, new_messages: list[Message]) -> list[int]:
-        held = self.turns[-1].prompt_ids + self.turns[-1].output_ids
-        added = self.renderer.extend(held, self.messages, new_messages)
-        self.messages += new_messages
-        return self.renderer.prompt(self.messages) if added is None else held + added
+    def _add_outcome(self, reward: float | None, metrics: Mapping[str, float]) -> None:
+        if reward is not None:
+            self.reward = (self.reward or 0.0) + reward
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+
+    def _shortened(self, message: Message) -> Message:
+        content = shortened(message["content"], self.limits.max_observation_chars)
+        if content is message["content"]:
+            return message
+        self._add_outcome(None, {"observations_shortened": 1.0})
+        return Message(**{**message, "content": content})
+
+    async def _ask(
+        self,
+        messages: Sequence[Message],
+        *,
+        agent: str,
+        tools: Sequence[ToolSchema] = (),
+        trainable: bool = False,
+    ) -> Message:
+        """For the environment: a reply in another role. The clock of its step stands still meanwhile."""
+        if agent == POLICY:
+            raise EnvironmentFailure(f"ask: {POLICY!r} replies to reset and step; give the other agent another name")
+        checked_messages("ask", messages)
+        deadline, loop = self.step_deadline, asyncio.get_running_loop()
+        when = deadline.when() if deadline is not None else None
+        left_s = when - loop.time() if when is not None else None
+        if deadline is not None:
+            deadline.reschedule(None)
+        self.asking += 1
+        try:
+            return (await self.chat.reply(messages, tools, agent=agent, trainable=trainable)).message
+        finally:
+            self.asking -= 1
+            if deadline is not None and left_s is not None and not self.asking:
+                deadline.reschedule(loop.time() + left_s)
+
+    async def _run_program(self, program: Program) -> tuple[EpisodeEnd, str]:
+        assert self.door is not None, "programs need a gateway"
+        endpoint = self.door.open(self.chat)
+        try:
+            result = checked_result(await _ask("run", program.run, self.task, endpoint))
+        finally:
+            self.door.close(endpoint)
+            messages = self.chat.last
+            first = next((index for index, message in enumerate(messages) if message["role"] == "assistant"), 0)
+            self.prompt, self.completion = list(messages[:first]), list(messages[first:])
+        self._add_outcome(result.reward, result.metrics)
+        if not messages:
+            return EpisodeEnd.EMPTY_COMPLETION, "the program ended without having asked for a reply"
+        is_cut_off = self.chat.turns[-1].finish_reason == "length"
+        return self._refused() or ((EpisodeEnd.TRUNCATED_LENGTH if is_cut_off else EpisodeEnd.COMPLETED), "")
+
+    def _refused(self) -> tuple[EpisodeEnd, str] | None:
+        """How the episode ends if a limit refused a reply."""
+        end = self.chat.end
+        return None if end is None else (end, self.chat.end_detail if end.is_error else "")
 
 
-async def _ask(call: str, method: Callable[..., Awaitable[Result]], *arguments: object) -> Result:
+def _played(play: _Play, end: EpisodeEnd, detail: str) -> PlayedEpisode:
+    chat = play.chat
+    chains = chains_of(chat.turns)
+    counts = {
+        "turns": float(len(chat.turns)),
+        "forks": float(chat.num_forks),
+        "branches": float(chat.num_branches),
+    }
+    return PlayedEpisode(
+        end=end,
+        payload=EpisodePayload(
+            samples=[sample_of(chain) for chain in chains], messages=[*play.prompt, *play.completion]
+        ),
+        transcript=Transcript(
+            task=play.task,
+            prompt=tuple(play.prompt),
+            completion=tuple(play.completion),
+            environment_reward=play.reward,
+            end=end,
+            num_sampled=sum(len(turn.output_ids) for turn in chat.turns),
+        ),
+        detail=detail,
+        metrics=play.metrics | counts,
+        turns=tuple(
+            TurnSummary(anchor=turn.anchor, num_loss_tokens=len(turn.output_ids)) for chain in chains for turn in chain
+        ),
+    )
+
+
+async def _ask(call: str, method: Callable[..., Awaitable[Value]], *arguments: object) -> Value:
     try:
         return await method(*arguments)
+    except (EnvironmentFailure, NoReply):
+        raise
     except Exception as error:
         raise EnvironmentFailure(_describe(call, error)) from error
-
-
-async def _close(environment: Environment) -> str:
-    """Close the environment; what went wrong, or ""."""
-    try:
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await environment.close()
-    except TimeoutError:
-        return f"close: did not finish within {CLOSE_TIMEOUT_S:g} s"
-    except Exception as error:
-        return _describe("close", error)
-    return ""
 
 
 def _describe(call: str, error: Exception) -> str:
     return f"{call}: {type(error).__name__}: {error}"
 
 
-def _checked_step(step: Step) -> Step:
+def checked_prompt(prompt: Prompt) -> Prompt:
+    """The prompt; EnvironmentFailure when it is none."""
+    if not isinstance(prompt, Prompt):
+        raise EnvironmentFailure(f"reset: expected a Prompt; got {type(prompt).__name__}")
+    checked_messages("reset", prompt.messages)
+    return prompt
+
+
+def checked_step(step: Step) -> Step:
+    """The step; EnvironmentFailure when it is none, or says what it must not."""
     if not isinstance(step, Step):
-        raise EnvironmentFailure(f"step: expected an Step; got {type(step).__name__}")
-    for name, value in step.metrics.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise EnvironmentFailure(f"step: metric {name!r} must be a finite number; got {value!r}")
-    if step.messages or not step.done:
-        _checked_messages("step", step.messages)
+        raise EnvironmentFailure(f"step: expected a Step; got {type(step).__name__}")
+    _check_numbers("step", step.reward, step.metrics)
+    if step.messages or not (step.done or step.context):
+        checked_messages("step", step.messages)
+    if step.context:
+        checked_messages("step", step.context)
     return step
 
 
-def _checked_messages(call: str, messages: list[Message]) -> list[Message]:
+def checked_result(result: Result) -> Result:
+    """The result of a program; EnvironmentFailure when it is none."""
+    if not isinstance(result, Result):
+        raise EnvironmentFailure(f"run: expected a Result; got {type(result).__name__}")
+    _check_numbers("run", result.reward, result.metrics)
+    return result
+
+
+def _check_numbers(call: str, reward: float | None, metrics: Mapping[str, float]) -> None:
+    if reward is not None and not _is_number(reward):
+        raise EnvironmentFailure(f"{call}: a reward must be a finite number or None; got {reward!r:.80}")
+    for name, value in metrics.items():
+        if not _is_number(value):
+            raise EnvironmentFailure(f"{call}: metric {name!r} must be a finite number; got {value!r:.80}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def checked_messages(call: str, messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages; EnvironmentFailure when there is none, or one is not a message of text."""
     if not messages:
         raise EnvironmentFailure(f"{call}: expected at least one message; got {messages!r}")
     for message in messages:
         shape = {key: type(value) for key, value in message.items()} if isinstance(message, dict) else {}
         if shape.get("role") is not str or shape.get("content") is not str:
-            raise EnvironmentFailure(f"{call}: a message needs the texts `role` and `content`; got {message!r}")
+            raise EnvironmentFailure(f"{call}: a message needs the texts `role` and `content`; got {message!r:.200}")
     return messages

@@ -6,25 +6,69 @@ text does not start with the held tokens (the template rewrote history, the toke
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import TemplateError
 
 from rlflow.errors import ConfigError
-from rlflow.types import Message
+from rlflow.rollout.tool_calls import CallStyle, describe_tools, find_calls, tools_as_text
+from rlflow.types import FunctionCall, Json, Message, ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ToolSchemas = Sequence[dict[str, Json]]
+
+_PROBE = "zq_probe_zq"
+_PROBE_TOOL: dict[str, Json] = {
+    "type": "function",
+    "function": {"name": _PROBE, "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+class ChatRenderer(Protocol):
+    """Messages <-> tokens."""
+
+    def prompt(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> list[int]:
+        """Tokens of a whole conversation, up to where the policy's next reply starts."""
+        ...
+
+    def extend(
+        self,
+        held_ids: Sequence[int],
+        messages_so_far: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: ToolSchemas = (),
+    ) -> list[int] | None:
+        """Tokens to append to `held_ids` so that they read as the whole conversation, up to the next reply.
+
+        `held_ids` are a prompt and the reply sampled after it; `messages_so_far` ends with that reply. When no
+        end-of-turn token was sampled, the template's is part of the answer. None when the text of the conversation does
+        not start with the text of the held tokens: then only `prompt` of the whole conversation is faithful.
+        """
+        ...
+
+    def parse(self, ids: Sequence[int]) -> str:
+        """The text of a reply, without special tokens."""
+        ...
+
+    def calls(self, text: str) -> list[FunctionCall]:
+        """The tool calls in a reply."""
+        ...
+
 
 class Renderer:
-    """Messages <-> tokens for one model.
+    """ChatRenderer of one model.
 
     Example, as text, with a ChatML template:
         prompt([user "2+2"])    "<|im_start|>user\\n2+2<|im_end|>\\n<|im_start|>assistant\\n"
         sampled                 "4<|im_end|>"
         extend(.., [user "no"]) "\\n<|im_start|>user\\nno<|im_end|>\\n<|im_start|>assistant\\n"
+
+    Tools are given to the template where it takes them, and its answers to calls where it shows them; else both are
+    written into the messages of system and user (`tool_calls.py`).
 
     Raises:
         ConfigError: the tokenizer has no chat template.
@@ -37,40 +81,85 @@ class Renderer:
                 "instruction-tuned model, or add a chat_template.jinja to the model's folder"
             )
         self._tokenizer = tokenizer
+        self.style = self._native_style()
+        """How the template itself writes calls; None where it knows no tools."""
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens of a whole conversation, up to where the policy's next reply starts."""
-        return self._encode(self._text(messages))
+    def prompt(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> list[int]:
+        return self._encode(self._text(messages, tools))
 
     def extend(
-        self, held_ids: Sequence[int], messages_so_far: Sequence[Message], new_messages: Sequence[Message]
+        self,
+        held_ids: Sequence[int],
+        messages_so_far: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: ToolSchemas = (),
     ) -> list[int] | None:
-        """Tokens to append to `held_ids` so that they read as the whole conversation, up to the next reply.
-
-        `held_ids` are a prompt and the reply sampled after it; `messages_so_far` ends with that reply. When no
-        end-of-turn token was sampled, the template's is part of the answer. None when the text of the conversation does
-        not start with the text of the held tokens: then only `prompt` of the whole conversation is faithful.
-        """
-        text = self._text([*messages_so_far, *new_messages])
+        text = self._text([*messages_so_far, *new_messages], tools)
         held = self._decode(held_ids, skip_special_tokens=False)
         return self._encode(text[len(held) :]) if text.startswith(held) else None
 
     def parse(self, ids: Sequence[int]) -> str:
-        """The text of a reply, without special tokens."""
         return self._decode(ids, skip_special_tokens=True)
 
-    def _text(self, messages: Sequence[Message]) -> str:
+    def calls(self, text: str) -> list[FunctionCall]:
+        return find_calls(text, self.style or CallStyle.TAGGED)
+
+    def _native_style(self) -> CallStyle | None:
+        """Found by trying: the template must show tools, calls in a style that we know, and what tools answer."""
+        user = Message(role="user", content="x")
+        function = FunctionCall(name="named", arguments="{}")
+        call = Message(
+            role="assistant", content="", tool_calls=[ToolCall(id="call00000", type="function", function=function)]
+        )
+        answer = Message(role="tool", content=_PROBE, tool_call_id="call00000", name="named")
         try:
-            conversation = [{"role": message["role"], "content": message["content"]} for message in messages]
-            text = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
+            with_tools = self._apply([user], [_PROBE_TOOL])
+            before = self._apply([user], [])
+            with_call = self._apply([user, call], [], add_generation_prompt=False)
+            with_answer = self._apply([user, call, answer], [])
+        except (TemplateError, TypeError, KeyError, ValueError):
+            return None
+        if _PROBE not in with_tools or _PROBE not in with_answer:
+            return None
+        written = with_call[len(before) :] if with_call.startswith(before) else with_call
+        if "<tool_call>" in written:
+            calls, style = find_calls(written, CallStyle.TAGGED), CallStyle.TAGGED
+        else:
+            calls, style = (
+                find_calls(written[written.find("{") : written.rfind("}") + 1], CallStyle.BARE),
+                CallStyle.BARE,
+            )
+        return style if calls and calls[0] == function else None
+
+    def _text(self, messages: Sequence[Message], tools: ToolSchemas) -> str:
+        shown = [self._without_repeated_calls(message) for message in messages]
+        if self.style is None:
+            shown = tools_as_text(describe_tools(shown, tools) if tools else shown)
+            tools = ()
+        try:
+            return self._apply(shown, tools)
+        except (TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigError(
                 f"the model's chat template refused a conversation with the roles {roles}: {error}; change the "
                 "environment's messages, or use a model whose template takes them"
             ) from error
+
+    def _apply(self, messages: Sequence[Message], tools: ToolSchemas, *, add_generation_prompt: bool = True) -> str:
+        text = self._tokenizer.apply_chat_template(
+            [_for_template(message) for message in messages],
+            tools=list(tools) or None,  # pyright: ignore[reportArgumentType]  schemas are dicts
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
         assert isinstance(text, str)
         return text
+
+    def _without_repeated_calls(self, message: Message) -> Message:
+        """A sampled reply holds its calls as text already."""
+        if "tool_calls" in message and self.calls(message["content"]):
+            return Message(role=message["role"], content=message["content"])
+        return message
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -81,3 +170,21 @@ class Renderer:
         )
         assert isinstance(text, str)
         return text
+
+
+def _for_template(message: Message) -> dict[str, Any]:
+    """Templates write a call's arguments from an object, where OpenAI has text."""
+    shown: dict[str, Any] = dict(message)
+    if "tool_calls" in message:
+        shown["tool_calls"] = [
+            {**call, "function": {"name": call["function"]["name"], "arguments": _arguments(call["function"])}}
+            for call in message["tool_calls"]
+        ]
+    return shown
+
+
+def _arguments(call: FunctionCall) -> Any:
+    try:
+        return json.loads(call["arguments"])
+    except json.JSONDecodeError:
+        return call["arguments"]

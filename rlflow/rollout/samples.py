@@ -1,0 +1,57 @@
+"""Turns -> Samples: each sampled token in exactly one sample, with what the policy saw before it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlflow.types import Sample, Turn
+
+NO_VERSION = -1
+
+
+def chains_of(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """The turns of each sample, in order.
+
+    A turn goes on with the sample that ends with the turn which it `continues`. Where another one has done so before (a
+    program asked for two replies to the same words), or where there is none, it begins a sample of its own.
+    """
+    chains: list[list[Turn]] = []
+    ending_with: dict[int, list[Turn]] = {}
+    for index, turn in enumerate(turns):
+        chain = ending_with.pop(turn.continues, None) if turn.continues is not None else None
+        if chain is None:
+            chain = []
+            chains.append(chain)
+        chain.append(turn)
+        ending_with[index] = chain
+    return chains
+
+
+def sample_of(chain: Sequence[Turn]) -> Sample:
+    """One sample of turns of which each continues the one before.
+
+    Example: turns (prompt P0 P1, output A0) and (prompt P0 P1 A0 O0, output B0) become prompt P0 P1, completion
+    A0 O0 B0, loss mask 1 0 1.
+    """
+    ids: list[int] = []
+    loss_mask: list[bool] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    num_prompt_tokens = len(chain[0].prompt_ids)
+    for turn in chain:
+        held = num_prompt_tokens + len(ids)
+        assert turn.prompt_ids[num_prompt_tokens:held] == ids, "a turn that continues another holds its tokens"
+        observed = turn.prompt_ids[held:]
+        ids += observed + turn.output_ids
+        loss_mask += [False] * len(observed) + [True] * len(turn.output_ids)
+        logprobs += [0.0] * len(observed) + turn.logprobs
+        versions += [NO_VERSION] * len(observed) + turn.versions
+    return Sample(
+        prompt_ids=np.array(chain[0].prompt_ids, dtype=np.int32),
+        completion_ids=np.array(ids, dtype=np.int32),
+        loss_mask=np.array(loss_mask, dtype=np.bool_),
+        logprobs=np.array(logprobs, dtype=np.float32),
+        versions=np.array(versions, dtype=np.int32),
+    )

@@ -104,6 +104,12 @@ class Renderer:
     def calls(self, text: str) -> list[FunctionCall]:
         return find_calls(text, self.style or CallStyle.TAGGED)
 
+    def as_sampled(self, text: str) -> list[int]:
+        """The tokens of a reply as a model ends it: the text, and the template's end of turn."""
+        written = self._apply([Message(role="user", content="x"), Message(role="assistant", content=_PROBE)], [])
+        ending = self._encode(written[written.rfind(_PROBE) + len(_PROBE) :])
+        return [*self._encode(text), *ending[:1]]
+
     def _native_style(self) -> CallStyle | None:
         """Found by trying: the template must show tools, calls in a style that we know, and what tools answer."""
         user = Message(role="user", content="x")

@@ -9,9 +9,9 @@ from rlflow.types import Message, Task
 
 CITIES = ("Lisbon", "Oslo", "Kyoto", "Quito", "Cairo", "Perth", "Lima", "Riga")
 ROOMS = ("single", "double", "family")
-SYSTEM_PROMPT = """You are the clerk of a hotel chain and talk to a guest. Ask for the city, for the number of nights and
-for the kind of room (single, double or family), one question at a time. When you know all three, reply with one line:
-BOOK city=<city> nights=<number> room=<room>"""
+SYSTEM_PROMPT = """You are the clerk of a hotel chain and talk to a guest. Ask for the city, for the number of nights
+and for the kind of room (single, double or family), one question at a time. When you know all three, reply with one
+line: BOOK city=<city> nights=<number> room=<room>"""
 GREETING = "Hello, I would like to book a room."
 
 

@@ -14,8 +14,8 @@ from rlflow.types import Json, Message, Task
 EVALUATION_SEED = 1_000_003
 GUEST = "guest"
 GUESTS = ("policy", "rules")
-GUEST_PROMPT = """You are a guest who wants to book a hotel room: in {city}, for {nights} nights, a {room} room. Answer the
-clerk's question in one short sentence. Say only what you are asked for."""
+GUEST_PROMPT = """You are a guest who wants to book a hotel room: in {city}, for {nights} nights, a {room} room. Answer
+the clerk's question in one short sentence. Say only what you are asked for."""
 
 
 def load(
@@ -23,8 +23,8 @@ def load(
 ) -> EnvironmentSpec:
     """A booking to be made after at most `questions` questions.
 
-    guest: who plays the guest: `policy`, the model that is trained, in a role that is not trained; or `rules`, which look
-    for words.
+    guest: who plays the guest: `policy`, the model that is trained, in a role that is not trained; or `rules`, which
+    look for words.
     size: number of tasks; seed: which ones; evaluation_size: number of tasks for `eval.every`, from another seed.
     """
     if guest not in GUESTS:

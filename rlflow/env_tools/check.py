@@ -215,8 +215,8 @@ def _problems(played: Sequence[Played], template: Sequence[Trial]) -> list[str]:
     expert, nonsense = means.get("expert"), means.get("nonsense")
     if expert is not None and nonsense is not None and expert <= nonsense:
         problems.append(
-            f"the expert earns {expert:.3g} on average and nonsense {nonsense:.3g}: the reward does not tell them apart; "
-            "where a task's answer alone is not a good reply, give the EnvironmentSpec an `expert`"
+            f"the expert earns {expert:.3g} on average and nonsense {nonsense:.3g}: the reward does not tell them "
+            "apart; where a task's answer alone is not a good reply, give the EnvironmentSpec an `expert`"
         )
     problems += [
         f"the chat template refuses a conversation ({one.name}): {one.refused}" for one in template if one.refused

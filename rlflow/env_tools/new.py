@@ -31,11 +31,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from data import make_tasks
-from reward import exact
-
 from rlflow.envs.base import Environment, EnvironmentSpec, Prompt, Step
 from rlflow.types import Message, Task
+
+from .data import make_tasks
+from .reward import exact
 
 
 def load(size: int = 600) -> EnvironmentSpec:

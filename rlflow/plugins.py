@@ -1,9 +1,9 @@
 """Loading a user's object by path: `package.module:Name` or `file.py:Name`.
 
-A file becomes a module below `rlflow.plugins`, in a package named after its folder's absolute path. So its functions and
-classes pickle by reference: any process that can import rlflow and read the file finds them again, workers included.
-It may import the files beside it: as `from .beside import name`, which cannot meet a file of that name elsewhere, or by
-the bare name.
+A file becomes a module below `rlflow.plugins`, in a package named after the absolute path of its folder. So its
+functions and classes pickle by reference: any process that can import rlflow and read the file finds them again,
+workers included. It may import the files beside it: as `from .beside import name`, which cannot meet a file of that
+name elsewhere, or by the bare name.
 """
 
 from __future__ import annotations

@@ -116,17 +116,30 @@ def _check_reward(reward: RewardConfig) -> None:
                 f"reward.model_replicas={reward.model_replicas} has no effect without reward.model; give one, or set "
                 "reward.workers for more processes that call a function"
             )
+        _check_weights_of_rewards(reward.weights)
         return
     if reward.function is not None:
         raise ConfigError(
             f"reward.function={reward.function} contradicts reward.model={reward.model}: a reply has one reward; set "
             "one of them to null"
         )
+    for key, value in (("weights", reward.weights), ("args", reward.args)):
+        if value:
+            raise ConfigError(f"reward.{key}={value} has no effect with reward.model; leave it out")
     if reward.workers != RewardConfig().workers:
         raise ConfigError(
             f"reward.workers={reward.workers} has no effect with reward.model; set it to 1, and "
             "reward.model_replicas for more processes"
         )
+
+
+def _check_weights_of_rewards(weights: list[float] | None) -> None:
+    if weights is None:
+        return
+    if not all(math.isfinite(weight) for weight in weights):
+        raise ConfigError(f"reward.weights must be finite numbers; got {weights}")
+    if not any(weights):
+        raise ConfigError(f"reward.weights must not all be 0, for then there is no reward; got {weights}")
 
 
 def _check_roles(config: Config) -> None:

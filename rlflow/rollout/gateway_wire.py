@@ -1,0 +1,300 @@
+"""OpenAI's chat completions, as they are sent, <-> our messages. Pure.
+
+    body of a request -> ChatRequest          reply -> completion object, or the chunks of a stream
+
+What cannot be served faithfully is refused with the reason; what only shapes how one samples is left to the run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from rlflow.envs.base import ToolSchema
+from rlflow.rollout.tool_calls import CallStyle, without_calls
+from rlflow.types import FunctionCall, Message, ToolCall, Turn
+
+JsonObject: TypeAlias = dict[str, Any]
+
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+"""Accepted without effect: what is trained on is sampled as the run says."""
+
+_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "n": ((1,), "one reply is sampled for each request; send several requests"),
+    "stop": (([], ""), "replies end where the model ends them; cut the text in the program"),
+    "response_format": (({"type": "text"},), "replies are not constrained; ask for the format in the prompt"),
+    "logit_bias": (({},), "replies are sampled as the run says"),
+    "functions": (([],), "send `tools`"),
+    "function_call": (("auto", "none"), "send `tool_choice`"),
+    "modalities": ((["text"],), "there is only text"),
+    "audio": ((), "there is only text"),
+    "top_logprobs": ((0,), "only the sampled tokens' log-probabilities are known"),
+    "chat_template_kwargs": (({},), "the model's chat template is used as it is"),
+}
+"""For each setting the values that change nothing, and what to say to any other one."""
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Refused(Exception):
+    """A request that is not served; becomes the answer that OpenAI's own server would give."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+    def body(self) -> JsonObject:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param or None, "code": self.code}}
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ChatRequest:
+    """What a program asks for."""
+
+    messages: list[Message]
+    """As the program sees them: what it was sent of a reply is here without the markup of tool calls."""
+    tools: list[ToolSchema]
+    max_new_tokens: int | None
+    is_stream: bool
+    with_usage: bool
+    """Whether a stream ends with the numbers of tokens."""
+    with_logprobs: bool
+    ignored: tuple[str, ...]
+    """The settings that were sent and do not hold."""
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """The request in a body. Raises Refused."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the body is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise Refused(f"the body must be a JSON object; got {_shown(fields)}")
+    for name, (harmless, reason) in _REFUSED.items():
+        if fields.get(name) is not None and fields[name] not in harmless:
+            raise Refused(f"`{name}` = {_shown(fields[name])} is not served: {reason}", param=name)
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise Refused(f"`messages` must be a list of at least one; got {_shown(messages)}", param="messages")
+    options = fields.get("stream_options") or {}
+    ignored = [name for name in SAMPLING if fields.get(name) is not None]
+    return ChatRequest(
+        messages=[_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
+        tools=_read_tools(fields),
+        max_new_tokens=_read_limit(fields),
+        is_stream=bool(fields.get("stream")),
+        with_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+        with_logprobs=bool(fields.get("logprobs")),
+        ignored=(*ignored, *(["parallel_tool_calls"] if fields.get("parallel_tool_calls") is False else [])),
+    )
+
+
+def _read_tools(fields: JsonObject) -> list[ToolSchema]:
+    """None of them where the program wants no call: then the model is not told of any."""
+    choice, tools = fields.get("tool_choice"), fields.get("tools") or []
+    if choice not in (None, "auto", "none"):
+        raise Refused(
+            f"`tool_choice` = {_shown(choice)} is not served: a call cannot be forced; send auto or none",
+            param="tool_choice",
+        )
+    is_list = isinstance(tools, list)
+    if not is_list or not all(isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools):
+        raise Refused('`tools` must be a list of {"type": "function", "function": {...}}', param="tools")
+    return [] if choice == "none" else tools
+
+
+def _read_limit(fields: JsonObject) -> int | None:
+    for name in ("max_completion_tokens", "max_tokens"):
+        limit = fields.get(name)
+        if limit is None:
+            continue
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+            raise Refused(f"`{name}` must be a positive number of tokens; got {_shown(limit)}", param=name)
+        return limit
+    return None
+
+
+def _read_message(message: Any, where: str) -> Message:
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in _ROLES:
+        raise Refused(f"{where} must be an object whose `role` is one of {', '.join(_ROLES)}; got {_shown(message)}")
+    read = Message(role="system" if role == "developer" else role, content=_read_content(message, where))
+    if role == "assistant" and message.get("tool_calls"):
+        read["tool_calls"] = _read_calls(message["tool_calls"], f"{where}.tool_calls")
+    if role == "tool" and message.get("tool_call_id") is not None:
+        read["tool_call_id"] = str(message["tool_call_id"])
+    if role != "assistant" and isinstance(message.get("name"), str):
+        read["name"] = message["name"]
+    return read
+
+
+def _read_content(message: JsonObject, where: str) -> str:
+    content = message.get("content")
+    if content is None and message["role"] == "assistant":
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise Refused(f"{where}.content must be text, or a list of parts; got {_shown(content)}")
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise Refused(f"{where}.content has a part of the type {kind!r}; only text is served")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _read_calls(calls: Any, where: str) -> list[ToolCall]:
+    read = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Refused(f'{where} must be a list of {{"id": ..., "function": {{"name": ...}}}}; got {_shown(call)}')
+        arguments = function.get("arguments") or ""
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        named = FunctionCall(name=function["name"], arguments=text)
+        read.append(ToolCall(id=str(call.get("id") or ""), type="function", function=named))
+    return read
+
+
+def shown_message(message: Message, turn: Turn) -> Message:
+    """What a program sees of a reply: the calls, and the text without them.
+
+    A call that was cut off, or that has no name, is not a call to a program; it sees the text as it was sampled.
+    """
+    calls = message.get("tool_calls", [])
+    content = message["content"]
+    if not calls or turn.finish_reason == "length" or not all(call["function"]["name"] for call in calls):
+        return Message(role="assistant", content=content)
+    style = CallStyle.TAGGED if "<tool_call>" in content else CallStyle.BARE
+    return Message(role="assistant", content=without_calls(content, style), tool_calls=calls)
+
+
+def completion_of(shown: Message, turn: Turn, request: ChatRequest, *, head: JsonObject) -> JsonObject:
+    """The answer to a request that wants no stream; `head` has its id, time and model."""
+    message = {"role": "assistant", "content": _content_of(shown), "refusal": None}
+    if "tool_calls" in shown:
+        message["tool_calls"] = shown["tool_calls"]
+    choice = {
+        "index": 0,
+        "message": message,
+        "logprobs": _logprobs_of(turn) if request.with_logprobs else None,
+        "finish_reason": _finish_of(shown, turn),
+    }
+    return {**head, "object": "chat.completion", "choices": [choice], "usage": _usage_of(turn)}
+
+
+def chunks_of(shown: Message, turn: Turn, request: ChatRequest, *, head: JsonObject) -> list[JsonObject]:
+    """The answer to a request that wants a stream. The reply is one chunk: it is sent when all of it is sampled."""
+    delta: JsonObject = {"role": "assistant", "content": _content_of(shown)}
+    if "tool_calls" in shown:
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(shown["tool_calls"])]
+    logprobs = _logprobs_of(turn) if request.with_logprobs else None
+    choices = [
+        {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None},
+        {"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish_of(shown, turn)},
+    ]
+    head = {**head, "object": "chat.completion.chunk"}
+    if not request.with_usage:
+        return [{**head, "choices": [choice]} for choice in choices]
+    last = {**head, "choices": [], "usage": _usage_of(turn)}
+    return [*({**head, "choices": [choice], "usage": None} for choice in choices), last]
+
+
+def _content_of(shown: Message) -> str | None:
+    return None if "tool_calls" in shown and not shown["content"] else shown["content"]
+
+
+def _finish_of(shown: Message, turn: Turn) -> str:
+    return "tool_calls" if "tool_calls" in shown else turn.finish_reason
+
+
+def _usage_of(turn: Turn) -> dict[str, int]:
+    prompt, sampled = len(turn.prompt_ids), len(turn.output_ids)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _logprobs_of(turn: Turn) -> JsonObject:
+    """Tokens are named by their ids, as by vLLM's `return_tokens_as_token_ids`."""
+    pairs = zip(turn.output_ids, turn.logprobs, strict=True)
+    tokens = [
+        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in pairs
+    ]
+    return {"content": tokens, "refusal": None}
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Sent:
+    """One reply that a program was sent."""
+
+    shown: Message
+    message: Message
+    """As the chat returned it, with all that was sampled."""
+
+
+class SentReplies:
+    """Recognises the replies that a program sends back, so that a conversation goes on with their tokens.
+
+    Programs rewrite what they were sent without meaning to: null or "" for no text, text in parts, no ids of calls, the
+    arguments in other spacing. A reply whose text or calls differ otherwise, or that stands elsewhere in the
+    conversation, is the program's own message.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[object, ...], list[_Sent]] = {}
+
+    def add(self, shown: Message, message: Message, position: int) -> None:
+        """The program is sent `shown` for `message`, the reply to `position` messages."""
+        self._sent.setdefault(_key_of(shown, position), []).append(_Sent(shown=shown, message=message))
+
+    def resolve(self, messages: Sequence[Message]) -> list[Message]:
+        """The conversation, with each reply that was sent as the chat returned it."""
+        return [self._resolve(message, position) for position, message in enumerate(messages)]
+
+    def _resolve(self, message: Message, position: int) -> Message:
+        sent = self._sent.get(_key_of(message, position), []) if message["role"] == "assistant" else []
+        if not sent:
+            return message
+        # Of replies that look alike (asked for at once, say) the one with these calls, else with this very text.
+        likeness = [
+            (_ids_of(one.shown) == _ids_of(message), one.shown["content"] == message["content"]) for one in sent
+        ]
+        return sent[max(range(len(sent)), key=lambda index: (likeness[index], index))].message
+
+
+def _key_of(message: Message, position: int) -> tuple[object, ...]:
+    functions = [call["function"] for call in message.get("tool_calls", [])]
+    return position, message["content"].strip(), *((each["name"], _canonical(each["arguments"])) for each in functions)
+
+
+def _ids_of(message: Message) -> tuple[str, ...]:
+    return tuple(call["id"] for call in message.get("tool_calls", []))
+
+
+def _canonical(arguments: str) -> str:
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments.strip()
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -96,7 +96,7 @@ REFUSED = [
     (["recipe=smoke", "trackers.tensorboard=perhaps"], "trackers.tensorboard must be true or false; got perhaps"),
     (["recipe=smoke", "run.steps=-1"], "run.steps must be positive; got -1"),
     (
-        ["recipe=smoke", "env=jsonl"],
+        ["recipe=smoke", "env=dataset"],
         "env is a section and takes no value itself; set one of its keys, such as env.name",
     ),
     (

@@ -19,7 +19,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlflow.config import AlgorithmConfig, Config
+from rlflow.config import AlgorithmConfig, Config, CurriculumConfig
 from rlflow.config_checks import check
 from rlflow.environments import load_environment
 from rlflow.envs.base import EnvironmentSpec, RewardFunction
@@ -70,6 +70,8 @@ class MinimalGrpo:
             )
         if config.reward.model is not None:
             raise ValueError("the minimal loop scores by a function; set reward.function in place of reward.model")
+        if config.curriculum != CurriculumConfig():
+            raise ValueError("the minimal loop plays each task once a pass; leave the settings of curriculum alone")
         self.config = config
         model_path = resolve_model(config.model.path)
         self.spec: EnvironmentSpec = load_environment(config.env, config.reward)

@@ -19,7 +19,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlflow.config import AlgorithmConfig, Config, RewardConfig
+from rlflow.config import AlgorithmConfig, Config, CurriculumConfig, RewardConfig
 from rlflow.config_checks import check
 from rlflow.environments import load_environment
 from rlflow.envs.base import EnvironmentSpec, RewardFunction
@@ -68,6 +68,8 @@ class MinimalGrpo:
             raise ValueError(
                 "the minimal loop is GRPO with the clipped loss; leave the other settings of algorithm alone"
             )
+        if config.curriculum != CurriculumConfig():
+            raise ValueError("the minimal loop plays each task once a pass; leave the settings of curriculum alone")
         self.config = config
         model_path = resolve_model(config.model.path)
         self.spec: EnvironmentSpec = load_environment(config.env, config.reward)

@@ -26,7 +26,14 @@ Run = Callable[[Config], int]
 """Does what a checked configuration asks for and says which exit code that means."""
 
 
-FREE_KEYS = ("env.args.", "reward.args.", "algorithm.advantage_args.", "algorithm.loss_args.", "algorithm.corrections.")
+FREE_KEYS = (
+    "env.args.",
+    "reward.args.",
+    "curriculum.args.",
+    "algorithm.advantage_args.",
+    "algorithm.loss_args.",
+    "algorithm.corrections.",
+)
 """Below these a key is an argument of something that the user chose."""
 
 

@@ -167,6 +167,18 @@ class RewardConfig:
 
 
 @dataclass
+class CurriculumConfig:
+    """Which task is played next."""
+
+    kind: str = "uniform"
+    """`uniform`: each once a pass, in shuffled order. `difficulty`: those more often that are solved sometimes, but not
+    always. `balanced`: of each kind of task (Task.kind) equally many. Or your own class, as `package.module:Class` or
+    `file.py:Class`; see `rlflow.curriculum.base`."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Options of `difficulty`, which are in `rlflow.curriculum.difficulty`, or of your class."""
+
+
+@dataclass
 class AlgorithmConfig:
     groups_per_step: int = 8
     group_size: int = 8
@@ -376,6 +388,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

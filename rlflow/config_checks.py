@@ -32,6 +32,7 @@ from rlflow.config import (
     sends_adapters,
     value_of,
 )
+from rlflow.curriculum.chosen import check_curriculum
 from rlflow.errors import ConfigError
 from rlflow.rollout.engine_setup import ADAPTER_RANKS
 
@@ -93,6 +94,7 @@ def check(config: Config) -> None:
         if value < 0:
             raise ConfigError(f"{key} must not be negative; got {value}")
     _check_reward(config.reward)
+    check_curriculum(config.curriculum)
     _check_roles(config)
     _check_algorithm(config)
     _check_critic(config.critic)

@@ -10,14 +10,13 @@ from functools import partial
 from typing import Any
 
 from rlflow.config import Config, EnvConfig, RewardConfig
-from rlflow.envs.base import EnvironmentSpec
-from rlflow.envs.jsonl.reward import no_reward
+from rlflow.envs.base import EnvironmentSpec, SingleTurn
 from rlflow.errors import ConfigError
 from rlflow.plugins import load_object
 from rlflow.reward_choice import check_columns, choose_rewards, columns_to_check
 from rlflow.types import Task
 
-SHIPPED = ("arithmetic", "jsonl", "latency")
+SHIPPED = ("arithmetic", "dataset", "latency")
 
 
 def load_environment(config: EnvConfig, reward: RewardConfig) -> EnvironmentSpec:
@@ -30,7 +29,7 @@ def load_environment(config: EnvConfig, reward: RewardConfig) -> EnvironmentSpec
     spec = load(**config.args)
     if not isinstance(spec, EnvironmentSpec):
         raise ConfigError(f"env.name={config.name} must return an EnvironmentSpec; it returned {type(spec).__name__}")
-    if reward.function is None and reward.model is None and spec.reward is no_reward:
+    if reward.function is None and reward.model is None and spec.reward is None and spec.build is SingleTurn:
         raise ConfigError(
             f"reward.function is required with env.name={config.name}, which has no reward of its own; "
             "give package.module:function or file.py:function, or a reward.model"

@@ -47,6 +47,7 @@ def step_record(report: StepReport, *, since_s: float, num_tokens_before: int) -
         "groups/admitted": report.counts["admitted_total"],
         "groups/trained": report.counts["trained"],
         **{f"groups/dropped_{reason}": report.counts[f"dropped_{reason}"] for reason in DropReason},
+        **report.curriculum,
         **_ends(report.episodes),
         "utilisation/rollout": shares["rollout"],
         "utilisation/train": shares["train"],

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rlflow.envs.base import EnvironmentSpec, SingleTurn
 from rlflow.envs.jsonl.data import read_tasks
-from rlflow.envs.jsonl.reward import no_reward
 from rlflow.errors import ConfigError
 
 
@@ -24,7 +23,6 @@ def load(path: str, system_prompt: str = "", evaluation_path: str | None = None)
     return EnvironmentSpec(
         tasks=partial(read_tasks, _existing("path", path), system_prompt),
         build=SingleTurn,
-        reward=no_reward,
         evaluation_tasks=evaluation,
     )
 

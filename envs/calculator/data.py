@@ -8,6 +8,8 @@ from rlflow.errors import ConfigError
 from rlflow.types import Message, Task
 
 OPERATIONS = ("+", "-", "*")
+EXAMPLES = ("205 * 314", "614 + 950", "853 - 271")
+"""Solved in the prompt, so that a small model sees what a call looks like."""
 SYSTEM_PROMPT = "You answer with a number. Use the calculator for every question."
 
 

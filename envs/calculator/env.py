@@ -9,15 +9,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from rlflow.envs.base import EnvironmentSpec, Prompt
-from rlflow.envs.calculator.data import make_tasks
+from rlflow.envs.calculator.data import EXAMPLES, make_tasks
 from rlflow.envs.calculator.reward import right_by_tool
 from rlflow.envs.tools import ToolEnvironment
 from rlflow.types import Message, Task
 
 EVALUATION_SEED = 1_000_003
 MAX_LENGTH = 200
-EXAMPLE = "41 - 17"
-"""Solved in the prompt, so that a small model sees what a call looks like."""
 
 _OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -43,20 +41,25 @@ def load(digits: int = 3, size: int = 2000, seed: int = 0, evaluation_size: int 
 
 
 class Calculator(ToolEnvironment):
-    """Shows how one question is answered before it asks another one."""
+    """Shows how some questions are answered before it asks another one."""
 
     def __init__(self) -> None:
         super().__init__([calculator])
 
     async def reset(self, task: Task) -> Prompt:
         system, question = task.prompt
-        example = [
-            Message(role="user", content=f"What is {EXAMPLE}?"),
-            Message(role="assistant", content=call_text(EXAMPLE)),
-            Message(role="tool", content=calculator(EXAMPLE), tool_call_id="example", name="calculator"),
-            Message(role="assistant", content=f"{EXAMPLE} = {calculator(EXAMPLE)}"),
-        ]
-        return Prompt(messages=[system, *example, question], tools=self.tool_set.schemas)
+        solved = [message for expression in EXAMPLES for message in _solved(expression)]
+        return Prompt(messages=[system, *solved, question], tools=self.tool_set.schemas)
+
+
+def _solved(expression: str) -> list[Message]:
+    result = calculator(expression)
+    return [
+        Message(role="user", content=f"What is {expression}?"),
+        Message(role="assistant", content=call_text(expression)),
+        Message(role="tool", content=result, tool_call_id="example", name="calculator"),
+        Message(role="assistant", content=f"{expression} = {result}"),
+    ]
 
 
 def calculator(expression: str) -> str:

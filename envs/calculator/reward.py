@@ -1,13 +1,16 @@
-"""1 for the right answer after the calculator was used, 0 otherwise."""
+"""What an answer is worth: the tool must have been used for it."""
 
 from __future__ import annotations
 
 from rlflow.envs.arithmetic.reward import is_right
 from rlflow.types import Message, Task
 
+RIGHT_CALL = 0.2
+"""For having asked the tool for the right thing, when the answer is wrong."""
+
 
 def right_by_tool(task: Task, completion: str, messages: list[Message]) -> float | None:
-    """1.0 when the last reply's last number is the answer and a tool has answered before, else 0.0."""
-    if not any(message["role"] == "tool" for message in messages):
+    """1.0 when the tool has said the answer and the last reply says so too, RIGHT_CALL without the latter, else 0.0."""
+    if not any(message["role"] == "tool" and message["content"] == task.answer for message in messages):
         return 0.0
-    return is_right(task, completion)
+    return 1.0 if is_right(task, completion) else RIGHT_CALL

@@ -1,4 +1,4 @@
-"""One task for each number and wording; the answer is the number."""
+"""A task for each number; the answer is the number."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from rlflow.errors import ConfigError
 from rlflow.types import Message, Task
 
 SYSTEM_PROMPT = "You play a guessing game. You reply with a single number and nothing else."
-QUESTIONS = (
-    "I think of a number between 1 and {highest}. Which one is it?",
-    "Guess my number. It is at least 1 and at most {highest}.",
-    "What is my number? It lies between 1 and {highest}, both included.",
+EXAMPLE = (
+    ("user", "I think of a number between 1 and 8. Which one is it?"),
+    ("assistant", "4"),
+    ("user", "My number is higher than 4. What is my number?"),
+    ("assistant", "6"),
+    ("user", "My number is lower than 6. What is my number?"),
+    ("assistant", "5"),
 )
+"""A game that goes well, so that a small model sees what a reply looks like."""
+QUESTION = "Right! Now I think of a number between 1 and {highest}. Which one is it?"
 
 
 def make_tasks(highest: int, size: int, seed: int) -> list[Task]:
-    """`size` tasks; the id says which number and wording, and how often they were drawn before."""
+    """`size` tasks."""
     if highest < 2 or size < 1:
         raise ConfigError(f"env.args of guess_number need highest >= 2 and size >= 1; got {highest} and {size}")
     chance = random.Random(f"guess_number/{seed}")
@@ -24,10 +29,11 @@ def make_tasks(highest: int, size: int, seed: int) -> list[Task]:
 
 
 def _task(highest: int, chance: random.Random, identity: str) -> Task:
-    question = chance.choice(QUESTIONS).format(highest=highest)
+    question = ("user", QUESTION.format(highest=highest))
+    spoken = (("system", SYSTEM_PROMPT), *EXAMPLE, question)
     return Task(
         id=identity,
-        prompt=(Message(role="system", content=SYSTEM_PROMPT), Message(role="user", content=question)),
+        prompt=tuple(Message(role=role, content=content) for role, content in spoken),
         answer=str(chance.randint(1, highest)),
         data={"highest": highest},
     )

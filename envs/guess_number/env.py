@@ -15,7 +15,7 @@ EVALUATION_SEED = 1_000_003
 
 
 def load(
-    highest: int = 16, guesses: int = 5, size: int = 2000, seed: int = 0, evaluation_size: int = 64
+    highest: int = 8, guesses: int = 3, size: int = 2000, seed: int = 0, evaluation_size: int = 64
 ) -> EnvironmentSpec:
     """A number between 1 and `highest` to be found with at most `guesses` replies.
 
@@ -62,7 +62,7 @@ class GuessNumber(Environment):
 def halve(task: Task, messages: Sequence[Message]) -> str:
     """Guesses the middle of what the hints leave."""
     low, high = 1, int(str(task.data["highest"]))
-    for message in messages:
+    for message in messages[len(task.prompt) :]:
         words = message["content"].split()
         if message["role"] == "user" and "higher" in words:
             low = int(words[words.index("than") + 1].rstrip(".")) + 1

@@ -95,13 +95,17 @@ class Gateway:
         app.router.add_route("*", "/{secret}/{rest:.*}", self._unknown)
         # A client that hangs up cancels its handler, and with it the sampling. No access log: URLs hold the secrets.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._starting = asyncio.Lock()
         self._address = ""
 
     async def start(self) -> None:
-        """Listen on a free port of the loopback interface."""
-        await self._runner.setup()
-        await web.TCPSite(self._runner, HOST, 0, backlog=1024).start()
-        self._address = f"http://{HOST}:{self._runner.addresses[0][1]}"
+        """Listen on a free port of the loopback interface, unless it does."""
+        async with self._starting:
+            if self._address:
+                return
+            await self._runner.setup()
+            await web.TCPSite(self._runner, HOST, 0, backlog=1024).start()
+            self._address = f"http://{HOST}:{self._runner.addresses[0][1]}"
 
     async def stop(self) -> None:
         """Stop listening; what is under way is cancelled."""

@@ -143,6 +143,9 @@ class EnvironmentSpec:
     """None: what the environment itself gives, in its steps or its result."""
     evaluation_tasks: Callable[[], Sequence[Task]] | None = None
     """Held out from `tasks`; needed by `eval.every` only."""
+    expert: Callable[[Task, Sequence[Message]], str] | None = None
+    """What somebody who can do the task replies to the conversation so far; `rlflow env check` plays it. None: the
+    task's answer, all by itself."""
     leases: tuple[str, ...] = ()
     """Resources of which each episode has one for itself, such as the addresses of sites; it is `build`'s only argument
     then. Empty: episodes share nothing."""

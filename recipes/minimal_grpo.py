@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlflow.config import AlgorithmConfig, Config
+from rlflow.config import AlgorithmConfig, Config, CurriculumConfig, RewardConfig
 from rlflow.config_checks import check
 from rlflow.environments import load_environment
 from rlflow.envs.base import EnvironmentSpec, RewardFunction
@@ -68,14 +68,19 @@ class MinimalGrpo:
             raise ValueError(
                 "the minimal loop is GRPO with the clipped loss; leave the other settings of algorithm alone"
             )
-        if config.reward.model is not None:
-            raise ValueError("the minimal loop scores by a function; set reward.function in place of reward.model")
+        if config.curriculum != CurriculumConfig():
+            raise ValueError("the minimal loop plays each task once a pass; leave the settings of curriculum alone")
         self.config = config
         model_path = resolve_model(config.model.path)
         self.spec: EnvironmentSpec = load_environment(config.env, config.reward)
-        self.reward: RewardFunction = (
-            cast(RewardFunction, load_object(config.reward.function)) if config.reward.function else self.spec.reward
-        )
+        reward = config.reward
+        path = str(reward.function)
+        own = cast(RewardFunction, load_object(path)) if ":" in path else self.spec.reward
+        if own is None or replace(reward, function=None) != RewardConfig(timeout_s=reward.timeout_s):
+            raise ValueError(
+                "the minimal loop scores by one function(task, completion); leave the rest of reward alone"
+            )
+        self.reward: RewardFunction = own
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=torch.float32, attn_implementation="eager"
         )
@@ -125,11 +130,9 @@ class MinimalGrpo:
         ]
         completions = await asyncio.gather(*(self.engine.generate(request) for request in requests))
         texts = [str(self.tokenizer.decode(each.ids, skip_special_tokens=True)) for each in completions]
-        rewards = [self.reward(task, text) for text in texts]
+        rewards = [cast(float, self.reward(task=task, completion=text)) for text in texts]
         assert all(reward is not None for reward in rewards), "the minimal loop needs a reward for every reply"
-        return Group(
-            prompt_ids=prompt_ids, completions=completions, rewards=[float(reward or 0.0) for reward in rewards]
-        )
+        return Group(prompt_ids=prompt_ids, completions=completions, rewards=rewards)
 
     def update(self, step: int, groups: Sequence[Group]) -> Update:
         """One optimiser step on the mean over all sampled tokens of the clipped policy-gradient loss."""

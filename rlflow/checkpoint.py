@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,8 @@ def state_to_json(state: RunState) -> dict[str, Any]:
         }
         for group in state.ready
     ]
-    return {"step": state.step, "version": state.version, "sampler": asdict(state.sampler), "ready": ready}
+    sampler = {field.name: getattr(state.sampler, field.name) for field in fields(state.sampler)}  # a copy already
+    return {"step": state.step, "version": state.version, "sampler": sampler, "ready": ready}
 
 
 def _state_from_json(content: dict[str, Any]) -> RunState:

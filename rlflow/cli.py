@@ -19,6 +19,7 @@ _VERBS = {
     "export": "write a checkpoint as a folder for transformers and vLLM",
     "report": "write a run's report.html",
     "ledger": "count a run's groups by state",
+    "env": "play an environment with scripts (check), or write a new one (new)",
     "bench": "measure on this machine",
     "simulate": "the driver on a fleet of modelled engines: throughput by staleness",
 }
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _complete(words)
         if words[:1] == ["train"]:
             return _train(words[1:])
+        if words[:1] == ["env"]:
+            return _env(words[1:])
         parser = _parser()
         options, overrides = parser.parse_known_args(words)
         if unknown := [word for word in overrides if options.verb != "bench" or "=" not in word or word[0] == "-"]:
@@ -70,6 +73,39 @@ def _train(arguments: Sequence[str]) -> int:
     if "--json" in arguments:
         raise ConfigError("--json has no effect without --dry-run; leave it out: a run writes metrics.jsonl")
     return train(for_hydra, _report)
+
+
+def _env(arguments: Sequence[str]) -> int:
+    """`new` takes a folder; what follows `check` is for Hydra, but for the name, the number of tasks and --json."""
+    parser = argparse.ArgumentParser(prog="rlflow env", description=_VERBS["env"])
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    new = verbs.add_parser("new", help="write a small environment that works, to be changed")
+    new.add_argument("path", type=Path, metavar="FOLDER", help="where; its last part is the environment's name")
+    check = verbs.add_parser("check", help="play tasks with scripts in place of a model, and say what is wrong")
+    check.add_argument(
+        "settings",
+        nargs="+",
+        metavar="NAME|key=value",
+        help="env.name, or recipe=NAME; env.args.x=1, reward.function=f ...",
+    )
+    check.add_argument("--tasks", type=int, default=20, metavar="N", help="how many; 20 by default")
+    check.add_argument("--json", action="store_true", help="as one JSON object")
+    options = parser.parse_args(arguments)
+    if options.verb == "new":
+        from rlflow.env_tools.new import env_new
+
+        print("\n".join(str(path) for path in env_new(options.path)))
+        return 0
+    from rlflow.compose import train
+    from rlflow.env_tools.check import env_check
+
+    if options.tasks < 1:
+        raise ConfigError(f"--tasks must be at least 1; got {options.tasks}")
+    settings = [each if "=" in each else f"env.name={each}" for each in options.settings]
+    if not any(each.startswith("recipe=") for each in settings):
+        settings.append("run.name=check")
+    run = partial(env_check, num_tasks=options.tasks, as_json=options.json)
+    return train(settings, _report, run, needs_recipe=False)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -26,7 +26,14 @@ Run = Callable[[Config], int]
 """Does what a checked configuration asks for and says which exit code that means."""
 
 
-FREE_KEYS = ("env.args.", "algorithm.advantage_args.", "algorithm.loss_args.", "algorithm.corrections.")
+FREE_KEYS = (
+    "env.args.",
+    "reward.args.",
+    "curriculum.args.",
+    "algorithm.advantage_args.",
+    "algorithm.loss_args.",
+    "algorithm.corrections.",
+)
 """Below these a key is an argument of something that the user chose."""
 
 
@@ -36,7 +43,7 @@ def _run(config: Config) -> int:
     return run(config)
 
 
-def train(arguments: Sequence[str], report: Report, run: Run = _run) -> int:
+def train(arguments: Sequence[str], report: Report, run: Run = _run, *, needs_recipe: bool = True) -> int:
     """Run `rlflow train ARGUMENTS`; the largest exit code of its jobs (one, or several with --multirun).
 
     Raises ConfigError when nothing can be composed. What a single job raises goes to `report`, so that the other jobs
@@ -51,7 +58,7 @@ def train(arguments: Sequence[str], report: Report, run: Run = _run) -> int:
 
     def job(composed: DictConfig) -> None:
         try:
-            exit_codes.append(_train_one(composed, folders, run))
+            exit_codes.append(_train_one(composed, folders, run, needs_recipe=needs_recipe))
         except (ConfigError, RunError) as error:
             exit_codes.append(report(error))
 
@@ -94,8 +101,8 @@ def _refuse_added_keys(composed: DictConfig) -> None:
                 raise ConfigError(unknown_key(key))
 
 
-def _train_one(composed: DictConfig, folders: set[str], run: Run) -> int:
-    if HydraConfig.get().runtime.choices.get("recipe", "") is None:
+def _train_one(composed: DictConfig, folders: set[str], run: Run, *, needs_recipe: bool) -> int:
+    if needs_recipe and HydraConfig.get().runtime.choices.get("recipe", "") is None:
         raise ConfigError(f"no recipe given; add recipe=<name> with one of: {', '.join(recipe_names())}")
     config = to_config(composed)
     if config.run.dir is not None:

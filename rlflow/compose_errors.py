@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
@@ -22,7 +23,13 @@ from omegaconf.errors import (
 from rlflow.config import Config
 
 _GROUPS = ("recipe", "algorithm")
-_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_TYPE_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[float]: "a list of numbers",
+}
 
 
 def leaf_keys() -> dict[str, Any]:
@@ -89,7 +96,7 @@ def _explain_value(key: str, message: str) -> str:
 def expected(kind: Any) -> str:
     """An annotation in words: `int | None` -> "a whole number, or null"."""
     choices = [each for each in get_args(kind) if each is not NoneType] if NoneType in get_args(kind) else [kind]
-    if isinstance(choices[0], type) and issubclass(choices[0], Enum):
+    if inspect.isclass(choices[0]) and issubclass(choices[0], Enum):
         words = f"one of {', '.join(member.name for member in choices[0])}"
     else:
         words = _TYPE_NAMES.get(choices[0], "a mapping")

@@ -146,18 +146,36 @@ class EnvConfig:
 
 @dataclass
 class RewardConfig:
-    function: str | None = None
-    """`package.module:function` or `file.py:function`; None means the environment's own, or `model`."""
+    function: Any = None
+    """What scores an episode: a name (shipped, of an installed package, `package.module:function` or
+    `file.py:function`), or a list of names. `environment` is what the environment itself gives; null means it alone,
+    or `model`."""
+    weights: list[float] | None = None
+    """One for each function, whose weighted sum is the reward; null means 1 each. With 0 it is a metric only."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Function -> its keyword arguments; `my.py:brief` goes by `brief`."""
     model: str | None = None
     """A sequence classifier with one label whose score is the reward: a local folder, or a hub id."""
     model_replicas: int = 1
     """Processes that each hold the whole reward model, on a GPU each; a reply goes to the one with the
     fewest open requests."""
     workers: int = 1
-    """Processes that call the function; not with `model`."""
+    """Processes that call the functions, one episode at a time each; not with `model`."""
     timeout_s: float = 10.0
-    """For one score, or for one row of conversations that go through the model at once; waiting for its turn does not
-    count. The process that overruns it is killed and replaced."""
+    """For all functions on one episode, or for one row of conversations that go through the model at once; waiting for
+    its turn does not count. The process that overruns it is killed and replaced."""
+
+
+@dataclass
+class CurriculumConfig:
+    """Which task is played next."""
+
+    kind: str = "uniform"
+    """`uniform`: each once a pass, in shuffled order. `difficulty`: those more often that are solved sometimes, but not
+    always. `balanced`: of each kind of task (Task.kind) equally many. Or your own class, as `package.module:Class` or
+    `file.py:Class`; see `rlflow.curriculum.base`."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Options of `difficulty`, which are in `rlflow.curriculum.difficulty`, or of your class."""
 
 
 @dataclass
@@ -370,6 +388,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

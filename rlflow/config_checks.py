@@ -32,6 +32,7 @@ from rlflow.config import (
     sends_adapters,
     value_of,
 )
+from rlflow.curriculum.chosen import check_curriculum
 from rlflow.errors import ConfigError
 from rlflow.rollout.engine_setup import ADAPTER_RANKS
 
@@ -93,6 +94,7 @@ def check(config: Config) -> None:
         if value < 0:
             raise ConfigError(f"{key} must not be negative; got {value}")
     _check_reward(config.reward)
+    check_curriculum(config.curriculum)
     _check_roles(config)
     _check_algorithm(config)
     _check_critic(config.critic)
@@ -116,17 +118,30 @@ def _check_reward(reward: RewardConfig) -> None:
                 f"reward.model_replicas={reward.model_replicas} has no effect without reward.model; give one, or set "
                 "reward.workers for more processes that call a function"
             )
+        _check_weights_of_rewards(reward.weights)
         return
     if reward.function is not None:
         raise ConfigError(
             f"reward.function={reward.function} contradicts reward.model={reward.model}: a reply has one reward; set "
             "one of them to null"
         )
+    for key, value in (("weights", reward.weights), ("args", reward.args)):
+        if value:
+            raise ConfigError(f"reward.{key}={value} has no effect with reward.model; leave it out")
     if reward.workers != RewardConfig().workers:
         raise ConfigError(
             f"reward.workers={reward.workers} has no effect with reward.model; set it to 1, and "
             "reward.model_replicas for more processes"
         )
+
+
+def _check_weights_of_rewards(weights: list[float] | None) -> None:
+    if weights is None:
+        return
+    if not all(math.isfinite(weight) for weight in weights):
+        raise ConfigError(f"reward.weights must be finite numbers; got {weights}")
+    if not any(weights):
+        raise ConfigError(f"reward.weights must not all be 0, for then there is no reward; got {weights}")
 
 
 def _check_roles(config: Config) -> None:

@@ -60,6 +60,8 @@ class StepReport:
     spans: list[Span]
     counts: dict[str, int]
     num_ready: int
+    curriculum: dict[str, float]
+    """What the curriculum says of itself, by the names in the record."""
     num_zero_std: int
     """Groups of the step whose episodes all had the same reward."""
 
@@ -293,6 +295,7 @@ class Driver:
                 spans=spans,
                 counts=self._ledger.counts(),
                 num_ready=len(self._intake.ready),
+                curriculum=self._intake.sampler.metrics(),
                 num_zero_std=sum(_has_equal_rewards(group) for group in groups),
             )
         )

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 from rlflow.config import Config, EnvConfig, RewardConfig
-from rlflow.envs.base import EnvironmentSpec
-from rlflow.envs.jsonl.reward import no_reward
+from rlflow.envs.base import EnvironmentSpec, SingleTurn
 from rlflow.errors import ConfigError
 from rlflow.plugins import load_object
-from rlflow.reward_call import shape_of
+from rlflow.reward_choice import check_columns, choose_rewards, columns_to_check
 from rlflow.types import Task
 
-SHIPPED = ("arithmetic", "jsonl", "latency")
+SHIPPED = ("arithmetic", "dataset", "latency")
 
 
 def load_environment(config: EnvConfig, reward: RewardConfig) -> EnvironmentSpec:
@@ -30,18 +29,18 @@ def load_environment(config: EnvConfig, reward: RewardConfig) -> EnvironmentSpec
     spec = load(**config.args)
     if not isinstance(spec, EnvironmentSpec):
         raise ConfigError(f"env.name={config.name} must return an EnvironmentSpec; it returned {type(spec).__name__}")
-    if reward.function is None and reward.model is None and spec.reward is no_reward:
+    if reward.function is None and reward.model is None and spec.reward is None and spec.build is SingleTurn:
         raise ConfigError(
             f"reward.function is required with env.name={config.name}, which has no reward of its own; "
             "give package.module:function or file.py:function, or a reward.model"
         )
-    if reward.function is not None:
-        _check_reward(reward.function)
+    # Rewards that cannot be loaded or called show before the workers start, which load them again.
+    columns = columns_to_check(choose_rewards(reward, spec.reward)) if reward.model is None else {}
     held_out = spec.evaluation_tasks
     return replace(
         spec,
-        tasks=partial(checked_tasks, config.name, spec.tasks),
-        evaluation_tasks=held_out and partial(checked_tasks, f"{config.name}, evaluation", held_out),
+        tasks=partial(checked_tasks, config.name, spec.tasks, columns),
+        evaluation_tasks=held_out and partial(checked_tasks, f"{config.name}, evaluation", held_out, columns),
     )
 
 
@@ -57,8 +56,13 @@ def held_out_tasks(config: Config, spec: EnvironmentSpec) -> Sequence[Task]:
     return spec.evaluation_tasks()
 
 
-def checked_tasks(name: str, tasks: Callable[[], Sequence[Task]]) -> Sequence[Task]:
-    """The tasks, or ConfigError that names the first one that cannot be used."""
+def checked_tasks(
+    name: str, tasks: Callable[[], Sequence[Task]], columns: Mapping[str, str] | None = None
+) -> Sequence[Task]:
+    """The tasks, or ConfigError that names the first one that cannot be used.
+
+    `columns` are those that rewards need, each with the name of the reward.
+    """
     rows = tasks()
     if not isinstance(rows, Sequence):
         raise ConfigError(f"env.name={name}: tasks() must return a sequence such as a list; got {type(rows).__name__}")
@@ -79,15 +83,8 @@ def checked_tasks(name: str, tasks: Callable[[], Sequence[Task]]) -> Sequence[Ta
             raise ConfigError(f"{where} has a message without `role`, or whose `content` is not text")
         if not any(text.strip() for text in texts if text):
             raise ConfigError(f"{where} has an empty prompt")
+    check_columns(columns or {}, rows)
     return rows
-
-
-def _check_reward(path: str) -> None:
-    """A reward that cannot be loaded or called shows before the workers start, which load it again."""
-    function = _load("reward.function", path)
-    if not callable(function):
-        raise ConfigError(f"reward.function={path} must be a function; got {function!r:.80}")
-    shape_of(function)
 
 
 def _load(key: str, path: str) -> object:

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sysconfig
+import traceback
+
+_OWN_FOLDER = os.path.dirname(__file__)
+_PYTHON_FOLDER = sysconfig.get_path("stdlib")
+
 
 class ConfigError(ValueError):
     """A setting is wrong, contradictory or without effect."""
@@ -24,7 +31,11 @@ class RewardLost(WorkerError):
 
 
 class EnvironmentFailure(Exception):
-    """Code of an environment raised, or returned what it must not; the text says which call and what."""
+    """Code of the environment raised, or returned what it must not; the text says in which call, and what and where."""
+
+
+class EnvironmentLost(EnvironmentFailure):
+    """The process of the environment ended, through this episode or another one."""
 
 
 class NoReply(Exception):
@@ -64,3 +75,20 @@ class DeadlineError(RunError):
 def first_line(error: BaseException) -> str:
     """Of its message; its kind where there is none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def describe_failure(error: BaseException) -> str:
+    """Kind, message and place of an error in other people's code.
+
+    The place is the innermost one that is neither in Python's library nor in rlflow, if there is one.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if _is_theirs(frame.filename)] or frames
+    place = f" ({os.path.basename(theirs[-1].filename)}:{theirs[-1].lineno})" if theirs else ""
+    return f"{type(error).__name__}: {str(error)[:500]}{place}"
+
+
+def _is_theirs(file: str) -> bool:
+    is_installed = os.sep + "site-packages" + os.sep in file
+    is_python = file.startswith((_PYTHON_FOLDER, "<frozen")) and not is_installed
+    return not is_python and not file.startswith(_OWN_FOLDER)

@@ -111,10 +111,16 @@ class Intake:
         if self._closing or self._failure is not None:
             return
         for _ in range(self._budget()):
-            task, task_pass = self.sampler.next()
+            try:
+                task, task_pass = self.sampler.next()
+            except Exception as error:
+                # Of a user's curriculum. The main task raises it: a group's own task may be the one that came here.
+                self.fail(error)
+                return
             version = self._progress.served_version
             group_id = self._ledger.admit(task.id, task_pass=task_pass, version=version)
-            self.ready.expect(group_id, version, was_late=self._was_late(task.id, task_pass))
+            was_late = task_pass is not None and self._was_late(task.id, task_pass)
+            self.ready.expect(group_id, version, was_late=was_late)
             self._tasks[group_id] = asyncio.create_task(self._live(group_id, task), name=f"group {group_id}")
 
     async def take(self, places: int) -> list[ReadyGroup]:
@@ -125,6 +131,7 @@ class Intake:
         # Every live group ends within its own deadline, so that a longer wait is a fault of this loop.
         limit_s = left_s = self._config.deadlines.group_s + self._config.deadlines.train_s
         while True:
+            self._changed.clear()
             self.raise_failure()
             ready = self.ready.take(version=self._progress.version, places=places)
             taken = [group for group in ready if not self._dropped_as_late(group)]
@@ -133,7 +140,6 @@ class Intake:
             self.admit()
             if taken:
                 return taken
-            self._changed.clear()
             left_s -= await self._wait(min(HEARTBEAT_S, left_s))
             if left_s <= 0:
                 raise DeadlineError("waiting for a group to train on", limit_s)
@@ -263,6 +269,9 @@ class Intake:
         self._ledger.advance(group_id, GroupState.SCORED)
         self.collected.episodes += played.episodes
         self.collected.spans += played.spans
+        sampled = played.episodes[: self._config.algorithm.group_size]  # the greedy one comes behind them
+        rewards = [episode.reward for episode in sampled if episode.is_trainable and episode.reward is not None]
+        self.sampler.on_result(task.id, rewards)
         ready = self.judge.ready(task, played)
         if ready is None:
             self._lose(group_id, DropReason.NO_VERDICT, why_no_verdict(played.episodes))

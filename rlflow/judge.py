@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rlflow.algorithms.advantage.base import Scored, ScoredTurn, all_equal
 from rlflow.algorithms.chosen import advantage_of
@@ -92,7 +92,7 @@ class Judge:
         return Scored(
             reward=reward,
             num_loss_tokens=episode.num_loss_tokens,
-            rewards=episode.metrics,
+            rewards=components_of(episode.metrics),
             task_kind=group.task_kind,
             turns=[
                 ScoredTurn(
@@ -110,6 +110,18 @@ class Judge:
         if cache is None:
             return episode.reward
         return episode.reward + overlong_penalty(episode.num_loss_tokens, max_length=self._max_new_tokens, cache=cache)
+
+
+def components_of(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The parts of a reward, by name: several functions; or what the one function says beside its reward.
+
+    Example: {"rewards/math": 1.0, "rewards/brief": 0.5, "turns": 2.0} -> {"math": 1.0, "brief": 0.5}
+    """
+    named = {name.removeprefix("rewards/"): value for name, value in metrics.items() if name.startswith("rewards/")}
+    functions = {name: value for name, value in named.items() if "/" not in name}
+    if len(functions) > 1:
+        return functions
+    return {name.partition("/")[2]: value for name, value in named.items() if "/" in name}
 
 
 def why_no_verdict(episodes: Sequence[EpisodeSummary]) -> str:

@@ -88,8 +88,14 @@ class Ledger:
         row = self._database.execute("SELECT COALESCE(MAX(id), 0) FROM groups").fetchone()
         self._last_id: int = row[0]
 
-    def admit(self, task_id: str, *, task_pass: int, version: int) -> int:
-        """A new group of this task; returns its id."""
+    def admit(self, task_id: str, *, task_pass: int | None = None, version: int) -> int:
+        """A new group of this task; returns its id.
+
+        Without a pass the task is drawn anew: it begins the pass after the last one that it was in.
+        """
+        if task_pass is None:
+            last = self._database.execute("SELECT MAX(pass) FROM groups WHERE task = ?", (task_id,)).fetchone()[0]
+            task_pass = 0 if last is None else last + 1
         self._last_id += 1
         self._write(
             "INSERT INTO groups (id, task, pass, state, admitted_version) VALUES (?, ?, ?, ?, ?)",

@@ -1,7 +1,9 @@
 """Loading a user's object by path: `package.module:Name` or `file.py:Name`.
 
-A file becomes a module below `rlflow.plugins`, named after its absolute path. So its functions and classes pickle by
-reference: any process that can import rlflow and read the file finds them again, workers included.
+A file becomes a module below `rlflow.plugins`, in a package named after the absolute path of its folder. So its
+functions and classes pickle by reference: any process that can import rlflow and read the file finds them again,
+workers included. It may import the files beside it: as `from .beside import name`, which cannot meet a file of that
+name elsewhere, or by the bare name.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def _load_file(source: str) -> ModuleType:
     if not file.is_file():
         near = _nearest(file.name, (other.name for other in file.parent.glob("*.py")))
         raise ConfigError(f"there is no file {file}; {near}")
-    return _import(_PREFIX + quote(str(file), safe="").replace(".", "%2E"), shown=str(file))
+    return _import(f"{_PREFIX}{_quoted(str(file.parent))}.{_quoted(file.stem)}", shown=str(file))
 
 
 def _load_module(source: str) -> ModuleType:
@@ -88,23 +90,33 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"found {', '.join(names)}" if 0 < len(names) <= 12 else "nothing there has a similar name"
 
 
+def _quoted(path: str) -> str:
+    return quote(path, safe="").replace(".", "%2E")
+
+
 class _FileFinder(MetaPathFinder):
-    """Finds `rlflow.plugins.<quoted absolute path>`."""
+    """Finds `rlflow.plugins.<quoted absolute path of a folder>`, and below it the files of that folder."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if not fullname.startswith(_PREFIX + "%2F"):
             return None
-        file = Path(unquote(fullname.removeprefix(_PREFIX)))
+        folder, _, stem = fullname.removeprefix(_PREFIX).partition(".")
+        if not stem:
+            package = ModuleSpec(fullname, None, is_package=True)
+            package.submodule_search_locations = [unquote(folder)]
+            if unquote(folder) not in sys.path:
+                sys.path.append(unquote(folder))
+            return package
+        if "." in stem:
+            return None
+        file = Path(unquote(folder)) / f"{unquote(stem)}.py"
         if not file.is_file():
             raise ConfigError(
                 f"there is no file {file} on this machine; put the code where every node sees it, or into an installed "
                 "package"
             )
-        folder = str(file.parent)
-        if folder not in sys.path:
-            sys.path.append(folder)
         return importlib.util.spec_from_file_location(fullname, file)
 
 

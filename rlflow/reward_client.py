@@ -12,7 +12,8 @@ from typing import Protocol
 
 from rlflow.deadlines import within
 from rlflow.errors import DeadlineError, RewardLost
-from rlflow.types import EpisodeEnd, Task, Verdict
+from rlflow.reward_call import ChosenReward, combine, environment_verdict
+from rlflow.types import EpisodeEnd, Transcript, Verdict
 
 MAX_ASKED = 3
 """Processes that one reply may outlive."""
@@ -21,13 +22,23 @@ MAX_ASKED = 3
 class Scorer(Protocol):
     """What an episode runner knows of rewards."""
 
-    async def score(self, task: Task, text: str) -> Verdict: ...
+    async def score(self, transcript: Transcript) -> Verdict: ...
+
+
+class EnvironmentScorer:
+    """Implements Scorer where only what the environment gave counts: no process is needed to add that up."""
+
+    def __init__(self, reward: ChosenReward) -> None:
+        self._reward = reward
+
+    async def score(self, transcript: Transcript) -> Verdict:
+        return combine([self._reward], [environment_verdict(transcript)])
 
 
 class RewardProcess(Protocol):
     """One process that scores; it may die and come back."""
 
-    async def score(self, task: Task, text: str) -> Verdict:
+    async def score(self, transcript: Transcript) -> Verdict:
         """Raises RewardLost when the process ends meanwhile."""
         ...
 
@@ -48,22 +59,22 @@ class RewardClient:
         self._returning: dict[int, asyncio.Task[None]] = {}
         """The processes that died, each with the wait for its return."""
 
-    async def score(self, task: Task, text: str) -> Verdict:
+    async def score(self, transcript: Transcript) -> Verdict:
         lost = ""
         for _ in range(MAX_ASKED):
             try:
                 index = await within("waiting for a process that scores", self._patience_s, self._choose())
-                return await self._ask(index, task, text)
+                return await self._ask(index, transcript)
             except RewardLost as error:
                 lost = str(error)
             except DeadlineError as error:
                 return Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=str(error))
         return Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=lost)
 
-    async def _ask(self, index: int, task: Task, text: str) -> Verdict:
+    async def _ask(self, index: int, transcript: Transcript) -> Verdict:
         self._num_open[index] += 1
         try:
-            return await self._processes[index].score(task, text)
+            return await self._processes[index].score(transcript)
         except RewardLost:
             if index not in self._returning:
                 self._returning[index] = asyncio.create_task(self._return(index))

@@ -1,7 +1,7 @@
 """The process in which a reward function runs: `python -m rlflow.reward_process REQUESTS_FD LIFE_FD`.
 
 Requests and answers are frames (4 bytes of length, then the content) on a socket that only the parent holds. The first
-frame is the function, the others are JSON. The parent kills this process's whole group when a request overruns.
+frame holds the functions, the others are JSON. The parent kills this process's whole group when a request overruns.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlflow.reward_call import ChosenReward
 
 Answer = dict[str, object]
 
@@ -42,11 +46,11 @@ def _serve(connection: socket.socket) -> None:
 
     from rlflow.errors import ConfigError
 
-    function = receive(connection)
-    if function is None:
+    rewards = receive(connection)
+    if rewards is None:
         return
     try:
-        score = _scorer(function)
+        score = _scorer(rewards)
     except ConfigError as error:
         send(connection, json.dumps({"error": str(error)}).encode())
         return
@@ -55,70 +59,52 @@ def _serve(connection: socket.socket) -> None:
         send(connection, json.dumps(score(json.loads(request))).encode())
 
 
-def _scorer(function_frame: bytes) -> Callable[[dict[str, object]], Answer]:
-    """Answers one request: {"task": fields of the Task, "text": the reply} -> fields of the Verdict.
+def _scorer(rewards_frame: bytes) -> Callable[[dict[str, Any]], Answer]:
+    """Answers one request: fields of the Transcript -> fields of the Verdict.
 
     Raises:
-        ConfigError: the function cannot be loaded or has no accepted shape.
+        ConfigError: a function cannot be loaded or has no accepted shape.
     """
     import asyncio
     import dataclasses
-    import inspect
 
-    from rlflow.reward_call import call, shape_of, verdict_of
-    from rlflow.types import EpisodeEnd, Task, Verdict
+    from rlflow.reward_score import Scoring
+    from rlflow.types import EpisodeEnd, Task, Transcript
 
-    function = _load(function_frame)
-    shape = shape_of(function)
+    chosen, timeout_s = _load(rewards_frame)
+    scoring = Scoring(chosen, timeout_s)
     runner = asyncio.Runner()
 
-    async def finish(answer: object) -> object:
-        return await answer if inspect.isawaitable(answer) else answer
-
-    def score(request: dict[str, object]) -> Answer:
-        fields = request["task"]
-        assert isinstance(fields, dict) and isinstance(request["text"], str)
-        task = Task(**{**fields, "prompt": tuple(fields["prompt"])})
-        try:
-            answer = call(function, shape, task, request["text"])
-            verdict = verdict_of(runner.run(finish(answer)) if inspect.isawaitable(answer) else answer, shape)
-        except BaseException as error:  # SystemExit and time-outs of scoring libraries are not of Exception
-            verdict = Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=_describe(error))
-        return dataclasses.asdict(verdict)
+    def score(request: dict[str, Any]) -> Answer:
+        task = request["task"]
+        transcript = Transcript(
+            task=Task(**{**task, "prompt": tuple(task["prompt"])}),
+            prompt=tuple(request["prompt"]),
+            completion=tuple(request["completion"]),
+            environment_reward=request["environment_reward"],
+            end=EpisodeEnd(request["end"]),
+            num_sampled=request["num_sampled"],
+        )
+        return dataclasses.asdict(runner.run(scoring.score(transcript)))
 
     return score
 
 
-def _load(function_frame: bytes) -> Callable[..., object]:
+def _load(rewards_frame: bytes) -> tuple[Sequence[ChosenReward], float]:
     import pickle
 
     from rlflow.errors import ConfigError
-    from rlflow.plugins import load_object
+    from rlflow.reward_score import describe
 
     try:
-        function = pickle.loads(function_frame)
+        return pickle.loads(rewards_frame)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"reward.function cannot be loaded in its scoring process: {_describe(error)}; define it at the top level "
+            f"reward.function cannot be loaded in its scoring process: {describe(error)}; define it at the top level "
             "of an importable module, or give it as file.py:function"
         ) from error
-    if isinstance(function, str):
-        function = load_object(function)
-    if not callable(function):
-        raise ConfigError(f"reward.function must be a function; got {type(function).__name__}")
-    return function
-
-
-def _describe(error: BaseException) -> str:
-    """Type, message and place of an error."""
-    import traceback
-
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    message = str(error)
-    return f"{type(error).__name__}: {message[:500]}{place}"
 
 
 def send(connection: socket.socket, content: bytes) -> None:

@@ -1,6 +1,6 @@
 """Scoring in processes that can be killed.
 
-    ScorerPool.score -> idle process -> reward function -> Verdict
+    ScorerPool.score -> idle process -> reward functions -> Verdict
 
 A reward function may raise, hang, crash or return nonsense; each is a Verdict without a reward, and none of them
 reaches the process that asks. A process that overran its deadline is killed with all that it started.
@@ -18,29 +18,34 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from rlflow.errors import ConfigError, DeadlineError
-from rlflow.reward_call import Reward
-from rlflow.types import EpisodeEnd, Task, Verdict
+from rlflow.reward_call import ChosenReward
+from rlflow.types import EpisodeEnd, Transcript, Verdict
 
 START_TIMEOUT_S = 120.0
 """Seconds for a scoring process to start and import the reward function."""
 KILL_TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 1 << 20
+"""A verdict is far smaller; a process that announces more has been meddled with."""
 
 
 class ScorerPool:
-    """Processes that score, one completion at a time each; callers wait for an idle one.
+    """Processes that score, one episode at a time each; callers wait for an idle one.
 
-    `function` is a callable that pickles by reference, or a path as `rlflow.plugins.load_object` takes it. Each process
-    is started in a session of its own, with standard output sent to standard error.
+    Each process loads all functions. It is started in a session of its own, with standard output sent to standard
+    error. `timeout_s` is for all functions of an episode together.
     """
 
-    def __init__(self, function: Reward | str, workers: int, timeout_s: float) -> None:
+    def __init__(self, rewards: Sequence[ChosenReward], workers: int, timeout_s: float) -> None:
         if workers < 1:
             raise ValueError(f"workers must be at least 1; got {workers}")
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive; got {timeout_s}")
-        self._function = _frame_of(function)
+        self._rewards = _frame_of(rewards, timeout_s)
+        names = ", ".join(one.name for one in rewards)
+        self._too_long = f"{names}: took longer than {timeout_s:g} s (reward.timeout_s)"
         self._timeout_s = timeout_s
         self._slots = [_Slot() for _ in range(workers)]
         self._idle: asyncio.Queue[_Slot] = asyncio.Queue()
@@ -48,17 +53,17 @@ class ScorerPool:
         self._is_started = False
 
     async def start(self) -> None:
-        """Start the processes, unless they are, and wait until each has loaded the function.
+        """Start the processes, unless they are, and wait until each has loaded the functions.
 
         Raises:
-            ConfigError: the function cannot be loaded, or has none of the accepted shapes.
-            DeadlineError: loading it takes too long.
+            ConfigError: a function cannot be loaded, or has none of the accepted shapes.
+            DeadlineError: loading them takes too long.
         """
         async with self._starting:
             if self._is_started:
                 return
             for slot in self._slots:
-                slot.restart(self._function)
+                slot.restart(self._rewards)
             try:
                 await asyncio.gather(*(slot.worker() for slot in self._slots))
             except BaseException:
@@ -68,13 +73,13 @@ class ScorerPool:
                 self._idle.put_nowait(slot)
             self._is_started = True
 
-    async def score(self, task: Task, text: str) -> Verdict:
-        """Score one completion. Only scoring counts towards the deadline, not waiting for a process.
+    async def score(self, transcript: Transcript) -> Verdict:
+        """Score one episode. Only scoring counts towards the deadline, not waiting for a process.
 
         Raises:
-            ConfigError: the task cannot be sent, or a process cannot load the function.
+            ConfigError: the task cannot be sent, or a process cannot load the functions.
         """
-        request = _request_of(task, text)
+        request = _request_of(transcript)
         await self.start()
         idle = self._idle
         slot = await idle.get()
@@ -88,7 +93,7 @@ class ScorerPool:
             # closed pool has another queue, and its processes stay dead.
             if idle is self._idle:
                 if not is_reusable:
-                    slot.restart(self._function)
+                    slot.restart(self._rewards)
                 idle.put_nowait(slot)
 
     async def close(self) -> None:
@@ -103,8 +108,7 @@ class ScorerPool:
             async with asyncio.timeout(self._timeout_s):
                 return _verdict_of(await worker.ask(request)), True
         except TimeoutError:
-            detail = f"the reward function took longer than {self._timeout_s:g} s (reward.timeout_s)"
-            return Verdict(reward=None, end=EpisodeEnd.REWARD_TIMEOUT, detail=detail), False
+            return Verdict(reward=None, end=EpisodeEnd.REWARD_TIMEOUT, detail=self._too_long), False
         except (asyncio.IncompleteReadError, ConnectionError):
             return Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=await worker.describe_death()), False
 
@@ -116,17 +120,17 @@ class _Slot:
         self._worker: _Worker | None = None
         self._starting: asyncio.Task[_Worker] | None = None
 
-    def restart(self, function: bytes) -> None:
+    def restart(self, rewards: bytes) -> None:
         """Kill the process, if there is one, and begin to start another."""
         old, self._worker = self._worker, None
         if self._starting is not None:
             self._starting.cancel()
         if old is not None:
             old.kill()
-        self._starting = asyncio.create_task(self._start(function, old))
+        self._starting = asyncio.create_task(self._start(rewards, old))
 
     async def worker(self) -> _Worker:
-        """The process, once it has loaded the function."""
+        """The process, once it has loaded the functions."""
         assert self._starting is not None, "start the pool before the first request"
         return await asyncio.shield(self._starting)
 
@@ -137,10 +141,10 @@ class _Slot:
             self._worker.kill()
             await self._worker.ended()
 
-    async def _start(self, function: bytes, old: _Worker | None) -> _Worker:
+    async def _start(self, rewards: bytes, old: _Worker | None) -> _Worker:
         if old is not None:
             await old.ended()
-        self._worker = worker = _Worker(function)
+        self._worker = worker = _Worker(rewards)
         await worker.load()
         return worker
 
@@ -148,8 +152,8 @@ class _Slot:
 class _Worker:
     """One scoring process and the socket to it."""
 
-    def __init__(self, function: bytes) -> None:
-        self._function = function
+    def __init__(self, rewards: bytes) -> None:
+        self._rewards = rewards
         self._socket, theirs = socket.socketpair()
         life_read, self._life_fd = os.pipe()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -168,11 +172,11 @@ class _Worker:
             os.close(life_read)
 
     async def load(self) -> None:
-        """Wait until the process has loaded the function."""
+        """Wait until the process has loaded the functions."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 self._streams = await asyncio.open_unix_connection(sock=self._socket)
-                answer = json.loads(await self.ask(self._function))
+                answer = json.loads(await self.ask(self._rewards))
         except TimeoutError as error:
             hint = "importing the module of reward.function takes too long"
             raise DeadlineError("start of a scoring process", START_TIMEOUT_S, hint) from error
@@ -185,14 +189,16 @@ class _Worker:
         """The answer to one request.
 
         Raises:
-            asyncio.IncompleteReadError, ConnectionError: the process died.
+            asyncio.IncompleteReadError, ConnectionError: the process died, or sends what is no answer.
         """
         assert self._streams is not None
         reader, writer = self._streams
         writer.write(len(request).to_bytes(4, "big") + request)
         await writer.drain()
-        header = await reader.readexactly(4)
-        return await reader.readexactly(int.from_bytes(header, "big"))
+        size = int.from_bytes(await reader.readexactly(4), "big")
+        if size > MAX_ANSWER_BYTES:
+            raise ConnectionError(f"an answer of {size} bytes")
+        return await reader.readexactly(size)
 
     async def describe_death(self) -> str:
         """How the process died; it has closed its socket."""
@@ -223,9 +229,9 @@ class _Worker:
             raise DeadlineError("end of a scoring process that was killed", KILL_TIMEOUT_S) from error
 
 
-def _frame_of(function: Reward | str) -> bytes:
+def _frame_of(rewards: Sequence[ChosenReward], timeout_s: float) -> bytes:
     try:
-        return pickle.dumps(function)
+        return pickle.dumps((list(rewards), timeout_s))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"the reward function cannot be sent to its scoring process: {error}; define it at the top level of an "
@@ -233,12 +239,13 @@ def _frame_of(function: Reward | str) -> bytes:
         ) from error
 
 
-def _request_of(task: Task, text: str) -> bytes:
+def _request_of(transcript: Transcript) -> bytes:
     try:
-        return json.dumps({"task": dataclasses.asdict(task), "text": text}).encode()
+        return json.dumps(dataclasses.asdict(transcript)).encode()
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"task {task.id!r} has data that JSON cannot hold ({error}); keep the columns of `data` to plain values"
+            f"task {transcript.task.id!r} has data that JSON cannot hold ({error}); keep the columns of `data` to "
+            "plain values"
         ) from error
 
 

@@ -52,7 +52,7 @@ def train(config: Config) -> int:
     check_functions(config)
     spec = load_environment(config.env, config.reward)
     # Before anything is started: a wrong row of the data set ends here.
-    sampler = TaskSampler(spec.tasks(), config.run.seed)
+    sampler = TaskSampler(spec.tasks(), config.run.seed, config.curriculum)
     evaluation_tasks = held_out_tasks(config, spec)
     model_path = resolve_model(config.model.path)
     reward_model_path = resolve_reward_model(config.reward.model) if config.reward.model is not None else None

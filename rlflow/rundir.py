@@ -24,6 +24,7 @@ _FIXED = (
     "lora.alpha",
     "env.name",
     "env.args",
+    "curriculum.kind",
     "run.seed",
     "algorithm.groups_per_step",
 )

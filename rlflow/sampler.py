@@ -1,12 +1,17 @@
-"""Which task comes next: a seeded shuffle a pass, and before it the tasks that were put back."""
+"""Which task comes next: those that were put back, then what the curriculum draws."""
 
 from __future__ import annotations
 
-import random
+import hashlib
+import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from rlflow.config import CurriculumConfig
+from rlflow.curriculum.chosen import make_curriculum
+from rlflow.errors import ConfigError
 from rlflow.types import Task
 
 
@@ -14,54 +19,77 @@ from rlflow.types import Task
 class SamplerState:
     """What a checkpoint keeps of the sampler."""
 
-    task_pass: int
-    position: int
-    """Index into the shuffled order of `task_pass` of the next task."""
+    kind: str
+    """Of the curriculum, as in the settings."""
+    tasks: str
+    """Names the tasks and their order: equal for equal ids."""
     put_back: list[tuple[str, int]]
     """(task id, pass) of the tasks to try again, in order."""
+    curriculum: dict[str, Any]
+    """What the curriculum gave, as JSON."""
 
 
 class TaskSampler:
-    """Endless passes over the tasks; each pass has its own order, fixed by (seed, pass)."""
+    """All that the scheduler knows of the curriculum. What a curriculum does, a task that is put back comes again."""
 
-    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+    def __init__(self, tasks: Sequence[Task], seed: int, config: CurriculumConfig | None = None) -> None:
+        """None: uniform. Raises ConfigError for a curriculum that does not exist, or does not go with the tasks."""
         assert tasks, "the environment loader rejects an empty task list"
-        self._tasks = tasks
-        self._index = {task.id: index for index, task in enumerate(tasks)}
-        self._seed = seed
-        self._pass = 0
-        self._position = 0
-        self._order = self._shuffled(0)
+        config = config or CurriculumConfig()
+        self._kind = config.kind
+        self._tasks = {task.id: task for task in tasks}
+        self._digest = _digest(tasks)
+        self._curriculum = make_curriculum(config, tasks, seed)
         self._put_back: deque[tuple[str, int]] = deque()
 
-    def next(self) -> tuple[Task, int]:
-        """(task, the pass that it counts for)."""
+    def next(self) -> tuple[Task, int | None]:
+        """(task, the pass that it counts for); a task that is drawn anew begins a pass of its own, None."""
         if self._put_back:
             task_id, task_pass = self._put_back.popleft()
-            return self._tasks[self._index[task_id]], task_pass
-        if self._position == len(self._order):
-            self._pass += 1
-            self._position = 0
-            self._order = self._shuffled(self._pass)
-        task = self._tasks[self._order[self._position]]
-        self._position += 1
-        return task, self._pass
+            return self._tasks[task_id], task_pass
+        task = self._curriculum.next()
+        if not isinstance(task, Task) or task.id not in self._tasks:
+            raise ConfigError(f"next() of curriculum.kind={self._kind} must return one of the tasks; got {task!r:.80}")
+        return task, None
 
     def put_back(self, task_id: str, task_pass: int) -> None:
         """Offer this task again before any new one."""
         self._put_back.append((task_id, task_pass))
 
+    def on_result(self, task_id: str, rewards: Sequence[float]) -> None:
+        """A group was scored; see `Curriculum.on_result`."""
+        self._curriculum.on_result(task_id, rewards)
+
+    def metrics(self) -> dict[str, float]:
+        return {f"curriculum/{name}": value for name, value in self._curriculum.metrics().items()}
+
     @property
     def state(self) -> SamplerState:
-        return SamplerState(task_pass=self._pass, position=self._position, put_back=list(self._put_back))
+        """A copy. Raises ConfigError when the curriculum gives what JSON does not have."""
+        try:
+            curriculum = json.loads(json.dumps(self._curriculum.state(), allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"state() of curriculum.kind={self._kind} must return JSON values: {error}") from error
+        return SamplerState(kind=self._kind, tasks=self._digest, put_back=list(self._put_back), curriculum=curriculum)
 
     def restore(self, state: SamplerState) -> None:
-        self._pass = state.task_pass
-        self._order = self._shuffled(self._pass)
-        self._position = state.position
-        self._put_back = deque((task_id, task_pass) for task_id, task_pass in state.put_back)
+        """Raises ConfigError for the state of another curriculum, or of other tasks."""
+        if state.kind != self._kind:
+            raise ConfigError(
+                f"curriculum.kind is {self._kind}, but the checkpoint was saved with {state.kind}; set it to that, or "
+                "begin another run.dir"
+            )
+        if state.tasks != self._digest:
+            raise ConfigError(
+                f"the checkpoint was saved with other tasks than the {len(self._tasks)} that env.name and env.args "
+                "give now, or in another order; restore the data that the run was begun with, or begin another run.dir"
+            )
+        self._curriculum.restore(state.curriculum)
+        self._put_back = deque(state.put_back)
 
-    def _shuffled(self, task_pass: int) -> list[int]:
-        order = list(range(len(self._tasks)))
-        random.Random(f"{self._seed}/{task_pass}").shuffle(order)
-        return order
+
+def _digest(tasks: Sequence[Task]) -> str:
+    digest = hashlib.sha256()
+    for task in tasks:
+        digest.update(task.id.encode(errors="surrogatepass") + b"\0")
+    return digest.hexdigest()

@@ -318,7 +318,7 @@ def make_world(
     driver = Driver(
         config=config,
         workers=Workers(runners=runners, engines=engines, trainer=trainer, reference=None),
-        sampler=TaskSampler(make_tasks(num_tasks), seed),
+        sampler=TaskSampler(make_tasks(num_tasks), seed, config.curriculum),
         ledger=opened,
         checkpoints=checkpoints,
         observer=observer,

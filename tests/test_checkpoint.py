@@ -33,7 +33,7 @@ def make_state(step: int) -> RunState:
         references=None,
         num_bytes=10,
     )
-    sampler = SamplerState(task_pass=1, position=5, put_back=[("t3", 0)])
+    sampler = SamplerState(kind="uniform", tasks="e3b0", put_back=[("t3", 0)], curriculum={"pass": 1, "position": 5})
     return RunState(step=step, version=step - 1, sampler=sampler, ready=[group])
 
 
@@ -131,6 +131,11 @@ def test_a_run_is_not_resumed_with_other_tasks(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     config.run.seed = 5
     with pytest.raises(ConfigError, match="run.seed is 5, but the run in .* was begun with 0"), claim(config):
+        raise AssertionError("resumed another run")
+    config = make_config(tmp_path)
+    config.curriculum.kind = "difficulty"
+    begun = "curriculum.kind is 'difficulty', but the run in .* was begun with 'uniform'"
+    with pytest.raises(ConfigError, match=begun), claim(config):
         raise AssertionError("resumed another run")
     config = make_config(tmp_path)
     config.lora.rank = 4

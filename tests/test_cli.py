@@ -21,7 +21,7 @@ from rlflow.models import check_folder, resolve_model
 from rlflow.sampler import SamplerState
 
 Cli = Callable[..., tuple[int, str, str]]
-SAMPLER = SamplerState(task_pass=0, position=0, put_back=[])
+SAMPLER = SamplerState(kind="uniform", tasks="", put_back=[], curriculum={})
 RECIPES = [
     "aipo_arithmetic_async",
     "async_latency",
@@ -96,7 +96,7 @@ REFUSED = [
     (["recipe=smoke", "trackers.tensorboard=perhaps"], "trackers.tensorboard must be true or false; got perhaps"),
     (["recipe=smoke", "run.steps=-1"], "run.steps must be positive; got -1"),
     (
-        ["recipe=smoke", "env=jsonl"],
+        ["recipe=smoke", "env=dataset"],
         "env is a section and takes no value itself; set one of its keys, such as env.name",
     ),
     (
@@ -138,11 +138,13 @@ def test_a_traceback_is_shown_on_request(cli: Cli) -> None:
 
 
 def test_cfg_job_prints_the_composed_configuration(cli: Cli) -> None:
-    code, out, _ = cli("train", "env.args.seed=3", "--cfg", "job", "recipe=smoke", "run.steps=2")
+    free = ("env.args.seed=3", "curriculum.kind=difficulty", "curriculum.args.explore=0.3")
+    code, out, _ = cli("train", *free, "--cfg", "job", "recipe=smoke", "run.steps=2")
     composed = yaml.safe_load(out)
     assert code == 0
     assert composed["run"]["steps"] == 2
     assert composed["env"] == {"name": "arithmetic", "args": {"seed": 3}}
+    assert composed["curriculum"] == {"kind": "difficulty", "args": {"explore": 0.3}}
 
 
 def test_the_run_is_named_after_its_recipe(cli: Cli) -> None:

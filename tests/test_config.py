@@ -58,6 +58,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"cluster.cpu_threads": 0}, "cluster.cpu_threads must be at least 1, or null; got 0"),
     ({"algorithm.group_size": 1}, "algorithm.group_size must be at least 2, to have something to compare; got 1"),
     (
+        {"curriculum.kind": "difficulties"},
+        "curriculum.kind=difficulties is not a curriculum; did you mean difficulty? There are uniform, difficulty, "
+        "balanced; your own class is package.module:Class or file.py:Class",
+    ),
+    (
+        {"curriculum.kind": "balanced", "curriculum.args": {"explore": 0.1}},
+        "curriculum.args={'explore': 0.1} has no effect with curriculum.kind=balanced, which has no options; leave it "
+        "empty",
+    ),
+    (
         {"algorithm.kl": "k1"},
         "algorithm.kl=k1 has no effect with algorithm.kl_coefficient=0; set the coefficient",
     ),

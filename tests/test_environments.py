@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import subprocess
 import sys
@@ -195,66 +194,6 @@ def test_tasks_that_cannot_be_used_are_named(rows: Any, message: str) -> None:
         checked_tasks("mine", lambda: rows)
 
 
-def write_rows(path: Path, *rows: object) -> str:
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return str(path)
-
-
-def test_jsonl_reads_the_columns_of_other_projects(tmp_path: Path) -> None:
-    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 3 ="}]
-    path = write_rows(
-        tmp_path / "sums.jsonl",
-        {"id": "first", "prompt": "2 + 3 =", "answer": 5},
-        {"prompt": messages, "answer": "5", "level": 2},
-        {"question": "2 + 3 =", "data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "5"}},
-        {"prompt": "Say hello."},
-    )
-    found = load("jsonl", reward=SCORE, path=path, system_prompt="Be brief.")
-    brief = Message(role="system", content="Be brief.")
-    assert [each.id for each in found] == ["first", "sums/2", "sums/3", "sums/4"]
-    assert [each.answer for each in found] == ["5", "5", "5", None]
-    assert found[0].prompt == (brief, SUM)
-    assert found[1].prompt == (Message(role="system", content="Add."), SUM)
-    assert found[1].data == {"level": 2}
-    assert found[2].data == {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "5"}}
-
-
-def test_jsonl_needs_a_path_and_a_reward(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", {"prompt": "hi"})
-    with pytest.raises(ConfigError, match=r"reward.function is required with env.name=jsonl"):
-        load("jsonl", path=path)
-    with pytest.raises(ConfigError, match=r"env.args.path is required by env.name=jsonl"):
-        load("jsonl", reward=SCORE)
-    with pytest.raises(ConfigError, match=r"none.jsonl is not a file"):
-        load("jsonl", reward=SCORE, path=str(tmp_path / "none.jsonl"))
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{oops", "is not JSON .*; write one JSON object on each line"),
-        ("[1]", "is a JSON list; write one JSON object on each line"),
-        ('{"text": "hi"}', r"has no prompt; give it the column `prompt` or `question`; found \['text'\]"),
-        ('{"prompt": 5}', "`prompt` must be text, or a list of messages with `role` and `content` as text; got 5"),
-        ('{"prompt": []}', "`prompt` must be text, or a list of messages"),
-        ('{"prompt": [{"role": "user"}]}', "`prompt` must be text, or a list of messages"),
-        ('{"question": " "}', "`question` is empty"),
-        ('{"prompt": "hi", "answer": [1]}', "the answer must be text or a number; got"),
-        ('{"prompt": "hi", "answer": true}', "the answer must be text or a number; got True"),
-    ],
-)
-def test_a_bad_row_names_file_and_line(line: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(f'{{"prompt": "hi"}}\n\n{line}\n')
-    with pytest.raises(ConfigError, match=rf"rows.jsonl:3:? {message}"):
-        load("jsonl", reward=SCORE, path=str(path))
-
-
-def test_an_empty_file_has_no_tasks(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"env.name=jsonl has no tasks"):
-        load("jsonl", reward=SCORE, path=write_rows(tmp_path / "rows.jsonl"))
-
-
 def test_held_out_tasks_are_other_tasks_than_those_of_training() -> None:
     config = Config()
     spec = load_environment(config.env, config.reward)
@@ -263,19 +202,6 @@ def test_held_out_tasks_are_other_tasks_than_those_of_training() -> None:
     held_out = held_out_tasks(config, spec)
     assert len(held_out) == 64
     assert not {task.id for task in held_out} & {task.id for task in spec.tasks()}
-
-
-def test_an_evaluation_without_tasks_is_refused(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
-    config = Config()
-    config.eval.every = 5
-    config.env = EnvConfig(name="jsonl", args={"path": str(rows)})
-    config.reward = RewardConfig(function="rlflow.envs.arithmetic.reward:is_right")
-    with pytest.raises(ConfigError, match="env.name=jsonl with these env.args has no evaluation tasks"):
-        held_out_tasks(config, load_environment(config.env, config.reward))
-    config.env.args["evaluation_path"] = str(rows)
-    assert [task.answer for task in held_out_tasks(config, load_environment(config.env, config.reward))] == ["2"]
 
 
 async def test_the_latency_environment_waits_and_then_ends() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,6 +104,17 @@ class ScriptedEnvironment(Environment):
         self.closed += 1
 
 
+@dataclass
+class OneWorld:
+    environment: Environment
+
+    def lease(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    async def open(self, seed: int) -> Environment:
+        return self.environment
+
+
 async def play(
     environment: Environment,
     engine: ScriptedEngine,
@@ -127,10 +139,7 @@ async def play(
     )
     chat = Chat(engine, LetterRenderer(breaks_prefix=breaks_prefix), limits, seed=7, prefix_key="12")
 
-    async def open_() -> Environment:
-        return environment
-
-    return await play_episode(open_, TASK, chat, limits)
+    return await play_episode(OneWorld(environment), TASK, chat, limits)
 
 
 def columns(sample: Sample) -> tuple[list[int], list[int], list[int], list[float], list[int]]:
@@ -569,6 +578,9 @@ class ThirdFails:
 
     built: list[ScriptedEnvironment] = field(default_factory=list)
     calls: int = 0
+
+    def lease(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     async def open(self, seed: int) -> Environment:
         self.calls += 1

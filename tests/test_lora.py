@@ -201,7 +201,7 @@ def write_run(folder: Path, model: str) -> FsdpTrainer:
     store = CheckpointStore(folder / "run" / "checkpoints", keep=1)
     partial = store.begin(1)
     trainer.snapshot().write(partial / "trainer")
-    sampler = SamplerState(task_pass=0, position=0, put_back=[])
+    sampler = SamplerState(kind="uniform", tasks="", put_back=[], curriculum={})
     store.commit(partial, state_to_json(RunState(step=1, version=1, sampler=sampler, ready=[])))
     (folder / "run" / "config.yaml").write_text(f"model:\n  path: {model}\n")
     return trainer
@@ -232,7 +232,7 @@ def test_a_run_without_adapters_has_none_to_export(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=1)
     partial = store.begin(1)
     one_rank(tiny_config(), tmp_path).snapshot().write(partial / "trainer")
-    sampler = SamplerState(task_pass=0, position=0, put_back=[])
+    sampler = SamplerState(kind="uniform", tasks="", put_back=[], curriculum={})
     store.commit(partial, state_to_json(RunState(step=1, version=1, sampler=sampler, ready=[])))
     (tmp_path / "run" / "config.yaml").write_text(f"model:\n  path: {model}\n")
     with pytest.raises(ConfigError, match="--adapter has no effect: the run trained the whole model"):

@@ -50,6 +50,16 @@ def test_an_object_of_a_file_is_found_and_its_module_loaded_once(plugin: Path, m
     assert load_object(f"{plugin}:reward") is load_object("my.plugin.py:reward")
 
 
+def test_files_of_the_same_name_in_two_folders_do_not_meet(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data.py").write_text(f"WORD = {name!r}\n")
+        (tmp_path / name / "env.py").write_text("from .data import WORD\ndef load():\n    return WORD\n")
+    loads: list[Any] = [load_object(f"{tmp_path / name}/env.py:load") for name in ("one", "two")]
+    assert [load() for load in loads] == ["one", "two"]
+    assert pickle.loads(pickle.dumps(loads[0])) is loads[0]
+
+
 def test_an_object_of_a_file_pickles_into_a_process_that_never_loaded_it(plugin: Path) -> None:
     frame = pickle.dumps(load_object(f"{plugin}:reward"))
     script = f"import pickle; print(pickle.loads({frame!r})(None, ''))"

@@ -20,7 +20,7 @@ from rlflow.batching import Conversation, pack_conversations, row_tokens
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.rewards import RayReward, start_rewards
 from rlflow.cluster.start import ray_cluster
-from rlflow.envs.jsonl.reward import no_reward
+from rlflow.envs.arithmetic.reward import is_right
 from rlflow.errors import ConfigError
 from rlflow.models import resolve_reward_model
 from rlflow.reward_client import RewardClient
@@ -264,7 +264,7 @@ async def test_killed_reward_models_come_back_and_no_reply_is_lost(tmp_path: Pat
     config.reward.model_replicas = 2
     folder = save_reward_model(tmp_path)
     with ray_cluster(config):
-        actors = start_rewards(config, no_reward, folder, Devices(config), threads=1, max_calls=64)
+        actors = start_rewards(config, is_right, folder, Devices(config), threads=1, max_calls=64)
         await asyncio.gather(*(actor.start.remote() for actor in actors.values()))
         client = RewardClient([RayReward(name) for name in actors], patience_s=120.0)
         expected = await client.score(SUM, "5")

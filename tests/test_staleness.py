@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fakes import make_episode, make_tasks
-from hypothesis import given
-from hypothesis import strategies as st
+from fakes import make_episode
 
 from rlflow.config import Late
-from rlflow.sampler import TaskSampler
 from rlflow.staleness import admission_budget, is_too_late, next_target, oldest_allowed, without_old_tokens
 from rlflow.types import ReadyGroup, Sample
 
@@ -98,26 +95,3 @@ def test_old_tokens_leave_the_loss_and_stay_as_context() -> None:
     assert masked.loss_mask.tolist() == [False, True, False, True]
     assert masked.completion_ids.tolist() == [1, 2, 3, 4]
     assert sample.loss_mask.tolist() == [True, True, False, True]
-
-
-def test_each_pass_offers_each_task_once_in_an_order_of_its_own() -> None:
-    sampler = TaskSampler(make_tasks(20), seed=3)
-    passes = [[sampler.next()[0].id for _ in range(20)] for _ in range(2)]
-    assert sorted(passes[0]) == sorted(passes[1]) == sorted(f"t{i}" for i in range(20))
-    assert passes[0] != passes[1]
-    again = TaskSampler(make_tasks(20), seed=3)
-    assert [again.next()[0].id for _ in range(20)] == passes[0]
-
-
-@given(num_before=st.integers(0, 25), put_back=st.lists(st.integers(0, 6), max_size=4), num_after=st.integers(1, 20))
-def test_a_restored_sampler_goes_on_as_the_first_would_have(
-    num_before: int, put_back: list[int], num_after: int
-) -> None:
-    sampler = TaskSampler(make_tasks(7), seed=1)
-    for _ in range(num_before):
-        sampler.next()
-    for number in put_back:
-        sampler.put_back(f"t{number}", 0)
-    restored = TaskSampler(make_tasks(7), seed=1)
-    restored.restore(sampler.state)
-    assert [restored.next() for _ in range(num_after)] == [sampler.next() for _ in range(num_after)]

@@ -8,32 +8,23 @@ from collections.abc import Awaitable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 from rlflow.concurrency import all_or_none
 from rlflow.config import Config
 from rlflow.disk import disk_errors
-from rlflow.envs.base import Environment, Program
 from rlflow.errors import EngineLost, StaleGroup
 from rlflow.reward_client import Scorer
 from rlflow.rollout import payloads as payload_files
 from rlflow.rollout.chat import Chat, episode_seed
 from rlflow.rollout.client import EngineClient, EngineHandle, Transport
-from rlflow.rollout.episode import Door, PlayedEpisode, play_episode, summarize
+from rlflow.rollout.episode import Door, PlayedEpisode, Worlds, play_episode, summarize
 from rlflow.rollout.limits import EpisodeLimits
 from rlflow.rollout.render import ChatRenderer, Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.types import EpisodePayload, EpisodeSummary, GroupOrder, Message, PlayedGroup, Span
 
 ACTOR = "runner"
-
-
-class Worlds(Protocol):
-    """Where environments live; see `rlflow.environment_pool`."""
-
-    async def open(self, seed: int) -> Environment | Program:
-        """A new environment, whose `seed` this is."""
-        ...
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -187,9 +178,7 @@ class EpisodeRunner:
             prefix_key=str(order.group_id),
             executor=self._rendering,
         )
-        return await play_episode(
-            lambda: self._worlds.open(order.seed), order.task, chat, self._limits, door=self._door
-        )
+        return await play_episode(self._worlds, order.task, chat, self._limits, seed=order.seed, door=self._door)
 
 
 def _reward_spans(episodes: Sequence[_Scored]) -> list[Span]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rlflow.batching import Conversation, row_tokens
 from rlflow.compute import keep_memory, share_cpu
 from rlflow.config import Config
-from rlflow.types import EpisodeEnd, Task, Verdict
+from rlflow.types import EpisodeEnd, Transcript, Verdict
 
 if TYPE_CHECKING:
     from rlflow.workers.trainer.reward_model import RewardModel
@@ -53,11 +53,11 @@ class RewardModelWorker:
         """Load the model, unless it is. Raises ConfigError for one that cannot be used."""
         await self._started()
 
-    async def score(self, task: Task, text: str) -> Verdict:
-        """Score one reply. Only the time in the model counts towards the deadline."""
+    async def score(self, transcript: Transcript) -> Verdict:
+        """Score one episode. Only the time in the model counts towards the deadline."""
         loop = asyncio.get_running_loop()
         model = await self._started()
-        conversation = await loop.run_in_executor(self._tokens, model.encode, task, text)
+        conversation = await loop.run_in_executor(self._tokens, model.encode, transcript)
         if isinstance(conversation, Verdict):
             return conversation
         request = _Request(conversation=conversation, verdict=loop.create_future())

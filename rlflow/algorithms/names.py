@@ -7,18 +7,17 @@ Nothing is imported before it is asked for: advantages need no torch, and import
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import partial
-from types import NoneType, UnionType
-from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from rlflow.algorithms.advantage.base import Scope
 from rlflow.errors import ConfigError
+from rlflow.hints import fits, hints_of, nearest, shown
 from rlflow.plugins import load_object
 
 Result = TypeVar("Result")
@@ -102,7 +101,7 @@ def resolve(kind: Kind, name: str) -> Algorithm:
         return _of_user(kind, name)
     if name not in NAMES[kind]:
         raise ConfigError(
-            f"there is no {kind} {name!r}; {_nearest(name, NAMES[kind])}; known are {', '.join(NAMES[kind])}, and your "
+            f"there is no {kind} {name!r}; {nearest(name, NAMES[kind])}; known are {', '.join(NAMES[kind])}, and your "
             "own function as package.module:name"
         )
     module = {
@@ -132,13 +131,13 @@ def bind(function: Callable[..., Result], args: Mapping[str, object], where: str
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
-    hints = _hints(function)
+    hints = hints_of(function)
     for name, value in args.items():
         if name not in options:
             listed = f"its options are {', '.join(options)}" if options else "it has no options"
-            raise ConfigError(f"{where} has no option {name!r}; {_nearest(name, tuple(options))}; {listed}")
-        if name in hints and not _fits(value, hints[name]):
-            raise ConfigError(f"{where}.{name} must be {_shown(hints[name])}; got {value!r}")
+            raise ConfigError(f"{where} has no option {name!r}; {nearest(name, tuple(options))}; {listed}")
+        if name in hints and not fits(value, hints[name]):
+            raise ConfigError(f"{where}.{name} must be {shown(hints[name])}; got {value!r}")
     for name, parameter in options.items():
         if parameter.default is inspect.Parameter.empty and name not in args:
             raise ConfigError(f"{where} needs a value for {name!r}; it has no default")
@@ -181,34 +180,3 @@ def _of_user(kind: Kind, path: str) -> Algorithm:
         is_mask=bool(getattr(function, "is_mask", False)),
         is_corrected=bool(getattr(function, "is_corrected", False)),
     )
-
-
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return get_type_hints(function)
-    except (NameError, TypeError):  # a user's annotations that only a type checker understands, or none
-        return {}
-
-
-def _nearest(name: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"did you mean {near[0]}?" if near else "nothing has a similar name"
-
-
-def _fits(value: object, hint: object) -> bool:
-    """Whether a value from YAML is of the annotated type; what is no plain type is left to the function itself."""
-    if get_origin(hint) in (Union, UnionType):
-        return any(_fits(value, part) for part in get_args(hint))
-    if get_origin(hint) is not None or not isinstance(hint, type):
-        return get_origin(hint) is not Mapping or isinstance(value, Mapping)
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
-def _shown(hint: object) -> str:
-    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    words = {float: "a number", int: "a whole number", bool: "true or false", str: "a text", NoneType: "null"}
-    return " or ".join(words.get(part, str(part)) for part in parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -12,25 +13,47 @@ from rlflow.cluster.gpus import Process
 from rlflow.config import Config
 from rlflow.envs.base import RewardFunction
 from rlflow.errors import RewardLost, first_line
-from rlflow.types import Task, Verdict
+from rlflow.reward_call import ChosenReward
+from rlflow.reward_choice import ENVIRONMENT, choose_rewards, is_environment_alone
+from rlflow.reward_client import EnvironmentScorer, RewardClient, Scorer
+from rlflow.types import Transcript, Verdict
 from rlflow.workers.reward import RewardWorker
 from rlflow.workers.reward_model import RewardModelWorker
 
 
 def start_rewards(
-    config: Config, function: RewardFunction, model_path: str | None, devices: Devices, threads: int, max_calls: int
+    config: Config,
+    own: RewardFunction | None,
+    model_path: str | None,
+    devices: Devices,
+    threads: int,
+    max_calls: int,
 ) -> dict[str, Any]:
-    """Name -> actor. `function` is the environment's own reward, `model_path` the folder of the reward model."""
+    """Name -> actor; none where only what environments give in their steps counts.
+
+    `own` is the environment's own function, `model_path` the folder of the reward model.
+    """
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": max_calls, "max_restarts": -1}
     if model_path is None:
+        chosen = choose_rewards(config.reward, own)
+        if is_environment_alone(chosen):
+            return {}
         worker = ray.remote(RewardWorker).options(name="reward", **options)
-        return {"reward": worker.remote(config.reward, config.reward.function or function)}
+        return {"reward": worker.remote(config.reward, chosen)}
     return {
         f"reward model {index}": ray.remote(RewardModelWorker)
         .options(name=f"reward model {index}", **options, **devices.of(Process.reward_model, index))
         .remote(config, model_path, threads)
         for index in range(config.reward.model_replicas)
     }
+
+
+def scorer_of(config: Config, names: Sequence[str]) -> Scorer:
+    """Whom an episode runner asks, given the names of the actors that score."""
+    if names:
+        return RewardClient([RayReward(name) for name in names], patience_s=config.deadlines.start_s)
+    (weight,) = config.reward.weights or (1.0,)
+    return EnvironmentScorer(ChosenReward(name=ENVIRONMENT, function=None, weight=weight))
 
 
 class RayReward:
@@ -40,9 +63,9 @@ class RayReward:
         self._name = name
         self._actor: Any = ray.get_actor(name)
 
-    async def score(self, task: Task, text: str) -> Verdict:
+    async def score(self, transcript: Transcript) -> Verdict:
         try:
-            return await self._actor.score.remote(task, text)
+            return await self._actor.score.remote(transcript)
         except RayActorError as error:
             raise self._lost(error) from error
 

@@ -18,13 +18,12 @@ from rlflow.cluster.critic import RayActorCritic
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
 from rlflow.cluster.gpus import Process
-from rlflow.cluster.rewards import RayReward, start_rewards
+from rlflow.cluster.rewards import scorer_of, start_rewards
 from rlflow.compute import ONE_ARENA
 from rlflow.config import Config, Placement, needs_reference, refers_to_itself
 from rlflow.deadlines import within
 from rlflow.envs.base import Environment, EnvironmentSpec
 from rlflow.errors import ConfigError
-from rlflow.reward_client import RewardClient
 from rlflow.roles import Trainer, Workers
 from rlflow.rollout.client import EngineHandle
 from rlflow.rollout.fleet import EngineFleet
@@ -45,8 +44,7 @@ class RunnerActor(EpisodeRunner):
         self, config: Config, model_path: str, build: Callable[[], Environment], rewards: list[str], engines: list[str]
     ) -> None:
         found = [cast(EngineHandle, ray.get_actor(name)) for name in engines]
-        scorer = RewardClient([RayReward(name) for name in rewards], patience_s=config.deadlines.start_s)
-        super().__init__(config, model_path, build, scorer, *found)
+        super().__init__(config, model_path, build, scorer_of(config, rewards), *found)
         # Also after a restart: it waits until it is told who serves now.
         self._client.set_serving(())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -22,7 +23,18 @@ from rlflow.types import EpisodeEnd, EpisodePayload, EpisodeSummary, Message, Ta
 CLOSE_TIMEOUT_S = 30.0
 
 Value = TypeVar("Value")
-Open = Callable[[], Awaitable[Environment | Program]]
+
+
+class Worlds(Protocol):
+    """Where environments live; see `rlflow.environment_pool`."""
+
+    def lease(self) -> AbstractAsyncContextManager[None]:
+        """Hold it around an episode: where the environment needs something for itself, it is free meanwhile."""
+        ...
+
+    async def open(self, seed: int) -> Environment | Program:
+        """A new environment, whose `seed` this is."""
+        ...
 
 
 class Door(Protocol):
@@ -47,14 +59,25 @@ class PlayedEpisode:
 
 
 async def play_episode(
-    open_: Open, task: Task, chat: Chat, limits: EpisodeLimits, *, door: Door | None = None
+    worlds: Worlds, task: Task, chat: Chat, limits: EpisodeLimits, *, seed: int = 0, door: Door | None = None
 ) -> PlayedEpisode:
     """Play one episode and close its environment, whatever happens.
 
-    A failure of the environment is an outcome of the episode; an exception of the
+    `seed` is the environment's own. A failure of the environment is an outcome of the episode; an exception of the
     engine or of the chat template is raised. Programs need a `door`.
     """
-    play = _Play(open_=open_, task=task, chat=chat, limits=limits, door=door)
+    play = _Play(worlds=worlds, seed=seed, task=task, chat=chat, limits=limits, door=door)
+    try:
+        async with worlds.lease():
+            end, detail = await _run_and_close(play)
+    except EnvironmentFailure as failure:
+        end, detail = EpisodeEnd.SETUP_ERROR, str(failure)
+    if chat.failure is not None:
+        raise chat.failure
+    return _played(play, end, detail)
+
+
+async def _run_and_close(play: _Play) -> tuple[EpisodeEnd, str]:
     try:
         end, detail = await play.run()
     except BaseException as error:
@@ -63,11 +86,7 @@ async def play_episode(
             error.add_note(failure)
         raise
     failure = await play.close()
-    if chat.failure is not None:
-        raise chat.failure
-    if failure and not end.is_error:
-        end, detail = EpisodeEnd.ENVIRONMENT_ERROR, failure
-    return _played(play, end, detail)
+    return (EpisodeEnd.ENVIRONMENT_ERROR, failure) if failure and not end.is_error else (end, detail)
 
 
 def summarize(played: PlayedEpisode, verdict: Verdict | None) -> EpisodeSummary:
@@ -101,7 +120,8 @@ def summarize(played: PlayedEpisode, verdict: Verdict | None) -> EpisodeSummary:
 class _Play:
     """An episode under way; what it has recorded survives the exception that ends it."""
 
-    open_: Open
+    worlds: Worlds
+    seed: int
     task: Task
     chat: Chat
     limits: EpisodeLimits
@@ -151,7 +171,7 @@ class _Play:
         deadline = asyncio.timeout(self.limits.setup_s)
         try:
             async with deadline:
-                self.world = await self.open_()
+                self.world = await self.worlds.open(self.seed)
                 if isinstance(self.world, Environment):
                     self.world.ask = self._ask
                     prompt = checked_prompt(await _ask("reset", self.world.reset, self.task))

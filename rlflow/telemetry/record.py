@@ -47,6 +47,7 @@ def step_record(report: StepReport, *, since_s: float, num_tokens_before: int) -
         "groups/admitted": report.counts["admitted_total"],
         "groups/trained": report.counts["trained"],
         **{f"groups/dropped_{reason}": report.counts[f"dropped_{reason}"] for reason in DropReason},
+        **report.curriculum,
         **_ends(report.episodes),
         "utilisation/rollout": shares["rollout"],
         "utilisation/train": shares["train"],
@@ -63,9 +64,14 @@ def _rewards(episodes: Sequence[EpisodeSummary]) -> StepRecord:
     metrics: dict[str, list[float]] = {}
     for episode in episodes:
         for name, value in episode.metrics.items():
-            metrics.setdefault(f"episode/{name}", []).append(value)
-    means = {name: float(np.mean(values)) for name, values in sorted(metrics.items())}
-    return {"reward": float(np.mean(rewards)), "reward_std": float(np.std(rewards)), **means}
+            metrics.setdefault(name, []).append(value)
+    record: StepRecord = {"reward": float(np.mean(rewards)), "reward_std": float(np.std(rewards))}
+    for name, values in sorted(metrics.items()):
+        if name.startswith("rewards/"):
+            record |= {f"{name}/mean": float(np.mean(values)), f"{name}/std": float(np.std(values))}
+        else:
+            record[f"episode/{name}"] = float(np.mean(values))
+    return record
 
 
 def _completions(episodes: Sequence[EpisodeSummary]) -> StepRecord:

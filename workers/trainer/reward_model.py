@@ -1,6 +1,6 @@
 """A reward model: a sequence classifier with one label that reads a conversation and gives it one number.
 
-(task, reply) -> its own chat template and tokenizer -> Conversation -> packed row -> score head at the last token
+Transcript -> its own chat template and tokenizer -> Conversation -> packed row -> score head at the last token
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlflow.batching import Conversation, pack_conversations
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.models import REWARD
-from rlflow.types import EpisodeEnd, Message, Task, Verdict
+from rlflow.types import EpisodeEnd, Message, Transcript, Verdict
 from rlflow.workers.trainer.attention import attention_window
 from rlflow.workers.trainer.policy import load_packed, torch_dtype
 from rlflow.workers.trainer.value import ValueModel
@@ -48,11 +48,11 @@ class RewardModel:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = ValueModel(model).to(device, torch_dtype(config)).requires_grad_(False).eval()
 
-    def encode(self, task: Task, reply: str) -> Conversation | Verdict:
-        """The task's prompt and the reply as the assistant's message; a Verdict where the model cannot read them."""
+    def encode(self, transcript: Transcript) -> Conversation | Verdict:
+        """The whole conversation, the policy's prompt first; a Verdict where the model cannot read it."""
         try:
-            ids = self._render([*task.prompt, Message(role="assistant", content=reply)], has_reply=True)
-            prompt = self._render(task.prompt, has_reply=False)
+            ids = self._render([*transcript.prompt, *transcript.completion], has_reply=True)
+            prompt = self._render(transcript.prompt, has_reply=False)
         except TemplateError as error:
             detail = f"the reward model's chat template refused the conversation: {error}"
             return Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=detail)

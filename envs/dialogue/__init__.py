@@ -1,0 +1,5 @@
+"""Find out what a simulated guest wants, and book it."""
+
+from rlflow.envs.dialogue.env import load
+
+__all__ = ["load"]

@@ -1,0 +1,97 @@
+"""A conversation with a guest, whom the policy itself plays, or a few rules do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from rlflow.envs.base import Environment, EnvironmentSpec, Prompt, Step
+from rlflow.envs.dialogue.data import make_tasks
+from rlflow.envs.dialogue.reward import booked, share_right
+from rlflow.errors import ConfigError
+from rlflow.types import Json, Message, Task
+
+EVALUATION_SEED = 1_000_003
+GUEST = "guest"
+GUESTS = ("policy", "rules")
+GUEST_PROMPT = """You are a guest who wants to book a hotel room: in {city}, for {nights} nights, a {room} room. Answer
+the clerk's question in one short sentence. Say only what you are asked for."""
+
+
+def load(
+    guest: str = "policy", questions: int = 6, size: int = 2000, seed: int = 0, evaluation_size: int = 64
+) -> EnvironmentSpec:
+    """A booking to be made after at most `questions` questions.
+
+    guest: who plays the guest: `policy`, the model that is trained, in a role that is not trained; or `rules`, which
+    look for words.
+    size: number of tasks; seed: which ones; evaluation_size: number of tasks for `eval.every`, from another seed.
+    """
+    if guest not in GUESTS:
+        raise ConfigError(f"env.args.guest={guest} is not one of {', '.join(GUESTS)}")
+    if questions < 1:
+        raise ConfigError(f"env.args.questions must be at least 1; got {questions}")
+    return EnvironmentSpec(
+        tasks=partial(make_tasks, size, seed),
+        build=partial(Dialogue, guest, questions),
+        evaluation_tasks=partial(make_tasks, evaluation_size, seed + EVALUATION_SEED),
+        expert=clerk,
+    )
+
+
+class Dialogue(Environment):
+    """Ends with a booking, or when no question is left."""
+
+    def __init__(self, guest: str, questions: int) -> None:
+        self._guest = guest
+        self._left = questions
+        self._wish: Mapping[str, Json] = {}
+        self._said: list[Message] = []
+        """The conversation as the guest sees it: the clerk is its user."""
+
+    async def reset(self, task: Task) -> Prompt:
+        self._wish = task.data
+        self._said = [
+            Message(role="system", content=GUEST_PROMPT.format(**task.data)),
+            Message(role="user", content="Good evening, what can I do for you?"),
+            Message(role="assistant", content=task.prompt[-1]["content"]),
+        ]
+        return Prompt(messages=list(task.prompt))
+
+    async def step(self, reply: Message) -> Step:
+        booking = booked(reply["content"])
+        if booking is not None or self._left == 0:
+            return Step(
+                done=True, reward=share_right(booking, self._wish), metrics={"booked": float(booking is not None)}
+            )
+        self._left -= 1
+        answer = await self._answer(reply["content"])
+        return Step(messages=[Message(role="user", content=answer)], metrics={"questions": 1.0})
+
+    async def _answer(self, question: str) -> str:
+        if self._guest == "rules":
+            return by_rules(question, self._wish)
+        self._said.append(Message(role="user", content=question))
+        answer = await self.ask(self._said, agent=GUEST)
+        self._said.append(answer)
+        return answer["content"]
+
+
+def by_rules(question: str, wish: Mapping[str, Json]) -> str:
+    """What a guest says who looks for the words city, night and room."""
+    words = question.lower()
+    answers = {
+        "city": f"I am going to {wish['city']}.",
+        "night": f"I stay for {wish['nights']} nights.",
+        "room": f"A {wish['room']} room, please.",
+    }
+    asked = [answer for word, answer in answers.items() if word in words]
+    return " ".join(asked) or "I do not understand. What do you want to know?"
+
+
+def clerk(task: Task, messages: Sequence[Message]) -> str:
+    """Asks for one thing after the other, then books."""
+    questions = ("Which city?", "How many nights?", "Which kind of room?")
+    asked = sum(message["role"] == "assistant" for message in messages)
+    assert task.answer is not None
+    return questions[asked] if asked < len(questions) else task.answer

@@ -1,0 +1,5 @@
+"""Guess a number in a few turns."""
+
+from rlflow.envs.guess_number.env import load
+
+__all__ = ["load"]

@@ -1,0 +1,5 @@
+"""Questions that need two searches in a small library."""
+
+from rlflow.envs.search.env import load
+
+__all__ = ["load"]

@@ -1,0 +1,49 @@
+"""Okapi BM25 over a few thousand short documents (Robertson and Zaragoza 2009, section 3)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+SATURATION = 1.2
+LENGTH_WEIGHT = 0.75
+_WORD = re.compile(r"\w+")
+
+
+class Index:
+    """Finds the documents that fit a query best."""
+
+    def __init__(self, documents: Sequence[str]) -> None:
+        self._documents = documents
+        self._counts = [Counter(words_of(document)) for document in documents]
+        lengths = [counts.total() for counts in self._counts]
+        mean = sum(lengths) / max(len(lengths), 1)
+        self._norms = [SATURATION * (1 - LENGTH_WEIGHT + LENGTH_WEIGHT * length / mean) for length in lengths]
+        self._found_in: Counter[str] = Counter()
+        for counts in self._counts:
+            self._found_in.update(counts.keys())
+
+    def search(self, query: str, limit: int) -> list[str]:
+        """At most `limit` documents that share a word with the query, the best first, equals in their order."""
+        scored = [(self._score(index, set(words_of(query))), -index) for index in range(len(self._documents))]
+        best = sorted((pair for pair in scored if pair[0] > 0), reverse=True)[:limit]
+        return [self._documents[-index] for _, index in best]
+
+    def _score(self, index: int, words: set[str]) -> float:
+        counts, norm = self._counts[index], self._norms[index]
+        return sum(
+            self._rarity(word) * counts[word] * (SATURATION + 1) / (counts[word] + norm)
+            for word in words
+            if word in counts
+        )
+
+    def _rarity(self, word: str) -> float:
+        found = self._found_in[word]
+        return math.log(1 + (len(self._documents) - found + 0.5) / (found + 0.5))
+
+
+def words_of(text: str) -> list[str]:
+    """Lower-case words, in order."""
+    return _WORD.findall(text.lower())

@@ -1,0 +1,83 @@
+"""A library of made-up people, books and towns, and questions that chain two of its facts."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from rlflow.errors import ConfigError
+from rlflow.types import Message, Task
+
+SYLLABLES = ("ba", "do", "fen", "ga", "hil", "ka", "lor", "mi", "nu", "per", "qua", "ris", "sol", "ta", "ven", "zo")
+COUNTRIES = ("Aldova", "Brenia", "Corvia", "Delmar", "Estoria", "Fareland")
+NUM_TOWNS = 40
+NUM_PEOPLE = 120
+SYSTEM_PROMPT = """You answer questions from a library. Think between <think> and </think>, search as often as you need,
+and give the answer, in a few words, between <answer> and </answer>."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Library:
+    """Documents, and the facts that they were written from."""
+
+    documents: tuple[str, ...]
+    country_of: dict[str, str]
+    """Town -> country."""
+    town_of: dict[str, str]
+    """Person -> town of birth."""
+    author_of: dict[str, str]
+    """Book -> person."""
+
+
+def make_library(seed: int) -> Library:
+    """The same library for the same seed: one document a town, and one a person with a book."""
+    chance = random.Random(f"search/library/{seed}")
+    names = _names(chance, NUM_TOWNS + 3 * NUM_PEOPLE)
+    towns = [next(names) for _ in range(NUM_TOWNS)]
+    country_of = {town: chance.choice(COUNTRIES) for town in towns}
+    people = [f"{next(names)} {next(names)}" for _ in range(NUM_PEOPLE)]
+    town_of = {person: chance.choice(towns) for person in people}
+    author_of = {f"The {next(names)} Letters": person for person in people}
+    documents = [f"{town} is a town in {country_of[town]}, known for its old harbour." for town in towns]
+    documents += [
+        f"{person} was born in {town_of[person]} and wrote the novel '{book}'." for book, person in author_of.items()
+    ]
+    chance.shuffle(documents)
+    return Library(documents=tuple(documents), country_of=country_of, town_of=town_of, author_of=author_of)
+
+
+def make_tasks(library_seed: int, size: int, seed: int) -> list[Task]:
+    """`size` questions about one library; `data` has the searches that answer each."""
+    if size < 1:
+        raise ConfigError(f"env.args of search need size >= 1; got {size}")
+    library = make_library(library_seed)
+    chance = random.Random(f"search/{library_seed}/{seed}")
+    books, people = list(library.author_of), list(library.town_of)
+    tasks = []
+    for index in range(size):
+        if index % 2:
+            book = chance.choice(books)
+            person, question = library.author_of[book], f"In which town was the author of '{book}' born?"
+            answer, searches = library.town_of[person], [book]
+        else:
+            person = chance.choice(people)
+            town, question = library.town_of[person], f"In which country was {person} born?"
+            answer, searches = library.country_of[town], [person, f"{town} is a town in"]
+        tasks.append(
+            Task(
+                id=f"search/{library_seed}/{seed}/{index}",
+                prompt=(Message(role="system", content=SYSTEM_PROMPT), Message(role="user", content=question)),
+                answer=answer,
+                kind="two searches" if len(searches) == 2 else "one search",
+                data={"searches": list(searches)},
+            )
+        )
+    return tasks
+
+
+def _names(chance: random.Random, count: int):
+    """`count` different made-up names."""
+    seen: dict[str, None] = {}
+    while len(seen) < count:
+        seen["".join(chance.choices(SYLLABLES, k=chance.randint(2, 3))).capitalize()] = None
+    return iter(seen)

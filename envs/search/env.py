@@ -1,0 +1,72 @@
+"""The tool `search` over a library that is made when the environment is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache, partial
+
+from rlflow.envs.base import Environment, EnvironmentSpec
+from rlflow.envs.search.bm25 import Index
+from rlflow.envs.search.data import make_library, make_tasks
+from rlflow.envs.search.reward import score
+from rlflow.envs.tools import ToolEnvironment
+from rlflow.types import Message, Task
+
+EVALUATION_SEED = 1_000_003
+MAX_RESULTS = 3
+
+
+def load(library_seed: int = 0, size: int = 2000, seed: int = 0, evaluation_size: int = 64) -> EnvironmentSpec:
+    """Questions about the library of `library_seed`; half of them need what one search finds for the next one.
+
+    size: number of tasks; seed: which ones; evaluation_size: number of tasks for `eval.every`, from another seed.
+    """
+    return EnvironmentSpec(
+        tasks=partial(make_tasks, library_seed, size, seed),
+        build=partial(build, library_seed),
+        reward=score,
+        evaluation_tasks=partial(make_tasks, library_seed, evaluation_size, seed + EVALUATION_SEED),
+        expert=look_up,
+    )
+
+
+def build(library_seed: int) -> Environment:
+    return ToolEnvironment([Searcher(library_index(library_seed)).search])
+
+
+@cache
+def library_index(library_seed: int) -> Index:
+    """One for all episodes of a process."""
+    return Index(make_library(library_seed).documents)
+
+
+class Searcher:
+    """Holds what the tool searches in."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    def search(self, query: str) -> str:
+        """
+        Search the library.
+
+        Args:
+            query: Words to look for.
+
+        Returns:
+            The documents that fit best.
+        """
+        found = self._index.search(query, MAX_RESULTS)
+        return "\n".join(found) or "Nothing was found."
+
+
+def look_up(task: Task, messages: Sequence[Message]) -> str:
+    """Searches for one thing after the other, then answers."""
+    searches = task.data["searches"]
+    assert isinstance(searches, list)
+    done = sum(message["role"] == "tool" for message in messages)
+    if done < len(searches):
+        call = {"name": "search", "arguments": {"query": searches[done]}}
+        return f"<think>I look it up.</think>\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    return f"<think>I have found it.</think>\n<answer>{task.answer}</answer>"

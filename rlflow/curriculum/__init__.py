@@ -1,0 +1,1 @@
+"""Which task is played next; one file each, and your own as a class. Pure."""

@@ -1,0 +1,1 @@
+"""`rlflow env check` and `rlflow env new`."""

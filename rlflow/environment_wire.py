@@ -1,0 +1,136 @@
+"""What goes between a runner and its environment processes, as JSON: tasks there; prompts, steps and results back.
+
+What an environment says is checked twice: its type in its process (`plain`), where that is still known, and its content
+in the runner, which trusts no process of other people's code.
+
+Messages of the runner            answers of the process
+  {"call": 3, "operation": "step", "episode": 0, "reply": ..}
+                                    {"answer": 3, "value": ..} or {"answer": 3, "failure": "step: ValueError: .."}
+  {"cancel": 3}                     {"acknowledged": 3}
+                                    {"ask": 1, "call": 3, "messages": .., "agent": .., "tools": .., "trainable": ..}
+  {"reply": 1, "message": ..}
+                                    {"closed": 0, "leaked": 0}, at the end of every episode
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import numbers
+from typing import Any
+
+from rlflow.envs.base import Prompt, Result, Step, ToolSchema
+from rlflow.errors import EnvironmentFailure
+from rlflow.types import Json, Message, Task
+
+Frame = dict[str, Any]
+"""One message between the two, as read from JSON."""
+
+
+def encode(frame: Frame) -> bytes:
+    """Raises TypeError, ValueError or RecursionError for what JSON cannot hold."""
+    return json.dumps(frame, separators=(",", ":"), default=_number).encode()
+
+
+def fields_of_task(task: Task) -> Frame:
+    return {"id": task.id, "prompt": task.prompt, "answer": task.answer, "kind": task.kind, "data": task.data}
+
+
+def task_of(fields: Frame) -> Task:
+    return Task(**{**fields, "prompt": tuple(fields["prompt"])})
+
+
+def plain(call: str, value: object, expected: type[Prompt] | type[Step] | type[Result]) -> Frame:
+    """The fields of what `call` returned. Raises EnvironmentFailure when it is something else."""
+    if not isinstance(value, expected):
+        raise EnvironmentFailure(f"{call}: expected a {expected.__name__}; got {_shown(value)}")
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(expected)}
+
+
+def prompt_of(fields: Frame) -> Prompt:
+    """Raises EnvironmentFailure."""
+    return Prompt(messages=_messages("reset", fields["messages"]), tools=_tools("reset", fields["tools"]))
+
+
+def conversation_of(fields: Frame) -> tuple[list[Message], list[ToolSchema]]:
+    """What an environment asks another agent. Raises EnvironmentFailure."""
+    return _messages("ask", fields["messages"]), _tools("ask", fields["tools"])
+
+
+def step_of(fields: Frame) -> Step:
+    """Raises EnvironmentFailure."""
+    done, context = fields["done"], fields["context"]
+    if not isinstance(done, bool):
+        raise EnvironmentFailure(f"step: done must be True or False; got {_shown(done)}")
+    return Step(
+        messages=_messages("step", fields["messages"]),
+        done=done,
+        reward=_reward("step", fields["reward"]),
+        metrics=_metrics("step", fields["metrics"]),
+        context=None if context is None else _messages("step", context),
+    )
+
+
+def result_of(fields: Frame) -> Result:
+    """Raises EnvironmentFailure."""
+    return Result(reward=_reward("run", fields["reward"]), metrics=_metrics("run", fields["metrics"]))
+
+
+def _messages(call: str, messages: object) -> list[Message]:
+    if not isinstance(messages, list):
+        raise EnvironmentFailure(f"{call}: messages must be a list; got {_shown(messages)}")
+    for message in messages:
+        is_message = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        if not is_message:
+            raise EnvironmentFailure(f"{call}: a message needs the texts `role` and `content`; got {_shown(message)}")
+    return messages
+
+
+def _tools(call: str, tools: object) -> list[ToolSchema]:
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise EnvironmentFailure(f"{call}: tools must be a list of schemas; got {_shown(tools)}")
+    return tools
+
+
+def _reward(call: str, reward: object) -> float | None:
+    if reward is None:
+        return None
+    if not _is_finite(reward):
+        raise EnvironmentFailure(f"{call}: reward must be a finite number or None; got {_shown(reward)}")
+    return float(reward)  # pyright: ignore[reportArgumentType]  a finite number
+
+
+def _metrics(call: str, metrics: object) -> dict[str, float]:
+    if not isinstance(metrics, dict):
+        raise EnvironmentFailure(f"{call}: metrics must be a dict; got {_shown(metrics)}")
+    for name, value in metrics.items():
+        if not _is_finite(value):
+            raise EnvironmentFailure(f"{call}: metric {name!r} must be a finite number; got {_shown(value)}")
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _is_finite(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _number(value: object) -> Json:
+    """Numbers of numpy and the like."""
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "ndim", None) == 0:
+        found = item()
+        if isinstance(found, bool | int | float):
+            return found
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise TypeError(f"JSON cannot hold {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 200 else f'{text[:200]}...'} ({type(value).__name__})"

@@ -1,0 +1,135 @@
+"""Who watches over a process that runs other people's code: its parent, forked before any of that code is loaded.
+
+    runner -> supervisor -> worker -> whatever the worker starts
+
+The supervisor kills the worker when the runner is gone or closes the life pipe. When the worker has ended, however that
+was, it kills everything that the worker started, whether it left the process group or became an orphan, and ends the
+way the worker did. What they print it passes on, up to a bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import threading
+from collections.abc import Sequence
+
+MAX_OUTPUT_BYTES = 16 << 20
+"""Of one worker's standard output and error together. The rest is dropped: what is printed ends up in a log on disk."""
+OUTPUT_TIMEOUT_S = 2.0
+_STANDARD_ERROR = 2
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def supervise(life_fd: int, worker_fds: Sequence[int]) -> None:
+    """Fork; only the worker comes back, with standard output and error led through the supervisor.
+
+    `worker_fds` are for the worker and are not inherited by what it executes. Standard output becomes standard error.
+    """
+    _control(_PR_SET_CHILD_SUBREAPER, 1)
+    output_read, output_write = os.pipe()
+    supervisor = os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        _become_worker(supervisor, output_write, worker_fds)
+        for descriptor in (life_fd, output_read, output_write):
+            os.close(descriptor)
+        return
+    for descriptor in (*worker_fds, output_write):
+        os.close(descriptor)
+    _own_group(worker)
+    threading.Thread(target=_kill_at_end_of_life, args=(life_fd, worker), daemon=True).start()
+    output = threading.Thread(target=_pass_on, args=(output_read,), daemon=True)
+    output.start()
+    status = _wait_for_all(worker)
+    output.join(OUTPUT_TIMEOUT_S)
+    _end_as(os.waitstatus_to_exitcode(status))
+
+
+def _become_worker(supervisor: int, output_fd: int, worker_fds: Sequence[int]) -> None:
+    os.setpgid(0, 0)
+    _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:  # it ended before the line above
+        os._exit(1)
+    os.dup2(output_fd, 1)
+    os.dup2(output_fd, _STANDARD_ERROR)
+    for descriptor in worker_fds:
+        os.set_inheritable(descriptor, False)
+    # When memory runs out, the kernel ends this process rather than a model's.
+    with contextlib.suppress(FileNotFoundError, PermissionError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")
+
+
+def _own_group(worker: int) -> None:
+    """Also said by the worker itself: whoever comes first, the group exists from here on."""
+    with contextlib.suppress(ProcessLookupError):
+        os.setpgid(worker, worker)
+
+
+def _control(option: int, value: int) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl {option} failed")
+
+
+def _kill_at_end_of_life(life_fd: int, worker: int) -> None:
+    os.read(life_fd, 1)
+    _kill_group(worker)
+
+
+def _kill_group(worker: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(worker, signal.SIGKILL)
+
+
+def _wait_for_all(worker: int) -> int:
+    """The worker's status, once it and all that descends from it have ended.
+
+    A subreaper is given the orphans of all its descendants, so that whoever is left turns up among its children.
+    """
+    pid, status = os.wait()
+    while pid != worker:
+        pid, status = os.wait()
+    _kill_group(worker)
+    while children := _children():
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        for _ in children:
+            os.wait()
+    return status
+
+
+def _children() -> list[int]:
+    found = []
+    own = str(os.getpid())
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{entry}/stat") as stat:
+                if stat.read().rpartition(")")[2].split()[1] == own:
+                    found.append(int(entry))
+    return found
+
+
+def _pass_on(output_fd: int) -> None:
+    left = MAX_OUTPUT_BYTES
+    while part := os.read(output_fd, 1 << 16):
+        if left > 0:
+            left -= len(part)
+            note = b"" if left > 0 else b"\n[rlflow: what this process prints from here on is dropped]\n"
+            with contextlib.suppress(OSError), open(_STANDARD_ERROR, "wb", closefd=False) as error:
+                error.write(part + note)
+
+
+def _end_as(code: int) -> None:
+    """End with the exit code, or by the signal (negative), that ended the worker."""
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        signal.raise_signal(-code)
+    os._exit(code)

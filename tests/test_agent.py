@@ -225,7 +225,7 @@ def test_its_arguments_are_checked_before_the_run() -> None:
         ({"tasks": TASKS, "command": "ls", "folder": "/no/such"}, "env.args.folder=/no/such is not a folder"),
         ({"tasks": TASKS, "function": f"{__file__}:is_alive"}, "must take (task, base_url, api_key, model)"),
         ({"tasks": TASKS, "function": f"{__file__}:answers", "folder": "/"}, "env.args.folder=/ has no effect"),
-        ({"tasks": "nowhere.jsonl", "command": "ls"}, "env.args.tasks=nowhere.jsonl is neither a file nor"),
+        ({"tasks": "nowhere.jsonl", "command": "ls"}, "env.args.tasks=nowhere.jsonl is not a file or folder"),
         ({"tasks": TASKS, "command": "ls", "system_prompt": "x"}, "env.args.system_prompt has no effect"),
     ]:
         with pytest.raises(ConfigError) as error:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from rlflow.envs.jsonl.data import read_tasks
+from rlflow.envs.dataset.data import read_tasks
+from rlflow.envs.dataset.sources import find_source
 from rlflow.errors import ConfigError
 from rlflow.plugins import load_object
 from rlflow.types import Message, Task
 
 NUM_SUMS = 2000
 
+_FUNCTION = re.compile(r"(?:[A-Za-z_][\w.]*|.*\.py):[A-Za-z_]\w*")
+
 
 def task_source(argument: str, source: str, system_prompt: str) -> Callable[[], Sequence[Task]]:
-    """The function that reads a file of rows, or the one at package.module:name. ConfigError when there is neither."""
-    if Path(source).expanduser().is_file():
-        return partial(read_tasks, str(Path(source).expanduser()), system_prompt)
-    if ":" not in source:
-        raise ConfigError(f"env.args.{argument}={source} is neither a file nor package.module:name (from {Path.cwd()})")
+    """The function at package.module:name or file.py:name, or else one that reads rows as `dataset` does.
+
+    Raises ConfigError when there is neither.
+    """
+    before = source.partition(":")[0]
+    if not _FUNCTION.fullmatch(source) or (Path(before).exists() and not before.endswith(".py")):
+        return partial(read_tasks, find_source(source, f"env.args.{argument}"), system_prompt)
     function = load_object(source)
     if not callable(function):
         raise ConfigError(f"env.args.{argument}={source} must be a function; got {type(function).__name__}")

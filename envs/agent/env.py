@@ -40,11 +40,12 @@ def load(
 ) -> EnvironmentSpec:
     """A program that plays an episode by itself: give `command` or `function`.
 
-    tasks: a file of rows, or a function that returns Tasks as package.module:name or file.py:name.
+    tasks: rows, as the `path` of the environment `dataset`; or a function that returns Tasks, as package.module:name or
+        file.py:name.
     command: what to run, as a list, or as one line that is split as a shell would, but not run by one.
     function: package.module:name or file.py:name of `run(task, base_url, api_key, model)`, async or not.
     folder: where the command runs; relative to the current directory.
-    system_prompt: put before each prompt of a file that has none of its own.
+    system_prompt: put before each prompt of the rows that has none of its own.
     evaluation_tasks: as `tasks`, for `eval.every`.
     """
     if (command is None) == (function is None):

@@ -121,12 +121,8 @@ class Gateway:
         self._visits[secret] = _Visit(chat=chat, endpoint=endpoint)
         return endpoint
 
-    def close(self, endpoint: Endpoint) -> dict[str, float]:
-        """End the program's access; replies under way are cancelled, and none is recorded from now on.
-
-        Returns metrics: the requests, how many of them were refused, abandoned by the program before their reply was
-        there, or asked for sampling settings of their own.
-        """
+    def close(self, endpoint: Endpoint) -> None:
+        """End the program's access; replies under way are cancelled, and none is recorded from now on."""
         secret = _secret_of(endpoint)
         visit = self._visits.pop(secret)
         self._closed[secret] = None
@@ -134,7 +130,11 @@ class Gateway:
             self._closed.popitem(last=False)
         for reply in visit.replies:
             reply.cancel()
-        return visit.metrics
+
+    def metrics(self, endpoint: Endpoint) -> dict[str, float]:
+        """The requests so far of an open endpoint, and how many of them were refused, abandoned by the program before
+        their reply was there, or asked for sampling settings of their own."""
+        return dict(self._visits[_secret_of(endpoint)].metrics)
 
     async def failed(self, endpoint: Endpoint) -> None:
         """Returns when a reply failed for a reason that is not the program's; `chat.failure` holds it.

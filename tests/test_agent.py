@@ -52,18 +52,19 @@ async def test_the_task_is_its_standard_input_and_its_last_line_the_result() -> 
 
 
 async def test_the_endpoint_and_the_seed_are_in_the_environment() -> None:
-    program = CommandProgram(("/bin/sh", "-c", "env; false"), os.getcwd())
+    program = CommandProgram(("/bin/sh", "-c", "env; false"), os.getcwd(), "site-2")
     program.seed = 12
     with pytest.raises(EnvironmentFailure) as failure:
         await program.run(TASK, ENDPOINT)
     text = str(failure.value)
     assert "OPENAI_BASE_URL=http://127.0.0.1:9/s/v1\n" in text
     assert "RLFLOW_SEED=12\n" in text
+    assert "RLFLOW_LEASE=site-2\n" in text
 
 
 def test_loopback_is_not_asked_for_through_a_proxy() -> None:
     inherited = {"HTTPS_PROXY": "http://proxy", "no_proxy": "intern"}
-    variables = environment_of(inherited, ENDPOINT, "/scratch", 0)
+    variables = environment_of(inherited, ENDPOINT, "/scratch")
     assert (variables["NO_PROXY"], variables["no_proxy"]) == ("intern,127.0.0.1", "intern,127.0.0.1")
     assert (variables["HTTPS_PROXY"], variables["TMPDIR"]) == ("http://proxy", "/scratch")
 
@@ -77,8 +78,9 @@ async def test_its_temporary_folder_goes_with_it(tmp_path: Path) -> None:
 
 
 def test_only_known_names_are_filled_in_and_only_once() -> None:
-    words = filled(("--ask={prompt}", "{base_url}/{model}", '{"a": {b}}'), TASK, ENDPOINT, "/t.json")
-    assert words == ["--ask=say {model}", "http://127.0.0.1:9/s/v1/policy", '{"a": {b}}']
+    command = ("--ask={prompt}", "{base_url}/{model}", '{"a": {b}}', "{task_file}{lease}")
+    words = filled(command, TASK, ENDPOINT, task_file="/t.json", lease="2")
+    assert words == ["--ask=say {model}", "http://127.0.0.1:9/s/v1/policy", '{"a": {b}}', "/t.json2"]
 
 
 async def test_an_exit_code_is_a_failure_with_the_last_words() -> None:
@@ -225,6 +227,7 @@ def test_its_arguments_are_checked_before_the_run() -> None:
         ({"tasks": TASKS, "command": "ls", "folder": "/no/such"}, "env.args.folder=/no/such is not a folder"),
         ({"tasks": TASKS, "function": f"{__file__}:is_alive"}, "must take (task, base_url, api_key, model)"),
         ({"tasks": TASKS, "function": f"{__file__}:answers", "folder": "/"}, "env.args.folder=/ has no effect"),
+        ({"tasks": TASKS, "function": f"{__file__}:answers", "leases": ["a"]}, "env.args.leases=['a'] has no effect"),
         ({"tasks": "nowhere.jsonl", "command": "ls"}, "env.args.tasks=nowhere.jsonl is not a file or folder"),
         ({"tasks": TASKS, "command": "ls", "system_prompt": "x"}, "env.args.system_prompt has no effect"),
     ]:
@@ -236,7 +239,8 @@ def test_its_arguments_are_checked_before_the_run() -> None:
 def test_tasks_come_from_rows_or_from_a_function(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"question": "2+2", "answer": 4}))
-    spec = load(tasks=str(rows), command="{python} agent.py", evaluation_tasks=TASKS)
+    spec = load(tasks=str(rows), command="{python} agent.py", evaluation_tasks=TASKS, leases=["a", "b"])
+    assert spec.leases == ("a", "b")
     assert [task.answer for task in spec.tasks()] == ["4"]
     assert spec.evaluation_tasks is not None
     assert spec.evaluation_tasks() == sums()

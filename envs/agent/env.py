@@ -35,6 +35,7 @@ def load(
     command: str | Sequence[str] | None = None,
     function: str | None = None,
     folder: str = ".",
+    leases: Sequence[str] = (),
     system_prompt: str = "",
     evaluation_tasks: str | None = None,
 ) -> EnvironmentSpec:
@@ -45,6 +46,7 @@ def load(
     command: what to run, as a list, or as one line that is split as a shell would, but not run by one.
     function: package.module:name or file.py:name of `run(task, base_url, api_key, model)`, async or not.
     folder: where the command runs; relative to the current directory.
+    leases: what each run of the command has one of for itself, such as the addresses of sites; no more run at a time.
     system_prompt: put before each prompt of the rows that has none of its own.
     evaluation_tasks: as `tasks`, for `eval.every`.
     """
@@ -52,8 +54,9 @@ def load(
         found = "both" if command is not None else "none"
         raise ConfigError(f"env.args of agent need one of `command` and `function`; got {found}")
     if function is not None:
-        if folder != ".":
-            raise ConfigError(f"env.args.folder={folder} has no effect with env.args.function; leave it out")
+        for name, value in (("folder", folder != "." and folder), ("leases", leases)):
+            if value:
+                raise ConfigError(f"env.args.{name}={value} has no effect with env.args.function; leave it out")
         _load_function(function)
         build: Callable[[], Program] = partial(FunctionProgram, function)
     else:
@@ -63,7 +66,12 @@ def load(
     evaluation = None
     if evaluation_tasks is not None:
         evaluation = task_source("evaluation_tasks", evaluation_tasks, system_prompt)
-    return EnvironmentSpec(tasks=task_source("tasks", tasks, system_prompt), build=build, evaluation_tasks=evaluation)
+    return EnvironmentSpec(
+        tasks=task_source("tasks", tasks, system_prompt),
+        build=build,
+        evaluation_tasks=evaluation,
+        leases=tuple(map(str, leases)),
+    )
 
 
 class CommandProgram(Program):
@@ -73,12 +81,14 @@ class CommandProgram(Program):
     {task_file}  a file with the task as JSON, which is also the command's standard input
     {base_url}   of the endpoint, which is also in OPENAI_BASE_URL
     {model}      to name in requests
+    {lease}      which of the leases is this episode's, which is also in RLFLOW_LEASE
     {python}     the interpreter that runs rlflow
     """
 
-    def __init__(self, command: Sequence[str], folder: str) -> None:
+    def __init__(self, command: Sequence[str], folder: str, lease: str = "") -> None:
         self._command = command
         self._folder = folder
+        self._lease = lease
 
     async def run(self, task: Task, endpoint: Endpoint) -> Result:
         """Raises EnvironmentFailure when the command does not exit with code 0."""
@@ -87,11 +97,12 @@ class CommandProgram(Program):
             file = scratch / "task.json"
             file.write_text(json.dumps(dataclasses.asdict(task)))
             with file.open("rb") as stdin:
+                variables = environment_of(os.environ, endpoint, str(scratch))
                 ended = await run_command(
-                    filled(self._command, task, endpoint, str(file)),
+                    filled(self._command, task, endpoint, task_file=str(file), lease=self._lease),
                     stdin=stdin,
                     folder=self._folder,
-                    environment=environment_of(os.environ, endpoint, str(scratch), self.seed),
+                    environment={**variables, "RLFLOW_SEED": str(self.seed), "RLFLOW_LEASE": self._lease},
                 )
         finally:
             # Shielded from a second cancellation: the folder goes in any case.
@@ -119,13 +130,14 @@ class FunctionProgram(Program):
         return result_of(await _in_a_thread(partial(self._function, **arguments)))
 
 
-def filled(command: Sequence[str], task: Task, endpoint: Endpoint, task_file: str) -> list[str]:
+def filled(command: Sequence[str], task: Task, endpoint: Endpoint, *, task_file: str, lease: str) -> list[str]:
     """The words of a command, with what they name filled in."""
     values = {
         "{prompt}": task.prompt[-1]["content"],
         "{task_file}": task_file,
         "{base_url}": endpoint.base_url,
         "{model}": endpoint.model,
+        "{lease}": lease,
         "{python}": sys.executable,
     }
     return [_replaced(word, values) for word in command]
@@ -140,7 +152,7 @@ def _replaced(word: str, values: Mapping[str, str]) -> str:
     return word
 
 
-def environment_of(inherited: Mapping[str, str], endpoint: Endpoint, scratch: str, seed: int) -> dict[str, str]:
+def environment_of(inherited: Mapping[str, str], endpoint: Endpoint, scratch: str) -> dict[str, str]:
     """The variables of a command: where the policy is, and a temporary folder of its own."""
     # A proxy for the outer world does not reach this machine's loopback.
     direct = ",".join(filter(None, (inherited.get("NO_PROXY") or inherited.get("no_proxy"), "127.0.0.1")))
@@ -153,7 +165,6 @@ def environment_of(inherited: Mapping[str, str], endpoint: Endpoint, scratch: st
         "NO_PROXY": direct,
         "no_proxy": direct,
         "TMPDIR": scratch,
-        "RLFLOW_SEED": str(seed),
     }
 
 

@@ -1,35 +1,40 @@
-"""Which environment `env.name` means: a shipped name, `package.module:load` or `file.py:load` -> EnvironmentSpec."""
+"""Which environment `env.name` means -> EnvironmentSpec.
+
+shipped name | name that an installed package registers | package.module:Name | file.py:Name
+    -> function that returns a spec | Environment or Program class | TRL-style class
+"""
 
 from __future__ import annotations
 
-import inspect
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import rlflow.envs
 from rlflow.config import Config, EnvConfig, RewardConfig
-from rlflow.envs.base import EnvironmentSpec, SingleTurn
+from rlflow.entry_points import offered
+from rlflow.environment_class import check_arguments, spec_of_class
+from rlflow.envs.base import Environment, EnvironmentSpec, Program, SingleTurn
 from rlflow.errors import ConfigError
 from rlflow.plugins import load_object
 from rlflow.reward_choice import check_columns, choose_rewards, columns_to_check
 from rlflow.types import Task
 
-SHIPPED = ("arithmetic", "dataset", "latency")
+ENTRY_POINTS = "rlflow.environments"
+"""Group in which a package registers its environments: `name = "package.module:Name"`."""
 
 
 def load_environment(config: EnvConfig, reward: RewardConfig) -> EnvironmentSpec:
     """The environment of a run; its `tasks()` checks every task.
 
-    Raises ConfigError for an unknown name, for arguments that `load` does not take, and for a missing reward.
+    Raises ConfigError for an unknown name, for arguments that nothing takes, and for a missing reward.
     """
-    load = _find_load(config.name)
-    _check_arguments(load, config)
-    spec = load(**config.args)
-    if not isinstance(spec, EnvironmentSpec):
-        raise ConfigError(f"env.name={config.name} must return an EnvironmentSpec; it returned {type(spec).__name__}")
-    if reward.function is None and reward.model is None and spec.reward is None and spec.build is SingleTurn:
+    spec = _spec_of(config)
+    if reward.function is None and reward.model is None and spec.reward is None and _is_silent(spec.build):
         raise ConfigError(
             f"reward.function is required with env.name={config.name}, which has no reward of its own; "
             "give package.module:function or file.py:function, or a reward.model"
@@ -87,38 +92,65 @@ def checked_tasks(
     return rows
 
 
+def shipped_environments() -> list[str]:
+    """The folders of rlflow.envs that hold an environment: those with a config.yaml."""
+    folders = [Path(path) for path in rlflow.envs.__path__]
+    modules = (module.name for module in pkgutil.iter_modules(rlflow.envs.__path__) if module.ispkg)
+    return sorted(name for name in modules if any((folder / name / "config.yaml").is_file() for folder in folders))
+
+
+def _spec_of(config: EnvConfig) -> EnvironmentSpec:
+    found = _find(config.name)
+    if isinstance(found, type) and issubclass(found, Environment | Program):
+        return spec_of_class(config.name, found, config.args)
+    if isinstance(found, type) and callable(getattr(found, "reset", None)):
+        from rlflow.envs.trl import load as load_trl
+
+        return _loaded(config.name, partial(load_trl, found), config.args)
+    if isinstance(found, type) or not callable(found):
+        raise ConfigError(
+            f"env.name={config.name} must be a function that returns an EnvironmentSpec, or a class: an Environment, a "
+            f"Program, or one with a `reset` as TRL has it; got {found!r:.80}"
+        )
+    return _loaded(config.name, found, config.args)
+
+
+def _loaded(name: str, load: Callable[..., Any], arguments: dict[str, Any]) -> EnvironmentSpec:
+    check_arguments(name, [load], arguments)
+    spec = load(**arguments)
+    if not isinstance(spec, EnvironmentSpec):
+        raise ConfigError(f"env.name={name} must return an EnvironmentSpec; it returned {type(spec).__name__}")
+    return spec
+
+
+def _find(name: str) -> object:
+    if ":" in name:
+        return _load("env.name", name)
+    shipped = shipped_environments()
+    if name in shipped:
+        return _load("env.name", f"rlflow.envs.{name}:load")
+    registered = offered(ENTRY_POINTS)
+    if name in registered:
+        return _load(f"env.name={name}", registered[name])
+    names = [*shipped, *sorted(registered)]
+    close = get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise ConfigError(
+        f"env.name={name} is not an environment; {hint}There are {', '.join(names)}; "
+        "your own is package.module:Name or file.py:Name"
+    )
+
+
+def _is_silent(build: Callable[..., object]) -> bool:
+    """Whether what is built is known to give no reward of its own."""
+    from rlflow.envs.tools import ToolEnvironment
+
+    made = build.func if isinstance(build, partial) else build
+    return isinstance(made, type) and getattr(made, "step", None) in (SingleTurn.step, ToolEnvironment.step)
+
+
 def _load(key: str, path: str) -> object:
     try:
         return load_object(path)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
-
-
-def _find_load(name: str) -> Callable[..., Any]:
-    if name not in SHIPPED and ":" not in name:
-        close = get_close_matches(name, SHIPPED, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ConfigError(
-            f"env.name={name} is not an environment; {hint}There are {', '.join(SHIPPED)}; "
-            "your own is package.module:load or file.py:load"
-        )
-    found = _load("env.name", f"rlflow.envs.{name}:load" if name in SHIPPED else name)
-    if not callable(found):
-        raise ConfigError(f"env.name={name} must be a function that returns an EnvironmentSpec; got {found!r:.80}")
-    return found
-
-
-def _check_arguments(load: Callable[..., Any], config: EnvConfig) -> None:
-    parameters = inspect.signature(load).parameters.values()
-    accepted = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    for name in config.args:
-        if name not in accepted and not takes_any:
-            close = get_close_matches(name, accepted, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(
-                f"env.args.{name} is not an argument of env.name={config.name}, which takes {', '.join(accepted)}{hint}"
-            )
-    for each in parameters:
-        if each.name in accepted and each.default is each.empty and each.name not in config.args:
-            raise ConfigError(f"env.args.{each.name} is required by env.name={config.name}")

@@ -18,39 +18,21 @@ from rlflow.cluster.critic import RayActorCritic
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
 from rlflow.cluster.gpus import Process
-from rlflow.cluster.rewards import scorer_of, start_rewards
+from rlflow.cluster.rewards import start_rewards
+from rlflow.cluster.runners import start_runners
 from rlflow.compute import ONE_ARENA
 from rlflow.config import Config, Placement, needs_reference, refers_to_itself
 from rlflow.deadlines import within
-from rlflow.envs.base import Environment, EnvironmentSpec
+from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import ConfigError
 from rlflow.roles import Trainer, Workers
-from rlflow.rollout.client import EngineHandle
 from rlflow.rollout.fleet import EngineFleet
-from rlflow.workers.episode import EpisodeRunner
 from rlflow.workers.reference import ReferenceWorker
 from rlflow.workers.trainer.actor import TrainerWorker
 
-ENGINES_PER_RUNNER = 8
 CONNECT_TIMEOUT_S = 10.0
 MANY_CALLS = 4096
 """Calls that an asynchronous actor may have open; the admission budget bounds them long before."""
-
-
-class RunnerActor(EpisodeRunner):
-    """An episode runner that finds the other actors by name: Ray cannot restart an actor that was given handles."""
-
-    def __init__(
-        self, config: Config, model_path: str, build: Callable[[], Environment], rewards: list[str], engines: list[str]
-    ) -> None:
-        found = [cast(EngineHandle, ray.get_actor(name)) for name in engines]
-        super().__init__(config, model_path, build, scorer_of(config, rewards), *found)
-        # Also after a restart: it waits until it is told who serves now.
-        self._client.set_serving(())
-
-    async def linger(self) -> None:
-        """Never returns: the call fails when this process ends."""
-        await asyncio.Event().wait()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -138,12 +120,7 @@ async def start_fleet(
         for rank in range(num_ranks if needs_critic(config.algorithm) else 0)
     ]
     rewards = start_rewards(config, spec.reward, reward_model_path, devices, threads, MANY_CALLS)
-    runners = [
-        ray.remote(RunnerActor)
-        .options(num_cpus=0, max_concurrency=MANY_CALLS, max_restarts=-1)
-        .remote(config, model_path, spec.build, list(rewards), engine_names)
-        for _ in range(-(-config.rollout.engines // ENGINES_PER_RUNNER))
-    ]
+    runners = start_runners(config, model_path, spec, list(rewards), engine_names, MANY_CALLS)
     reference = None
     if needs_reference(config):
         options = devices.of(Process.reference, 0)
@@ -201,8 +178,7 @@ async def _start_all(
     await asyncio.gather(
         *(start_ranks(ranks) for ranks in trainers if ranks),
         *starting,
-        # An episode runner is ready when it is constructed, which also holds after a restart.
-        *(answer("episode runner", runner.__ray_ready__.remote()) for runner in runners),
+        *(answer("episode runner", runner.start.remote()) for runner in runners),
         *(answer("worker", other.start.remote()) for other in others),
     )
 
@@ -212,6 +188,7 @@ async def stop_fleet(fleet: Fleet) -> None:
     await fleet.membership.close()
     await fleet.engine_fleet.close()
     closing = [engine.shutdown.remote() for engine in fleet.engines]
+    closing += [runner.close.remote() for runner in fleet.runners]
     closing += [trainer.close.remote() for trainer in fleet.trainers]
     closing += [reward.close.remote() for reward in fleet.rewards]
     await asyncio.wait([asyncio.ensure_future(_settled(reference)) for reference in closing], timeout=20)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rlflow.envs.base import POLICY, Endpoint, Environment, Program, Prompt, Result, Step, ToolSchema
 from rlflow.errors import EnvironmentFailure, NoReply
@@ -42,7 +42,13 @@ class Door(Protocol):
 
     def open(self, chat: Chat) -> Endpoint: ...
 
-    def close(self, endpoint: Endpoint) -> None: ...
+    def close(self, endpoint: Endpoint) -> Mapping[str, float]:
+        """Ends the access; returns metrics."""
+        ...
+
+    async def failed(self, endpoint: Endpoint) -> None:
+        """Returns when the chat has failed."""
+        ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -267,9 +273,11 @@ class _Play:
         assert self.door is not None, "programs need a gateway"
         endpoint = self.door.open(self.chat)
         try:
-            result = checked_result(await _ask("run", program.run, self.task, endpoint))
+            result = checked_result(
+                await _unless(self.door.failed(endpoint), _ask("run", program.run, self.task, endpoint))
+            )
         finally:
-            self.door.close(endpoint)
+            self._add_outcome(None, self.door.close(endpoint))
             messages = self.chat.last
             first = next((index for index, message in enumerate(messages) if message["role"] == "assistant"), 0)
             self.prompt, self.completion = list(messages[:first]), list(messages[first:])
@@ -321,6 +329,20 @@ async def _ask(call: str, method: Callable[..., Awaitable[Value]], *arguments: o
         raise
     except Exception as error:
         raise EnvironmentFailure(_describe(call, error)) from error
+
+
+async def _unless(stopped: Coroutine[Any, Any, None], awaited: Coroutine[Any, Any, Value]) -> Value:
+    """What `awaited` returns; where `stopped` returns first, it is cancelled, and EnvironmentFailure raised."""
+    stopping, working = asyncio.create_task(stopped), asyncio.create_task(awaited)
+    try:
+        await asyncio.wait((stopping, working), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise EnvironmentFailure("run: was stopped, for a reply failed")
+        return working.result()
+    finally:
+        for task in (stopping, working):
+            task.cancel()
+        await asyncio.wait((stopping, working))
 
 
 def _describe(call: str, error: Exception) -> str:

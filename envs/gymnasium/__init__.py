@@ -1,0 +1,5 @@
+"""Gymnasium environments, in words."""
+
+from rlflow.envs.gymnasium.env import load
+
+__all__ = ["load"]

@@ -1,0 +1,71 @@
+"""What adapters share: texts from values, actions from replies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from rlflow.types import Json, Message
+
+END_OF_THOUGHT = "</think>"
+
+
+def text_of(value: object) -> str:
+    """A text as it is, anything else as JSON where JSON can hold it, else as `str` writes it; None is "".
+
+    Example: text_of({"left": [1, 2]}) == '{"left": [1, 2]}'
+    """
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def answer_part(reply: Message) -> str:
+    """What a reply says after its thoughts, stripped.
+
+    Example: answer_part({"role": "assistant", "content": "<think>7?</think> 12"}) == "12"
+    """
+    return reply["content"].rpartition(END_OF_THOUGHT)[2].strip()
+
+
+def with_observation(prompt: Sequence[Message], observation: str) -> list[Message]:
+    """The prompt with the first observation below the text of its last message, if there is one.
+
+    Many chat templates refuse two messages of a user in a row, so it does not become a message of its own, unless the
+    prompt ends with another role.
+    """
+    messages = list(prompt)
+    if not observation:
+        return messages
+    if not messages or messages[-1]["role"] != "user":
+        return [*messages, Message(role="user", content=observation)]
+    last = messages[-1]["content"]
+    return [*messages[:-1], Message(role="user", content=f"{last}\n\n{observation}" if last else observation)]
+
+
+def prompt_of(system_prompt: str, instructions: str) -> tuple[Message, ...]:
+    """A system message, if there is a text for it, and a user's message."""
+    system = (Message(role="system", content=system_prompt),) if system_prompt else ()
+    return (*system, Message(role="user", content=instructions))
+
+
+def json_object(text: str) -> dict[str, Json]:
+    """The JSON object that a model wrote.
+
+    Raises:
+        ValueError: it is not one; the message is for the model.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError("not valid JSON: nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object; got {text[:80]}")
+    return value

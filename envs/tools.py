@@ -1,0 +1,152 @@
+"""Typed functions as tools of the policy.
+
+    reply with tool calls -> ToolSet.answer -> one message of role `tool` for each call -> next reply
+
+A tool is any function with type hints and a docstring that has an `Args:` section in Google's style; `async def` is
+fine. What the model gets wrong (bad JSON, an unknown tool, missing or unknown arguments), and what a tool raises, goes
+back to it as `{"error": ...}` and is counted. A tool whose failure is not the model's doing, such as a dead server,
+raises `ToolBroken`: that ends the episode in an error instead, and nothing is learnt from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import cast
+
+from rlflow.concurrency import all_or_none
+from rlflow.envs.base import Environment, Prompt, Step, ToolSchema
+from rlflow.envs.texts import json_object, text_of
+from rlflow.errors import ConfigError
+from rlflow.types import Message, Task, ToolCall
+
+Tool = Callable[..., object]
+
+
+class ToolBroken(Exception):
+    """Raised by a tool for a failure that is not the model's doing; the episode has no verdict."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ToolAnswer:
+    """What one call came to."""
+
+    message: Message
+    is_failure: bool
+
+
+class ToolSet:
+    """Functions that the policy may call.
+
+    Calls of one reply run at the same time, plain functions in threads of their own. `in_order`: one after the other,
+    for functions that share state.
+
+    Raises:
+        ConfigError: a function has no type hints or no docstring in the expected form, or two have the same name.
+    """
+
+    def __init__(self, functions: Sequence[Tool], *, in_order: bool = False) -> None:
+        self.schemas: list[ToolSchema] = [schema_of(function) for function in functions]
+        self._functions = {_name_of(function): function for function in functions}
+        self._in_order = in_order
+        if len(self._functions) < len(functions):
+            raise ConfigError(f"two tools have the same name; got {[_name_of(function) for function in functions]}")
+
+    async def answer(self, calls: Sequence[ToolCall]) -> Step:
+        """The messages that answer the calls, in their order; metrics `tools/calls` and `tools/failures`.
+
+        Raises:
+            ToolBroken: a tool says that it is broken.
+        """
+        if self._in_order:
+            answers = [await self.call(call) for call in calls]
+        else:
+            answers = await all_or_none([self.call(call) for call in calls])
+        failures = sum(answer.is_failure for answer in answers)
+        return Step(
+            messages=[answer.message for answer in answers],
+            metrics={"tools/calls": float(len(answers)), "tools/failures": float(failures)},
+        )
+
+    async def call(self, call: ToolCall) -> ToolAnswer:
+        """Run one call. Raises ToolBroken only."""
+        name = call["function"]["name"]
+        try:
+            function = self._find(name)
+            arguments = json_object(call["function"]["arguments"] or "{}")
+            _check_arguments(function, name, arguments)
+            content, is_failure = text_of(await _run(function, arguments)), False
+        except ToolBroken:
+            raise
+        except Exception as error:  # the model sees it, and may do better
+            content, is_failure = json.dumps({"error": str(error) or type(error).__name__}), True
+        message = Message(role="tool", content=content, tool_call_id=call["id"], name=name)
+        return ToolAnswer(message=message, is_failure=is_failure)
+
+    def _find(self, name: str) -> Tool:
+        function = self._functions.get(name)
+        if function is None:
+            close = get_close_matches(name, self._functions, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(self._functions)}"
+            raise LookupError(f"there is no tool {name}; {hint}")
+        return function
+
+
+class ToolEnvironment(Environment):
+    """The task's prompt and some tools; the first reply without a tool call ends the episode.
+
+    Give the tools to the constructor, or set `tools` in a subclass. It gives no reward: that is the reward function's.
+    """
+
+    tools: Sequence[Tool] = ()
+
+    def __init__(self, tools: Sequence[Tool] | ToolSet | None = None) -> None:
+        chosen = self.tools if tools is None else tools
+        self.tool_set = chosen if isinstance(chosen, ToolSet) else ToolSet(chosen)
+
+    async def reset(self, task: Task) -> Prompt:
+        return Prompt(messages=list(task.prompt), tools=self.tool_set.schemas)
+
+    async def step(self, reply: Message) -> Step:
+        calls = reply.get("tool_calls")
+        return await self.tool_set.answer(calls) if calls else Step(done=True)
+
+
+def schema_of(function: Tool) -> ToolSchema:
+    """The tool in OpenAI's form, from type hints and docstring; ConfigError where one of them is missing."""
+    # It takes a second to import, so only those pay for it who have tools.
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    try:
+        schema = cast(ToolSchema, get_json_schema(function))
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ConfigError(
+            f"tool {_name_of(function)}: {error}; a tool needs type hints, and a docstring that describes each argument "
+            "below `Args:`"
+        ) from error
+    # OpenAI's form knows no type of what comes back.
+    cast(dict[str, object], schema["function"]).pop("return", None)
+    return schema
+
+
+async def _run(function: Tool, arguments: dict[str, object]) -> object:
+    if inspect.iscoroutinefunction(function):
+        return await function(**arguments)
+    result = await asyncio.to_thread(function, **arguments)
+    return await result if inspect.isawaitable(result) else result
+
+
+def _check_arguments(function: Tool, name: str, arguments: dict[str, object]) -> None:
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from error
+
+
+def _name_of(function: Tool) -> str:
+    return getattr(function, "__name__", type(function).__name__)

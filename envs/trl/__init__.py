@@ -1,0 +1,5 @@
+"""Environment classes written for TRL."""
+
+from rlflow.envs.trl.env import load
+
+__all__ = ["load"]

@@ -199,7 +199,7 @@ async def test_sampling_settings_are_the_runs() -> None:
     async with visiting("a.", "b.") as visit:
         await visit.post(temperature=0.0, seed=7)
         await visit.post()
-        metrics = visit.gateway.metrics(visit.endpoint)
+        metrics = visit.gateway.close(visit.endpoint)
     assert visit.engine.requests[0].seed == 3
     assert not visit.engine.requests[0].is_greedy
     assert metrics == {
@@ -232,7 +232,7 @@ async def test_sampling_settings_are_the_runs() -> None:
 async def test_what_cannot_be_served_is_refused_with_the_reason(fields: dict[str, Any], message: str) -> None:
     async with visiting() as visit:
         status, answer = await visit.post(**fields)
-        assert visit.gateway.metrics(visit.endpoint)["gateway/refused"] == 1.0
+        assert visit.gateway.close(visit.endpoint)["gateway/refused"] == 1.0
     assert status == 400
     assert answer["error"]["type"] == "invalid_request_error"
     assert message in answer["error"]["message"]
@@ -310,7 +310,7 @@ async def test_a_client_that_hangs_up_cancels_the_sampling(is_stream: bool) -> N
         async with asyncio.timeout(5):
             while not visit.engine.cancelled:
                 await asyncio.sleep(0.001)
-        assert visit.gateway.metrics(visit.endpoint)["gateway/abandoned"] == 1.0
+        assert visit.gateway.close(visit.endpoint)["gateway/abandoned"] == 1.0
     assert visit.chat.turns == []
     assert visit.chat.failure is None
 

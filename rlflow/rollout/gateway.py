@@ -121,8 +121,12 @@ class Gateway:
         self._visits[secret] = _Visit(chat=chat, endpoint=endpoint)
         return endpoint
 
-    def close(self, endpoint: Endpoint) -> None:
-        """End the program's access; replies under way are cancelled, and none is recorded from now on."""
+    def close(self, endpoint: Endpoint) -> dict[str, float]:
+        """End the program's access; replies under way are cancelled, and none is recorded from now on.
+
+        Returns metrics: the requests, how many of them were refused, abandoned by the program before their reply was
+        there, or asked for sampling settings of their own.
+        """
         secret = _secret_of(endpoint)
         visit = self._visits.pop(secret)
         self._closed[secret] = None
@@ -130,11 +134,7 @@ class Gateway:
             self._closed.popitem(last=False)
         for reply in visit.replies:
             reply.cancel()
-
-    def metrics(self, endpoint: Endpoint) -> dict[str, float]:
-        """The requests so far of an open endpoint, and how many of them were refused, abandoned by the program before
-        their reply was there, or asked for sampling settings of their own."""
-        return dict(self._visits[_secret_of(endpoint)].metrics)
+        return visit.metrics
 
     async def failed(self, endpoint: Endpoint) -> None:
         """Returns when a reply failed for a reason that is not the program's; `chat.failure` holds it.

@@ -274,7 +274,9 @@ def combine(chosen: Sequence[ChosenReward], verdicts: Sequence[Verdict]) -> Verd
 
 
 def environment_verdict(transcript: Transcript) -> Verdict:
-    """What the environment gave in its steps."""
+    """What the environment gave in its steps: 0 where a limit ended the episode before it gave anything."""
+    if transcript.environment_reward is None and transcript.end.is_truncated:
+        return Verdict(reward=0.0)
     if transcript.environment_reward is None:
         return Verdict(reward=None, end=EpisodeEnd.NO_VERDICT, detail="the environment gave no reward in its steps")
     return verdict_of(transcript.environment_reward, is_batched=False)

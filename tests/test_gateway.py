@@ -153,6 +153,16 @@ async def test_tool_choice_none_tells_the_model_of_no_tool() -> None:
     assert visit.engine.requests[0].prompt_ids == ids_of("hi.>")
 
 
+async def test_an_untrained_agent_replies_and_is_not_recorded() -> None:
+    async with visiting("a.", "b.", "c.") as visit:
+        _, first = await visit.post()
+        _, judged = await visit.post(model="untrained/judge", messages=[{"role": "user", "content": "good?"}])
+        await visit.post(messages=[USER, first["choices"][0]["message"], USER])
+    assert judged["choices"][0]["message"]["content"] == "b"
+    assert [turn.output_ids for turn in visit.chat.turns] == [ids_of("a."), ids_of("c.")]
+    assert (len(chains_of(visit.chat.turns)), visit.chat.num_branches) == (1, 0)
+
+
 async def test_a_reply_that_the_program_rewrote_is_its_own_message() -> None:
     async with visiting("no.", "x.") as visit:
         await visit.post()

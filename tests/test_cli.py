@@ -23,6 +23,7 @@ from rlflow.sampler import SamplerState
 Cli = Callable[..., tuple[int, str, str]]
 SAMPLER = SamplerState(kind="uniform", tasks="", put_back=[], curriculum={})
 RECIPES = [
+    "agent_calculator",
     "aipo_arithmetic_async",
     "async_latency",
     "dapo_arithmetic",

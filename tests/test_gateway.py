@@ -2,93 +2,30 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 import pytest
+from letters import AB, LetterRenderer, ScriptedEngine, ids_of, limits
 
 from rlflow.envs.base import Endpoint
 from rlflow.errors import EngineLost
 from rlflow.rollout.chat import Chat
 from rlflow.rollout.client import EngineClient, Transport
 from rlflow.rollout.gateway import MAX_BODY_BYTES, Gateway
-from rlflow.rollout.limits import EpisodeLimits
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
 from rlflow.rollout.samples import chains_of, sample_of
-from rlflow.rollout.tool_calls import CallStyle, find_calls
-from rlflow.types import EpisodeEnd, FunctionCall, Json, Message
+from rlflow.types import EpisodeEnd
 
-STOP, OPEN, AB = ord("."), ord(">"), 1000
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
 ADD: dict[str, Any] = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
 }
 CALL = '<tool_call>{"name": "add",  "arguments": {"b": 2, "a": 1}}</tool_call>'
-
-
-class LetterRenderer:
-    """One token a letter, but "ab" is one token; a message is its text and ".", a prompt ends with ">"."""
-
-    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]] = ()) -> list[int]:
-        text = "".join(f"{message['content']}." for message in messages)
-        letters = [ord(letter) for letter in text.replace("ab", chr(AB))]
-        return [*([ord("T")] if tools else []), *letters, OPEN]
-
-    def extend(
-        self,
-        held_ids: Sequence[int],
-        messages_so_far: Sequence[Message],
-        new_messages: Sequence[Message],
-        tools: Sequence[dict[str, Json]] = (),
-    ) -> list[int] | None:
-        return self.prompt(new_messages)
-
-    def parse(self, ids: Sequence[int]) -> str:
-        return "".join(chr(token) for token in ids if token != STOP)
-
-    def calls(self, text: str) -> list[FunctionCall]:
-        return find_calls(text, CallStyle.TAGGED)
-
-
-def ids_of(text: str) -> list[int]:
-    """As an engine samples them: letter by letter, where the renderer would write another token for "ab"."""
-    return [ord(letter) for letter in text]
-
-
-@dataclass
-class ScriptedEngine:
-    """Answers with the scripted replies in turn; the version says which. Holds back while `is_open` is not set."""
-
-    replies: list[str | Exception]
-    finish_reason: FinishReason = "stop"
-    requests: list[GenerateRequest] = field(default_factory=list)
-    is_open: asyncio.Event = field(default_factory=asyncio.Event)
-    cancelled: int = 0
-
-    async def __call__(self, request: GenerateRequest, /) -> Completion:
-        number = len(self.requests)
-        self.requests.append(request)
-        try:
-            await self.is_open.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        reply = self.replies[number]
-        if isinstance(reply, Exception):
-            raise reply
-        ids = ids_of(reply)[: request.max_new_tokens]
-        return Completion(
-            ids=ids, logprobs=[-0.5] * len(ids), versions=[number] * len(ids), finish_reason=self.finish_reason
-        )
-
-
-def limits(**changes: Any) -> EpisodeLimits:
-    fields = {"max_length": 4096, "max_new_tokens": 1024, "max_turns": 8, "max_observation_chars": 1000}
-    return EpisodeLimits(**{**fields, "setup_s": 9.0, "step_s": 9.0, "episode_s": 9.0, **changes})
 
 
 @dataclass
@@ -214,6 +151,16 @@ async def test_tool_choice_none_tells_the_model_of_no_tool() -> None:
     async with visiting("no.") as visit:
         await visit.post(tools=[ADD], tool_choice="none")
     assert visit.engine.requests[0].prompt_ids == ids_of("hi.>")
+
+
+async def test_an_untrained_agent_replies_and_is_not_recorded() -> None:
+    async with visiting("a.", "b.", "c.") as visit:
+        _, first = await visit.post()
+        _, judged = await visit.post(model="untrained/judge", messages=[{"role": "user", "content": "good?"}])
+        await visit.post(messages=[USER, first["choices"][0]["message"], USER])
+    assert judged["choices"][0]["message"]["content"] == "b"
+    assert [turn.output_ids for turn in visit.chat.turns] == [ids_of("a."), ids_of("c.")]
+    assert (len(chains_of(visit.chat.turns)), visit.chat.num_branches) == (1, 0)
 
 
 async def test_a_reply_that_the_program_rewrote_is_its_own_message() -> None:

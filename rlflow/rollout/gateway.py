@@ -7,8 +7,8 @@ when it comes back (`gateway_wire.SentReplies`). It listens on loopback only, in
 
 Served: `messages` of text, `tools`, `tool_choice` auto or none, `stream`, `max_tokens`, `logprobs`. A stream sends
 comments while the reply is being sampled, then the whole reply. Sampling settings such as `temperature` are accepted
-and counted, but the run's own hold: what is trained on must be what the policy does. The rest is refused with status
-400 and the reason.
+and counted, but the run's own hold: what is trained on must be what the policy does. A model named `untrained/judge` is
+the policy in the role of another agent, which is not trained on. The rest is refused with status 400 and the reason.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rlflow.types import EpisodeEnd, Message
 
 HOST = "127.0.0.1"
 MODEL = "policy"
-"""The name that the endpoint lists; any other one means the same."""
+"""The name that the endpoint lists; any other one means the same, but for those that begin with `UNTRAINED`."""
 MAX_BODY_BYTES = 8 * 2**20
 MAX_OPEN_REQUESTS = 128
 """Of one episode at a time; further ones get status 429, after which clients try again."""
@@ -95,13 +95,17 @@ class Gateway:
         app.router.add_route("*", "/{secret}/{rest:.*}", self._unknown)
         # A client that hangs up cancels its handler, and with it the sampling. No access log: URLs hold the secrets.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._starting = asyncio.Lock()
         self._address = ""
 
     async def start(self) -> None:
-        """Listen on a free port of the loopback interface."""
-        await self._runner.setup()
-        await web.TCPSite(self._runner, HOST, 0, backlog=1024).start()
-        self._address = f"http://{HOST}:{self._runner.addresses[0][1]}"
+        """Listen on a free port of the loopback interface, unless it does."""
+        async with self._starting:
+            if self._address:
+                return
+            await self._runner.setup()
+            await web.TCPSite(self._runner, HOST, 0, backlog=1024).start()
+            self._address = f"http://{HOST}:{self._runner.addresses[0][1]}"
 
     async def stop(self) -> None:
         """Stop listening; what is under way is cancelled."""
@@ -216,7 +220,15 @@ async def _reply_of(visit: _Visit, asked: ChatRequest) -> AsyncIterator[asyncio.
             code="rate_limit_exceeded",
         )
     messages = visit.sent.resolve(asked.messages)
-    reply = asyncio.create_task(visit.chat.reply(messages, asked.tools, max_new_tokens=asked.max_new_tokens))
+    reply = asyncio.create_task(
+        visit.chat.reply(
+            messages,
+            asked.tools,
+            agent=asked.agent,
+            trainable=asked.is_trainable,
+            max_new_tokens=asked.max_new_tokens,
+        )
+    )
     visit.replies.add(reply)
     reply.add_done_callback(visit.note_end)
     try:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from rlflow.envs.base import ToolSchema
+from rlflow.envs.base import POLICY, ToolSchema
 from rlflow.rollout.tool_calls import CallStyle, without_calls
 from rlflow.types import FunctionCall, Message, ToolCall, Turn
 
@@ -29,6 +29,9 @@ SAMPLING = (
     "repetition_penalty",
 )
 """Accepted without effect: what is trained on is sampled as the run says."""
+
+UNTRAINED = "untrained/"
+"""Before the name of an agent, as the model of a request: the policy replies, and is not trained on it."""
 
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "n": ((1,), "one reply is sampled for each request; send several requests"),
@@ -68,6 +71,8 @@ class ChatRequest:
     messages: list[Message]
     """As the program sees them: what it was sent of a reply is here without the markup of tool calls."""
     tools: list[ToolSchema]
+    agent: str
+    is_trainable: bool
     max_new_tokens: int | None
     is_stream: bool
     with_usage: bool
@@ -92,10 +97,14 @@ def read_request(body: bytes) -> ChatRequest:
     if not isinstance(messages, list) or not messages:
         raise Refused(f"`messages` must be a list of at least one; got {_shown(messages)}", param="messages")
     options = fields.get("stream_options") or {}
+    model = str(fields.get("model") or "")
+    untrained = model.removeprefix(UNTRAINED) if model.startswith(UNTRAINED) else ""
     ignored = [name for name in SAMPLING if fields.get(name) is not None]
     return ChatRequest(
         messages=[_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
         tools=_read_tools(fields),
+        agent=untrained or POLICY,
+        is_trainable=not untrained,
         max_new_tokens=_read_limit(fields),
         is_stream=bool(fields.get("stream")),
         with_usage=isinstance(options, dict) and bool(options.get("include_usage")),

@@ -1,0 +1,77 @@
+"""An agent as anybody writes one, with the `openai` package, a tool and a loop. It knows nothing of rlflow.
+
+The task comes as JSON on standard input, the endpoint from OPENAI_BASE_URL; the last line printed is the result.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+from openai import OpenAI
+
+TURNS = 3
+SYSTEM = "You call the calculator with the sum, and then you reply with the number that it gives you."
+CALCULATOR: Any = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Adds.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": "Such as 2 + 3."}},
+            "required": ["expression"],
+        },
+    },
+}
+
+
+def example(sum_: str, result: str, call_id: str) -> list[Any]:
+    """A conversation for the model to go by."""
+    function = {"name": "calculator", "arguments": json.dumps({"expression": sum_})}
+    return [
+        {"role": "user", "content": f"What is {sum_}?"},
+        {"role": "assistant", "tool_calls": [{"id": call_id, "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": call_id, "content": result},
+        {"role": "assistant", "content": result},
+    ]
+
+
+EXAMPLES = [*example("31 + 45", "76", "first"), *example("68 + 57", "125", "second")]
+
+
+def calculate(arguments: str) -> str:
+    """What the tool says; what is wrong with the call is for the model to read."""
+    try:
+        expression = json.loads(arguments)["expression"]
+        terms = re.fullmatch(r"\s*(\d{1,9})\s*\+\s*(\d{1,9})\s*", expression)
+    except (ValueError, TypeError, KeyError) as error:
+        return f"error: expected an object with the text `expression` ({error})"
+    return str(int(terms[1]) + int(terms[2])) if terms else f"error: not a sum: {expression!r}"
+
+
+def main() -> None:
+    task = json.load(sys.stdin)
+    client = OpenAI()
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}, *EXAMPLES, *task["prompt"]]
+    results: list[str] = []
+    text = ""
+    for _ in range(TURNS):
+        reply = client.chat.completions.create(model="policy", messages=messages, tools=[CALCULATOR]).choices[0].message
+        messages.append(reply)
+        if not reply.tool_calls:
+            text = reply.content or ""
+            break
+        for call in reply.tool_calls:
+            assert call.type == "function"
+            results.append(calculate(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": results[-1]})
+    is_right = task["answer"] in re.findall(r"\d+", text)
+    reward = 0.2 * bool(results) + 0.3 * (task["answer"] in results) + 0.5 * is_right
+    print(json.dumps({"reward": reward, "metrics": {"right": float(is_right), "tools/calls": len(results)}}))
+
+
+if __name__ == "__main__":
+    main()

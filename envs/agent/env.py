@@ -1,0 +1,227 @@
+"""An episode is one run of a program; what it asks the endpoint for is trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlflow.envs.agent.command import Ended, run_command
+from rlflow.envs.agent.data import task_source
+from rlflow.envs.agent.results import printed_result, result_of
+from rlflow.envs.base import Endpoint, EnvironmentSpec, Program, Result
+from rlflow.errors import ConfigError, EnvironmentFailure
+from rlflow.plugins import load_object
+from rlflow.types import Task
+
+SHOWN_CHARS = 2000
+"""Of what a failed command wrote last."""
+_ARGUMENTS = ("task", "base_url", "api_key", "model")
+
+
+def load(
+    tasks: str,
+    command: str | Sequence[str] | None = None,
+    function: str | None = None,
+    folder: str = ".",
+    leases: Sequence[str] = (),
+    system_prompt: str = "",
+    evaluation_tasks: str | None = None,
+) -> EnvironmentSpec:
+    """A program that plays an episode by itself: give `command` or `function`.
+
+    tasks: rows, as the `path` of the environment `dataset`; or a function that returns Tasks, as package.module:name or
+        file.py:name.
+    command: what to run, as a list, or as one line that is split as a shell would, but not run by one.
+    function: package.module:name or file.py:name of `run(task, base_url, api_key, model)`, async or not.
+    folder: where the command runs; relative to the current directory.
+    leases: what each run of the command has one of for itself, such as the addresses of sites; no more run at a time.
+    system_prompt: put before each prompt of the rows that has none of its own.
+    evaluation_tasks: as `tasks`, for `eval.every`.
+    """
+    if (command is None) == (function is None):
+        found = "both" if command is not None else "none"
+        raise ConfigError(f"env.args of agent need one of `command` and `function`; got {found}")
+    if function is not None:
+        for name, value in (("folder", folder != "." and folder), ("leases", leases)):
+            if value:
+                raise ConfigError(f"env.args.{name}={value} has no effect with env.args.function; leave it out")
+        _load_function(function)
+        build: Callable[[], Program] = partial(FunctionProgram, function)
+    else:
+        assert command is not None
+        words = tuple(shlex.split(command)) if isinstance(command, str) else tuple(map(str, command))
+        build = partial(CommandProgram, words, _checked_folder(folder, words))
+    evaluation = None
+    if evaluation_tasks is not None:
+        evaluation = task_source("evaluation_tasks", evaluation_tasks, system_prompt)
+    return EnvironmentSpec(
+        tasks=task_source("tasks", tasks, system_prompt),
+        build=build,
+        evaluation_tasks=evaluation,
+        leases=tuple(map(str, leases)),
+    )
+
+
+class CommandProgram(Program):
+    """Runs a command. In its words these are filled in, and anything else in braces is left as it is:
+
+    {prompt}     the last message of the task's prompt
+    {task_file}  a file with the task as JSON, which is also the command's standard input
+    {base_url}   of the endpoint, which is also in OPENAI_BASE_URL
+    {model}      to name in requests
+    {lease}      which of the leases is this episode's, which is also in RLFLOW_LEASE
+    {python}     the interpreter that runs rlflow
+    """
+
+    def __init__(self, command: Sequence[str], folder: str, lease: str = "") -> None:
+        self._command = command
+        self._folder = folder
+        self._lease = lease
+
+    async def run(self, task: Task, endpoint: Endpoint) -> Result:
+        """Raises EnvironmentFailure when the command does not exit with code 0."""
+        scratch = Path(tempfile.mkdtemp(prefix="rlflow-agent-"))
+        try:
+            file = scratch / "task.json"
+            file.write_text(json.dumps(dataclasses.asdict(task)))
+            with file.open("rb") as stdin:
+                variables = environment_of(os.environ, endpoint, str(scratch))
+                ended = await run_command(
+                    filled(self._command, task, endpoint, task_file=str(file), lease=self._lease),
+                    stdin=stdin,
+                    folder=self._folder,
+                    environment={**variables, "RLFLOW_SEED": str(self.seed), "RLFLOW_LEASE": self._lease},
+                )
+        finally:
+            # Shielded from a second cancellation: the folder goes in any case.
+            await asyncio.shield(asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True))
+        if ended.code != 0:
+            raise EnvironmentFailure(f"run: {shlex.join(self._command)} {ended.describe()}{_last_words(ended)}")
+        return printed_result(ended.output)
+
+
+class FunctionProgram(Program):
+    """Calls a function; one that is not async runs in a thread of its own, which nothing can end but itself."""
+
+    def __init__(self, path: str) -> None:
+        self._function = _load_function(path)
+
+    async def run(self, task: Task, endpoint: Endpoint) -> Result:
+        arguments = {
+            "task": task,
+            "base_url": endpoint.base_url,
+            "api_key": endpoint.api_key,
+            "model": endpoint.model,
+        }
+        if inspect.iscoroutinefunction(self._function):
+            return result_of(await self._function(**arguments))
+        return result_of(await _in_a_thread(partial(self._function, **arguments)))
+
+
+def filled(command: Sequence[str], task: Task, endpoint: Endpoint, *, task_file: str, lease: str) -> list[str]:
+    """The words of a command, with what they name filled in."""
+    values = {
+        "{prompt}": task.prompt[-1]["content"],
+        "{task_file}": task_file,
+        "{base_url}": endpoint.base_url,
+        "{model}": endpoint.model,
+        "{lease}": lease,
+        "{python}": sys.executable,
+    }
+    return [_replaced(word, values) for word in command]
+
+
+def _replaced(word: str, values: Mapping[str, str]) -> str:
+    """All at once: a prompt that reads "{model}" stays as it is."""
+    for name, value in values.items():
+        before, found, after = word.partition(name)
+        if found:
+            return _replaced(before, values) + value + _replaced(after, values)
+    return word
+
+
+def environment_of(inherited: Mapping[str, str], endpoint: Endpoint, scratch: str) -> dict[str, str]:
+    """The variables of a command: where the policy is, and a temporary folder of its own."""
+    # A proxy for the outer world does not reach this machine's loopback.
+    direct = ",".join(filter(None, (inherited.get("NO_PROXY") or inherited.get("no_proxy"), "127.0.0.1")))
+    return {
+        **inherited,
+        "OPENAI_BASE_URL": endpoint.base_url,
+        "OPENAI_API_BASE": endpoint.base_url,
+        "OPENAI_API_KEY": endpoint.api_key,
+        "OPENAI_MODEL": endpoint.model,
+        "NO_PROXY": direct,
+        "no_proxy": direct,
+        "TMPDIR": scratch,
+    }
+
+
+async def _in_a_thread(function: Callable[[], Any]) -> Any:
+    """The value of a call that may take as long as an episode: a pool's threads would be used up by these."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: object, error: BaseException | None) -> None:
+        if outcome.done():
+            return
+        if error is None:
+            outcome.set_result(value)
+        else:
+            outcome.set_exception(error)
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = function()
+        except Exception as raised:
+            error = raised
+        except BaseException as raised:  # sys.exit of a program ends its episode only
+            error = EnvironmentFailure(f"run: {type(raised).__name__}: {raised}")
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, name="agent", daemon=True).start()
+    return await outcome
+
+
+def _last_words(ended: Ended) -> str:
+    for name, text in (("standard error", ended.errors), ("standard output", ended.output)):
+        if text.strip():
+            return f"; its {name} ends with:\n{text.strip()[-SHOWN_CHARS:]}"
+    return " and wrote nothing"
+
+
+def _load_function(path: str) -> Callable[..., Any]:
+    function = load_object(path)
+    if not callable(function):
+        raise ConfigError(f"env.args.function={path} must be a function; got {type(function).__name__}")
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(_ARGUMENTS))
+    except TypeError as error:
+        raise ConfigError(f"env.args.function={path} must take ({', '.join(_ARGUMENTS)}): {error}") from error
+    return function
+
+
+def _checked_folder(folder: str, command: Sequence[str]) -> str:
+    """The absolute folder, in which the command's program must be found."""
+    path = Path(folder).expanduser().resolve()
+    if not path.is_dir():
+        raise ConfigError(f"env.args.folder={folder} is not a folder (from {Path.cwd()})")
+    if not command:
+        raise ConfigError("env.args.command is empty; give the program and its arguments")
+    program = command[0]
+    if program != "{python}" and shutil.which(str(path / program) if "/" in program else program) is None:
+        raise ConfigError(f"env.args.command: there is no program {program!r} to run, in {path} or on the PATH")
+    return str(path)

@@ -105,7 +105,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"function": []}, "reward.function must be a name, or a list of names; got []"),
     ({"function": 3}, "reward.function must be a name, or a list of names; got 3"),
     ({"function": ["math", None]}, "reward.function must be a name, or a list of names; got ['math', None]"),
-    ({"function": "exact_mach"}, "reward.function=exact_mach is not a reward; did you mean exact_match? There are env"),
+    ({"function": "exact_matc"}, "reward.function=exact_matc is not a reward; did you mean exact_match? There are env"),
     ({"function": "OWN:exactly"}, "reward.function: OWN has no attribute 'exactly' (from 'OWN:exactly'); did you mean"),
     ({"function": "OWN:limit"}, "reward.function=OWN:limit must be a function; got 3"),
     ({"function": ["OWN:brief", "OWN:Late.brief"]}, "reward.function names 2 functions 'brief', and metrics and"),
@@ -114,8 +114,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "reward.weights has 2 numbers and reward.function 1 names; give one weight for each",
     ),
     (
-        {"function": "OWN:brief", "args": {"breif": {"limit": 3}}},
-        "reward.args.breif has no effect: reward.function names no 'breif'; did you mean brief?; it names brief",
+        {"function": "OWN:brief", "args": {"brieff": {"limit": 3}}},
+        "reward.args.brieff has no effect: reward.function names no 'brieff'; did you mean brief?; it names brief",
     ),
     (
         {"function": "OWN:brief", "args": {"brief": 3}},

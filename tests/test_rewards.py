@@ -46,6 +46,8 @@ def misbehave(task: Task, completion: str) -> object:
                 Path(rest).write_text(str(os.getpid()))
                 time.sleep(600)
             os.waitpid(pid, 0)
+        case "fork":
+            os.fork()
         case "memory":
             return [0] * (1 << 62)
         case "flood":
@@ -132,6 +134,9 @@ async def test_answers_of_every_kind_and_the_process_goes_on() -> None:
             verdict = await pool.score(said(text))
             assert (verdict.reward, verdict.end) == (None, end), text
             assert verdict.detail.startswith(detail)
+            assert await pool.score(said("4")) == gives(1.0)
+        for _ in range(2):
+            assert await pool.score(said("fork")) == gives(0.0)
             assert await pool.score(said("4")) == gives(1.0)
         assert await pool.score(said("print")) == gives(0.0)
         assert await pool.score(said("true")) == gives(1.0)

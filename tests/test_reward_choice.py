@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -14,6 +14,8 @@ from omegaconf import OmegaConf
 from transcripts import TASK, said, task_with
 
 from rlflow import entry_points
+from rlflow.cluster.devices import Devices
+from rlflow.cluster.rewards import scorer_of, start_rewards
 from rlflow.compose import train
 from rlflow.config import Config, RewardConfig
 from rlflow.config_checks import check
@@ -62,6 +64,14 @@ def test_without_a_name_the_environment_scores() -> None:
     assert choose("environment", mine) == [ChosenReward(name="environment", function=mine)]
     assert is_environment_alone(choose())
     assert not is_environment_alone(choose(None, mine))
+
+
+async def test_no_process_is_started_where_only_the_steps_of_an_environment_count() -> None:
+    config = Config()
+    assert start_rewards(config, None, None, cast(Devices, None), threads=1, max_calls=1) == {}
+    config.reward.weights = [3.0]
+    scorer = scorer_of(config, [])
+    assert (await scorer.score(said("4", environment_reward=0.5))).reward == 1.5
 
 
 def test_names_weights_and_arguments(own: str) -> None:

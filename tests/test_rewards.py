@@ -48,6 +48,10 @@ def misbehave(task: Task, completion: str) -> object:
             os.waitpid(pid, 0)
         case "fork":
             os.fork()
+        case "meddle":
+            for descriptor in os.listdir("/proc/self/fd"):
+                if os.path.islink(link := f"/proc/self/fd/{descriptor}") and os.readlink(link).startswith("socket:"):
+                    os.write(int(descriptor), b"\xff\xff\xff\xff" if rest == "long" else b"\0\0\0\4oops")
         case "memory":
             return [0] * (1 << 62)
         case "flood":
@@ -128,6 +132,8 @@ async def test_answers_of_every_kind_and_the_process_goes_on() -> None:
         "none": (EpisodeEnd.NO_VERDICT, "mine: returned None"),
         "die": (EpisodeEnd.REWARD_ERROR, "the scoring process exited with code 3"),
         "crash": (EpisodeEnd.REWARD_ERROR, "the scoring process was killed by SIGSEGV"),
+        "meddle long": (EpisodeEnd.REWARD_ERROR, "the scoring process was killed by SIGKILL"),
+        "meddle": (EpisodeEnd.REWARD_ERROR, "the scoring process was killed by SIGKILL"),
     }
     async with pool_of(misbehave) as pool:
         for text, (end, detail) in no_reward.items():

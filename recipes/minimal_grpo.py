@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -25,7 +25,7 @@ from rlflow.environments import load_environment
 from rlflow.envs.base import EnvironmentSpec, RewardFunction
 from rlflow.intake import group_seed
 from rlflow.models import resolve_model
-from rlflow.plugins import load_object
+from rlflow.reward_choice import choose_rewards, load
 from rlflow.rollout.episode import episode_seed
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.sampler import TaskSampler
@@ -73,14 +73,11 @@ class MinimalGrpo:
         self.config = config
         model_path = resolve_model(config.model.path)
         self.spec: EnvironmentSpec = load_environment(config.env, config.reward)
-        reward = config.reward
-        path = str(reward.function)
-        own = cast(RewardFunction, load_object(path)) if ":" in path else self.spec.reward
-        if own is None or replace(reward, function=None) != RewardConfig(timeout_s=reward.timeout_s):
-            raise ValueError(
-                "the minimal loop scores by one function(task, completion); leave the rest of reward alone"
-            )
-        self.reward: RewardFunction = own
+        chosen, *others = choose_rewards(config.reward, self.spec.reward)
+        plain_reward = RewardConfig(function=config.reward.function, timeout_s=config.reward.timeout_s)
+        if chosen.function is None or others or config.reward != plain_reward:
+            raise ValueError("the minimal loop scores by one function(task, completion); leave the rest alone")
+        self.reward: RewardFunction = load(chosen)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=torch.float32, attn_implementation="eager"
         )

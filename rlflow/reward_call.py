@@ -32,7 +32,8 @@ class Shape(StrEnum):
     SOLUTION = "solution"
 
 
-SHAPES = """  def reward(completion, answer, **columns) -> float | dict | None               (rlflow; task, messages and others)
+SHAPES = """\
+  def reward(completion, answer, **columns) -> float | dict | None               (rlflow; also messages and more)
   def reward(prompts, completions, **columns) -> list[float | None]              (TRL; lists of one, chat messages)
   def reward(data_source, solution_str, ground_truth, extra_info=None) -> float  (verl)"""
 

@@ -55,8 +55,12 @@ def _serve(connection: socket.socket) -> None:
         send(connection, json.dumps({"error": str(error)}).encode())
         return
     send(connection, b"{}")
+    process = os.getpid()
     while (request := receive(connection)) is not None:
-        send(connection, json.dumps(score(json.loads(request))).encode())
+        answer = score(json.loads(request))
+        if os.getpid() != process:
+            os._exit(1)  # a function forked: a second answer would be taken for that of the next request
+        send(connection, json.dumps(answer).encode())
 
 
 def _scorer(rewards_frame: bytes) -> Callable[[dict[str, Any]], Answer]:

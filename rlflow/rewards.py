@@ -250,10 +250,14 @@ def _request_of(transcript: Transcript) -> bytes:
 
 
 def _verdict_of(answer: bytes) -> Verdict:
-    fields = json.loads(answer)
-    return Verdict(
-        reward=fields["reward"],
-        end=EpisodeEnd(fields["end"]) if fields["end"] else None,
-        detail=fields["detail"],
-        metrics=fields["metrics"],
-    )
+    """Raises ConnectionError for what is no verdict: something else writes to the socket."""
+    try:
+        fields = json.loads(answer)
+        return Verdict(
+            reward=fields["reward"],
+            end=EpisodeEnd(fields["end"]) if fields["end"] else None,
+            detail=fields["detail"],
+            metrics=fields["metrics"],
+        )
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConnectionError(f"an answer that is no verdict: {answer[:80]!r}") from error

@@ -338,6 +338,7 @@ def test_there_are_at_most_150_settings() -> None:
         (str | None, "text, or null"),
         (Backend, "one of " + ", ".join(Backend.__members__)),
         (dict[str, Any], "a mapping"),
+        (list[float] | None, "a list of numbers, or null"),
     ],
 )
 def test_types_are_told_in_words(kind: Any, words: str) -> None:

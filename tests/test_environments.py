@@ -173,7 +173,7 @@ def test_a_reward_that_cannot_be_called_shows_at_once(tmp_path: Path) -> None:
         load("arithmetic", reward=f"{tmp_path / 'none.py'}:score")
     with pytest.raises(ConfigError, match="must be a function; got 3"):
         load("arithmetic", reward=f"{tmp_path / 'own.py'}:limit")
-    with pytest.raises(ConfigError, match="has none of the accepted shapes"):
+    with pytest.raises(ConfigError, match="the reward score has the parameter 'text', which no task has as a column"):
         load("arithmetic", reward=f"{tmp_path / 'own.py'}:score")
 
 

@@ -9,7 +9,7 @@ import pytest
 from fakes import make_episode
 
 from rlflow.config import Config
-from rlflow.judge import Judge
+from rlflow.judge import Judge, components_of
 from rlflow.types import EpisodeEnd, PlayedGroup, ReadyGroup, Task, TurnSummary
 
 CUT_OFF = EpisodeEnd.TRUNCATED_LENGTH
@@ -122,3 +122,10 @@ def test_the_greedy_episode_is_punished_for_its_length_too() -> None:
     config.rollout.max_new_tokens, config.algorithm.overlong_tokens = 100, 50
     config.algorithm.advantage = "remax"
     assert whole(ready(config, played([1.0, 1.0, 1.0], lengths=[100, 50, 100]))) == [0.0, 1.0]
+
+
+def test_the_parts_of_a_reward_are_its_functions_or_what_the_only_one_says_beside_its_number() -> None:
+    metrics = {"turns": 2.0, "rewards/math": 1.0, "rewards/math/parsed": 0.5, "rewards/brief": 0.25}
+    assert components_of(metrics) == {"math": 1.0, "brief": 0.25}
+    del metrics["rewards/brief"]
+    assert components_of(metrics) == {"parsed": 0.5}

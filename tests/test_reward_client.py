@@ -6,12 +6,14 @@ import asyncio
 from dataclasses import dataclass, field
 
 import pytest
+from transcripts import said
 
 from rlflow.errors import ConfigError, RewardLost
-from rlflow.reward_client import MAX_ASKED, RewardClient
-from rlflow.types import EpisodeEnd, Task, Verdict
+from rlflow.reward_call import ChosenReward
+from rlflow.reward_client import MAX_ASKED, EnvironmentScorer, RewardClient
+from rlflow.types import EpisodeEnd, Transcript, Verdict
 
-TASK = Task(id="t", prompt=())
+EPISODE = said("4")
 
 
 @dataclass
@@ -22,7 +24,7 @@ class FakeProcess:
     is_back: asyncio.Event = field(default_factory=asyncio.Event)
     is_gone: bool = False
 
-    async def score(self, task: Task, text: str) -> Verdict:
+    async def score(self, transcript: Transcript) -> Verdict:
         self.asked.append(asyncio.get_running_loop().create_future())
         return await self.asked[-1]
 
@@ -41,7 +43,7 @@ class FakeProcess:
 
 
 async def send(client: RewardClient, count: int = 1) -> list[asyncio.Task[Verdict]]:
-    tasks = [asyncio.create_task(client.score(TASK, "")) for _ in range(count)]
+    tasks = [asyncio.create_task(client.score(EPISODE)) for _ in range(count)]
     await settle()
     return tasks
 
@@ -139,7 +141,7 @@ async def test_without_a_process_there_is_no_verdict(is_gone: bool, detail: str)
     await send(client)
     one.die()
     await settle()
-    assert await client.score(TASK, "") == Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=detail)
+    assert await client.score(EPISODE) == Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=detail)
 
 
 async def test_what_is_no_death_is_raised() -> None:
@@ -151,3 +153,30 @@ async def test_what_is_no_death_is_raised() -> None:
         await task
     await send(client)
     assert len(one.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "verdict"),
+    [
+        (0.25, Verdict(reward=0.5, metrics={"rewards/environment": 0.25})),
+        (
+            None,
+            Verdict(
+                reward=None,
+                end=EpisodeEnd.NO_VERDICT,
+                detail="environment: the environment gave no reward in its steps",
+            ),
+        ),
+        (
+            float("nan"),
+            Verdict(
+                reward=None,
+                end=EpisodeEnd.REWARD_INVALID,
+                detail="environment: a reward is a finite number or None; got nan (float)",
+            ),
+        ),
+    ],
+)
+async def test_what_an_environment_gave_needs_no_process(given: float | None, verdict: Verdict) -> None:
+    scorer = EnvironmentScorer(ChosenReward(name="environment", function=None, weight=2.0))
+    assert await scorer.score(said("4", environment_reward=given)) == verdict

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 import ray
 from training import plain_score, save_model, save_reward_model, tiny_config, tiny_llama
+from transcripts import said
 from transformers import AutoTokenizer, MistralConfig, MistralForSequenceClassification
 
 from rlflow.batching import Conversation, pack_conversations, row_tokens
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.rewards import RayReward, start_rewards
 from rlflow.cluster.start import ray_cluster
-from rlflow.envs.arithmetic.reward import is_right
 from rlflow.errors import ConfigError
 from rlflow.models import resolve_reward_model
 from rlflow.reward_client import RewardClient
-from rlflow.types import EpisodeEnd, Message, Task, Verdict
+from rlflow.types import EpisodeEnd, Message, Task, Transcript, Verdict
 from rlflow.workers.reward_model import RewardModelWorker
 from rlflow.workers.trainer.reward_model import RewardModel, load_reward_model
 
@@ -33,6 +33,10 @@ def task(*texts: str) -> Task:
     roles = ("user", "assistant") * len(texts)
     prompt = tuple(Message(role=role, content=text) for role, text in zip(roles, texts, strict=False))
     return Task(id=texts[0], prompt=prompt)
+
+
+def replied(task: Task, *replies: str) -> Transcript:
+    return said(*replies, task=task)
 
 
 def assistant(text: str) -> Message:
@@ -53,7 +57,7 @@ ENDS_WITH_PADDING = "{% for message in messages %}{{ message['content'] + '<|end
 
 
 def read(model: RewardModel, asked: Sequence[tuple[Task, str]]) -> list[Conversation]:
-    found = [model.encode(one, reply) for one, reply in asked]
+    found = [model.encode(replied(one, reply)) for one, reply in asked]
     assert not any(isinstance(each, Verdict) for each in found)
     return [each for each in found if isinstance(each, Conversation)]
 
@@ -81,6 +85,15 @@ def test_a_conversation_is_cut_where_replies_to_one_task_begin(tmp_path: Path) -
     assert len(one.reply_ids) == 3
 
 
+def test_all_turns_are_read(tmp_path: Path) -> None:
+    folder = save_reward_model(tmp_path)
+    model = load_reward_model(tiny_config(), folder)
+    found = model.encode(replied(SUM, "5?", "5!"))
+    assert isinstance(found, Conversation)
+    conversation = [*SUM.prompt, assistant("5?"), Message(role="user", content="go on"), assistant("5!")]
+    assert model.scores([found]) == pytest.approx([plain_score(folder, conversation)], abs=1e-5)
+
+
 def conversation(prompt: int, length: int, reply: int) -> Conversation:
     return Conversation(prompt_ids=np.full(length, prompt, np.int32), reply_ids=np.arange(reply, dtype=np.int32))
 
@@ -93,9 +106,9 @@ def test_too_long_a_conversation_gets_no_verdict_and_is_never_cut(tmp_path: Path
     model = RewardModel(tiny_config(), save_reward_model(tmp_path))
     (whole,) = read(model, [(SUM, "")])
     room = 512 - len(whole.prompt_ids) - len(whole.reply_ids)
-    assert isinstance(model.encode(SUM, "x" * room), Conversation)
+    assert isinstance(model.encode(replied(SUM, "x" * room)), Conversation)
     detail = "the conversation has 513 tokens, and the reward model takes 512"
-    found = model.encode(SUM, "x" * (room + 1))
+    found = model.encode(replied(SUM, "x" * (room + 1)))
     assert found == Verdict(reward=None, end=EpisodeEnd.NO_VERDICT, detail=detail)
 
 
@@ -104,7 +117,7 @@ def test_no_conversation_is_longer_than_the_model_looks_back(tmp_path: Path) -> 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = MistralConfig(**sizes, num_key_value_heads=2, vocab_size=259, sliding_window=40, num_labels=1)  # pyright: ignore[reportCallIssue]
     MistralForSequenceClassification(config).save_pretrained(folder)
-    found = RewardModel(tiny_config(), folder).encode(SUM, "x" * 40)
+    found = RewardModel(tiny_config(), folder).encode(replied(SUM, "x" * 40))
     assert isinstance(found, Verdict)
     assert found.detail.endswith("and the reward model takes 40")
 
@@ -113,7 +126,7 @@ def test_a_conversation_that_the_template_refuses_is_a_reward_error(tmp_path: Pa
     folder = save_reward_model(tmp_path)
     template = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system message') }}{% endif %}x"
     (tmp_path / "chat_template.jinja").write_text(template)
-    found = RewardModel(tiny_config(), folder).encode(SUM, "5")
+    found = RewardModel(tiny_config(), folder).encode(replied(SUM, "5"))
     detail = "the reward model's chat template refused the conversation: no system message"
     assert found == Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=detail)
 
@@ -173,8 +186,9 @@ class ScriptedModel:
     may_answer: threading.Event = field(default_factory=threading.Event)
     fails: bool = False
 
-    def encode(self, task: Task, reply: str) -> Conversation | Verdict:
-        return conversation(len(task.id), len(task.id), len(reply))
+    def encode(self, transcript: Transcript) -> Conversation | Verdict:
+        size = len(transcript.task.id)
+        return conversation(size, size, len(transcript.text))
 
     def scores(self, conversations: Sequence[Conversation]) -> list[float]:
         self.rows.append(len(conversations))
@@ -202,10 +216,10 @@ class ScriptedWorker(RewardModelWorker):
 @asynccontextmanager
 async def under_way(worker: ScriptedWorker, *replies: str) -> AsyncIterator[list[asyncio.Task[Verdict]]]:
     """One reply in the model, the others waiting for it."""
-    first = asyncio.create_task(worker.score(SUM, replies[0]))
+    first = asyncio.create_task(worker.score(replied(SUM, replies[0])))
     while not worker.scripted.rows:
         await asyncio.sleep(0)
-    rest = [asyncio.create_task(worker.score(SUM, reply)) for reply in replies[1:]]
+    rest = [asyncio.create_task(worker.score(replied(SUM, reply))) for reply in replies[1:]]
     while worker._waiting.qsize() < len(rest):
         await asyncio.sleep(0)
     try:
@@ -253,8 +267,8 @@ async def test_a_row_that_fails_is_an_error_and_the_next_one_is_scored() -> None
         assert found.end is EpisodeEnd.REWARD_ERROR
         assert found.detail == "the reward model failed: RuntimeError: out of memory"
         worker.scripted.fails = False
-        assert await worker.score(SUM, "bb") == Verdict(reward=2.0)
-        invalid = await worker.score(SUM, "")
+        assert await worker.score(replied(SUM, "bb")) == Verdict(reward=2.0)
+        invalid = await worker.score(replied(SUM, ""))
         assert (invalid.reward, invalid.end) == (None, EpisodeEnd.REWARD_INVALID)
 
 
@@ -264,12 +278,12 @@ async def test_killed_reward_models_come_back_and_no_reply_is_lost(tmp_path: Pat
     config.reward.model_replicas = 2
     folder = save_reward_model(tmp_path)
     with ray_cluster(config):
-        actors = start_rewards(config, is_right, folder, Devices(config), threads=1, max_calls=64)
+        actors = start_rewards(config, None, folder, Devices(config), threads=1, max_calls=64)
         await asyncio.gather(*(actor.start.remote() for actor in actors.values()))
         client = RewardClient([RayReward(name) for name in actors], patience_s=120.0)
-        expected = await client.score(SUM, "5")
+        expected = await client.score(replied(SUM, "5"))
         assert expected.reward == pytest.approx(plain_score(folder, [*SUM.prompt, assistant("5")]), abs=1e-5)
         for actor in actors.values():
             ray.kill(actor, no_restart=False)
-        found = [await client.score(SUM, "5") for _ in range(4)]
+        found = [await client.score(replied(SUM, "5")) for _ in range(4)]
     assert found == [expected] * 4

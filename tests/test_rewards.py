@@ -5,21 +5,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transcripts import said, task_with
 
 from rlflow.errors import ConfigError
-from rlflow.reward_call import Shape, call, shape_of, verdict_of
+from rlflow.reward_call import ChosenReward
 from rlflow.rewards import ScorerPool
-from rlflow.types import EpisodeEnd, Json, Message, Task, Verdict
-
-TASK = Task(id="t/0", prompt=(Message(role="user", content="2+2"),), answer="4", data={"level": 3})
+from rlflow.types import EpisodeEnd, Message, Task, Verdict
 
 
 def misbehave(task: Task, completion: str) -> object:
@@ -48,6 +46,16 @@ def misbehave(task: Task, completion: str) -> object:
                 Path(rest).write_text(str(os.getpid()))
                 time.sleep(600)
             os.waitpid(pid, 0)
+        case "fork":
+            os.fork()
+        case "meddle":
+            for descriptor in os.listdir("/proc/self/fd"):
+                if os.path.islink(link := f"/proc/self/fd/{descriptor}") and os.readlink(link).startswith("socket:"):
+                    os.write(int(descriptor), b"\xff\xff\xff\xff" if rest == "long" else b"\0\0\0\4oops")
+        case "memory":
+            return [0] * (1 << 62)
+        case "flood":
+            return {"score": 1.0, **{f"{'x' * 1000}{index}": index for index in range(10_000)}}
     answers: dict[str, object] = {
         "nan": float("nan"),
         "inf": np.float32("inf"),
@@ -67,22 +75,39 @@ async def scores_async(task: Task, completion: str) -> float:
     return float(completion == task.answer)
 
 
-def scores_batch(completions: list[list[Message]], answer: list[str], **columns: list[object]) -> list[float | None]:
-    assert columns == {"prompts": [[{"role": "user", "content": "2+2"}]], "level": [3]}
-    return [float(reply[0]["content"] == right) for reply, right in zip(completions, answer, strict=True)]
+async def exits_later(completion: str) -> float:
+    await asyncio.sleep(0)
+    raise SystemExit(completion)
+
+
+def scores_batch(completions: list[list[Message]], answer: list[str], **columns: object) -> list[float | None]:
+    assert columns["prompts"] == [[{"role": "user", "content": "2+2"}]] and columns["level"] == [3]
+    return [float(reply[-1]["content"] == right) for reply, right in zip(completions, answer, strict=True)]
 
 
 def scores_solution(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, float]:
     return {"score": float(solution_str == ground_truth), "level": extra_info["level"]}
 
 
-def wrong_shape(question: str, guess: str) -> float:
+def looks_at_everything(
+    messages: list[Message], end: EpisodeEnd, num_sampled: int, environment_reward: float, timeout_s: float
+) -> dict[str, float]:
+    assert (end, timeout_s) == (EpisodeEnd.MAX_TURNS, 20.0)
+    return {"score": environment_reward, "messages": len(messages), "tokens": num_sampled}
+
+
+def positional(guess: str, /) -> float:
     return 0.0
 
 
+def chosen(function: Any, name: str = "mine", **changes: Any) -> ChosenReward:
+    return ChosenReward(name=name, function=function, **changes)
+
+
 @asynccontextmanager
-async def pool_of(function: Any, timeout_s: float = 20.0, workers: int = 1) -> AsyncIterator[ScorerPool]:
-    pool = ScorerPool(function, workers=workers, timeout_s=timeout_s)
+async def pool_of(*functions: Any, timeout_s: float = 20.0, workers: int = 1) -> AsyncIterator[ScorerPool]:
+    rewards = [each if isinstance(each, ChosenReward) else chosen(each) for each in functions]
+    pool = ScorerPool(rewards, workers=workers, timeout_s=timeout_s)
     await pool.start()
     try:
         yield pool
@@ -90,71 +115,109 @@ async def pool_of(function: Any, timeout_s: float = 20.0, workers: int = 1) -> A
         await pool.close()
 
 
+def gives(reward: float, **metrics: float) -> Verdict:
+    named = {f"rewards/mine/{name}": value for name, value in metrics.items()}
+    return Verdict(reward=reward, metrics={"rewards/mine": reward, **named})
+
+
 @pytest.mark.slow
 async def test_answers_of_every_kind_and_the_process_goes_on() -> None:
     no_reward = {
-        "raise by design": (EpisodeEnd.REWARD_ERROR, "ValueError: by design (test_rewards.py:"),
-        "exit early": (EpisodeEnd.REWARD_ERROR, "SystemExit: early (test_rewards.py:"),
-        "nan": (EpisodeEnd.REWARD_INVALID, "a reward is a finite number or None; got nan (float)"),
-        "true": (EpisodeEnd.REWARD_INVALID, "a reward is a finite number or None; got True (bool)"),
-        "text": (EpisodeEnd.REWARD_INVALID, "a reward is a finite number or None; got '0.5' (str)"),
-        "list": (EpisodeEnd.REWARD_INVALID, "a reward is a finite number or None; got [0.5] (list)"),
-        "none": (EpisodeEnd.NO_VERDICT, "the reward function returned None"),
+        "raise by design": (EpisodeEnd.REWARD_ERROR, "mine: ValueError: by design (test_rewards.py:"),
+        "exit early": (EpisodeEnd.REWARD_ERROR, "mine: SystemExit: early (test_rewards.py:"),
+        "memory": (EpisodeEnd.REWARD_ERROR, "mine: MemoryError: "),
+        "nan": (EpisodeEnd.REWARD_INVALID, "mine: a reward is a finite number or None; got nan (float)"),
+        "text": (EpisodeEnd.REWARD_INVALID, "mine: a reward is a finite number or None; got '0.5' (str)"),
+        "list": (EpisodeEnd.REWARD_INVALID, "mine: a reward is a finite number or None; got [0.5] (list)"),
+        "none": (EpisodeEnd.NO_VERDICT, "mine: returned None"),
         "die": (EpisodeEnd.REWARD_ERROR, "the scoring process exited with code 3"),
         "crash": (EpisodeEnd.REWARD_ERROR, "the scoring process was killed by SIGSEGV"),
+        "meddle long": (EpisodeEnd.REWARD_ERROR, "the scoring process was killed by SIGKILL"),
+        "meddle": (EpisodeEnd.REWARD_ERROR, "the scoring process was killed by SIGKILL"),
     }
     async with pool_of(misbehave) as pool:
         for text, (end, detail) in no_reward.items():
-            verdict = await pool.score(TASK, text)
+            verdict = await pool.score(said(text))
             assert (verdict.reward, verdict.end) == (None, end), text
             assert verdict.detail.startswith(detail)
-            assert await pool.score(TASK, "4") == Verdict(reward=1.0)
-        assert await pool.score(TASK, "print") == Verdict(reward=0.0)
-        assert await pool.score(TASK, "numpy") == Verdict(reward=0.25)
-        assert await pool.score(TASK, "dict") == Verdict(reward=0.5, metrics={"format": 1.0, "correct": 1.0})
+            assert await pool.score(said("4")) == gives(1.0)
+        for _ in range(2):
+            assert await pool.score(said("fork")) == gives(0.0)
+            assert await pool.score(said("4")) == gives(1.0)
+        assert await pool.score(said("print")) == gives(0.0)
+        assert await pool.score(said("true")) == gives(1.0)
+        assert await pool.score(said("numpy")) == gives(0.25)
+        assert await pool.score(said("dict")) == gives(0.5, format=1.0, correct=1.0)
+        flood = await pool.score(said("flood"))
+        assert (flood.reward, len(str(flood.metrics)) < 20_000) == (1.0, True)
 
 
 @pytest.mark.slow
 async def test_a_hanging_function_is_killed_with_its_children(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    late = "the reward function took longer than 2 s (reward.timeout_s)"
+    late = "mine: took longer than 2 s (reward.timeout_s)"
     async with pool_of(misbehave, timeout_s=2.0) as pool:
         for text in ("hang", f"child {pid_file}"):
-            assert await pool.score(TASK, text) == Verdict(reward=None, end=EpisodeEnd.REWARD_TIMEOUT, detail=late)
-            assert await pool.score(TASK, "4") == Verdict(reward=1.0)
+            assert await pool.score(said(text)) == Verdict(reward=None, end=EpisodeEnd.REWARD_TIMEOUT, detail=late)
+            assert await pool.score(said("4")) == gives(1.0)
     assert not is_alive(int(pid_file.read_text()))
 
 
 @pytest.mark.slow
 async def test_one_hanging_process_does_not_hold_up_another_and_cancelling_frees_it() -> None:
     async with pool_of(misbehave, workers=2, timeout_s=60.0) as pool:
-        hanging = asyncio.create_task(pool.score(TASK, "hang"))
-        assert await asyncio.gather(*(pool.score(TASK, "4") for _ in range(5))) == [Verdict(reward=1.0)] * 5
+        hanging = asyncio.create_task(pool.score(said("hang")))
+        assert await asyncio.gather(*(pool.score(said("4")) for _ in range(5))) == [gives(1.0)] * 5
         assert not hanging.done()
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await hanging
-        assert await asyncio.gather(*(pool.score(TASK, "5") for _ in range(4))) == [Verdict(reward=0.0)] * 4
+        assert await asyncio.gather(*(pool.score(said("5")) for _ in range(4))) == [gives(0.0)] * 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("function", "metrics"), [(scores_async, {}), (scores_batch, {}), (scores_solution, {"level": 3.0})]
-)
-async def test_other_shapes_are_scored(function: Any, metrics: dict[str, float]) -> None:
-    async with pool_of(function) as pool:
-        assert await pool.score(TASK, "4") == Verdict(reward=1.0, metrics=metrics)
-        assert await pool.score(TASK, "5") == Verdict(reward=0.0, metrics=metrics)
+async def test_several_functions_of_every_shape_are_one_verdict() -> None:
+    rewards = [
+        chosen(scores_async, "async"),
+        chosen(scores_batch, "batch", weight=2.0),
+        chosen(scores_solution, "solution", weight=-0.5),
+        chosen(None, "environment", weight=0.0),
+        chosen("rlflow.envs.rewards.length:length", "length", args={"limit": 2}),
+        chosen(misbehave, "silent"),
+    ]
+    async with pool_of(*rewards) as pool:
+        verdict = await pool.score(said("4", "none", "4", environment_reward=7.0, num_sampled=3))
+        assert verdict.reward == pytest.approx(1.0 + 2.0 - 0.5 - 0.5 + 1.0)
+        assert verdict.metrics == {
+            "rewards/async": 1.0,
+            "rewards/batch": 1.0,
+            "rewards/solution": 1.0,
+            "rewards/solution/level": 3.0,
+            "rewards/environment": 7.0,
+            "rewards/length": -0.5,
+            "rewards/silent": 1.0,
+        }
+        failed = await pool.score(said("raise by design"))
+        assert (failed.reward, failed.end) == (None, EpisodeEnd.REWARD_ERROR)
+        assert failed.detail.startswith("silent: ValueError: by design")
+
+
+@pytest.mark.slow
+async def test_a_function_sees_the_whole_episode_and_one_that_exits_later_is_an_error() -> None:
+    episode = said("a", "b", end=EpisodeEnd.MAX_TURNS, environment_reward=0.5, num_sampled=9)
+    async with pool_of(looks_at_everything) as pool:
+        assert await pool.score(episode) == gives(0.5, messages=3.0, tokens=9.0)
+    async with pool_of(exits_later) as pool:
+        for _ in range(2):
+            verdict = await pool.score(said("bye"))
+            assert (verdict.end, verdict.detail[:20]) == (EpisodeEnd.REWARD_ERROR, "mine: SystemExit: by")
 
 
 @pytest.mark.slow
 async def test_a_pool_starts_at_the_first_request_and_again_after_it_was_closed() -> None:
-    pool = ScorerPool(scores_async, workers=1, timeout_s=20.0)
+    pool = ScorerPool([chosen(scores_async)], workers=1, timeout_s=20.0)
     for _ in range(2):
-        assert await asyncio.gather(pool.score(TASK, "4"), pool.score(TASK, "5")) == [
-            Verdict(reward=1.0),
-            Verdict(reward=0.0),
-        ]
+        assert await asyncio.gather(pool.score(said("4")), pool.score(said("5"))) == [gives(1.0), gives(0.0)]
         await pool.close()
 
 
@@ -162,8 +225,8 @@ async def test_a_pool_starts_at_the_first_request_and_again_after_it_was_closed(
 async def test_closing_kills_what_is_being_scored(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     os.mkfifo(pid_file)
-    pool = ScorerPool(misbehave, workers=1, timeout_s=60.0)
-    scoring = asyncio.create_task(pool.score(TASK, f"child {pid_file}"))
+    pool = ScorerPool([chosen(misbehave)], workers=1, timeout_s=60.0)
+    scoring = asyncio.create_task(pool.score(said(f"child {pid_file}")))
     pid = int(await asyncio.to_thread(pid_file.read_text))
     await pool.close()
     assert (await scoring).end is EpisodeEnd.REWARD_ERROR
@@ -176,27 +239,33 @@ async def test_closing_kills_what_is_being_scored(tmp_path: Path) -> None:
 async def test_a_function_in_a_file_is_loaded_by_path(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def reward(task, completion):\n    return len(completion)\n")
     async with pool_of(f"{tmp_path}/mine.py:reward") as pool:
-        assert await pool.score(TASK, "abc") == Verdict(reward=3.0)
+        assert await pool.score(said("abc")) == gives(3.0)
 
 
 @pytest.mark.slow
 async def test_a_function_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"wrong_shape\(question, guess\) has none of the accepted shapes"):
-        await ScorerPool(wrong_shape, workers=1, timeout_s=1.0).start()
+    with pytest.raises(ConfigError, match=r"positional\(guess\) cannot be called: guess has no name to callers"):
+        await ScorerPool([chosen(positional)], workers=1, timeout_s=1.0).start()
     (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
     with pytest.raises(ConfigError, match="the scoring process exited with code 7 while it loaded the function"):
-        await ScorerPool(f"{tmp_path}/dies.py:reward", workers=1, timeout_s=1.0).start()
+        await ScorerPool([chosen(f"{tmp_path}/dies.py:reward")], workers=1, timeout_s=1.0).start()
 
 
 PARENT = """
 import asyncio, sys
+from rlflow.reward_call import ChosenReward
 from rlflow.rewards import ScorerPool
-from rlflow.types import Task
+from rlflow.types import EpisodeEnd, Task, Transcript
 
 async def main():
-    pool = ScorerPool(sys.argv[1] + "/mine.py:reward", workers=1, timeout_s=600)
+    reward = ChosenReward(name="mine", function=sys.argv[1] + "/mine.py:reward")
+    pool = ScorerPool([reward], workers=1, timeout_s=600)
     await pool.start()
-    await pool.score(Task(id="t", prompt=()), "")
+    task = Task(id="t", prompt=())
+    end = EpisodeEnd.COMPLETED
+    await pool.score(
+        Transcript(task=task, prompt=(), completion=(), environment_reward=None, end=end, num_sampled=0)
+    )
 
 asyncio.run(main())
 """
@@ -229,64 +298,10 @@ def is_alive(pid: int) -> bool:
 
 async def test_a_function_that_does_not_pickle_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot be sent to its scoring process.*top level of an importable module"):
-        ScorerPool(lambda task, completion: 1.0, workers=1, timeout_s=1.0)
+        ScorerPool([chosen(lambda task, completion: 1.0)], workers=1, timeout_s=1.0)
 
 
-def test_shapes_are_told_by_parameter_names() -> None:
-    assert shape_of(misbehave) is Shape.TASK
-    assert shape_of(lambda task, text, weight=1.0: 0.0) is Shape.TASK
-    assert shape_of(scores_batch) is Shape.BATCHED
-    assert shape_of(scores_solution) is Shape.SOLUTION
-    with pytest.raises(ConfigError, match=r"def reward\(task, completion\)"):
-        shape_of(lambda task, text, weight: 0.0)
-
-
-@pytest.mark.parametrize(
-    ("answer", "data", "expected"),
-    [
-        ("4", {"reward_model": {"ground_truth": "5"}}, "4"),
-        (None, {"reward_model": {"ground_truth": "5"}}, "5"),
-        (None, {}, None),
-    ],
-)
-def test_ground_truth_is_the_answer_else_the_nested_column(
-    answer: str | None, data: dict[str, Json], expected: str | None
-) -> None:
-    task = Task(id="t", prompt=(), answer=answer, data={"data_source": "mine", "extra_info": {"split": "x"}, **data})
-    seen = call(lambda **arguments: arguments, Shape.SOLUTION, task, "reply")
-    assert seen == {
-        "data_source": "mine",
-        "solution_str": "reply",
-        "ground_truth": expected,
-        "extra_info": {"split": "x"},
-    }
-
-
-@pytest.mark.parametrize("value", [1, 1.0, np.float64(1), np.int64(1), Fraction(1), {"score": np.float32(1)}])
-def test_numbers_of_every_type_are_rewards(value: object) -> None:
-    verdict = verdict_of(value, Shape.TASK)
-    assert (verdict.reward, type(verdict.reward)) == (1.0, float)
-
-
-@pytest.mark.parametrize(
-    ("value", "shape", "detail"),
-    [
-        (np.float32("inf"), Shape.TASK, "a reward is a finite number or None; got np.float32(inf) (float32)"),
-        (np.bool_(True), Shape.TASK, "a reward is a finite number or None; got np.True_ (bool)"),
-        ({"reward": 1.0, "x": 2}, Shape.TASK, 'a dict needs the key "score"; got the keys reward, x'),
-        ({"score": "1"}, Shape.TASK, "a reward is a finite number or None; got '1' (str)"),
-        ([1.0, 2.0], Shape.BATCHED, "a batched reward function returns a list with one number; got [1.0, 2.0] (list)"),
-        (1.0, Shape.BATCHED, "a batched reward function returns a list with one number; got 1.0 (float)"),
-    ],
-)
-def test_anything_else_is_invalid(value: object, shape: Shape, detail: str) -> None:
-    assert verdict_of(value, shape) == Verdict(reward=None, end=EpisodeEnd.REWARD_INVALID, detail=detail)
-
-
-def test_a_number_too_large_for_a_float_is_invalid() -> None:
-    assert verdict_of(10**400, Shape.TASK).end is EpisodeEnd.REWARD_INVALID
-
-
-@pytest.mark.parametrize("value", [[None], (None,)])
-def test_a_batched_none_is_no_verdict(value: Sequence[None]) -> None:
-    assert verdict_of(value, Shape.BATCHED).end is EpisodeEnd.NO_VERDICT
+async def test_a_task_that_json_cannot_hold_is_named() -> None:
+    pool = ScorerPool([chosen(scores_async)], workers=1, timeout_s=1.0)
+    with pytest.raises(ConfigError, match=r"task 't/1' has data that JSON cannot hold"):
+        await pool.score(said("4", task=task_with(rows={1, 2})))  # pyright: ignore[reportArgumentType]

@@ -28,7 +28,7 @@ def step_record(report: StepReport, *, since_s: float, num_tokens_before: int) -
     return {
         "step": report.step,
         "version": report.version,
-        **_rewards(trained),
+        **rewards_of(trained),
         "frac_reward_zero_std": report.num_zero_std / len(report.groups),
         "kl": None,
         **means,
@@ -59,7 +59,8 @@ def _share(report: StepReport, name: str, since_s: float) -> float:
     return busy_share(spans, since_s, report.end_s)
 
 
-def _rewards(episodes: Sequence[EpisodeSummary]) -> StepRecord:
+def rewards_of(episodes: Sequence[EpisodeSummary]) -> StepRecord:
+    """Of episodes that all have one: the reward, its functions as TRL names them, and the episodes' other metrics."""
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
     metrics: dict[str, list[float]] = {}
     for episode in episodes:

@@ -1,0 +1,49 @@
+"""What a reply says in the end, and how texts are compared."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Sequence
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_THOUGHT_END = "</think>"
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def tagged_answer(text: str) -> str | None:
+    """What stands between the last <answer> and </answer>; None without them."""
+    found = _ANSWER.findall(text)
+    return found[-1].strip() if found else None
+
+
+def final_answer(text: str) -> str:
+    """The tagged answer; else what follows the last </think>; else the whole text. Without space around it.
+
+    Example: final_answer("<think>2 + 3</think> 5") == "5"
+    """
+    tagged = tagged_answer(text)
+    return text.rpartition(_THOUGHT_END)[2].strip() if tagged is None else tagged
+
+
+def normalise(text: str) -> str:
+    """Lower case, without punctuation, articles and repeated space, as SQuAD compares (arXiv:1606.05250)."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def references(answer: str | None, answers: Sequence[str] | None, separator: str | None) -> list[str]:
+    """All right answers: the list where there is one, else the answer, cut at `separator`."""
+    if answers is not None:
+        return list(answers)
+    if answer is None:
+        return []
+    return [part.strip() for part in answer.split(separator)] if separator else [answer]
+
+
+def token_f1(text: str, reference: str) -> float:
+    """2 |both| / (|text| + |reference|) over the sets of normalised words; 1 where both are empty."""
+    words, expected = set(normalise(text).split()), set(normalise(reference).split())
+    if not words and not expected:
+        return 1.0
+    return 2 * len(words & expected) / (len(words) + len(expected))

@@ -1,4 +1,7 @@
-"""A server of openenv-core: counting down, on loopback. `python openenv_server.py PORT FORM` with FORM text or fields."""
+"""A server of openenv-core, counting down, on loopback: `python openenv_server.py PORT`.
+
+Its actions are texts; below /fields they are several fields, and below /tools they are calls of a tool.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ import sys
 import time
 
 import uvicorn
+from fastmcp import FastMCP  # pyright: ignore
 from openenv.core.env_server.http_server import create_fastapi_app  # pyright: ignore
 from openenv.core.env_server.interfaces import Environment  # pyright: ignore
+from openenv.core.env_server.mcp_environment import MCPEnvironment  # pyright: ignore
+from openenv.core.env_server.mcp_types import CallToolAction  # pyright: ignore
 from openenv.core.env_server.types import Action, Observation, State  # pyright: ignore
 
 
@@ -56,7 +62,32 @@ class Countdown(Environment):
         return State()
 
 
+class Library(MCPEnvironment):
+    """One tool, no reward."""
+
+    def __init__(self) -> None:
+        server = FastMCP("library")
+
+        @server.tool()
+        def look_up(word: str) -> str:
+            """Look a word up."""
+            return f"{word} is a word"
+
+        super().__init__(server)
+
+    def reset(self, seed: int = 0) -> Seen:
+        return Seen(text="A library.")
+
+    def _step_impl(self, action: Action, timeout_s: float | None = None, **kwargs: object) -> Seen:
+        raise RuntimeError(f"no such action: {action}")
+
+    @property
+    def state(self) -> State:
+        return State()
+
+
 if __name__ == "__main__":
-    port, form = int(sys.argv[1]), sys.argv[2]
-    app = create_fastapi_app(Countdown, Text if form == "text" else Fields, Seen, max_concurrent_envs=4)
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
+    app = create_fastapi_app(Countdown, Text, Seen, max_concurrent_envs=4)
+    app.mount("/fields", create_fastapi_app(Countdown, Fields, Seen))
+    app.mount("/tools", create_fastapi_app(Library, CallToolAction, Seen))
+    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")

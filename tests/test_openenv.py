@@ -29,13 +29,13 @@ PYTHON = os.environ.get("RLFLOW_TEST_OPENENV_PYTHON", sys.executable)
 
 
 @contextmanager
-def server(form: str) -> Iterator[str]:
+def server() -> Iterator[str]:
     if subprocess.run([PYTHON, "-c", "import openenv.core"], capture_output=True, timeout=60, check=False).returncode:
         pytest.skip("openenv-core is not installed")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     file = str(Path(__file__).parent / "openenv_server.py")
-    process = subprocess.Popen([PYTHON, file, str(port), form], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([PYTHON, file, str(port)], stderr=subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{port}"
         _wait_for(f"{url}/health", process)
@@ -59,7 +59,7 @@ def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with server("text") as address:
+    with server() as address:
         yield address
 
 
@@ -79,7 +79,9 @@ async def test_twenty_episodes_four_at_a_time(url: str) -> None:
     episodes: list[Episode] = []
     for first in range(0, 20, 4):
         numbers = range(first, first + 4)
-        episodes += await asyncio.gather(*(with_lease(spec, number, lambda _: "<think>hm</think>go") for number in numbers))
+        episodes += await asyncio.gather(
+            *(with_lease(spec, number, lambda _: "<think>hm</think>go") for number in numbers)
+        )
     steps = [3 + number % 3 + 2 * (number % 2) for number in range(20)]
     assert [episode.reward for episode in episodes] == [0.25 * count for count in steps]
     assert [episode.metrics["openenv/actions"] for episode in episodes] == steps
@@ -105,14 +107,12 @@ async def test_a_full_server_says_so_and_a_closed_session_makes_room(url: str) -
 
 @pytest.mark.slow
 async def test_failures_are_errors_and_not_rewards() -> None:
-    with server("text") as url:
+    with server() as url:
         spec = openenv(url, message_timeout_s=1.0)
         with pytest.raises(OpenEnvError, match="failed in a step: EXECUTION_ERROR: the world broke"):
             await with_lease(spec, 0, lambda _: "fail")
         with pytest.raises(ServerSlow, match=r"did not answer a step within 1 s \(env.args.message_timeout_s\)"):
             await with_lease(spec, 0, lambda _: "sleep")
-    with server("text") as url:
-        spec = openenv(url)
         with pytest.raises(ServerLost, match="closed the connection in a step|broke in a step"):
             await with_lease(spec, 0, lambda _: "die")
         with pytest.raises(ServerLost, match="no connection to http"):
@@ -122,20 +122,19 @@ async def test_failures_are_errors_and_not_rewards() -> None:
 
 
 @pytest.mark.slow
-async def test_actions_of_several_fields_are_tool_calls() -> None:
-    with server("fields") as url:
-        spec = openenv(url)
-        replies = iter(
-            [
-                "I count by two",
-                calling(call("act", {"by": "many"})),
-                calling(call("fly", {})),
-                calling(call("act", "{")),
-                calling(call("act", {"by": 1}, 1), call("act", {"by": 1, "loudly": True}, 2)),
-                calling(call("act", {"by": 1}, 3), call("act", {"by": 1}, 4)),
-            ]
-        )
-        episode = await with_lease(spec, 0, lambda _: next(replies))
+async def test_actions_of_several_fields_are_tool_calls(url: str) -> None:
+    spec = openenv(f"{url}/fields")
+    replies = iter(
+        [
+            "I count by two",
+            calling(call("act", {"by": "many"})),
+            calling(call("fly", {})),
+            calling(call("act", "{")),
+            calling(call("act", {"by": 1}, 1), call("act", {"by": 1, "loudly": True}, 2)),
+            calling(call("act", {"by": 1}, 3), call("act", {"by": 1}, 4)),
+        ]
+    )
+    episode = await with_lease(spec, 0, lambda _: next(replies))
     (tool,) = episode.prompt.tools
     assert tool["function"]["parameters"]["properties"].keys() == {"by", "loudly", "why"}  # pyright: ignore
     texts = [message["content"] for message in episode.messages if message["role"] in ("user", "tool")][1:]
@@ -146,6 +145,20 @@ async def test_actions_of_several_fields_are_tool_calls() -> None:
     assert [message.get("tool_call_id") for message in episode.messages[-3:]] == ["call_1", "call_2", None]
     assert (episode.is_done, episode.reward) == (True, 0.75)
     assert episode.metrics == {"openenv/not_an_action": 4.0, "openenv/actions": 3.0}
+
+
+@pytest.mark.slow
+async def test_tools_of_the_server(url: str) -> None:
+    replies = iter([calling(call("look_up", {"word": "owl"}, 1)), "An owl is a word."])
+    episode = await with_lease(openenv(f"{url}/tools"), 0, lambda _: next(replies))
+    (tool,) = episode.prompt.tools
+    function: Any = tool["function"]
+    assert (function["name"], function["description"]) == ("look_up", "Look a word up.")
+    assert function["parameters"]["properties"]["word"]["type"] == "string"
+    answer = episode.messages[-2]
+    assert (answer["role"], answer.get("tool_call_id"), answer.get("name")) == ("tool", "call_1", "look_up")
+    assert answer["content"] == "owl is a word"
+    assert (episode.is_done, episode.reward) == (True, None)
 
 
 def test_the_form_of_an_action() -> None:
@@ -162,6 +175,11 @@ def test_the_form_of_an_action() -> None:
 
 def test_the_text_of_an_observation() -> None:
     assert observation_text({"text": "A cave.", "image": None, "list": []}) == "A cave."
+    assert (
+        observation_text({"tool_name": "a", "result": None, "error": {"message": "no"}})
+        == '{"error": {"message": "no"}}'
+    )
+    assert observation_text({"tool_name": "a", "result": {"content": [{"text": "x"}, {"text": "y"}]}}) == "x\ny"
     assert observation_text({"text": "A cave.", "left": 2}) == '{"text": "A cave.", "left": 2}'
 
 

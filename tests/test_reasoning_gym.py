@@ -60,8 +60,11 @@ def test_a_mix_draws_by_weight_and_keeps_options() -> None:
     counts = Counter(task.kind for task in tasks)
     assert set(counts) == {"chain_sum", "gcd"}
     assert 270 <= counts["chain_sum"] <= 330, "300, 3 standard deviations of 8.7 either side"
-    assert all(task.prompt[1]["content"].count(" + ") + task.prompt[1]["content"].count(" - ") == 1
-               for task in tasks if task.kind == "chain_sum")
+    assert all(
+        task.prompt[1]["content"].count(" + ") + task.prompt[1]["content"].count(" - ") == 1
+        for task in tasks
+        if task.kind == "chain_sum"
+    )
     assert {score(task, answer(task)) for task in tasks[:20]} == {1.0}
 
 
@@ -110,7 +113,10 @@ def test_a_question_that_changed_is_an_error() -> None:
         ({"dataset": "gcd", "mix": {"gcd": {}}}, "need one of `dataset` and `mix`"),
         ({"dataset": "gdc"}, "gdc is not a data set of reasoning-gym; did you mean gcd"),
         ({"dataset": "composite"}, "give the data sets of a mix as env.args.mix"),
-        ({"dataset": "gcd", "options": {"min_numbrs": 2}}, "min_numbrs is not an option of gcd.*did you mean min_numbers"),
+        (
+            {"dataset": "gcd", "options": {"min_numbrs": 2}},
+            "min_numbrs is not an option of gcd.*did you mean min_numbers",
+        ),
         ({"dataset": "gcd", "options": {"min_numbers": 0}}, "options of gcd: "),
         ({"mix": {"gcd": {"wait": 1}}}, "takes a positive `weight` and `options` for each data set"),
         ({"mix": {"gcd": {"weight": 0}}}, "takes a positive `weight` and `options` for each data set"),

@@ -69,7 +69,8 @@ def load(
     return EnvironmentSpec(
         tasks=partial(make_tasks, size, seed),
         build=cast(
-            Callable[[], Environment], partial(OpenEnv, form=forms[0], to_text=observation_to_text, timeout_s=message_timeout_s)
+            Callable[[], Environment],
+            partial(OpenEnv, form=forms[0], to_text=observation_to_text, timeout_s=message_timeout_s),
         ),
         evaluation_tasks=partial(make_tasks, evaluation_size, seed + EVALUATION_SEED),
         leases=tuple(f"{each}#{number}" for number in range(sessions) for each in urls),
@@ -133,7 +134,9 @@ class OpenEnv(Environment):
         listed = (await self._session.step({"type": "list_tools"})).observation.get("tools") or []
         self._tool_names = {each["name"] for each in listed}
         empty: dict[str, Json] = {"type": "object", "properties": {}}
-        return [_tool(each["name"], each.get("description") or "", each.get("input_schema") or empty) for each in listed]
+        return [
+            _tool(each["name"], each.get("description") or "", each.get("input_schema") or empty) for each in listed
+        ]
 
     async def _answer_calls(self, calls: Sequence[ToolCall]) -> Step:
         """The calls in their order, as far as the first that ends the episode."""
@@ -179,12 +182,28 @@ class OpenEnv(Environment):
 def observation_text(observation: Mapping[str, Any]) -> str:
     """The only text of an observation, else its fields as JSON; fields that are null or empty do not count.
 
+    Of what a tool of the server came to, the error or what the tool returned.
+
     Example: observation_text({"text": "You are in a cave.", "image": None}) == "You are in a cave."
     """
+    if {"tool_name", "result"} <= observation.keys():
+        return _tool_text(observation)
     fields = {name: value for name, value in observation.items() if value not in (None, "", [], {})}
     if len(fields) == 1 and isinstance(value := next(iter(fields.values())), str):
         return value
     return text_of(fields)
+
+
+def _tool_text(observation: Mapping[str, Any]) -> str:
+    error, result = observation.get("error"), observation["result"]
+    if error:
+        return text_of({"error": error})
+    if not isinstance(result, Mapping):
+        return text_of(result)
+    if result.get("data") is not None:
+        return text_of(result["data"])
+    texts = [part["text"] for part in result.get("content") or () if isinstance(part.get("text"), str)]
+    return "\n".join(texts) if texts else text_of(dict(result))
 
 
 def _refused(problem: str, call: ToolCall | None) -> Step:

@@ -63,6 +63,8 @@ class Session:
         self._timeout_s = message_timeout_s
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._is_lost = False
+        """Whether the server did not answer: there is nobody to take leave of."""
 
     async def reset(self, data: Mapping[str, Json]) -> Answer:
         """Raises OpenEnvError."""
@@ -75,7 +77,7 @@ class Session:
 
     async def close(self) -> None:
         try:
-            if self._socket is not None and not self._socket.closed:
+            if self._socket is not None and not self._socket.closed and not self._is_lost:
                 await self._leave(self._socket)
         finally:
             if self._http is not None:
@@ -105,6 +107,7 @@ class Session:
 
     async def _ask(self, kind: str, data: Mapping[str, Json]) -> Answer:
         assert self._socket is not None, "reset comes first"
+        self._is_lost = True
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._socket.send_str(json.dumps({"type": kind, "data": dict(data)}))
@@ -117,6 +120,7 @@ class Session:
         if received.type is not aiohttp.WSMsgType.TEXT:
             detail = received.extra or received.data or received.type.name
             raise ServerLost(f"{self._url} closed the connection in a {kind}: {detail}")
+        self._is_lost = False
         return _answer(self._url, kind, received.data)
 
 

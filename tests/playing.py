@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlflow.envs.base import Environment, EnvironmentSpec, Prompt, Program
+from rlflow.envs.base import Environment, EnvironmentSpec, Program, Prompt
 from rlflow.types import Message, Task, ToolCall
 
 Policy = Callable[[Sequence[Message]], str | Message]

@@ -15,7 +15,7 @@ import pytest
 from rlflow.config import Config, EnvConfig, RewardConfig
 from rlflow.environments import checked_tasks, held_out_tasks, load_environment
 from rlflow.envs.arithmetic.reward import is_right, last_number, share_of_digits
-from rlflow.envs.base import EnvironmentSpec, SingleTurn
+from rlflow.envs.base import SingleTurn
 from rlflow.errors import ConfigError
 from rlflow.types import Message, Task
 
@@ -166,117 +166,6 @@ def test_an_environment_from_a_file(tmp_path: Path) -> None:
         load(f"{tmp_path / 'own.py'}:wrong")
     with pytest.raises(ConfigError, match=r"env.name: .*did you mean load?"):
         load(f"{tmp_path / 'own.py'}:lode")
-
-
-CLASSES = """
-from rlflow.envs.base import Environment, Program, Prompt, Result, SingleTurn, Step
-from rlflow.types import Task
-
-class Echo(Environment):
-    def __init__(self, volume: int, color: str = "red"):
-        self.volume = volume
-
-    @staticmethod
-    def tasks(size: int = 2):
-        return [Task(id=str(number), prompt=({"role": "user", "content": "hi"},)) for number in range(size)]
-
-    @classmethod
-    def evaluation_tasks(cls, size: int = 2):
-        return cls.tasks(size + 1)
-
-    async def reset(self, task):
-        return Prompt(messages=list(task.prompt))
-
-    async def step(self, reply):
-        return Step(done=True, reward=float(self.volume))
-
-class OfRows(SingleTurn):
-    pass
-
-class Agent(Program):
-    async def run(self, task, endpoint):
-        return Result(reward=1.0)
-
-class Unfinished(Environment):
-    async def reset(self, task):
-        return Prompt(messages=list(task.prompt))
-
-class Wrong(SingleTurn):
-    def tasks(self):
-        return []
-
-class Other:
-    pass
-
-def score(task, completion):
-    return 1.0
-"""
-
-
-def test_an_environment_that_is_a_class(tmp_path: Path) -> None:
-    path = tmp_path / "own.py"
-    path.write_text(CLASSES)
-
-    def spec(name: str, reward: str | None = None, **arguments: Any) -> EnvironmentSpec:
-        function = f"{path}:{reward}" if reward else None
-        config = EnvConfig(name=f"{path}:{name}", args=arguments)
-        return pickle.loads(pickle.dumps(load_environment(config, RewardConfig(function=function))))
-
-    echo = spec("Echo", volume=3, size=4)
-    assert [each.id for each in echo.tasks()] == ["0", "1", "2", "3"]
-    assert echo.evaluation_tasks is not None and len(echo.evaluation_tasks()) == 5
-    assert (echo.build().volume, echo.reward) == (3, None)  # pyright: ignore[reportAttributeAccessIssue]
-
-    rows = write_rows(tmp_path / "rows.jsonl", {"prompt": "2 + 3 =", "answer": "5"})
-    assert [each.answer for each in spec("Agent", path=rows).tasks()] == ["5"]
-    assert [each.answer for each in spec("OfRows", reward="score", path=rows).tasks()] == ["5"]
-
-    for name, arguments, message in [
-        ("Echo", {}, "env.args.volume is required by env.name"),
-        (
-            "Echo",
-            {"volume": 1, "colour": 2},
-            r"env.args.colour is not an argument .* takes size, volume, color; did you m",
-        ),
-        ("OfRows", {"path": rows}, "reward.function is required with env.name"),
-        ("Agent", {}, "env.args.path is required by env.name"),
-        ("Unfinished", {"path": rows}, "does not define step; an environment needs it"),
-        ("Wrong", {}, "`tasks` is called before there is an episode; make it a static or a class method"),
-        ("Other", {}, "a function that returns an EnvironmentSpec, or a class: an Environment, a Program, or one with"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            spec(name, **arguments)
-
-
-def install(folder: Path, package: str, *names: str) -> None:
-    """What an installed package leaves behind."""
-    (folder / f"{package}.py").write_text(OWN)
-    metadata = folder / f"{package}-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    points = "".join(f"{name} = {package}:load\n" for name in names)
-    (metadata / "entry_points.txt").write_text(f"[rlflow.environments]\n{points}")
-
-
-def test_an_environment_that_an_installed_package_registers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    install(tmp_path, "their_games", "greeting", "twice")
-    assert [each.id for each in load("greeting")] == ["a"]
-    with pytest.raises(ConfigError, match=r"env.args.gruss is not an argument of env.name=greeting"):
-        load("greeting", gruss="ho")
-    with pytest.raises(ConfigError, match=r"did you mean greeting\? There are .*textarena.*greeting, twice; your own"):
-        load("greetings")
-    install(tmp_path, "other_games", "twice")
-    with pytest.raises(
-        ConfigError, match="two packages have an environment named twice: .*_games:load and .*_games:load"
-    ):
-        load("twice")
-    install(tmp_path, "more_games", "arithmetic")
-    assert load("arithmetic", size=1), "what is shipped needs nothing of others"
-    with pytest.raises(
-        ConfigError, match="two packages have an environment named arithmetic: rlflow itself and more_games"
-    ):
-        load("greeting")
 
 
 def test_a_reward_that_cannot_be_called_shows_at_once(tmp_path: Path) -> None:

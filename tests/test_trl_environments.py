@@ -97,10 +97,7 @@ def trl(folder: Path, name: str, reward: str | None = None, **arguments: Any) ->
 
 @pytest.mark.parametrize("name", ["Game", "Awaited", "make"])
 async def test_twenty_episodes(name: str, folder: Path) -> None:
-    if name == "make":
-        spec = trl(folder, "trl", environment=f"{folder}/game.py:make")
-    else:
-        spec = trl(folder, name)
+    spec = trl(folder, "trl", environment=f"{folder}/game.py:make") if name == "make" else trl(folder, name)
     rewards = []
     for number, task in enumerate(spec.tasks()):
         first = calling(call("hint", {}, 1), call("guess", {"number": number - number % 2}, 2))

@@ -1,7 +1,7 @@
 """An environment behind an OpenEnv server; each episode has a session of its own.
 
-What a reply becomes goes by the server's schema of actions: one text, the arguments of a tool `act`, or a call of one of
-the server's own (MCP) tools.
+What a reply becomes goes by the server's schema of actions: one text, the arguments of a tool `act`, or a call of one
+of the server's own (MCP) tools.
 """
 
 from __future__ import annotations

@@ -116,7 +116,8 @@ def _level_options(part: Part) -> dict[str, Any]:
         return {}
     if part.dataset not in CURRICULA:
         raise ConfigError(f"{part.dataset} has no curriculum in reasoning-gym; leave out env.args.levels")
-    curriculum: Any = CURRICULA[part.dataset]()
+    kind: Any = CURRICULA[part.dataset]
+    curriculum = kind()
     highest = max((len(each.levels) for each in curriculum.attributes.values()), default=1) - 1
     if not 0 <= part.level <= highest:
         raise ConfigError(f"levels of {part.dataset} go from 0 to {highest}; got {part.level}")

@@ -89,7 +89,7 @@ class Game:
 
 @contextmanager
 def _without_downloads() -> Iterator[None]:
-    nltk = need("nltk", "textarena")
+    nltk: Any = need("nltk", "textarena")
     download = nltk.download
     nltk.download = _no_download
     try:

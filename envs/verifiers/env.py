@@ -1,6 +1,7 @@
 """An environment of the verifiers library, played by verifiers itself against the endpoint of the episode.
 
-Its rubric is the reward. verifiers scores a reward function that raises with 0.0; here such an episode ends in an error.
+Its rubric is the reward. verifiers scores a reward function that raises with 0.0; here such an episode ends in an
+error.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import cast
@@ -119,29 +119,32 @@ class ToolEnvironment(Environment):
 def schema_of(function: Tool) -> ToolSchema:
     """The tool in OpenAI's form, from type hints and docstring; ConfigError where one of them is missing."""
     # It takes a second to import, so only those pay for it who have tools.
-    from transformers.utils import get_json_schema
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
 
     try:
         schema = cast(ToolSchema, get_json_schema(function))
     except (DocstringParsingException, TypeHintParsingException) as error:
         raise ConfigError(
-            f"tool {_name_of(function)}: {error}; a tool needs type hints, and a docstring that describes each argument "
-            "below `Args:`"
+            f"tool {_name_of(function)}: {error}; a tool needs type hints, and a docstring that describes each "
+            "argument below `Args:`"
         ) from error
     # OpenAI's form knows no type of what comes back.
     cast(dict[str, object], schema["function"]).pop("return", None)
     return schema
 
 
-async def _run(function: Tool, arguments: dict[str, object]) -> object:
+async def _run(function: Tool, arguments: Mapping[str, object]) -> object:
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
     result = await asyncio.to_thread(function, **arguments)
     return await result if inspect.isawaitable(result) else result
 
 
-def _check_arguments(function: Tool, name: str, arguments: dict[str, object]) -> None:
+def _check_arguments(function: Tool, name: str, arguments: Mapping[str, object]) -> None:
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import MethodType
 from typing import Any
 
 from rlflow.envs.base import EnvironmentSpec, Prompt, Step
@@ -76,13 +77,20 @@ def _check(make: Callable[[], Any]) -> None:
         inspect.signature(make).bind()
     except TypeError as error:
         raise ConfigError(f"{_name(make)}: TRL makes its environments without arguments; {error}") from error
-    if isinstance(make, type) and not callable(getattr(make, "reset", None)):
-        raise ConfigError(f"{_name(make)} has no method `reset`; TRL's environments have one")
+    if isinstance(make, type):
+        if not callable(getattr(make, "reset", None)):
+            raise ConfigError(f"{_name(make)} has no method `reset`; TRL's environments have one")
+        # Methods of nothing in particular, for they are not called.
+        ToolSet([MethodType(getattr(make, name), object()) for name in _tool_names(make)])
 
 
 def _tools_of(world: object) -> list[Tool]:
-    names = [name for name, _ in inspect.getmembers(type(world), inspect.isfunction)]
-    return [getattr(world, name) for name in names if name not in NOT_TOOLS and not name.startswith("_")]
+    return [getattr(world, name) for name in _tool_names(type(world))]
+
+
+def _tool_names(kind: type) -> list[str]:
+    names = [name for name, _ in inspect.getmembers(kind, inspect.isfunction)]
+    return [name for name in names if name not in NOT_TOOLS and not name.startswith("_")]
 
 
 def _row_of(task: Task) -> dict[str, object]:

@@ -1,0 +1,5 @@
+"""Environments behind an OpenEnv server."""
+
+from rlflow.envs.openenv.env import load
+
+__all__ = ["load"]

@@ -1,0 +1,154 @@
+"""Tasks from reasoning-gym, and the data sets again where they are scored.
+
+    load's arguments -> one Part for each data set and level -> tasks, each with its Part -> score
+
+An item depends on its Part and its index alone; so the reward builds the item anew instead of sending its metadata
+along, some of which JSON cannot hold.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from functools import lru_cache
+from random import Random
+from typing import Any
+
+from rlflow.errors import ConfigError
+from rlflow.types import Json, Message, Task
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", SyntaxWarning)  # of a package below reasoning-gym, when it is first compiled
+    from reasoning_gym.factory import CURRICULA, DATASETS, create_dataset
+    from reasoning_gym.utils import SYSTEM_PROMPTS
+
+Item = dict[str, Any]
+"""reasoning-gym's: question, answer, metadata."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Part:
+    """One data set with its options; several of them make a mix."""
+
+    dataset: str
+    seed: int
+    size: int
+    options: dict[str, Json] = field(default_factory=dict)
+    level: int | None = None
+    """Of the data set's curriculum, which sets some of the options."""
+    weight: float = 1.0
+
+    @property
+    def kind(self) -> str:
+        return self.dataset if self.level is None else f"{self.dataset}/level_{self.level}"
+
+
+def dataset_of(part: Part) -> Any:
+    """The data set of a part; ConfigError for a wrong name, option or level."""
+    return _dataset(json.dumps(asdict(part), sort_keys=True))
+
+
+@lru_cache(maxsize=256)
+def _dataset(key: str) -> Any:
+    part = Part(**json.loads(key))
+    _check_name(part.dataset)
+    options = {**_level_options(part), **part.options}
+    accepted = [each.name for each in fields(DATASETS[part.dataset][1]) if each.name not in ("size", "seed")]
+    for name in options:
+        if name not in accepted:
+            close = get_close_matches(name, accepted, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"{name} is not an option of {part.dataset}, which takes {', '.join(accepted)}{hint}")
+    try:
+        return create_dataset(part.dataset, size=part.size, seed=part.seed, **options)
+    except (AssertionError, TypeError, ValueError) as error:  # how reasoning-gym's configurations refuse a value
+        reason = str(error) or type(error).__name__
+        raise ConfigError(f"options of {part.dataset}: {reason}; got {options}") from error
+
+
+def make_tasks(parts: Sequence[Part], size: int, seed: int, prompt_style: str) -> list[Task]:
+    """`size` tasks, each from a part that is drawn by weight. Their ids are "<kind>/<seed>/<index in the part>"."""
+    system = SYSTEM_PROMPTS.get(prompt_style, "")
+    chosen = Random(seed).choices(range(len(parts)), weights=[part.weight for part in parts], k=size)
+    next_index = [0] * len(parts)
+    tasks = []
+    for number in chosen:
+        tasks.append(_task(parts[number], next_index[number], system))
+        next_index[number] += 1
+    return tasks
+
+
+def item_of(task: Task) -> tuple[Any, Item]:
+    """The data set and the item that a task was made of.
+
+    Raises:
+        ValueError: the item has another question than the task.
+    """
+    data: dict[str, Any] = task.data
+    dataset = dataset_of(Part(**data["part"]))
+    item = dataset[data["index"]]
+    if item["question"] != data["question"]:
+        raise ValueError(
+            f"reasoning-gym made another question for {task.id} than when the run began: {data['part']['dataset']} "
+            "depends on the order of sets; start the run with PYTHONHASHSEED=0 in the environment"
+        )
+    return dataset, item
+
+
+def _task(part: Part, index: int, system: str) -> Task:
+    item = dataset_of(part)[index]
+    question = Message(role="user", content=item["question"])
+    answer = item["answer"]
+    return Task(
+        id=f"{part.kind}/{part.seed}/{index}",
+        prompt=(Message(role="system", content=system), question) if system else (question,),
+        answer=None if answer is None else str(answer),
+        kind=part.kind,
+        data={"part": asdict(part), "index": index, "question": item["question"]},
+    )
+
+
+def _level_options(part: Part) -> dict[str, Any]:
+    if part.level is None:
+        return {}
+    if part.dataset not in CURRICULA:
+        raise ConfigError(f"{part.dataset} has no curriculum in reasoning-gym; leave out env.args.levels")
+    kind: Any = CURRICULA[part.dataset]
+    curriculum = kind()
+    highest = max((len(each.levels) for each in curriculum.attributes.values()), default=1) - 1
+    if not 0 <= part.level <= highest:
+        raise ConfigError(f"levels of {part.dataset} go from 0 to {highest}; got {part.level}")
+    curriculum.set_global_level(part.level)
+    chosen = curriculum.generate_configuration()
+    names = (each.name for each in fields(chosen) if each.name not in ("size", "seed"))
+    return {name: getattr(chosen, name) for name in names}
+
+
+def _check_name(dataset: str) -> None:
+    if dataset not in DATASETS or dataset == "composite":
+        close = get_close_matches(dataset, DATASETS, n=3)
+        some = f"there are {len(DATASETS) - 1}, such as chain_sum and gcd"
+        if dataset == "composite":
+            some = "give the data sets of a mix as env.args.mix"
+        hint = f"did you mean {' or '.join(close)}?" if close and dataset != "composite" else some
+        raise ConfigError(f"{dataset} is not a data set of reasoning-gym; {hint}")
+
+
+def check_style(prompt_style: str) -> None:
+    if prompt_style and prompt_style not in SYSTEM_PROMPTS:
+        raise ConfigError(
+            f"env.args.prompt_style={prompt_style} is not a system prompt of reasoning-gym; there are "
+            f"{', '.join(SYSTEM_PROMPTS)}, and '' for none"
+        )
+
+
+def options_of(mix_entry: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+    """Weight and options of one data set of a mix."""
+    unknown = [name for name in mix_entry if name not in ("weight", "options")]
+    weight, options = mix_entry.get("weight", 1.0), mix_entry.get("options") or {}
+    if unknown or not isinstance(weight, int | float) or weight <= 0:
+        raise ConfigError(f"env.args.mix takes a positive `weight` and `options` for each data set; got {mix_entry}")
+    return float(weight), dict(options)

@@ -1,0 +1,5 @@
+"""Games of TextArena."""
+
+from rlflow.envs.textarena.env import load
+
+__all__ = ["load"]

@@ -1,0 +1,5 @@
+"""Environments of the verifiers library, as they are."""
+
+from rlflow.envs.verifiers.env import load
+
+__all__ = ["load"]

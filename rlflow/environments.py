@@ -17,7 +17,7 @@ from rlflow.plugins import load_object
 from rlflow.reward_call import shape_of
 from rlflow.types import Task
 
-SHIPPED = ("arithmetic", "jsonl", "latency")
+SHIPPED = ("arithmetic", "jsonl", "latency", "python_repair")
 
 
 def load_environment(config: EnvConfig, reward: RewardConfig) -> EnvironmentSpec:

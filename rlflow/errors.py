@@ -23,6 +23,10 @@ class RewardLost(WorkerError):
     """A process that scores died, or will not come back."""
 
 
+class SandboxError(RunError):
+    """A program could not be run in its sandbox; this says nothing about the program."""
+
+
 class WeightsOvertaken(RunError):
     """The staged weights were rewritten while an engine read them; the engine waits for the next version."""
 

@@ -10,7 +10,7 @@ Three methods; each program gets the first that works on this machine, and a Con
   the program sees no other process, and all that it started is dead when it ends, detached or not; a file system in
   memory with nothing but /usr, the libraries, this Python and its packages, read-only, and an empty /sandbox (working
   directory, HOME and TMPDIR) and /tmp, gone afterwards; no /proc. Root's programs run as nobody. `file_mb` bounds all
-  files together (with bubblewrap those of /sandbox and of /tmp, each), `processes` all processes and threads.
+  files of /sandbox together, and those of /tmp; `processes` all processes and threads.
 - *filters* (containers that refuse namespaces; Linux 6.2 or later, x86_64 or aarch64): seccomp and Landlock. One
   process, with threads. No sockets but pairs, no signals to others. Files outside its own folder and the paths above
   can be neither read nor changed, though the program can find out whether one exists. `chmod` and the like seem to
@@ -47,6 +47,8 @@ from rlflow.sandboxed.protocol import BUBBLEWRAP, FILTERS, NAMESPACES, Report, R
 ANSWER_SECONDS = 180.0
 """Beyond the program's own limit: set-up, the end of all its processes, the removal of its files."""
 PROGRAM_FILE = "program.py"
+TRIAL_SECONDS = 60.0
+"""For a program that does nothing, on a machine that may be very busy."""
 _SYSTEM = (
     "/usr",
     "/bin",
@@ -71,7 +73,7 @@ class SandboxLimits:
     memory_mb: int = 512
     """Address space of each process."""
     file_mb: int = 64
-    """What it may write, in all; of each file where the program has no file system of its own."""
+    """What it may write, in each of its two folders; in each file where it has no file system of its own."""
     processes: int = 16
     """At a time, threads included."""
     output_bytes: int = 65536
@@ -185,7 +187,9 @@ async def _find() -> _Method:
     refused: list[str] = []
     for candidate in _candidates():
         try:
-            result = await _run(candidate, [*command_of_python()], {PROGRAM_FILE: b"print(1)"}, "", SandboxLimits())
+            result = await _run(
+                candidate, command_of_python(), {PROGRAM_FILE: b"print(1)"}, "", SandboxLimits(seconds=TRIAL_SECONDS)
+            )
         except SandboxError as error:
             refused.append(f"{candidate.name}: {error}")
             continue
@@ -225,7 +229,7 @@ def _bytes_of(text: str) -> bytes:
 
 def readable_paths() -> list[str]:
     """What a program may read: the system, this Python, and the packages beside it. None is below another one."""
-    paths = [path for path in _SYSTEM if os.path.lexists(path)]
+    paths = [path for path in _SYSTEM if os.path.exists(path)]
     wanted = [os.path.realpath(sys.base_prefix), sys.base_prefix, sys.prefix]
     link = sys.executable
     while os.path.islink(link):

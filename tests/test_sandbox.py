@@ -29,18 +29,34 @@ from rlflow.sandboxed.seccomp import program_of
 QUICK = SandboxLimits(seconds=0.7, cpu_seconds=5, memory_mb=256, file_mb=8, processes=8, output_bytes=5000)
 ROOMY = SandboxLimits(seconds=20, memory_mb=256)
 
+TRIED: dict[str, sandbox._Method | str] = {}
+
 
 @pytest.fixture(params=[NAMESPACES, BUBBLEWRAP, FILTERS])
 async def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each method in turn, where this machine allows it."""
-    candidates = [each for each in sandbox._candidates() if each.name == request.param]
-    monkeypatch.setattr(sandbox, "_found", None)
-    monkeypatch.setattr(sandbox, "_candidates", lambda: candidates)
-    try:
-        await describe()
-    except ConfigError as error:
-        pytest.skip(str(error))
+    if request.param not in TRIED:
+        TRIED[request.param] = await try_method(request.param)
+    tried = TRIED[request.param]
+    if isinstance(tried, str):
+        pytest.skip(tried)
+    monkeypatch.setattr(sandbox, "_found", tried)
     return request.param
+
+
+async def try_method(name: str) -> sandbox._Method | str:
+    """The method, or why this machine does not have it."""
+    candidates = [each for each in sandbox._candidates() if each.name == name]
+    if not candidates:
+        return f"no {name} for this user"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandbox, "_found", None)
+        patch.setattr(sandbox, "_candidates", lambda: candidates)
+        try:
+            assert await describe() == f"sandbox: {name}"
+        except ConfigError as error:
+            return str(error)
+    return candidates[0]
 
 
 async def attack(source: str, limits: SandboxLimits = QUICK) -> SandboxResult:

@@ -75,11 +75,12 @@ def unmount(target: str) -> None:
     _checked(f"umount {target}", _LIBC.umount2(target.encode(), ctypes.c_int(_MNT_DETACH)))
 
 
-def make_read_only(target: str) -> None:
-    """With all mounts below it, without set-user-id programs and devices."""
+def make_read_only(target: str, *, with_mounts_below: bool) -> None:
+    """And without set-user-id programs and devices."""
     attributes = ctypes.create_string_buffer(_MOUNT_ATTR_RDONLY_NOSUID_NODEV.to_bytes(8, "little") + bytes(24), 32)
     path = ctypes.create_string_buffer(target.encode())
-    system_call("mount_setattr", NR_MOUNT_SETATTR, _AT_FDCWD, path, _AT_RECURSIVE, attributes, 32)
+    flags = _AT_RECURSIVE if with_mounts_below else 0
+    system_call("mount_setattr", NR_MOUNT_SETATTR, _AT_FDCWD, path, flags, attributes, 32)
 
 
 def pivot_root(new: str, old: str) -> None:

@@ -59,24 +59,34 @@ def _write_maps(target: int) -> int:
 
 
 def build_root(readable: list[str], megabytes: int) -> None:
-    """Replace the file system by an empty one in memory with `readable` in it, read-only, and go to HOME."""
+    """Replace the file system by an empty one in memory with `readable` in it, and go to HOME.
+
+    HOME and /tmp can be written to, each up to `megabytes`; all else is read-only.
+    """
     linux.unshare(linux.CLONE_NEWNS)
     linux.mount("", "/", "", linux.MS_REC | linux.MS_PRIVATE)
-    options = f"size={megabytes}m,nr_inodes={MAX_FILES},mode=755"
-    linux.mount("tmpfs", "/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
+    _mount_memory("/tmp", 1, "755")
     os.chdir("/tmp")
     os.mkdir("old")
     linux.pivot_root(".", "old")
     os.chdir("/")
+    for folder in (HOME, "/tmp"):  # before what is shown: an environment of Python's may be below /tmp
+        os.mkdir(folder)
+        _mount_memory(folder, megabytes, "1777")
     for path in readable:
         _show(path)
-    _make_devices()
-    for folder in (HOME, "/tmp"):
-        os.makedirs(folder, exist_ok=True)
-        os.chmod(folder, 0o1777)
+    for name in DEVICES:
+        _bind(f"/old/dev/{name}", f"/dev/{name}")
+    os.symlink("/tmp", "/dev/shm")
     linux.unmount("/old")
     os.rmdir("/old")
+    linux.make_read_only("/", with_mounts_below=False)
     os.chdir(HOME)
+
+
+def _mount_memory(folder: str, megabytes: int, mode: str) -> None:
+    options = f"size={megabytes}m,nr_inodes={MAX_FILES},mode={mode}"
+    linux.mount("tmpfs", folder, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
 
 
 def _show(path: str) -> None:
@@ -86,7 +96,7 @@ def _show(path: str) -> None:
         os.symlink(os.readlink(source), path)
         return
     _bind(source, path)
-    linux.make_read_only(path)
+    linux.make_read_only(path, with_mounts_below=True)
 
 
 def _bind(source: str, path: str) -> None:
@@ -96,12 +106,6 @@ def _bind(source: str, path: str) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
     linux.mount(source, path, "", linux.MS_BIND | linux.MS_REC)
-
-
-def _make_devices() -> None:
-    for name in DEVICES:
-        _bind(f"/old/dev/{name}", f"/dev/{name}")
-    os.symlink("/tmp", "/dev/shm")
 
 
 def become_nobody() -> None:

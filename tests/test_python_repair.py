@@ -10,7 +10,8 @@ import pytest
 from rlflow.config import EnvConfig, RewardConfig
 from rlflow.environments import load_environment
 from rlflow.envs.base import Environment, EnvironmentSpec
-from rlflow.envs.python_repair import functions, load
+from rlflow.envs.python_repair import load
+from rlflow.envs.python_repair.cases import TESTS
 from rlflow.envs.python_repair.data import EVALUATION, FIRST_FAILURE, make_tasks, source_of
 from rlflow.envs.python_repair.mutations import broken_versions
 from rlflow.envs.python_repair.reward import worth
@@ -37,13 +38,13 @@ def test_every_way_to_break_a_line() -> None:
 def test_tasks() -> None:
     tasks = make_tasks(None, 0, is_evaluation=False)
     held_out = make_tasks(None, 0, is_evaluation=True)
-    assert (len(functions.TESTS), len(tasks), len(held_out)) == (30, 197, 41)
+    assert (len(TESTS), len(tasks), len(held_out)) == (30, 197, 41)
     assert tasks == make_tasks(None, 0, is_evaluation=False)
     assert {task.id for task in tasks} == {task.id for task in make_tasks(None, 1, is_evaluation=False)}
     assert make_tasks(3, 0, is_evaluation=False) == tasks[:3]
     assert {task.id.partition("/")[0] for task in held_out} == set(EVALUATION)
     average = next(task for task in tasks if task.id == "average/1")
-    assert average.data == {"tests": list(functions.TESTS["average"])}
+    assert average.data == {"tests": list(TESTS["average"])}
     assert average.answer == f"```python\n{source_of('average')}```"
     question = average.prompt[0]["content"]
     assert "    return sum(values) // len(values)\n```" in question
@@ -92,11 +93,11 @@ for program in request["programs"]:
 async def test_every_broken_version_fails_the_test_that_is_shown() -> None:
     async def first_failures(name: str) -> str:
         source = source_of(name)
-        request = {"programs": [source, *broken_versions(source)], "tests": functions.TESTS[name]}
+        request = {"programs": [source, *broken_versions(source)], "tests": TESTS[name]}
         return (await run(FIRST_FAILURES, stdin=json.dumps(request), limits=SandboxLimits(seconds=60))).stdout
 
-    found = await asyncio.gather(*(first_failures(name) for name in functions.TESTS))
-    assert dict(zip(functions.TESTS, found, strict=True)) == {name: f"-{row}" for name, row in FIRST_FAILURE.items()}
+    found = await asyncio.gather(*(first_failures(name) for name in TESTS))
+    assert dict(zip(TESTS, found, strict=True)) == {name: f"-{row}" for name, row in FIRST_FAILURE.items()}
 
 
 async def episode(spec: EnvironmentSpec, task_id: str, *replies: str) -> list[tuple[float | None, bool, str]]:

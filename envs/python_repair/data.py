@@ -6,6 +6,7 @@ import inspect
 import random
 
 from rlflow.envs.python_repair import functions
+from rlflow.envs.python_repair.cases import TESTS
 from rlflow.envs.python_repair.mutations import broken_versions
 from rlflow.errors import ConfigError
 from rlflow.types import Message, Task
@@ -58,7 +59,7 @@ def make_tasks(size: int | None, seed: int, *, is_evaluation: bool) -> list[Task
     """
     tasks = [
         _task(name, version, broken, int(FIRST_FAILURE[name][version]))
-        for name in functions.TESTS
+        for name in TESTS
         if (name in EVALUATION) == is_evaluation
         for version, broken in enumerate(broken_versions(source_of(name)))
         if FIRST_FAILURE[name][version] != "-"
@@ -75,7 +76,7 @@ def source_of(name: str) -> str:
 
 
 def _task(name: str, version: int, broken: str, first_failure: int) -> Task:
-    tests = functions.TESTS[name]
+    tests = TESTS[name]
     question = (
         f"This Python function has one mistake:\n\n```python\n{broken}\n```\n\n"
         f"It fails this test:\n\n```python\nassert {tests[first_failure]}\n```\n\n"

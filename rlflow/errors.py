@@ -42,6 +42,10 @@ class NoReply(Exception):
     """An episode's limits leave no further reply; `EpisodeEnd` of the chat says which."""
 
 
+class SandboxError(RunError):
+    """A program could not be run in its sandbox; this says nothing about the program."""
+
+
 class WeightsOvertaken(RunError):
     """The staged weights were rewritten while an engine read them; the engine waits for the next version."""
 

@@ -1,0 +1,73 @@
+"""The model sends a function, the sandbox runs its tests, the model sees what went wrong."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import cast
+
+from rlflow.envs.base import Environment, EnvironmentSpec, Prompt, Step
+from rlflow.envs.python_repair.data import make_tasks
+from rlflow.envs.python_repair.reward import MAX_TURNS, worth
+from rlflow.envs.rewards.code import Tested, last_program, run_statements
+from rlflow.errors import ConfigError
+from rlflow.sandbox import SandboxLimits
+from rlflow.types import Message, Task
+
+LIMITS = SandboxLimits(seconds=4.0, cpu_seconds=4, memory_mb=256)
+NO_PROGRAM = "there is no ```python block in your reply"
+
+
+def load(size: int | None = None, seed: int = 0, max_turns: int = 3) -> EnvironmentSpec:
+    """Small functions with one mistake each.
+
+    size: number of tasks; None is all. seed: their order, and which ones where `size` is less than all.
+    max_turns: replies that the model has; each after the first costs a tenth of the reward.
+    """
+    if not 1 <= max_turns <= MAX_TURNS:
+        raise ConfigError(f"env.args.max_turns must be from 1 to {MAX_TURNS}; got {max_turns}")
+    make_tasks(size, seed, is_evaluation=False)  # a wrong size shows now
+    return EnvironmentSpec(
+        tasks=partial(make_tasks, size, seed, is_evaluation=False),
+        build=partial(PythonRepair, max_turns),
+        evaluation_tasks=partial(make_tasks, None, seed, is_evaluation=True),
+    )
+
+
+class PythonRepair(Environment):
+    """Ends when all tests pass, or after `max_turns` replies. Its reward is the worth of the last reply."""
+
+    def __init__(self, max_turns: int) -> None:
+        self._max_turns = max_turns
+        self._turn = 0
+        self._worth = 0.0
+        self._statements: list[str] = []
+
+    async def reset(self, task: Task) -> Prompt:
+        self._statements = [f"assert {test}" for test in cast(list[str], task.data["tests"])]
+        return Prompt(messages=list(task.prompt))
+
+    async def step(self, reply: Message) -> Step:
+        """The reward is the change of worth, so that the sum is right wherever the episode stops."""
+        self._turn += 1
+        tested = await self._test(reply["content"])
+        is_solved = all(tested.passed)
+        before, self._worth = self._worth, worth(tested.share, self._turn)
+        is_done = is_solved or self._turn == self._max_turns
+        return Step(
+            messages=[] if is_done else [_complaint(tested)],
+            done=is_done,
+            reward=self._worth - before,
+            metrics={"solved": float(is_solved), "timed_out_programs": float(tested.is_timed_out)},
+        )
+
+    async def _test(self, text: str) -> Tested:
+        program = last_program(text)
+        if program is None:
+            return Tested(passed=(False,) * len(self._statements), error=NO_PROGRAM)
+        return await run_statements(program, self._statements, LIMITS)
+
+
+def _complaint(tested: Tested) -> Message:
+    count = f"{sum(tested.passed)} of {len(tested.passed)} tests pass"
+    content = f"{count}. The first problem: {tested.error}\nReply with the whole function in a ```python block."
+    return Message(role="user", content=content)

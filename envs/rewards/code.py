@@ -1,0 +1,215 @@
+"""Does the reply's program pass its tests? It runs in a sandbox (`rlflow.sandbox`)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from rlflow.sandbox import Outcome, SandboxLimits, SandboxResult, run
+
+Pair = tuple[str, str]
+"""What a program reads, and what it must print."""
+
+_BLOCK = re.compile(
+    r"^[ \t]*```(?:python3?|py)?[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE
+)
+MAX_ERROR = 1000
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Tested:
+    """How a program did in its tests."""
+
+    passed: tuple[bool, ...]  # [num_tests]
+    error: str = ""
+    """What the first test that failed, or the program itself, had to say; at most MAX_ERROR characters."""
+    is_timed_out: bool = False
+
+    @property
+    def share(self) -> float:
+        return sum(self.passed) / len(self.passed)
+
+
+async def code(
+    completion: str, tests: object, *, share: bool = False, seconds: float = 6.0, memory_mb: int = 512
+) -> dict[str, float]:
+    """1 when the last Python block of the reply passes all tests, else 0; with `share` the share that it passes.
+
+    tests: a column of the data: Python statements that raise when they fail, such as ["assert add(2, 3) == 5"] or one
+        text for all; or what a program reads and prints, as [{"input": "2 3", "output": "5"}] or as
+        {"inputs": ["2 3"], "outputs": ["5"]}.
+    seconds: for all tests of a reply together; less than reward.timeout_s.
+    memory_mb: of each process.
+
+    A program that is missing, crashes, hangs or takes too much has failed its tests. Statements share an interpreter
+    with the solution: `exit()` and prints do not pass for success, but results that equal everything do.
+
+    Raises:
+        SandboxError: the program could not be run, which says nothing about it.
+        ValueError: `tests` has another form, or is empty.
+    """
+    statements = statements_of(tests)
+    program = last_program(completion)
+    if program is None:
+        return {"score": 0.0, "tests_passed": 0.0, "timed_out": 0.0}
+    limits = SandboxLimits(seconds=seconds, cpu_seconds=max(1, round(seconds)), memory_mb=memory_mb)
+    if statements is None:
+        tested = await run_pairs(program, pairs_of(tests), limits)
+    else:
+        tested = await run_statements(program, statements, limits)
+    score = tested.share if share else float(all(tested.passed))
+    return {"score": score, "tests_passed": tested.share, "timed_out": float(tested.is_timed_out)}
+
+
+def last_program(text: str) -> str | None:
+    """The content of the last fenced block that is Python or says no language; None when there is none."""
+    blocks = _BLOCK.findall(text)
+    return blocks[-1] if blocks else None
+
+
+def statements_of(tests: object) -> list[str] | None:
+    """Tests that are Python; None when they are pairs."""
+    if isinstance(tests, str) and tests.strip():
+        return [tests]
+    if isinstance(tests, Sequence) and tests and all(isinstance(test, str) for test in tests):
+        return list(tests)
+    return None
+
+
+def pairs_of(tests: object) -> list[Pair]:
+    """Tests that are input and output; ValueError for any other form."""
+    rows: list[tuple[object, object]] = []
+    if isinstance(tests, Mapping) and isinstance(tests.get("inputs"), Sequence):
+        rows = list(zip(tests["inputs"], tests.get("outputs", ()), strict=True))
+    elif isinstance(tests, Sequence) and not isinstance(tests, str):
+        rows = [
+            (test.get("input"), test.get("output")) if isinstance(test, Mapping) else (None, None) for test in tests
+        ]
+    if not rows or not all(isinstance(text, str) for row in rows for text in row):
+        raise ValueError(
+            "tests must be Python statements as text, a list of them, a list of {input, output}, or {inputs, outputs}; "
+            f"got {tests!r:.200}"
+        )
+    return [(cast(str, given), cast(str, wanted)) for given, wanted in rows]
+
+
+async def run_statements(program: str, statements: Sequence[str], limits: SandboxLimits) -> Tested:
+    """Import the program once, then run each statement in a copy of its names."""
+    token = secrets.token_hex(16)
+    request = json.dumps({"token": token, "statements": list(statements)})
+    result = await run(_HARNESS, files={"solution.py": program}, stdin=request, limits=limits)
+    errors: dict[int, str] = {}
+    for line in result.stdout.splitlines():
+        if line.startswith(token):
+            index, error = json.loads(line.removeprefix(token))
+            errors[index] = error
+    passed = tuple(errors.get(index) == "" for index in range(len(statements)))
+    first = next((index for index, is_passed in enumerate(passed) if not is_passed), None)
+    error = "" if first is None else errors.get(-1) or errors.get(first) or _why(result, limits)
+    return Tested(passed=passed, error=error[:MAX_ERROR], is_timed_out=result.outcome is Outcome.TIMED_OUT)
+
+
+async def run_pairs(program: str, pairs: Sequence[Pair], limits: SandboxLimits) -> Tested:
+    """Run the program for each pair, several at a time; `limits.seconds` is for all together."""
+    deadline = time.monotonic() + limits.seconds
+    passed: list[bool] = []
+    error = ""
+    is_timed_out = False
+    for chunk in _chunks(pairs, len(os.sched_getaffinity(0))):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            is_timed_out = True
+            error = error or "the program took too long"
+            passed += [False] * len(chunk)
+            continue
+        bounded = SandboxLimits(seconds=left, cpu_seconds=limits.cpu_seconds, memory_mb=limits.memory_mb)
+        results = await asyncio.gather(*(run(program, stdin=given, limits=bounded) for given, _ in chunk))
+        for (given, wanted), result in zip(chunk, results, strict=True):
+            is_right = result.is_success and _lines(result.stdout) == _lines(wanted)
+            passed.append(is_right)
+            is_timed_out |= result.outcome is Outcome.TIMED_OUT
+            if not is_right and not error:
+                printed = f"for the input {given!r:.200} it printed {result.stdout!r:.200}, not {wanted!r:.200}"
+                error = printed if result.is_success else _why(result, limits)
+    return Tested(passed=tuple(passed), error=error[:MAX_ERROR], is_timed_out=is_timed_out)
+
+
+def _chunks(pairs: Sequence[Pair], size: int) -> list[list[Pair]]:
+    iterator = iter(pairs)
+    return list(iter(lambda: list(itertools.islice(iterator, size)), []))
+
+
+def _lines(text: str) -> list[str]:
+    """Space at the ends of lines, and empty lines at the end, do not count."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _why(result: SandboxResult, limits: SandboxLimits) -> str:
+    match result.outcome:
+        case Outcome.TIMED_OUT:
+            return f"the program took longer than {limits.seconds:g} s"
+        case Outcome.OUT_OF_MEMORY:
+            return f"the program needed more than {limits.memory_mb} MB of memory"
+        case Outcome.TOO_MUCH_OUTPUT:
+            return f"the program wrote more than {limits.output_bytes} bytes"
+        case Outcome.KILLED:
+            return f"the program was ended by signal {-(result.exit_code or -9)}"
+        case Outcome.EXITED:
+            return result.stderr.strip()[-MAX_ERROR:] or f"the program exited with code {result.exit_code}"
+
+
+_HARNESS = """
+import ast, io, json, os, sys, traceback
+
+def run_all():
+    request = json.load(sys.stdin)
+    token, statements = request["token"], request["statements"]
+    report = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.stdin = io.StringIO()
+
+    def say(index, error):
+        report.write(token + json.dumps([index, error]) + "\\n")
+        report.flush()
+
+    names = {"__name__": "solution"}
+    failure = failed(lambda: exec(compile(open("solution.py").read(), "solution.py", "exec"), names))
+    if failure:
+        say(-1, failure)
+        return
+    for index, statement in enumerate(statements):
+        say(index, failed(lambda: check(statement, dict(names))))
+
+def check(statement, names):
+    tree = ast.parse(statement)
+    found = tree.body[0] if len(tree.body) == 1 else None
+    test = found.test if isinstance(found, ast.Assert) and found.msg is None else None
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
+        sides = [ast.Expression(test.left), ast.Expression(test.comparators[0])]
+        left, right = [eval(compile(side, "test", "eval"), names) for side in sides]
+        assert left == right, f"{ast.unparse(test.left)} is {left!r:.200}, not {right!r:.200}"
+    else:
+        exec(compile(statement, "test", "exec"), names)
+
+def failed(action):
+    try:
+        action()
+    except BaseException as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "solution.py"]
+        place = f" (line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+        if isinstance(error, SyntaxError) and error.filename == "solution.py":
+            place = f" (line {error.lineno}: {(error.text or '').strip()})"
+            return f"SyntaxError: {error.msg}{place}"[:1000]
+        return f"{type(error).__name__}: {str(error)[:500]}{place}"[:1000]
+    return ""
+
+run_all()
+"""

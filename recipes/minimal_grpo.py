@@ -26,7 +26,7 @@ from rlflow.envs.base import EnvironmentSpec, RewardFunction
 from rlflow.intake import group_seed
 from rlflow.models import resolve_model
 from rlflow.reward_choice import choose_rewards, load
-from rlflow.rollout.episode import episode_seed
+from rlflow.rollout.chat import episode_seed
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.sampler import TaskSampler
 from rlflow.types import Task

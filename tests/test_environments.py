@@ -212,7 +212,8 @@ async def test_the_latency_environment_waits_and_then_ends() -> None:
     task = spec.tasks()[0]
     assert len(task.prompt[0]["content"]) == len("You are a calculator. You reply with a single number. ") + 300
     environment = spec.build()
-    assert await environment.reset(task) == list(task.prompt)
+    assert isinstance(environment, Environment)
+    assert (await environment.reset(task)).messages == list(task.prompt)
     assert (await environment.step({"role": "assistant", "content": "5"})).done
     with pytest.raises(ConfigError, match="longest_s >= median_s; got 1, 1.1 and 0.5"):
         load_environment(EnvConfig(name="latency", args={"median_s": 1.0, "longest_s": 0.5}), RewardConfig())

@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 
 from rlflow.envs.arithmetic import env as arithmetic
-from rlflow.envs.base import Environment, EnvironmentSpec, SingleTurn
+from rlflow.envs.base import Environment, EnvironmentSpec, Prompt, SingleTurn
 from rlflow.errors import ConfigError
-from rlflow.types import Message, Task
+from rlflow.types import Task
 
 MANUAL = "Press the keys of the first number, then plus, then those of the second one, then equals. "
 
@@ -48,6 +48,6 @@ class Latency(SingleTurn):
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
 
-    async def reset(self, task: Task) -> list[Message]:
+    async def reset(self, task: Task) -> Prompt:
         await asyncio.sleep(self._wait_s)
         return await super().reset(task)

@@ -2,10 +2,11 @@
 
     reply with tool calls -> ToolSet.answer -> one message of role `tool` for each call -> next reply
 
-A tool is any function with type hints and a docstring that has an `Args:` section in Google's style; `async def` is
-fine. What the model gets wrong (bad JSON, an unknown tool, missing or unknown arguments), and what a tool raises, goes
-back to it as `{"error": ...}` and is counted. A tool whose failure is not the model's doing, such as a dead server,
-raises `ToolBroken`: that ends the episode in an error instead, and nothing is learnt from it.
+A tool is any function with type hints and a docstring that has an `Args:` section in Google's style. Make one that
+waits `async def`: plain functions run in threads, of which a process has a few only. What the model gets wrong (bad
+JSON, an unknown tool, missing or unknown arguments), and what a tool raises, goes back to it as `{"error": ...}` and is
+counted. A tool whose failure is not the model's doing, such as a dead server, raises `ToolBroken`: that ends the
+episode in an error instead, and nothing is learnt from it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 from rlflow.config import Config, EnvConfig, RewardConfig
 from rlflow.environments import checked_tasks, held_out_tasks, load_environment
 from rlflow.envs.arithmetic.reward import is_right, last_number, share_of_digits
-from rlflow.envs.base import SingleTurn
+from rlflow.envs.base import Environment, SingleTurn
 from rlflow.errors import ConfigError
 from rlflow.types import Message, Task
 

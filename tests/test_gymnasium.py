@@ -91,7 +91,7 @@ import gymnasium
 from gymnasium import spaces
 
 class Own(gymnasium.Env):
-    action_space = spaces.{space}
+    action_space = {space}
     observation_space = spaces.Text(100)
 
     def __init__(self, word="yes"):
@@ -102,6 +102,10 @@ class Own(gymnasium.Env):
 
     def step(self, action):
         return str(action), 1.5, False, True, dict()
+
+class Words(spaces.Space):
+    def contains(self, x):
+        return isinstance(x, str)
 
 def shout(observation):
     return str(observation).upper()
@@ -114,7 +118,7 @@ def first_word(text):
 
 
 async def test_a_class_of_ones_own_with_variants_and_words(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(OWN.replace("{space}", "Text(100)"))
+    (tmp_path / "own.py").write_text(OWN.replace("{space}", "spaces.Text(100)"))
     spec = world(
         environment=f"{tmp_path}/own.py:Own", variants=[{"word": "a"}, {"word": "b"}], size=3, instructions="Go."
     )
@@ -123,7 +127,7 @@ async def test_a_class_of_ones_own_with_variants_and_words(tmp_path: Path) -> No
     episode = await play(spec, spec.tasks()[0], lambda _: "fine")
     assert (episode.reward, episode.is_done, episode.metrics["gymnasium/truncated"]) == (1.5, True, 1.0)
 
-    (tmp_path / "box.py").write_text(OWN.replace("{space}", "Box(0, 1)"))
+    (tmp_path / "box.py").write_text(OWN.replace("{space}", "spaces.Box(0, 1)"))
     with pytest.raises(ConfigError, match=r"actions of Box.* have no words of their own; give env.args.action_parser"):
         world(environment=f"{tmp_path}/box.py:Own")
     spec = world(
@@ -139,8 +143,15 @@ async def test_a_class_of_ones_own_with_variants_and_words(tmp_path: Path) -> No
     assert episode.metrics["gymnasium/not_an_action"] == 1.0
 
 
+async def test_a_space_of_texts_that_is_not_gymnasiums_own(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN.replace("{space}", "None") + "\nOwn.action_space = Words()\n")
+    spec = world(environment=f"{tmp_path}/own.py:Own", size=1)
+    episode = await play(spec, spec.tasks()[0], lambda _: "find_user(name='Ada')")
+    assert (episode.is_done, episode.reward) == (True, 1.5)
+
+
 async def test_several_numbers(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(OWN.replace("{space}", "MultiDiscrete([2, 5])"))
+    (tmp_path / "own.py").write_text(OWN.replace("{space}", "spaces.MultiDiscrete([2, 5])"))
     spec = world(environment=f"{tmp_path}/own.py:Own", size=1)
     replies = iter(["4", "2 and 4", "1 and 4"])
     episode = await play(spec, spec.tasks()[0], lambda _: next(replies))

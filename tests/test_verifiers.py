@@ -142,5 +142,10 @@ def test_what_cannot_be_loaded(installed: None) -> None:
 def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be started"):
         sums(python=str(tmp_path / "python"))
+    with pytest.raises(ConfigError, match="env.args.python is required by env.name=verifiers"):
+        load_environment(EnvConfig(name="verifiers", args={"id": "sums-env"}), RewardConfig())
+    (tmp_path / "bare").symlink_to(sys.executable)  # without the packages beside the original
+    with pytest.raises(ConfigError, match=r"\(env.args.python\) has no verifiers; pip install"):
+        sums(python=str(tmp_path / "bare"))
     with pytest.raises(ConfigError, match="must be positive; got 0 and 64"):
         sums(size=0)

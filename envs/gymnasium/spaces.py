@@ -44,6 +44,8 @@ def parser_of(space: Any) -> ParseAction:
     if isinstance(space, spaces.MultiDiscrete) and len(space.shape) == 1:
         size = space.shape[0]
         return lambda reply: _checked(space, _numbers(reply, size), f"{size} whole numbers {_ranges(space)}")
+    if not isinstance(space, spaces.Box) and space.contains("any text"):  # a space of texts that is not Gymnasium's own
+        return answer_part
     raise ConfigError(
         f"actions of {space} have no words of their own; give env.args.action_parser, a function from the reply's text "
         "to an action, which raises ValueError for what is none"

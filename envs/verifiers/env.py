@@ -7,7 +7,6 @@ error.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -22,20 +21,20 @@ ALL_ROWS = -1
 
 def load(
     id: str,
+    python: str,
     args: Mapping[str, Any] | None = None,
-    python: str | None = None,
     size: int | None = None,
     evaluation_size: int = 64,
 ) -> EnvironmentSpec:
     """An installed verifiers environment, with its own data, rubric and tools.
 
     id: as vf.load_environment takes it; args: its arguments.
-    python: path of the interpreter that has verifiers and the environment; None is the one of the run.
+    python: path of the interpreter that has verifiers and the environment, the same on every machine.
     size: the first so many rows; None for all. evaluation_size: the same of its evaluation data set, if it has one.
     """
     if (size is not None and size < 1) or evaluation_size < 1:
         raise ConfigError(f"env.args.size and evaluation_size must be positive; got {size} and {evaluation_size}")
-    source = Source(id=id, args=json.dumps(dict(args or {}), sort_keys=True), python=python or sys.executable)
+    source = Source(id=id, args=json.dumps(dict(args or {}), sort_keys=True), python=python)
     limits = (size or ALL_ROWS, evaluation_size)
     has_evaluation = rows_of(source, *limits)["eval"] is not None
     return EnvironmentSpec(

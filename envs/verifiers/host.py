@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import subprocess
-import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -197,5 +196,4 @@ def _is_lost(starting: asyncio.Task[Host]) -> bool:
 def _with_hint(message: str, source: Source) -> str:
     if "No module named 'verifiers'" not in message:
         return message
-    here = "pip install 'rlflow[verifiers]', or " if source.python == sys.executable else ""
-    return f"{source.python} has no verifiers; {here}give env.args.python, the path of an interpreter that has"
+    return f"{source.python} (env.args.python) has no verifiers; pip install 'verifiers>=0.3.1,<0.4' there"

@@ -112,7 +112,7 @@ FAILURES = {
     "exit": "step: SystemExit: early (misbehaving.py:",
     "interrupt": "step: KeyboardInterrupt:  (misbehaving.py:",
     "cancel itself": "step: CancelledError:  (misbehaving.py:",
-    "memory bomb": "step: MemoryError:  (misbehaving.py:",
+    "memory bomb": "step: MemoryError: Unable to allocate 128. MiB",
     "nothing": "step: expected a Step; got 0 (int)",
     "nan": "step: reward must be a finite number or None; got nan (float)",
     "bad metric": "step: metric 'score' must be a finite number; got inf (float)",

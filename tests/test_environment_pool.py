@@ -230,13 +230,22 @@ async def test_an_environment_that_does_not_close_is_given_up_and_its_process_re
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(environment_remote, "GRACE_S", 0.5)
-    monkeypatch.setattr(environment_remote, "RETIRE_TIMEOUT_S", 0.5)
-    async with pool_of(leases=["a"]) as pool:
+    async with pool_of(leases=["a", "b"]) as pool:
+        beside = await opened(pool)
+        await beside.reset(task_of())
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await play(pool, task_of(close="refuse to end"))
-        # The lease is free again only when the process that holds it is dead.
-        assert (await play(pool, task_of())).messages[0]["content"] == "4 a"
+        # Its lease is free only when the process that holds it is dead, and that is when its other episodes have ended.
+        opening = asyncio.create_task(play(pool, task_of()))
+        await asyncio.wait([opening], timeout=1)
+        assert not opening.done()
+        assert (await beside.step(reply_of())).messages[0]["content"] == "4 a"
+        await beside.close()
+        assert (await opening).messages[0]["content"] == "4 a"
+        await emptied(pool)
+        contents = [(await play(pool, task_of())).messages[0]["content"] for _ in range(2)]
+        assert sorted(contents) == ["4 a", "4 b"]
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ GROUP_SIZE = 4
 ATTACKED, UNHARMED = 1, 2
 """Seeds of groups."""
 PROCESSES = 2
-STEP_TIMEOUT_S = 1.0
+STEP_TIMEOUT_S = 2.5
 GRACE_S = 1.0
 RECOVERY_TIMEOUT_S = 30.0
 WELL, WELL_AND_SLOW = "well", "well and slow"
@@ -146,7 +146,7 @@ class Attacked(Environment):
         if calls := reply.get("tool_calls"):
             return await tools().answer(calls)
         if what == WELL_AND_SLOW:
-            await asyncio.sleep(STEP_TIMEOUT_S / 3)  # so that it is under way when the other one breaks
+            await asyncio.sleep(0.3)  # so that it is under way when the other one breaks
         if what in (WELL, WELL_AND_SLOW):
             return Step(done=True, reward=1.0, metrics={"pid": os.getpid()})
         if what == "long":

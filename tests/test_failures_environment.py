@@ -9,11 +9,15 @@ from attacks import ATTACKS, GROUP_SIZE, PROCESSES, play_all
 
 from rlflow.types import EpisodeEnd
 
+TRIED_ELSEWHERE = ("hang, waiting, ignores cancellation", "hang in a thread")
+"""By the tests of the pool, which wait less."""
+
 
 @pytest.mark.slow
 async def test_every_failure_has_its_end_and_the_processes_recover(tmp_path: Path) -> None:
-    aftermaths = await play_all(ATTACKS, tmp_path)
-    assert len(aftermaths) == len(ATTACKS)
+    attacks = [attack for attack in ATTACKS if attack.name not in TRIED_ELSEWHERE]
+    aftermaths = await play_all(attacks, tmp_path)
+    assert len(aftermaths) == len(attacks) == len(ATTACKS) - len(TRIED_ELSEWHERE)
     in_same_process = GROUP_SIZE // PROCESSES - 1
     for aftermath in aftermaths:
         attack = aftermath.attack

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import misbehaving
 
@@ -222,18 +223,18 @@ class Aftermath:
 
 async def play_all(attacks: Sequence[Attack], folder: Path) -> list[Aftermath]:
     """One attack after the other, on the same runner and pool."""
-    environment_remote.GRACE_S = GRACE_S
     pool = EnvironmentPool(partial(build, folder / "pids"), PROCESSES, max_memory_bytes=1 << 29)
     config = Config()
     config.env.step_timeout_s = STEP_TIMEOUT_S
     engine: Any = _Engine()
     transport = Transport(cancel=lambda call: None, is_lost=lambda error: False)
     runner = EpisodeRunner(config, "", pool, _Scorer(), engine, renderer=_Letters(), transport=transport)
-    await pool.start()
-    try:
-        return [await _play_attack(runner, pool, engine, each) for each in attacks]
-    finally:
-        await pool.close()
+    with patch.object(environment_remote, "GRACE_S", GRACE_S):
+        await pool.start()
+        try:
+            return [await _play_attack(runner, pool, engine, each) for each in attacks]
+        finally:
+            await pool.close()
 
 
 async def _play_attack(runner: EpisodeRunner, pool: EnvironmentPool, engine: _Engine, attack: Attack) -> Aftermath:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -391,6 +392,27 @@ def test_what_a_process_prints_is_bounded() -> None:
     done = subprocess.run([sys.executable, "-c", PRINTS], stderr=subprocess.PIPE, text=True, timeout=60, check=True)
     assert "x" * 1000 in done.stderr
     assert done.stderr.endswith("\n[rlflow: what this process prints from here on is dropped]\n")
+
+
+ENDS = """
+import os, signal, subprocess, sys
+from rlflow import supervisor
+life_read, life_write = os.pipe()
+supervisor.supervise(life_read, [])
+assert subprocess.run(["sleep", "0"]).returncode == 0
+assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+sys.exit(5) if sys.argv[1] == "exit" else os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("exit", 5), ("kill", -signal.SIGTERM)])
+def test_a_process_ends_as_its_worker_did_whatever_signals_it_inherited(how: str, code: int) -> None:
+    def inherit() -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGCHLD])
+
+    done = subprocess.run([sys.executable, "-c", ENDS, how], preexec_fn=inherit, timeout=60)
+    assert done.returncode == code
 
 
 async def emptied(pool: EnvironmentPool, left: int = 0) -> None:

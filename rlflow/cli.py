@@ -27,7 +27,7 @@ _VERBS = {
 _BENCH_HELP = (
     "e2e: a whole run's steady state; async: what asynchrony gains; queue: ledger and ready queue beside "
     "TransferQueue; train: a step of the trainer beside a padded loop and TRL's; weights: new weights for an engine "
-    "beside saving and reloading them"
+    "beside saving and reloading them; envs: a thousand episodes with slow tools at once on one runner"
 )
 
 
@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     verb["export"].add_argument(
         "--adapter", action="store_true", help="the adapters of a run with lora.rank alone, for PEFT"
     )
-    verb["bench"].add_argument("name", choices=("e2e", "async", "queue", "train", "weights"), help=_BENCH_HELP)
+    verb["bench"].add_argument("name", choices=("e2e", "async", "queue", "train", "weights", "envs"), help=_BENCH_HELP)
     verb["bench"].epilog = (
         "Further arguments (key=value) are settings of the runs that e2e and async measure; weights takes model.path "
         "and model.dtype."
@@ -180,7 +180,7 @@ def _bench(name: str, overrides: Sequence[str], *, verify: bool) -> Mapping[str,
         return weights(overrides, verify=verify)
     if verify:
         raise ConfigError(f"bench {name} takes no --verify; leave it out, or measure weights")
-    if name in ("queue", "train") and overrides:
+    if name in ("queue", "train", "envs") and overrides:
         raise ConfigError(f"bench {name} takes no settings; got {' '.join(overrides)}; leave them out")
     if name == "queue":
         from rlflow.bench.queue import queue
@@ -190,6 +190,10 @@ def _bench(name: str, overrides: Sequence[str], *, verify: bool) -> Mapping[str,
         from rlflow.bench.training import training
 
         return training()
+    if name == "envs":
+        from rlflow.bench.envs import environments
+
+        return environments()
     if name == "async":
         from rlflow.bench.asynchrony import asynchrony
 

@@ -2,8 +2,12 @@
 
     EnvironmentPool.open -> the process with the fewest open episodes -> Environment or Program
 
-A blocking call, a crash or a memory bomb costs the episodes of one process, which is replaced. A process in which many
-calls have outlived their episodes is replaced too, once its other episodes have ended.
+Covered: code that waits or blocks for ever, that crashes, runs out of memory or is killed for it, prints without end,
+or leaves threads or processes behind. It costs the episode, or the episodes of its process, which is then replaced; a
+process in which many calls have outlived their episodes is replaced too, once the others have ended.
+
+Not covered: an environment is its author's code, and may use network, disk and processor as it likes; how many
+processes it starts is not bounded, though all of them end with theirs. Code that a model wrote belongs into a sandbox.
 """
 
 from __future__ import annotations

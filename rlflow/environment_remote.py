@@ -29,8 +29,8 @@ GRACE_S = 5.0
 """For the process to acknowledge that a call is cancelled, and for an environment to end when its `close` is."""
 CLOSE_TIMEOUT_S = 30.0
 """For an environment whose opening was cancelled to close."""
-RETIRE_TIMEOUT_S = 600.0
-"""For the episodes of a process that takes no new ones."""
+RETIRE_TIMEOUT_S = 3600.0
+"""For the episodes of a process that takes no new ones; each has a deadline of its own, which is earlier."""
 MAX_LEAKED = 16
 """Calls that go on after their episode has ended, such as threads that hang; with more, a process takes no new ones."""
 
@@ -68,6 +68,8 @@ class _Episode:
     world: _RemoteEnvironment | _RemoteProgram | None = None
     """None until it is open."""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
+    is_stuck: bool = False
+    """Whether it was told to close, and does not."""
 
 
 class RemoteHost:
@@ -84,7 +86,7 @@ class RemoteHost:
         self._background: set[asyncio.Task[None]] = set()
         self._lost = ""
         self.idle = asyncio.Event()
-        """Set while no episode is open, and when the process is lost."""
+        """Set while no episode is open but those that are stuck, and when the process is lost."""
         self.idle.set()
         self.refuses = asyncio.Event()
         """Set when no further episode should be opened."""
@@ -182,14 +184,12 @@ class RemoteHost:
         self._child.kill()
 
     async def retire(self) -> None:
-        """Let the open episodes end, then the process."""
+        """Let the open episodes end, but for those that are stuck, then the process."""
         self.refuses.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RETIRE_TIMEOUT_S):
                 await self.idle.wait()
-        self.kill(
-            f"the environment process had to be replaced, and its episodes took longer than {RETIRE_TIMEOUT_S:g} s"
-        )
+        self.kill("the environment process was replaced, and an environment in it did not close")
         await self.ended.wait()
 
     async def _listen(self) -> None:
@@ -257,7 +257,9 @@ class RemoteHost:
             async with asyncio.timeout(GRACE_S):
                 await episode.closed.wait()
         except TimeoutError:
+            episode.is_stuck = True
             self.refuses.set()
+            self._note_idle()
 
     def _send(self, operation: str, frame: Frame) -> None:
         try:
@@ -286,7 +288,10 @@ class RemoteHost:
             return
         episode.closed.set()
         episode.freed()
-        if not self._episodes:
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if all(episode.is_stuck for episode in self._episodes.values()):
             self.idle.set()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

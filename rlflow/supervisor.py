@@ -30,6 +30,10 @@ def supervise(life_fd: int, worker_fds: Sequence[int]) -> None:
 
     `worker_fds` are for the worker and are not inherited by what it executes. Standard output becomes standard error.
     """
+    # As inherited from a runner, SIGCHLD may be ignored, which leaves nothing to wait for, and signals blocked, which
+    # they would stay in all that the worker starts.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _control(_PR_SET_CHILD_SUBREAPER, 1)
     output_read, output_write = os.pipe()
     supervisor = os.getpid()

@@ -113,9 +113,9 @@ async def act(what: str, file: str) -> None:
         case "run out of memory":  # as the kernel ends a process then
             os.kill(os.getpid(), signal.SIGKILL)
         case "memory bomb":
-            held: list[bytearray] = []
+            held: list[object] = []
             while True:
-                held.append(bytearray(1 << 20))
+                held.append(np.zeros(1 << 24))  # asks for memory that it does not touch, to be quick
         case "fork bomb":
             for _ in range(5):  # 32 processes
                 os.fork()

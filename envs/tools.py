@@ -17,11 +17,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import cast
 
 from rlflow.concurrency import all_or_none
 from rlflow.envs.base import Environment, Prompt, Step, ToolSchema
 from rlflow.envs.texts import json_object, text_of
+from rlflow.envs.tool_schema import signature_of
 from rlflow.errors import ConfigError
 from rlflow.types import Message, Task, ToolCall
 
@@ -51,7 +51,8 @@ class ToolSet:
     """
 
     def __init__(self, functions: Sequence[Tool], *, in_order: bool = False) -> None:
-        self.schemas: list[ToolSchema] = [schema_of(function) for function in functions]
+        self._signatures = {_name_of(function): signature_of(function) for function in functions}
+        self.schemas: list[ToolSchema] = [signature.schema for signature in self._signatures.values()]
         self._functions = {_name_of(function): function for function in functions}
         self._in_order = in_order
         if len(self._functions) < len(functions):
@@ -78,8 +79,7 @@ class ToolSet:
         name = call["function"]["name"]
         try:
             function = self._find(name)
-            arguments = json_object(call["function"]["arguments"] or "{}")
-            _check_arguments(function, name, arguments)
+            arguments = self._signatures[name].checked(json_object(call["function"]["arguments"] or "{}"))
             content, is_failure = text_of(await _run(function, arguments)), False
         except ToolBroken:
             raise
@@ -117,39 +117,11 @@ class ToolEnvironment(Environment):
         return await self.tool_set.answer(calls) if calls else Step(done=True)
 
 
-def schema_of(function: Tool) -> ToolSchema:
-    """The tool in OpenAI's form, from type hints and docstring; ConfigError where one of them is missing."""
-    # It takes a second to import, so only those pay for it who have tools.
-    from transformers.utils.chat_template_utils import (
-        DocstringParsingException,
-        TypeHintParsingException,
-        get_json_schema,
-    )
-
-    try:
-        schema = cast(ToolSchema, get_json_schema(function))
-    except (DocstringParsingException, TypeHintParsingException) as error:
-        raise ConfigError(
-            f"tool {_name_of(function)}: {error}; a tool needs type hints, and a docstring that describes each "
-            "argument below `Args:`"
-        ) from error
-    # OpenAI's form knows no type of what comes back.
-    cast(dict[str, object], schema["function"]).pop("return", None)
-    return schema
-
-
 async def _run(function: Tool, arguments: Mapping[str, object]) -> object:
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
     result = await asyncio.to_thread(function, **arguments)
     return await result if inspect.isawaitable(result) else result
-
-
-def _check_arguments(function: Tool, name: str, arguments: Mapping[str, object]) -> None:
-    try:
-        inspect.signature(function).bind(**arguments)
-    except TypeError as error:
-        raise TypeError(f"{name}: {error}") from error
 
 
 def _name_of(function: Tool) -> str:

@@ -145,5 +145,5 @@ async def test_wrong_classes_and_arguments(folder: Path) -> None:
         trl(folder, "trl", environment=f"{folder}/game.py:score")
     with pytest.raises(ConfigError, match="env.args.environment is required by env.name=trl"):
         trl(folder, "trl")
-    with pytest.raises(ConfigError, match="tool wave: .* needs type hints, and a docstring"):
+    with pytest.raises(ConfigError, match="tool wave: argument size has no type hint; a tool needs"):
         trl(folder, "Undocumented", reward="score")

@@ -288,9 +288,9 @@ class CannotClose(ScriptedEnvironment):
     ("environment", "detail"),
     [
         (Raises(), "step: TimeoutError: sandbox is gone"),
-        (ForgetsMessages(), "step: expected at least one message; got []"),
-        (BadReward(), "step: a reward must be a finite number or None; got nan"),
-        (BadMetric(), "step: metric 'score' must be a finite number; got nan"),
+        (ForgetsMessages(), "step: expected at least one message, or done; got []"),
+        (BadReward(), "step: reward must be a finite number or None; got nan (float)"),
+        (BadMetric(), "step: metric 'score' must be a finite number; got nan (float)"),
         (CannotClose(), "close: OSError: no such container"),
     ],
 )
@@ -313,7 +313,7 @@ class HangsAtReset(ScriptedEnvironment):
 
 
 async def test_a_failing_set_up_is_an_outcome_of_its_own() -> None:
-    detail = "reset: a message needs the texts `role` and `content`; got {'role': 'user'}"
+    detail = "reset: a message needs the texts `role` and `content`; got {'role': 'user'} (dict)"
     environment = WrongMessage()
     played = await play(environment, ScriptedEngine([]))
     assert (played.end, played.detail, environment.closed) == (EpisodeEnd.SETUP_ERROR, detail, 1)

@@ -7,12 +7,12 @@ through the gateway.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from rlflow.environment_wire import conversation_of, plain, prompt_of, result_of, step_of
 from rlflow.envs.base import POLICY, Endpoint, Environment, Program, Prompt, Result, Step, ToolSchema
 from rlflow.errors import EnvironmentFailure, NoReply
 from rlflow.rollout.chat import Chat
@@ -180,7 +180,7 @@ class _Play:
                 self.world = await self.worlds.open(self.seed)
                 if isinstance(self.world, Environment):
                     self.world.ask = self._ask
-                    prompt = checked_prompt(await _ask("reset", self.world.reset, self.task))
+                    prompt = _checked_prompt(await _ask("reset", self.world.reset, self.task))
         except EnvironmentFailure as failure:
             return EpisodeEnd.SETUP_ERROR, str(failure)
         except TimeoutError:
@@ -214,7 +214,7 @@ class _Play:
         """The step, or None and what took too long."""
         try:
             async with asyncio.timeout(self.limits.step_s) as self.step_deadline:
-                return checked_step(await _ask("step", world.step, reply)), ""
+                return _checked_step(await _ask("step", world.step, reply)), ""
         except TimeoutError:
             assert self.step_deadline is not None
             if not self.step_deadline.expired():
@@ -255,7 +255,9 @@ class _Play:
         """For the environment: a reply in another role. The clock of its step stands still meanwhile."""
         if agent == POLICY:
             raise EnvironmentFailure(f"ask: {POLICY!r} replies to reset and step; give the other agent another name")
-        checked_messages("ask", messages)
+        messages, _ = conversation_of({"messages": list(messages), "tools": list(tools)})
+        if not messages:
+            raise EnvironmentFailure("ask: expected at least one message; got []")
         deadline, loop = self.step_deadline, asyncio.get_running_loop()
         when = deadline.when() if deadline is not None else None
         left_s = when - loop.time() if when is not None else None
@@ -273,7 +275,7 @@ class _Play:
         assert self.door is not None, "programs need a gateway"
         endpoint = self.door.open(self.chat)
         try:
-            result = checked_result(
+            result = _checked_result(
                 await _unless(self.door.failed(endpoint), _ask("run", program.run, self.task, endpoint))
             )
         finally:
@@ -349,52 +351,19 @@ def _describe(call: str, error: Exception) -> str:
     return f"{call}: {type(error).__name__}: {error}"
 
 
-def checked_prompt(prompt: Prompt) -> Prompt:
-    """The prompt; EnvironmentFailure when it is none."""
-    if not isinstance(prompt, Prompt):
-        raise EnvironmentFailure(f"reset: expected a Prompt; got {type(prompt).__name__}")
-    checked_messages("reset", prompt.messages)
-    return prompt
+def _checked_prompt(prompt: Prompt) -> Prompt:
+    checked = prompt_of(plain("reset", prompt, Prompt))
+    if not checked.messages:
+        raise EnvironmentFailure("reset: expected at least one message; got []")
+    return checked
 
 
-def checked_step(step: Step) -> Step:
-    """The step; EnvironmentFailure when it is none, or says what it must not."""
-    if not isinstance(step, Step):
-        raise EnvironmentFailure(f"step: expected a Step; got {type(step).__name__}")
-    _check_numbers("step", step.reward, step.metrics)
-    if step.messages or not (step.done or step.context):
-        checked_messages("step", step.messages)
-    if step.context:
-        checked_messages("step", step.context)
-    return step
+def _checked_step(step: Step) -> Step:
+    checked = step_of(plain("step", step, Step))
+    if not (checked.done or checked.messages or checked.context):
+        raise EnvironmentFailure("step: expected at least one message, or done; got []")
+    return checked
 
 
-def checked_result(result: Result) -> Result:
-    """The result of a program; EnvironmentFailure when it is none."""
-    if not isinstance(result, Result):
-        raise EnvironmentFailure(f"run: expected a Result; got {type(result).__name__}")
-    _check_numbers("run", result.reward, result.metrics)
-    return result
-
-
-def _check_numbers(call: str, reward: float | None, metrics: Mapping[str, float]) -> None:
-    if reward is not None and not _is_number(reward):
-        raise EnvironmentFailure(f"{call}: a reward must be a finite number or None; got {reward!r:.80}")
-    for name, value in metrics.items():
-        if not _is_number(value):
-            raise EnvironmentFailure(f"{call}: metric {name!r} must be a finite number; got {value!r:.80}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def checked_messages(call: str, messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages; EnvironmentFailure when there is none, or one is not a message of text."""
-    if not messages:
-        raise EnvironmentFailure(f"{call}: expected at least one message; got {messages!r}")
-    for message in messages:
-        shape = {key: type(value) for key, value in message.items()} if isinstance(message, dict) else {}
-        if shape.get("role") is not str or shape.get("content") is not str:
-            raise EnvironmentFailure(f"{call}: a message needs the texts `role` and `content`; got {message!r:.200}")
-    return messages
+def _checked_result(result: Result) -> Result:
+    return result_of(plain("run", result, Result))

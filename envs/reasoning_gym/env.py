@@ -10,6 +10,7 @@ from rlflow.envs.base import EnvironmentSpec, SingleTurn
 from rlflow.envs.reasoning_gym.data import Part, check_style, dataset_of, make_tasks, options_of
 from rlflow.envs.reasoning_gym.reward import score
 from rlflow.errors import ConfigError
+from rlflow.types import Message, Task
 
 EVALUATION_SEED = 1_000_003
 """Added to the seed of the training tasks."""
@@ -57,5 +58,11 @@ def load(
         tasks=partial(make_tasks, parts(size, seed), size, seed, prompt_style),
         build=SingleTurn,
         reward=score,
+        expert=tagged,
         evaluation_tasks=partial(make_tasks, parts(evaluation_size, held_out), evaluation_size, held_out, prompt_style),
     )
+
+
+def tagged(task: Task, messages: Sequence[Message]) -> str:
+    """The answer where the reward looks for it."""
+    return f"<answer>{task.answer}</answer>"

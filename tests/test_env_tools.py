@@ -1,0 +1,80 @@
+"""`rlflow env check` and `rlflow env new`, and through them every shipped environment."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlflow.cli import main
+
+SHIPPED = {
+    "arithmetic": [],
+    "calculator": [],
+    "dialogue": ["env.args.guest=rules"],
+    "guess_number": ["env.args.highest=30", "env.args.guesses=5"],
+    "python_repair": [],
+    "search": [],
+    "reasoning_gym": ["env.args.dataset=gcd"],
+}
+
+
+def check(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict]:
+    code = main(["env", "check", *arguments, "--json"])
+    return code, json.loads(capfd.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED)
+def test_an_expert_earns_everything_and_nonsense_does_not(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    code, found = check(capfd, name, *SHIPPED[name], "--tasks", "4")
+    assert (code, found["problems"]) == (0, [])
+    assert found["scripts"]["expert"] == {"episodes": 4, "reward": 1.0, "ends": {"completed": 4}}
+    assert found["scripts"]["nonsense"]["reward"] < 0.5
+    assert found["scripts"]["broken call"]["episodes"] == 4
+    assert set(found["template_forks"].values()) == {0}
+
+
+@pytest.mark.slow
+def test_a_new_environment_works_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["env", "new", "spelling"]) == 0
+    names = ["data.py", "env.py", "reward.py", "config.yaml", "README.md"]
+    assert capfd.readouterr().out.split() == [f"spelling/{name}" for name in names]
+    code, found = check(capfd, "spelling/env.py:load", "--tasks", "3")
+    assert (code, found["problems"]) == (0, [])
+    assert found["scripts"]["expert"]["reward"] == 1.0
+    assert main(["env", "new", "spelling"]) == 2
+    assert "spelling exists already; choose another name" in capfd.readouterr().err
+    assert main(["env", "new", "my-env"]) == 2
+    assert "'my-env' cannot be an environment's name" in capfd.readouterr().err
+
+
+BROKEN = """
+from rlflow.envs.base import Environment, EnvironmentSpec, Prompt, Step
+from rlflow.types import Task
+
+class World(Environment):
+    async def reset(self, task):
+        return Prompt(messages=list(task.prompt))
+
+    async def step(self, reply):
+        return Step(done=True, reward=1.0 / (len(reply["content"]) - 14))
+
+def tasks():
+    return [Task(id="1", prompt=({"role": "user", "content": "What?"},), answer="That.")]
+
+def load():
+    return EnvironmentSpec(tasks=tasks, build=World)
+"""
+
+
+@pytest.mark.slow
+def test_what_is_wrong_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    code, found = check(capfd, f"{tmp_path}/broken.py:load")
+    assert code == 1
+    (nonsense,) = found["problems"]
+    assert nonsense.startswith("nonsense: 1 of 1 episodes ended as environment_error: step: ZeroDivisionError: ")
+    assert "broken.py" in nonsense

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -87,6 +88,6 @@ def _staleness(trained_version: int, episodes: Sequence[EpisodeSummary]) -> Step
 
 
 def _ends(episodes: Sequence[EpisodeSummary]) -> StepRecord:
-    """Episodes that failed since the last step, by type; the types that did not occur are left out."""
-    failed = [f"episodes/{episode.end}" for episode in episodes if not episode.is_trainable]
-    return {name: failed.count(name) for name in sorted(set(failed))}
+    """How the episodes since the last step ended; what did not occur is left out."""
+    ends = Counter(f"episodes/{episode.end}" for episode in episodes)
+    return {name: ends[name] for name in sorted(ends)}

@@ -54,7 +54,10 @@ class EnvironmentHost:
                 self._calls[frame["cancel"]][1].cancel()
             self._send({"acknowledged": frame["cancel"]})
         elif (waiting := self._asks.get(frame["reply"])) is not None and not waiting.done():
-            waiting.set_result(frame["message"])
+            if "failure" in frame:
+                waiting.set_exception(EnvironmentFailure(f"ask: {frame['failure']}"))
+            else:
+                waiting.set_result(frame["message"])
 
     async def _answer(self, frame: Frame) -> None:
         number, episode, operation = frame["call"], frame["episode"], frame["operation"]

@@ -134,12 +134,10 @@ class EnvironmentPool:
         await asyncio.gather(*keeping, *self._hosts.values(), return_exceptions=True)
 
     async def _host(self) -> RemoteHost:
-        """The process with the fewest open episodes, of those that take any."""
+        """The process with the fewest open episodes, of those that take any; who opens has a deadline of its own."""
         slots = self._slots
-        await self._until(lambda: any(slot.is_open for slot in slots) or all(slot.error for slot in slots))
+        await self._until(lambda: any(slot.is_open for slot in slots))
         hosts = [slot.host for slot in slots if slot.host is not None and slot.is_open]
-        if not hosts:
-            raise EnvironmentLost(f"no environment process could be started again: {slots[0].error}")
         return min(hosts, key=lambda host: host.num_open)
 
     async def _until(self, holds: Callable[[], object]) -> None:

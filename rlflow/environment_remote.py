@@ -39,6 +39,7 @@ MAX_LEAKED = 16
 class _Call:
     """One call under way."""
 
+    operation: str
     episode: int
     answer: asyncio.Future[Any]
     is_answered: bool = False
@@ -167,7 +168,7 @@ class RemoteHost:
             raise EnvironmentLost(self._lost)
         number = next(self._numbers)
         self._send(operation, {"call": number, "operation": operation, "episode": episode, **fields})
-        call = self._calls[number] = _Call(episode, asyncio.get_running_loop().create_future())
+        call = self._calls[number] = _Call(operation, episode, asyncio.get_running_loop().create_future())
         try:
             await self._child.drain()
             return await call.answer
@@ -199,7 +200,7 @@ class RemoteHost:
                 self._take(json.loads(await self._child.receive()))
         except (EOFError, ConnectionError):
             self.refuses.set()
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             self.kill(f"the environment process was killed: it sent what it must not ({error})")
         try:
             self._lose(await self._child.describe_death())
@@ -222,6 +223,8 @@ class RemoteHost:
                 self.refuses.set()
         elif (call := self._calls.get(frame["call"])) is not None:
             call.asked.add(self._spawn(self._serve(call, frame)))
+        else:
+            self._child.send(encode({"reply": frame["ask"], "failure": "the call that asks has ended"}))
 
     async def _serve(self, call: _Call, frame: Frame) -> None:
         """Have the runner answer what an environment asks. Where it fails, the call that asks raises its error."""
@@ -238,11 +241,13 @@ class RemoteHost:
         acknowledged = self._acknowledged[number] = asyncio.Event()
         self._child.send(encode({"cancel": number}))
         try:
-            async with asyncio.timeout(GRACE_S):
-                await acknowledged.wait()
-        except TimeoutError:
-            cause = "something in an environment blocks its event loop"
-            self.kill(f"the environment process was killed, for it did not react within {GRACE_S:g} s: {cause}")
+            while not await _is_set_within(acknowledged, GRACE_S):
+                # Building may take its time, which has a deadline of its own, on the event loop of all.
+                if any(call.operation == "open" and not call.answer.done() for call in self._calls.values()):
+                    continue
+                cause = "something in an environment blocks its event loop"
+                self.kill(f"the environment process was killed, for it did not react within {GRACE_S:g} s: {cause}")
+                return
         finally:
             del self._acknowledged[number]
 
@@ -299,6 +304,14 @@ class RemoteHost:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False
 
 
 class _RemoteEnvironment(Environment):

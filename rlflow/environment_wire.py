@@ -84,7 +84,32 @@ def _messages(call: str, messages: object) -> list[Message]:
         is_message = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
         if not is_message:
             raise EnvironmentFailure(f"{call}: a message needs the texts `role` and `content`; got {_shown(message)}")
-    return messages
+    return [_with_calls_checked(call, message) for message in messages]
+
+
+def _with_calls_checked(call: str, message: Message) -> Message:
+    """The message; no calls are as good as an empty list of them."""
+    if "tool_calls" not in message:
+        return message
+    if not message["tool_calls"]:
+        return Message(**{key: value for key, value in message.items() if key != "tool_calls"})  # pyright: ignore
+    calls = message["tool_calls"]
+    if not isinstance(calls, list) or not all(map(_is_call, calls)):
+        raise EnvironmentFailure(
+            f"{call}: a tool call has an `id`, and a `function` with the texts `name` and `arguments`; got "
+            f"{_shown(calls)}"
+        )
+    return message
+
+
+def _is_call(call: object) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return (
+        isinstance(call, dict)
+        and isinstance(call.get("id"), str)
+        and isinstance(function, dict)
+        and all(isinstance(function.get(key), str) for key in ("name", "arguments"))
+    )
 
 
 def _tools(call: str, tools: object) -> list[ToolSchema]:

@@ -14,6 +14,10 @@ class ConfigError(ValueError):
     """A setting is wrong, contradictory or without effect."""
 
 
+class TemplateRefused(ConfigError):
+    """The model's chat template does not take a conversation."""
+
+
 class RunError(RuntimeError):
     """The run cannot go on; what was saved is still good."""
 

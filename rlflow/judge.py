@@ -104,12 +104,13 @@ class Judge:
         )
 
     def _shaped_reward(self, episode: EpisodeSummary) -> float:
-        """The verdict, less the penalty for a long reply; also of a baseline."""
+        """The verdict, less the penalty for its longest reply; also of a baseline."""
         assert episode.reward is not None, "only episodes with a verdict are scored"
         cache = self._algorithm.overlong_tokens
         if cache is None:
             return episode.reward
-        return episode.reward + overlong_penalty(episode.num_loss_tokens, max_length=self._max_new_tokens, cache=cache)
+        longest = max((turn.num_loss_tokens for turn in episode.turns), default=episode.num_loss_tokens)
+        return episode.reward + overlong_penalty(longest, max_length=self._max_new_tokens, cache=cache)
 
 
 def components_of(metrics: Mapping[str, float]) -> dict[str, float]:

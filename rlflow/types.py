@@ -89,7 +89,6 @@ class EpisodeEnd(StrEnum):
     ENVIRONMENT_ERROR = "environment_error"
     STEP_TIMEOUT = "step_timeout"
     EPISODE_TIMEOUT = "episode_timeout"
-    ENGINE_ERROR = "engine_error"
     REWARD_ERROR = "reward_error"
     REWARD_TIMEOUT = "reward_timeout"
     REWARD_INVALID = "reward_invalid"

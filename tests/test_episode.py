@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import pytest
 
 from rlflow.config import Config
 from rlflow.envs.base import Environment, Prompt, SingleTurn, Step
-from rlflow.errors import EnvironmentFailure, StaleGroup
+from rlflow.errors import EnvironmentFailure, EnvironmentLost, NoReply, StaleGroup
 from rlflow.rollout.chat import Chat, anchor_of, episode_seed
 from rlflow.rollout.client import Transport
 from rlflow.rollout.episode import PlayedEpisode, play_episode, summarize
@@ -436,6 +436,72 @@ class SlowEngine(ScriptedEngine):
 async def test_the_clock_of_a_step_stands_still_while_it_asks() -> None:
     played = await play(AsksAnother(says=["x"]), SlowEngine(["c.", "u.", "e."]), step_s=0.1)
     assert played.end is EpisodeEnd.COMPLETED
+
+
+class AsksTwiceThenHangs(ScriptedEnvironment):
+    async def step(self, reply: Message) -> Step:
+        question = [Message(role="user", content="q")]
+        await asyncio.gather(self.ask(question, agent="one"), self.ask(question, agent="two"))
+        await asyncio.Event().wait()
+        raise AssertionError("never reached")
+
+
+async def test_the_clock_of_a_step_goes_on_after_replies_that_overlap() -> None:
+    played = await play(AsksTwiceThenHangs(), ScriptedEngine(["c.", "u.", "v."]), step_s=0.1)
+    assert (played.end, played.detail) == (
+        EpisodeEnd.STEP_TIMEOUT,
+        "step 1 took longer than 0.1 s (env.step_timeout_s)",
+    )
+
+
+class DiesAfterARefusal(Environment):
+    """Is refused a reply, copes, and is then lost, or fails at something else."""
+
+    def __init__(self, error: Exception, *, asks_again: bool) -> None:
+        self.error = error
+        self.asks_again = asks_again
+
+    async def reset(self, task: Task) -> Prompt:
+        return Prompt(messages=list(task.prompt))
+
+    async def step(self, reply: Message) -> Step:
+        with suppress(NoReply):
+            await self.ask([Message(role="user", content="x" * 200)], agent="user")
+        if self.asks_again:
+            await self.ask([Message(role="user", content="x")], agent="user")
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "asks_again", "end"),
+    [
+        (RuntimeError("the conversation is full"), False, EpisodeEnd.TRUNCATED_LENGTH),
+        (RuntimeError("database down"), True, EpisodeEnd.ENVIRONMENT_ERROR),
+        (EnvironmentLost("killed by SIGKILL"), False, EpisodeEnd.ENVIRONMENT_ERROR),
+    ],
+)
+async def test_only_who_was_just_refused_a_reply_was_cut_off(
+    error: Exception, asks_again: bool, end: EpisodeEnd
+) -> None:
+    played = await play(DiesAfterARefusal(error, asks_again=asks_again), ScriptedEngine(["c.", "u."]))
+    assert played.end is end
+
+
+@pytest.mark.parametrize("calls", [None, [], [{"id": "1"}]])
+async def test_tool_calls_of_an_environment_are_checked(calls: object) -> None:
+    said = {"role": "assistant", "content": "d", "tool_calls": calls}
+    environment = ScriptedEnvironment(says=["d"])
+
+    async def step(reply: Message) -> Step:
+        return Step(messages=[said], done=True)  # pyright: ignore[reportArgumentType]
+
+    environment.step = step
+    played = await play(environment, ScriptedEngine(["c."]))
+    if calls:
+        assert played.end is EpisodeEnd.ENVIRONMENT_ERROR
+        assert played.detail.startswith("step: a tool call has an `id`, and a `function`")
+    else:
+        assert played.transcript.completion[-1] == {"role": "assistant", "content": "d"}
 
 
 class Calls(ScriptedEnvironment):

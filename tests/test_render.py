@@ -106,6 +106,12 @@ def test_a_conversation_that_the_template_refuses_is_named() -> None:
         Renderer(build(ONLY_USERS)).prompt([user("x"), assistant("y")])
 
 
+def test_halves_of_characters_are_no_reason_to_fail() -> None:
+    whole, half = "\ud83d\ude00", "\ud83d"
+    renderer = Renderer(TOKENIZER)
+    assert renderer.parse(renderer.prompt([user(whole + half)])) == "user\n\U0001f600\ufffd\nassistant\n"
+
+
 @given(texts=st.lists(st.text(max_size=12), min_size=3, max_size=3), is_ended=st.booleans())
 def test_an_extended_prompt_reads_as_the_whole_conversation(texts: list[str], is_ended: bool) -> None:
     renderer = Renderer(TOKENIZER)

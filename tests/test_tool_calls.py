@@ -25,6 +25,7 @@ TAGGED, BARE = CallStyle.TAGGED, CallStyle.BARE
         ('<tool_call>{"name": "f", "arguments": {"x": 1}', TAGGED, [("", '{"name": "f", "arguments": {"x": 1}')]),
         ("<tool_call>f(1)</tool_call>", TAGGED, [("", "f(1)")]),
         ("<tool_call>[1]</tool_call>", TAGGED, [("", "[1]")]),
+        ('<tool_call>{"x": ' + "1" * 5000, TAGGED, [("", '{"x": ' + "1" * 5000)]),
         ("<tool_call>" + "[" * 100_000, TAGGED, [("", "[" * 100_000)]),
         ('{"name": "f", "parameters": {"x": 1}}', BARE, [("f", '{"x": 1}')]),
         (' {"name": "f", "parameters": ', BARE, [("", '{"name": "f", "parameters":')]),

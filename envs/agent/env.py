@@ -11,7 +11,6 @@ import shlex
 import shutil
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -127,7 +126,7 @@ class FunctionProgram(Program):
         }
         if inspect.iscoroutinefunction(self._function):
             return result_of(await self._function(**arguments))
-        return result_of(await _in_a_thread(partial(self._function, **arguments)))
+        return result_of(await asyncio.to_thread(_without_exit, self._function, arguments))
 
 
 def filled(command: Sequence[str], task: Task, endpoint: Endpoint, *, task_file: str, lease: str) -> list[str]:
@@ -168,32 +167,12 @@ def environment_of(inherited: Mapping[str, str], endpoint: Endpoint, scratch: st
     }
 
 
-async def _in_a_thread(function: Callable[[], Any]) -> Any:
-    """The value of a call that may take as long as an episode: a pool's threads would be used up by these."""
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[Any] = loop.create_future()
-
-    def settle(value: object, error: BaseException | None) -> None:
-        if outcome.done():
-            return
-        if error is None:
-            outcome.set_result(value)
-        else:
-            outcome.set_exception(error)
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = function()
-        except Exception as raised:
-            error = raised
-        except BaseException as raised:  # sys.exit of a program ends its episode only
-            error = EnvironmentFailure(f"run: {type(raised).__name__}: {raised}")
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=run, name="agent", daemon=True).start()
-    return await outcome
+def _without_exit(function: Callable[..., Any], arguments: Mapping[str, object]) -> Any:
+    """sys.exit of a program ends its episode only."""
+    try:
+        return function(**arguments)
+    except SystemExit as error:
+        raise EnvironmentFailure(f"run: SystemExit: {error}") from error
 
 
 def _last_words(ended: Ended) -> str:

@@ -58,7 +58,7 @@ def _expected(call: Mapping[str, Any]) -> _Call:
 def _parsed(call: Mapping[str, Any]) -> _Call:
     try:
         arguments = json.loads(call["function"]["arguments"])
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = None
     return _Call(name=call["function"]["name"], arguments=arguments if isinstance(arguments, dict) else None)
 

@@ -20,6 +20,7 @@ from rlflow.env_tools.scripts import Script, ScriptedChat, scripts_of
 from rlflow.environment_pool import EnvironmentPool
 from rlflow.environments import load_environment
 from rlflow.envs.base import Endpoint, Environment, EnvironmentSpec, Program, Prompt, Result, Step
+from rlflow.errors import ConfigError
 from rlflow.models import resolve_model
 from rlflow.reward_choice import choose_rewards, is_environment_alone
 from rlflow.reward_client import EnvironmentScorer, Scorer
@@ -65,6 +66,11 @@ class Report:
 
 def env_check(config: Config, *, num_tasks: int = NUM_TASKS, as_json: bool = False) -> int:
     """Print what was found; the exit code is 1 when something is wrong. Raises ConfigError."""
+    if config.reward.model is not None:
+        raise ConfigError(
+            "env check does not load reward.model, whose scores would differ from the environment's; add "
+            "reward.model=null, or a reward.function"
+        )
     spec = load_environment(config.env, config.reward)
     tasks = _spread(spec.tasks(), num_tasks)
     report = asyncio.run(_check(config, spec, tasks))

@@ -18,13 +18,16 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from rlflow.envs.base import POLICY, ToolSchema
-from rlflow.errors import NoReply
+from rlflow.errors import NoReply, TemplateRefused
 from rlflow.rollout.limits import EpisodeLimits
 from rlflow.rollout.render import ChatRenderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.types import EpisodeEnd, Message, ToolCall, Turn
 
 Value = TypeVar("Value")
+
+MAX_UNTRAINED = 16
+"""Replies of agents that are not trained, for each that the policy may give."""
 
 
 class Generate(Protocol):
@@ -80,7 +83,7 @@ class Chat:
         self.num_forks = 0
         self.num_branches = 0
         self.end: EpisodeEnd | None = None
-        """Why there is no further reply, once one was refused."""
+        """Why the last reply that was asked for was refused, if it was."""
         self.end_detail = ""
         self.failure: BaseException | None = None
         """Of an engine or the template; the episode must not go on as if it had not been."""
@@ -101,7 +104,8 @@ class Chat:
         """Sample the reply of `agent` to a conversation.
 
         Only a `trainable` agent's tokens are recorded in `turns`. Raises NoReply when a limit of the episode forbids
-        it (`end` says which), and what the engine or the chat template raises (which `failure` keeps).
+        it (`end` says which), TemplateRefused for a conversation that the chat template does not take, and what the
+        engine raises (which `failure` keeps).
         """
         assert messages, "a conversation has at least one message"
         number = self._begin(agent, trainable)
@@ -110,7 +114,7 @@ class Chat:
             request = self._request(prompt_ids, number, max_new_tokens)
             completion = await self._generate(request)
             return await self._record(number, messages, prompt_ids, parent, keys, completion, trainable)
-        except NoReply:
+        except (NoReply, TemplateRefused):
             raise
         except Exception as error:
             self.failure = self.failure or error
@@ -124,6 +128,8 @@ class Chat:
             self._num_asked_policy += 1
             self.phase = f"generation of reply {self._num_asked_policy}"
         else:
+            if self._num_asked - self._num_asked_policy >= MAX_UNTRAINED * self._limits.max_turns:
+                raise self._refuse(EpisodeEnd.MAX_TURNS, f"{MAX_UNTRAINED} times env.max_turns replies of other agents")
             self.phase = f"generation of a reply of {agent}"
         self._num_asked += 1
         return self._num_asked - 1
@@ -199,6 +205,7 @@ class Chat:
             self.last = conversation
         said = _Said(index=index, messages=conversation, held_ids=prompt_ids + completion.ids)
         self._said[_next_key(keys[-1], message)] = said
+        self.end, self.end_detail = None, ""
         return Reply(message=message, turn=turn)
 
     def _refuse(self, end: EpisodeEnd, detail: str) -> NoReply:

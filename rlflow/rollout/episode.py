@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from rlflow.environment_wire import conversation_of, plain, prompt_of, result_of, step_of
 from rlflow.envs.base import POLICY, Endpoint, Environment, Program, Prompt, Result, Step, ToolSchema
-from rlflow.errors import EnvironmentFailure, NoReply
+from rlflow.errors import EnvironmentFailure, EnvironmentLost, NoReply
 from rlflow.rollout.chat import Chat
 from rlflow.rollout.limits import EpisodeLimits, shortened
 from rlflow.rollout.samples import NO_VERSION, chains_of, sample_of
@@ -142,6 +142,8 @@ class _Play:
     step_deadline: asyncio.Timeout | None = None
     asking: int = 0
     """Replies that the environment waits for in the step under way."""
+    left_s: float = 0.0
+    """Seconds of the step when its clock was stopped."""
 
     async def run(self) -> tuple[EpisodeEnd, str]:
         """How the episode ended, and the detail of a failure."""
@@ -149,8 +151,10 @@ class _Play:
         try:
             async with deadline:
                 return await self._run()
+        except EnvironmentLost as error:
+            return EpisodeEnd.ENVIRONMENT_ERROR, str(error)
         except (EnvironmentFailure, NoReply) as error:
-            # Who was refused a reply may say so in its own words.
+            # Who was refused a reply, and asked for no other, may say so in its own words.
             return self._refused() or (EpisodeEnd.ENVIRONMENT_ERROR, str(error))
         except TimeoutError:
             if not deadline.expired():
@@ -193,7 +197,7 @@ class _Play:
         return await self._turns(self.world, prompt)
 
     async def _turns(self, world: Environment, prompt: Prompt) -> tuple[EpisodeEnd, str]:
-        self.prompt = [self._shortened(message) for message in prompt.messages]
+        self.prompt = list(prompt.messages)
         self.context = list(self.prompt)
         while True:
             reply = await self.chat.reply(self.context, prompt.tools)
@@ -212,6 +216,7 @@ class _Play:
 
     async def _step(self, world: Environment, reply: Message) -> tuple[Step | None, str]:
         """The step, or None and what took too long."""
+        self.asking = 0
         try:
             async with asyncio.timeout(self.limits.step_s) as self.step_deadline:
                 return _checked_step(await _ask("step", world.step, reply)), ""
@@ -227,7 +232,7 @@ class _Play:
         messages = [self._shortened(message) for message in step.messages]
         self.completion += messages
         if step.context is not None:
-            self.context = [self._shortened(message) for message in step.context]
+            self.context = list(step.context)
         self.context += messages
         self._add_outcome(step.reward, step.metrics)
 
@@ -258,18 +263,26 @@ class _Play:
         messages, _ = conversation_of({"messages": list(messages), "tools": list(tools)})
         if not messages:
             raise EnvironmentFailure("ask: expected at least one message; got []")
-        deadline, loop = self.step_deadline, asyncio.get_running_loop()
-        when = deadline.when() if deadline is not None else None
-        left_s = when - loop.time() if when is not None else None
-        if deadline is not None:
-            deadline.reschedule(None)
-        self.asking += 1
+        deadline, phase = self.step_deadline, self.chat.phase
+        self._hold(deadline, 1)
         try:
             return (await self.chat.reply(messages, tools, agent=agent, trainable=trainable)).message
         finally:
-            self.asking -= 1
-            if deadline is not None and left_s is not None and not self.asking:
-                deadline.reschedule(loop.time() + left_s)
+            self._hold(deadline, -1)
+            self.chat.phase = phase
+
+    def _hold(self, deadline: asyncio.Timeout | None, change: int) -> None:
+        """The clock of a step stands still while any reply is under way that its environment asked for."""
+        if deadline is None or deadline is not self.step_deadline:
+            return
+        now_s = asyncio.get_running_loop().time()
+        self.asking += change
+        when_s = deadline.when()
+        if change > 0 and self.asking == 1 and when_s is not None:
+            self.left_s = when_s - now_s
+            deadline.reschedule(None)
+        elif self.asking == 0:
+            deadline.reschedule(now_s + self.left_s)
 
     async def _run_program(self, program: Program) -> tuple[EpisodeEnd, str]:
         assert self.door is not None, "programs need a gateway"

@@ -26,7 +26,7 @@ from aiohttp import web
 
 from rlflow.deadlines import within
 from rlflow.envs.base import Endpoint
-from rlflow.errors import NoReply, first_line
+from rlflow.errors import NoReply, TemplateRefused, first_line
 from rlflow.rollout.chat import Chat, Reply
 from rlflow.rollout.gateway_wire import (
     ChatRequest,
@@ -77,7 +77,7 @@ class _Visit:
     def note_end(self, reply: asyncio.Task[Reply]) -> None:
         self.replies.discard(reply)
         error = None if reply.cancelled() else reply.exception()
-        if error is not None and not isinstance(error, NoReply):
+        if error is not None and not isinstance(error, NoReply | TemplateRefused):
             self.failed.set()
 
 
@@ -128,7 +128,9 @@ class Gateway:
         there, or asked for sampling settings of their own.
         """
         secret = _secret_of(endpoint)
-        visit = self._visits.pop(secret)
+        visit = self._visits.pop(secret, None)
+        if visit is None:  # the gateway has stopped
+            return {}
         self._closed[secret] = None
         if len(self._closed) > MAX_CLOSED:
             self._closed.popitem(last=False)
@@ -252,6 +254,8 @@ async def _shown_reply(visit: _Visit, asked: ChatRequest, reply: asyncio.Task[Re
 
 
 def _refusal_of(error: BaseException, visit: _Visit) -> Refused:
+    if isinstance(error, TemplateRefused):
+        return Refused(str(error), code="template_refused", param="messages")
     if not isinstance(error, NoReply):
         return Refused(f"the policy cannot reply: {first_line(error)}", status=503, code="engine_failure")
     is_full = visit.chat.end in (EpisodeEnd.TRUNCATED_LENGTH, EpisodeEnd.PROMPT_TOO_LONG)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import TemplateError
 
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, TemplateRefused
 from rlflow.rollout.tool_calls import CallStyle, describe_tools, find_calls, tools_as_text
 from rlflow.types import FunctionCall, Json, Message, ToolCall
 
@@ -143,10 +143,10 @@ class Renderer:
             shown = tools_as_text(describe_tools(shown, tools) if tools else shown)
             tools = ()
         try:
-            return self._apply(shown, tools)
+            return _without_surrogates(self._apply(shown, tools))
         except (TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
-            raise ConfigError(
+            raise TemplateRefused(
                 f"the model's chat template refused a conversation with the roles {roles}: {error}; change the "
                 "environment's messages, or use a model whose template takes them"
             ) from error
@@ -178,6 +178,11 @@ class Renderer:
         return text
 
 
+def _without_surrogates(text: str) -> str:
+    """Halves of characters, as JSON may have them and tokenizers do not take them, become whole or a question mark."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def _for_template(message: Message) -> dict[str, Any]:
     """Templates write a call's arguments from an object, where OpenAI has text."""
     shown: dict[str, Any] = dict(message)
@@ -192,5 +197,5 @@ def _for_template(message: Message) -> dict[str, Any]:
 def _arguments(call: FunctionCall) -> Any:
     try:
         return json.loads(call["arguments"])
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return call["arguments"]

@@ -93,7 +93,7 @@ def tools_as_text(messages: Sequence[Message]) -> list[Message]:
 def _tagged(call: FunctionCall) -> str:
     try:
         arguments = json.loads(call["arguments"])
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         arguments = call["arguments"]
     return f"<tool_call>\n{json.dumps({'name': call['name'], 'arguments': arguments})}\n</tool_call>"
 
@@ -101,7 +101,7 @@ def _tagged(call: FunctionCall) -> str:
 def _call_of(text: str) -> FunctionCall:
     try:
         found = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # also for a number with too many digits
         return FunctionCall(name="", arguments=text)
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return FunctionCall(name="", arguments=text)

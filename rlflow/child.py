@@ -23,21 +23,25 @@ MAX_FRAME_BYTES = 16 << 20
 
 
 class FrameTooLong(ValueError):
-    """A frame is longer than MAX_FRAME_BYTES."""
+    """A frame's content is longer than it may be."""
+
+
+def check_size(num_bytes: int, max_bytes: int = MAX_FRAME_BYTES) -> None:
+    """Of a frame's content. Raises FrameTooLong."""
+    if num_bytes > max_bytes:
+        raise FrameTooLong(f"{num_bytes} bytes, more than the {max_bytes} that one message may have")
 
 
 def frame_of(content: bytes) -> bytes:
     """Raises FrameTooLong."""
-    if len(content) > MAX_FRAME_BYTES:
-        raise FrameTooLong(f"{len(content)} bytes, more than the {MAX_FRAME_BYTES} that one message may have")
+    check_size(len(content))
     return len(content).to_bytes(4, "big") + content
 
 
-async def read_frame(reader: asyncio.StreamReader) -> bytes:
+async def read_frame(reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
     """The next frame's content. Raises EOFError or ConnectionError at the end, and FrameTooLong."""
     size = int.from_bytes(await reader.readexactly(4), "big")
-    if size > MAX_FRAME_BYTES:
-        raise FrameTooLong(f"{size} bytes, more than the {MAX_FRAME_BYTES} that one message may have")
+    check_size(size, max_bytes)
     return await reader.readexactly(size)
 
 
@@ -89,10 +93,10 @@ class Child:
         with contextlib.suppress(ConnectionError):
             await self._streams[1].drain()
 
-    async def receive(self) -> bytes:
+    async def receive(self, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
         """As `read_frame`; its end is that of the process."""
         assert self._streams is not None, "connect first"
-        return await read_frame(self._streams[0])
+        return await read_frame(self._streams[0], max_bytes)
 
     def kill(self) -> None:
         """Have the process and all that it started killed. Raises nothing, also when it is dead."""
@@ -113,12 +117,14 @@ class Child:
         return await asyncio.shield(self._ending)
 
     async def describe_death(self) -> str:
-        """How the process died; it has closed its socket."""
+        """How the process died; it was killed, or has closed its socket."""
+        is_ours = self._is_killed
         self.kill()
         code = await self.ended()
         if code >= 0:
             return f"{self._name} exited with code {code}"
-        hint = "; the kernel does that when memory runs out" if -code == signal.SIGKILL else ""
+        is_unexplained = -code == signal.SIGKILL and not is_ours
+        hint = "; the kernel does that when memory runs out" if is_unexplained else ""
         return f"{self._name} was killed by {signal.Signals(-code).name}{hint}"
 
     async def _wait(self) -> int:

@@ -1,66 +1,60 @@
-"""The process in which a reward function runs: `python -m rlflow.reward_process REQUESTS_FD LIFE_FD`.
+"""The process in which a reward function runs: `python -m rlflow.reward_process SOCKET_FD LIFE_FD`.
 
-Requests and answers are frames (4 bytes of length, then the content) on a socket that only the parent holds. The first
-frame holds the functions, the others are JSON. The parent kills this process's whole group when a request overruns.
+It answers one request at a time, and is killed when one overruns. The first frame holds the pickled functions, the
+others are JSON. They are read outside the event loop: where a function forks, the copy's loop would take some of them.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from rlflow.supervisor import supervise
 
 if TYPE_CHECKING:
+    import socket
+
     from rlflow.reward_call import ChosenReward
 
 Answer = dict[str, object]
 
 
-def main(requests_fd: int, life_fd: int) -> None:
+def main(socket_fd: int, life_fd: int) -> None:
     """Answer requests until the parent closes the socket."""
-    _die_with_parent(requests_fd, life_fd)
-    for descriptor in (requests_fd, life_fd):
-        os.set_inheritable(descriptor, False)
-    with socket.socket(fileno=requests_fd) as connection:
+    supervise(life_fd, [socket_fd])
+    # All else is imported after the fork, so that the supervisor stays small.
+    import os
+    import socket
+
+    with socket.socket(fileno=socket_fd) as connection:
         _serve(connection)
-    os.killpg(0, signal.SIGKILL)
-
-
-def _die_with_parent(requests_fd: int, life_fd: int) -> None:
-    """Start a small process in the same group that kills the group when the parent is gone.
-
-    A process of its own, because user code may hold the interpreter's lock forever, and may have started children.
-    """
-    if os.fork() != 0:
-        return
-    os.close(requests_fd)
-    os.read(life_fd, 1)
-    os.killpg(0, signal.SIGKILL)
+    os._exit(0)  # nobody waits for threads that hang
 
 
 def _serve(connection: socket.socket) -> None:
     import json
+    import os
 
+    from rlflow.child import frame_of
     from rlflow.errors import ConfigError
 
-    rewards = receive(connection)
+    requests = connection.makefile("rb")
+    rewards = _receive(requests)
     if rewards is None:
         return
     try:
         score = _scorer(rewards)
     except ConfigError as error:
-        send(connection, json.dumps({"error": str(error)}).encode())
+        connection.sendall(frame_of(json.dumps({"error": str(error)}).encode()))
         return
-    send(connection, b"{}")
+    connection.sendall(frame_of(b"{}"))
     process = os.getpid()
-    while (request := receive(connection)) is not None:
+    while (request := _receive(requests)) is not None:
         answer = score(json.loads(request))
         if os.getpid() != process:
             os._exit(1)  # a function forked: a second answer would be taken for that of the next request
-        send(connection, json.dumps(answer).encode())
+        connection.sendall(frame_of(json.dumps(answer).encode()))
 
 
 def _scorer(rewards_frame: bytes) -> Callable[[dict[str, Any]], Answer]:
@@ -111,25 +105,12 @@ def _load(rewards_frame: bytes) -> tuple[Sequence[ChosenReward], float]:
         ) from error
 
 
-def send(connection: socket.socket, content: bytes) -> None:
-    connection.sendall(len(content).to_bytes(4, "big") + content)
-
-
-def receive(connection: socket.socket) -> bytes | None:
-    """The next frame, or None when the parent closed the socket."""
-    header = _receive_exactly(connection, 4)
-    return None if header is None else _receive_exactly(connection, int.from_bytes(header, "big"))
-
-
-def _receive_exactly(connection: socket.socket, count: int) -> bytes | None:
-    parts: list[bytes] = []
-    while count:
-        part = connection.recv(count)
-        if not part:
-            return None
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
+def _receive(requests: BinaryIO) -> bytes | None:
+    """The next frame's content, or None when the parent has closed the socket."""
+    header = requests.read(4)
+    size = int.from_bytes(header, "big")
+    content = requests.read(size)
+    return content if len(header) == 4 and len(content) == size else None
 
 
 if __name__ == "__main__":

@@ -35,13 +35,16 @@ def misbehave(task: Task, completion: str) -> object:
             os._exit(3)
         case "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         case "hang":
             while True:
                 time.sleep(1)
         case "child":
-            # A process that ignores polite signals, and a parent that waits for it.
+            # A process that leaves the group and ignores polite signals, and a parent that waits for it.
             pid = os.fork()
             if pid == 0:
+                os.setsid()
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 Path(rest).write_text(str(os.getpid()))
                 time.sleep(600)
@@ -122,6 +125,7 @@ def gives(reward: float, **metrics: float) -> Verdict:
 
 @pytest.mark.slow
 async def test_answers_of_every_kind_and_the_process_goes_on() -> None:
+    meddled = "the scoring process was killed by SIGKILL, for it sent what it must not"
     no_reward = {
         "raise by design": (EpisodeEnd.REWARD_ERROR, "mine: ValueError: by design (test_rewards.py:"),
         "exit early": (EpisodeEnd.REWARD_ERROR, "mine: SystemExit: early (test_rewards.py:"),
@@ -130,10 +134,14 @@ async def test_answers_of_every_kind_and_the_process_goes_on() -> None:
         "text": (EpisodeEnd.REWARD_INVALID, "mine: a reward is a finite number or None; got '0.5' (str)"),
         "list": (EpisodeEnd.REWARD_INVALID, "mine: a reward is a finite number or None; got [0.5] (list)"),
         "none": (EpisodeEnd.NO_VERDICT, "mine: returned None"),
+        "kill": (
+            EpisodeEnd.REWARD_ERROR,
+            "the scoring process was killed by SIGKILL; the kernel does that when memory",
+        ),
         "die": (EpisodeEnd.REWARD_ERROR, "the scoring process exited with code 3"),
         "crash": (EpisodeEnd.REWARD_ERROR, "the scoring process was killed by SIGSEGV"),
-        "meddle long": (EpisodeEnd.REWARD_ERROR, "the scoring process was killed by SIGKILL"),
-        "meddle": (EpisodeEnd.REWARD_ERROR, "the scoring process was killed by SIGKILL"),
+        "meddle long": (EpisodeEnd.REWARD_ERROR, f"{meddled} (4294967295 bytes, more than the 1048576 "),
+        "meddle": (EpisodeEnd.REWARD_ERROR, f"{meddled} (an answer that is no verdict: b'oops')"),
     }
     async with pool_of(misbehave) as pool:
         for text, (end, detail) in no_reward.items():
@@ -305,3 +313,16 @@ async def test_a_task_that_json_cannot_hold_is_named() -> None:
     pool = ScorerPool([chosen(scores_async)], workers=1, timeout_s=1.0)
     with pytest.raises(ConfigError, match=r"task 't/1' has data that JSON cannot hold"):
         await pool.score(said("4", task=task_with(rows={1, 2})))  # pyright: ignore[reportArgumentType]
+
+
+async def test_what_is_too_long_for_one_message_is_named() -> None:
+    too_long = "x" * (17 << 20)
+    with pytest.raises(
+        ConfigError, match="reward.args cannot be sent to the scoring process: 1782.* more than the 16777216"
+    ):
+        ScorerPool([chosen(scores_async, args={"text": too_long})], workers=1, timeout_s=1.0)
+    pool = ScorerPool([chosen(scores_async)], workers=1, timeout_s=1.0)
+    with pytest.raises(
+        ConfigError, match="task 't/1': its episode cannot be sent to the scoring process: 3565.* bytes"
+    ):
+        await pool.score(said("4", task=task_with(text=too_long, again=too_long)))

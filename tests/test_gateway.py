@@ -12,7 +12,7 @@ import pytest
 from letters import AB, LetterRenderer, ScriptedEngine, ids_of, limits
 
 from rlflow.envs.base import Endpoint
-from rlflow.errors import EngineLost
+from rlflow.errors import EngineLost, TemplateRefused
 from rlflow.rollout.chat import Chat
 from rlflow.rollout.client import EngineClient, Transport
 from rlflow.rollout.gateway import MAX_BODY_BYTES, Gateway
@@ -338,6 +338,17 @@ async def test_a_failure_of_the_engine_is_kept_whatever_the_program_does() -> No
         assert status == 503
     assert visit.chat.failure is failure
     assert len(visit.engine.requests) == 2
+
+
+async def test_a_conversation_that_the_template_does_not_take_is_the_program_s_mistake() -> None:
+    async with visiting("a.", TemplateRefused("the template wants users and assistants in turn"), "b.") as visit:
+        await visit.post()
+        status, answer = await visit.post()
+        assert (status, answer["error"]["code"]) == (400, "template_refused")
+        assert answer["error"]["message"] == "the template wants users and assistants in turn"
+        assert (await visit.post())[0] == 200
+    assert visit.chat.failure is None
+    assert len(visit.chat.turns) == 2
 
 
 async def test_a_stream_that_waited_ends_with_the_failure() -> None:

@@ -81,7 +81,8 @@ def micro_batches(path: Path) -> list[dict[str, Any]]:
 def train(path: Path, model: str, output_dir: str) -> dict[str, float]:
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     batches = micro_batches(path)
     num_groups, group_size = len(batches), len(batches[0]["prompt_ids"])

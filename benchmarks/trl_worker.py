@@ -23,7 +23,7 @@ from typing import Any
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
-def reward(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
+def reward(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float | None]:
     """1.0 where the last number of the reply equals the answer."""
     scores = []
     for completion, expected in zip(completions, answer, strict=True):
@@ -43,7 +43,8 @@ def use_float32_vllm() -> None:
     from trl.generation import vllm_generation
 
     vllm._custom_ops._supports_onednn = False
-    vllm_generation.LLM = functools.partial(vllm.LLM, dtype="float32", enforce_eager=True)
+    changed: Any = vllm_generation
+    changed.LLM = functools.partial(vllm.LLM, dtype="float32", enforce_eager=True)
 
 
 def settings(arguments: argparse.Namespace, output_dir: str) -> dict[str, Any]:
@@ -88,7 +89,8 @@ def train(arguments: argparse.Namespace, output_dir: str) -> dict[str, Any]:
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     if arguments.mode == "vllm":
         use_float32_vllm()

@@ -127,11 +127,12 @@ class ModelConfig:
 @dataclass
 class EnvConfig:
     name: str = "arithmetic"
-    """A shipped environment, or your own function, as `package.module:load` or `file.py:load`."""
+    """A shipped environment, one that an installed package registers, or your own class or function, as
+    `package.module:Name` or `file.py:Name`."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the environment's `load`."""
+    """Keyword arguments of the environment's `load`, or of its class."""
     processes: int = 1
-    """That environments run in, for each episode runner; their code and their tools share these cores."""
+    """Processes beside each episode runner that its environments run in; Python code runs on one core of each."""
     max_turns: int = 32
     """Replies of the policy in one episode."""
     max_observation_chars: int = 20_000

@@ -287,7 +287,7 @@ for address in {[*listeners, ("1.1.1.1", 53)]!r}:
     except OSError:
         pass
 try:
-    socket.getaddrinfo("pypi.org", 443)
+    socket.getaddrinfo("example.com", 443)
     print("resolved")
 except OSError:
     pass

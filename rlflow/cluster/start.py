@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
+from ray._private import ray_constants
 
 from rlflow.algorithms.chosen import needs_critic
 from rlflow.cluster.calls import DISK, RayReference, RayRunners, RayTrainer, answer, open_calls
@@ -30,6 +31,7 @@ from rlflow.rollout.fleet import EngineFleet
 from rlflow.workers.reference import ReferenceWorker
 from rlflow.workers.trainer.actor import TrainerWorker
 
+LOOPBACK = "127.0.0.1"
 CONNECT_TIMEOUT_S = 10.0
 MANY_CALLS = 4096
 """Calls that an asynchronous actor may have open; the admission budget bounds them long before."""
@@ -62,7 +64,8 @@ def ray_cluster(config: Config) -> Iterator[None]:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if config.cluster.address is None:
         # "local" also where a Ray cluster happens to run on this machine: a run joins one only when told to.
-        options |= {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        options |= {"address": "local", "include_dashboard": False, "_node_ip_address": LOOPBACK}
+        _stay_on_loopback()
         options["object_store_memory"] = int(max(256, min(config.staleness.max_ready_mb * 1.5, 4096))) << 20
     try:
         if config.cluster.address is not None:
@@ -78,6 +81,16 @@ def ray_cluster(config: Config) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _stay_on_loopback() -> None:
+    """Have Ray keep the loopback address that it is given.
+
+    It takes it for a mistake and looks for one that others can reach, unless it believes to be on a machine that cannot
+    be part of a cluster. It has read that when it was imported; its processes read it from the environment.
+    """
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 async def start_fleet(

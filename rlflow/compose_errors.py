@@ -20,9 +20,9 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from rlflow.config import Config
+from rlflow.config import Config, PoolConfig
 
-_GROUPS = ("recipe", "algorithm")
+_GROUPS = ("recipe", "algorithm", "cluster")
 _TYPE_NAMES = {
     int: "a whole number",
     float: "a number",
@@ -105,6 +105,12 @@ def expected(kind: Any) -> str:
 
 def unknown_key(key: str) -> str:
     """That there is no such setting, and the one that was probably meant."""
+    if key.startswith("cluster.pools."):
+        keys = ", ".join(each.name for each in fields(PoolConfig))
+        return (
+            f"{key} is not a setting here; a pool has {keys}, and pools of other names come from a file "
+            "cluster/NAME.yaml in --config-dir"
+        )
     known = [*leaf_keys(), *_GROUPS]
     # Last to first, so that of equal names the first counts: the trainer's learning rate, not the critic's.
     ends = {leaf.rpartition(".")[2]: leaf for leaf in reversed(known)}

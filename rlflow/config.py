@@ -70,6 +70,27 @@ class Placement(StrEnum):
     separate = "separate"
 
 
+class Process(StrEnum):
+    """A kind of process; the first five compute, on GPUs where there are any, and take them in this order."""
+
+    engine = "engine"
+    trainer = "trainer"
+    critic = "critic"
+    reference = "reference"
+    reward_model = "reward_model"
+    runner = "runner"
+    reward = "reward"
+
+
+class Scheduler(StrEnum):
+    """What admits a job to a Kubernetes cluster and starts all of its pods, or none."""
+
+    default = "default"
+    kueue = "kueue"
+    volcano = "volcano"
+    kai = "kai"
+
+
 class Roles(StrEnum):
     """Where the models beside the trainer are."""
 
@@ -360,9 +381,51 @@ class EvalConfig:
 
 
 @dataclass
+class PoolConfig:
+    """Machines of one kind, and what runs on them; in a Ray cluster the nodes with the label rlflow-pool=NAME."""
+
+    processes: list[Process] | None = None
+    """What runs here; null: everything that no other pool has."""
+    machines: int | None = None
+    """How many; null with a Ray cluster that is there: as many as it has."""
+    cpus: int | None = None
+    """Of each machine, as the next two; null: what it has."""
+    gpus: int | None = None
+    memory_gb: float | None = None
+    """For its pod; half of that may be shared memory. With Kubernetes only."""
+    node_labels: dict[str, str] = field(default_factory=dict)
+    """Labels of the Kubernetes nodes that it may be on."""
+
+
+@dataclass
+class KubernetesConfig:
+    """A RayJob for the KubeRay operator, with one group of workers for each of cluster.pools."""
+
+    image: str | None = None
+    """With rlflow and what your code needs; naming one is what makes a run a RayJob."""
+    namespace: str | None = None
+    """null: the one that the kubeconfig names."""
+    claim: str | None = None
+    """A PersistentVolumeClaim that all pods can write (ReadWriteMany): run directories and the cache of models."""
+    secrets: list[str] = field(default_factory=list)
+    """Names of Secrets whose keys become environment variables, such as HF_TOKEN."""
+    head_cpus: int = 4
+    head_memory_gb: float = 16.0
+    retries: int = 3
+    """How often the job is started again, from its last checkpoint, when its head or its trainer was lost."""
+    scheduler: Scheduler = Scheduler.default
+    queue: str | None = None
+    """The scheduler's; for kueue, volcano and kai."""
+
+
+@dataclass
 class ClusterConfig:
     address: str | None = None
-    """A running Ray cluster to join; None starts one on this machine, on loopback."""
+    """A running Ray cluster: `auto`, the one that this machine is part of, or host:port; for `rlflow submit` the
+    address of its dashboard, such as http://head:8265. None starts one on this machine, on loopback."""
+    pools: dict[str, PoolConfig] = field(default_factory=dict)
+    """Name -> machines of one kind; empty: everything may run on any machine."""
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     placement: Placement = Placement.separate
     """`separate`: engines and trainer have devices of their own and overlap. `colocated`: they share them in turn; the
     engines sleep while the trainer works, and a step is trained when its last group is ready."""
@@ -371,7 +434,8 @@ class ClusterConfig:
     reference and replica i of the reward model are on the GPU of the trainer's rank i. They stay there, but for the
     critic with `colocated`, which leaves with the trainer. Without GPUs all processes share the machine anyway."""
     cpu_threads: int | None = None
-    """Threads of each process that computes on a machine without a GPU; None shares the cores out."""
+    """Threads of each process that computes on a machine without a GPU. None: the cores of this machine are shared out;
+    in a cluster that is joined, one."""
 
 
 @dataclass

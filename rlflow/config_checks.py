@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from rlflow.algorithms.chosen import needs_critic
+from rlflow.cluster_checks import check_cluster
 from rlflow.config import (
     AlgorithmConfig,
     Backend,
@@ -107,8 +108,7 @@ def check(config: Config) -> None:
     for key in ("trainer.beta1", "trainer.beta2"):
         if not 0 <= value_of(config, key) < 1:
             raise ConfigError(f"{key} must be in [0, 1); got {value_of(config, key)}")
-    if config.cluster.cpu_threads is not None and config.cluster.cpu_threads < 1:
-        raise ConfigError(f"cluster.cpu_threads must be at least 1, or null; got {config.cluster.cpu_threads}")
+    check_cluster(config)
 
 
 def _check_reward(reward: RewardConfig) -> None:

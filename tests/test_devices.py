@@ -8,11 +8,11 @@ import pytest
 import ray
 
 from rlflow.cluster.devices import Devices
-from rlflow.cluster.gpus import Process, check_gpus, gpu_plan
-from rlflow.config import Config, Placement, Roles, Transport
+from rlflow.cluster.gpus import check_gpus, gpu_plan
+from rlflow.config import Config, Placement, Process, Roles, Transport
 from rlflow.errors import ConfigError
 
-ENGINE, TRAINER, CRITIC, REFERENCE, REWARD_MODEL = Process
+ENGINE, TRAINER, CRITIC, REFERENCE, REWARD_MODEL, *_ = Process
 
 
 def config(

@@ -28,8 +28,8 @@ from rlflow.batching import in_order_of_training, plan_micro_batches
 from rlflow.checkpoint import CheckpointStore, RunState, state_to_json
 from rlflow.cli import main
 from rlflow.cluster.calls import RayTrainer
-from rlflow.cluster.gpus import Process, gpu_plan
-from rlflow.config import Config, LoraConfig, Send, TrainerConfig, needs_reference, refers_to_itself
+from rlflow.cluster.gpus import gpu_plan
+from rlflow.config import Config, LoraConfig, Process, Send, TrainerConfig, needs_reference, refers_to_itself
 from rlflow.errors import ConfigError, RunError
 from rlflow.export import export
 from rlflow.sampler import SamplerState

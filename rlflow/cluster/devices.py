@@ -8,8 +8,8 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlflow.cluster.gpus import Process, check_gpus, gpu_plan
-from rlflow.config import Config
+from rlflow.cluster.gpus import check_gpus, gpu_plan
+from rlflow.config import Config, Process
 
 
 class Devices:

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from rlflow.algorithms.chosen import needs_critic
-from rlflow.config import Config, Placement, Roles, Transport, needs_reference
+from rlflow.config import Config, Placement, Process, Roles, Transport, needs_reference
 from rlflow.errors import ConfigError
-
-
-class Process(StrEnum):
-    """A kind of process that computes on a GPU, in the order in which they take them."""
-
-    engine = "engine"
-    trainer = "trainer"
-    critic = "critic"
-    reference = "reference"
-    reward_model = "reward_model"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -9,8 +9,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from rlflow.cluster.devices import Devices
-from rlflow.cluster.gpus import Process
-from rlflow.config import Config
+from rlflow.config import Config, Process
 from rlflow.envs.base import RewardFunction
 from rlflow.errors import RewardLost, first_line
 from rlflow.reward_call import ChosenReward

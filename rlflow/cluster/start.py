@@ -18,11 +18,10 @@ from rlflow.cluster.calls import DISK, RayReference, RayRunners, RayTrainer, ans
 from rlflow.cluster.critic import RayActorCritic
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
-from rlflow.cluster.gpus import Process
 from rlflow.cluster.rewards import start_rewards
 from rlflow.cluster.runners import start_runners
 from rlflow.compute import ONE_ARENA
-from rlflow.config import Config, Placement, needs_reference, refers_to_itself
+from rlflow.config import Config, Placement, Process, needs_reference, refers_to_itself
 from rlflow.deadlines import within
 from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import ConfigError

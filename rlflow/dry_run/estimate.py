@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from rlflow.batching import plan_micro_batches
-from rlflow.cluster.gpus import GpuPlan, Process, check_gpus, gpu_plan
-from rlflow.config import Backend, Config, Dtype, Offload, Placement, num_shares, sends_adapters
+from rlflow.cluster.gpus import GpuPlan, check_gpus, gpu_plan
+from rlflow.config import Backend, Config, Dtype, Offload, Placement, Process, num_shares, sends_adapters
 from rlflow.dry_run.facts import ModelFacts, RewardModelFacts
 from rlflow.dry_run.memory import (
     FLOAT32,

@@ -1,0 +1,1 @@
+"""Handing a run to a cluster: `rlflow submit`."""

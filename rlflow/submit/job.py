@@ -1,0 +1,16 @@
+"""What a cluster is told of a run, whichever kind of cluster it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Job:
+    name: str
+    """Of at most 45 lower-case letters, digits and hyphens, the first one a letter: RECIPE-TIME, for example."""
+    run_dir: str
+    """Absolute, on a file system that all machines of the cluster see. The same one makes a second job go on with the
+    run of the first."""
+    words: tuple[str, ...]
+    """The command that the driver is started with: rlflow train recipe=... run.dir=..."""

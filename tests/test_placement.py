@@ -48,10 +48,11 @@ def where(placed: Placed, kind: Process) -> list[str]:
 def test_64_gpus_are_shared_out_without_splitting_an_engine() -> None:
     there = machines(*[8] * 8)
     placed = fit(config(8, 32, tensor_parallel=4), there)
-    assert where(placed, Process.trainer) == [f"m{7 - rank // 8}" for rank in range(32)]
-    assert where(placed, Process.engine) == ["m0", "m0", "m1", "m1", "m2", "m2", "m3", "m3"]
-    assert describe(placed, there)[0] == "m0: 8 of 8 GPUs; engine 0-1, runner 0, reward 0"
-    assert describe(placed, there)[-1] == "m7: 8 of 8 GPUs; trainer 0-7"
+    assert where(placed, Process.trainer) == [f"m{rank // 8}" for rank in range(32)]
+    assert where(placed, Process.engine) == ["m4", "m4", "m5", "m5", "m6", "m6", "m7", "m7"]
+    lines = describe(placed, there)
+    assert lines[0] == "m0: 8 of 8 GPUs; trainer 0-7, runner 0, reward 0"
+    assert lines[7] == "m7: 8 of 8 GPUs; engine 6-7"
 
 
 def test_pools_keep_their_processes_apart() -> None:
@@ -91,8 +92,8 @@ def test_shared_memory_means_one_machine() -> None:
     placed = fit(asked, machines(2, 4))
     assert {*where(placed, Process.trainer), *where(placed, Process.engine)} == {"m1"}
     message = (
-        r"weights.transport=shm needs the trainer and all engines on one machine, with 4 GPUs; found m0: 3, m1: 3; set "
-        r"weights.transport=p2p$"
+        r"weights.transport=shm needs the trainer and all engines on one machine, with 4 GPUs; of the "
+        r"cluster's machines, 2 with 3; set weights.transport=p2p$"
     )
     with pytest.raises(ConfigError, match=message):
         fit(asked, machines(3, 3))
@@ -101,13 +102,13 @@ def test_shared_memory_means_one_machine() -> None:
 def test_adapters_mean_one_machine() -> None:
     asked = config(2, 2, transport=Transport.shm)
     asked.lora.rank = 8
-    with pytest.raises(ConfigError, match=r"lora.send=adapters\) needs .*; set lora.send=merged and weights.transport"):
+    with pytest.raises(ConfigError, match=r"lora.send=adapters needs .*; set lora.send=merged and weights.transport"):
         fit(asked, machines(3, 3))
 
 
 def test_an_engine_needs_all_of_its_gpus_on_one_machine() -> None:
     message = (
-        r"the GPUs of the cluster are enough, but not of each machine \(m0: 2, m1: 2, m2: 2\); the processes need on "
+        r"the GPUs of the cluster are enough, but not those of each machine \(3 with 2\); the processes need on "
         r"one machine each: an engine 4, the trainer's neighbouring ranks 1; lower rollout.tensor_parallel"
     )
     with pytest.raises(ConfigError, match=message):

@@ -5,7 +5,7 @@ processes -> slots (what one placement takes) -> blocks (slots of one machine) -
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -206,19 +206,18 @@ def _place(blocks: Sequence[_Block], machines: Sequence[Machine]) -> dict[int, s
     found: dict[int, str] = {}
     last: dict[frozenset[Process], str] = {}
     for block in blocks:
-        room = [
-            machine.name
+        room = {
+            machine.name: (gpus[machine.name], cpus[machine.name])
             for machine in machines
             if block.pool in (None, machine.pool)
             and gpus[machine.name] >= block.gpus
             and cpus[machine.name] >= block.cpus - 1e-6
-        ]
+        }
         if not room:
             return None
-        room.sort(key=lambda name: (gpus[name], cpus[name]))
         have_neighbours = bool(block.kinds & {Process.trainer, Process.critic})
         # Ranks fill a machine that begins empty; what is alone goes where it leaves least.
-        chosen = room[-1] if have_neighbours else room[0]
+        chosen = max(room, key=room.__getitem__) if have_neighbours else min(room, key=room.__getitem__)
         if have_neighbours and last.get(block.kinds) in room:
             chosen = last[block.kinds]
         last[block.kinds] = chosen
@@ -288,14 +287,15 @@ def _whose(pool: str | None) -> str:
 
 def _has(machines: Sequence[Machine], of: Callable[[Machine], float], unit: str) -> str:
     """Example: "has 10 GPUs on 3 machines (2 with 4, 1 with 2)"."""
-    counts: dict[float, int] = defaultdict(int)
-    for machine in machines:
-        counts[of(machine)] += 1
-    total = sum(size * count for size, count in counts.items())
+    total = sum(map(of, machines))
     if len(machines) <= 1:
         return f"has {total:g}"
-    parts = ", ".join(f"{count} with {size:g}" for size, count in counts.items())
-    return f"has {total:g} {unit}s on {len(machines)} machines ({parts})"
+    return f"has {total:g} {unit}s on {len(machines)} machines ({_sizes(machines, of)})"
+
+
+def _sizes(machines: Sequence[Machine], of: Callable[[Machine], float]) -> str:
+    """Example: "2 with 4, 1 with 2"."""
+    return ", ".join(f"{count} with {size:g}" for size, count in Counter(map(of, machines)).items())
 
 
 def _terms(config: Config, slots: Sequence[Slot], of: Callable[[Slot], float]) -> str:
@@ -315,24 +315,21 @@ def _too_scattered(config: Config, blocks: Sequence[_Block], machines: Sequence[
     """There is enough in all, but not for a block on any one machine."""
     on_gpus = any(block.gpus for block in blocks)
     unit = "GPUs" if on_gpus else "CPUs"
-    sizes = ", ".join(f"{machine.name}: {machine.gpus if on_gpus else machine.cpus:g}" for machine in machines[:8])
-    sizes += ", ..." if len(machines) > 8 else ""
+    sizes = _sizes(machines, _gpus_of if on_gpus else _cpus_of)
     largest = blocks[0]
     amount = largest.gpus if on_gpus else largest.cpus
     if needs_one_machine(config) and Process.trainer in largest.kinds:
-        way = (
-            "adapters that are sent alone (lora.send=adapters)"
-            if sends_adapters(config)
-            else (f"weights.transport={config.weights.transport.value}")
-        )
-        cure = "lora.send=merged and weights.transport=disk" if sends_adapters(config) else "weights.transport=p2p"
+        way, cure = f"weights.transport={config.weights.transport.value}", "weights.transport=p2p"
+        if sends_adapters(config):
+            way, cure = "lora.send=adapters", "lora.send=merged and weights.transport=disk"
         return (
-            f"{way} needs the trainer and all engines on one machine, with {amount:g} {unit}; found {sizes}; set {cure}"
+            f"{way} needs the trainer and all engines on one machine, with {amount:g} {unit}; of the cluster's "
+            f"machines, {sizes}; set {cure}"
         )
     parts = ", ".join(f"{_NAMES[kind]} {amount:g}" for kind, amount in _largest(blocks, on_gpus=on_gpus).items())
     return (
-        f"the {unit} of the cluster are enough, but not of each machine ({sizes}); the processes need on one machine "
-        f"each: {parts}; lower rollout.tensor_parallel, or have machines with more {unit}"
+        f"the {unit} of the cluster are enough, but not those of each machine ({sizes}); the processes need on one "
+        f"machine each: {parts}; lower rollout.tensor_parallel, or have machines with more {unit}"
     )
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlflow.cluster.placement import Machine, Placed, describe, fit, machines_of, needs_one_machine
-from rlflow.config import Config, PoolConfig, Process, Transport
+from rlflow.cluster.placement import Machine, Placed, describe, fit, machines_of
+from rlflow.config import Config, Placement, PoolConfig, Process, Transport
 from rlflow.errors import ConfigError
 
 SPLIT = {
@@ -24,7 +24,7 @@ def config(
     *,
     tensor_parallel: int = 1,
     trainer_parallel: int = 1,
-    transport: Transport = Transport.p2p,
+    transport: Transport | None = Transport.p2p,
     pools: dict[str, PoolConfig] | None = None,
     kl: float = 0.0,
 ) -> Config:
@@ -97,6 +97,29 @@ def test_shared_memory_means_one_machine() -> None:
     )
     with pytest.raises(ConfigError, match=message):
         fit(asked, machines(3, 3))
+
+
+def test_weights_cross_the_network_where_they_must() -> None:
+    asked = config(2, 2, transport=None)
+    assert fit(asked, machines(4, 4)).config.weights.transport is Transport.shm
+    assert fit(asked, machines(3, 3)).config.weights.transport is Transport.p2p
+    assert asked.weights.transport is None
+    with pytest.raises(ConfigError, match="the run needs 4 GPUs"):
+        fit(asked, machines(2, 1))
+
+
+def test_colocated_engines_find_their_weights_on_every_machine() -> None:
+    asked = config(4, 4, transport=None)
+    asked.cluster.placement = Placement.colocated
+    placed = fit(asked, machines(2, 2))
+    assert placed.config.weights.transport is Transport.shm
+    assert describe(placed, machines(2, 2)) == [
+        "m0: 2 of 2 GPUs; trainer 0-1, engine 0-1, runner 0, reward 0",
+        "m1: 2 of 2 GPUs; trainer 2-3, engine 2-3",
+    ]
+    asked.weights.transport = Transport.ipc
+    with pytest.raises(ConfigError, match="weights.transport=ipc needs the trainer and all engines on one machine"):
+        fit(asked, machines(2, 2))
 
 
 def test_adapters_mean_one_machine() -> None:
@@ -199,7 +222,7 @@ def test_what_is_placed_fits(
     assert len(processes) == len(set(processes))
     assert sum(kind is Process.engine for kind, _ in processes) == engines
     trainers = where(placed, Process.trainer)
-    if needs_one_machine(asked):
+    if transport is Transport.shm:
         assert len({*trainers, *where(placed, Process.engine)}) == 1
     for first in range(0, len(trainers), ranks[1]):
         assert len(set(trainers[first : first + ranks[1]])) == 1

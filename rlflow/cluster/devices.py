@@ -30,7 +30,8 @@ class Devices:
 
     def __init__(self, config: Config) -> None:
         """Raises ConfigError, with the arithmetic, when the run does not fit on the machines that are there."""
-        self._config = config
+        self.config = config
+        """With weights.transport settled."""
         self._is_joined = config.cluster.address is not None
         nodes = nodes_there()
         machines = [_machine(name, node, node["Resources"], is_joined=self._is_joined) for name, node in nodes.items()]
@@ -41,6 +42,7 @@ class Devices:
         self._group: PlacementGroup | None = None
         if self._is_joined or any(machine.gpus for machine in machines):
             placed = self._fit(machines, nodes)
+            self.config = placed.config
             self.lines = describe(placed, machines)
             self._reserve(placed, {name: node["NodeID"] for name, node in nodes.items()})
 
@@ -52,9 +54,9 @@ class Devices:
             for name, node in nodes.items()
         ]
         try:
-            return fit(self._config, free)
+            return fit(self.config, free)
         except ConfigError:
-            return fit(self._config, machines)
+            return fit(self.config, machines)
 
     def _reserve(self, placed: Placed, ids: Mapping[str, str]) -> None:
         bundles, labels = [], []
@@ -74,7 +76,7 @@ class Devices:
         if self._group is not None:
             await within(
                 "reserving the run's machines",
-                self._config.deadlines.start_s,
+                self.config.deadlines.start_s,
                 answer("cluster", self._group.ready()),
                 "another run may have them: `ray status` says what is taken",
             )

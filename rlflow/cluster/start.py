@@ -106,6 +106,7 @@ async def start_fleet(
     `alarm` is given what people should know of later: an engine that was lost.
     """
     devices = Devices(config)
+    config = devices.config
     await devices.ready()
     threads = config.cluster.cpu_threads or _threads(config)
     engine_names = [f"engine {index}" for index in range(config.rollout.engines)]

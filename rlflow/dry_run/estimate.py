@@ -111,9 +111,13 @@ def estimate(
             "--dry-run knows the memory of trainer.backend=fsdp with trainer.offload=none only; got "
             f"{config.trainer.backend.value} and {config.trainer.offload.value}"
         )
+    machines = machines_of(config.cluster.pools)
+    lines: list[str] = []
+    if machines is not None:
+        placed = fit(config, machines)
+        config, lines = placed.config, describe(placed, machines)
     plan = gpu_plan(config)
     check_gpus(config, plan.total)
-    machines = machines_of(config.cluster.pools)
     batch = _batch(config, facts)
     num_tokens = min(config.trainer.micro_batch_tokens, batch.tokens)
     processes = {
@@ -136,7 +140,7 @@ def estimate(
         dtype=config.model.dtype.value,
         micro_batch_tokens=num_tokens,
         gpus=tuple(_gpus(config, plan, processes)),
-        machines=tuple(describe(fit(config, machines), machines)) if machines is not None else (),
+        machines=tuple(lines),
         processes={kind.value: memory for kind, memory in processes.items()},
         batch=batch,
         weights=_weights(config, facts),

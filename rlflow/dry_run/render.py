@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rlflow.config import Config, Transport
+from rlflow.config import Config, Transport, transport_of
 from rlflow.dry_run.estimate import USABLE, Estimate, GpuRange, smallest_gpu
 from rlflow.dry_run.memory import ProcessMemory, size
 
@@ -91,7 +91,7 @@ def _step(found: Estimate, config: Config) -> list[str]:
 
 
 _WHERE = {
-    Transport.shm: "in /dev/shm of one machine, on which the trainer and all engines must be",
+    Transport.shm: "in /dev/shm of each machine with ranks of the trainer; engines read it there",
     Transport.p2p: "sent to each engine: what its workers hold, by the ranks that have it",
     Transport.ipc: "copied by each engine out of the memory of the trainer's GPUs",
     Transport.disk: "in run.dir for a whole version; in bfloat16 most versions are a part of that",
@@ -104,7 +104,7 @@ def _weights(config: Config, found: Estimate) -> list[str]:
     gathered = f"  {size(weights.gathered):>10}  gathered by the ranks; {largest}"
     return [
         "A new version of the weights",
-        f"  {size(weights.staged):>10}  {_WHERE[config.weights.transport]}",
+        f"  {size(weights.staged):>10}  {_WHERE[transport_of(config)]}",
         *([gathered] if weights.gathered else []),
         f"  {size(weights.loaded):>10}  of main memory for each trainer rank, once, to load the model in float32",
     ]

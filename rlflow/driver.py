@@ -21,7 +21,7 @@ from rlflow import staleness
 from rlflow.checkpoint import CheckpointStore, RunState
 from rlflow.config import Config, Late, Placement
 from rlflow.deadlines import within
-from rlflow.errors import ConfigError, DeadlineError, RunError
+from rlflow.errors import ConfigError, DeadlineError, RunError, WorkerLost
 from rlflow.evaluation import Evaluation, evaluate
 from rlflow.intake import Intake, Listener, Progress
 from rlflow.ledger import GroupState, Ledger
@@ -136,11 +136,17 @@ class Driver:
         except (ConfigError, RunError) as error:
             if isinstance(error, DeadlineError):
                 error.add_note(self.describe())  # now, while everything still waits
-            await self._save_after(error)
+            if not isinstance(error, WorkerLost):  # nobody is left to save
+                await self._save_after(error)
             raise
         finally:
             await self._end_tasks()
             await self._saver.ended()
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self._progress.step
 
     def request_stop(self) -> None:
         """Finish the step in hand, save, return."""

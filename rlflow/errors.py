@@ -26,6 +26,10 @@ class WorkerError(RunError):
     """A call to a worker failed; the call may be tried again."""
 
 
+class WorkerLost(WorkerError):
+    """The process of a worker ended, or what it held is gone with its machine: trying again cannot help."""
+
+
 class EngineLost(WorkerError):
     """A rollout engine cannot answer: it died, or holds no complete weights. Another engine can."""
 

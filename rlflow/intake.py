@@ -16,7 +16,7 @@ from typing import Protocol
 from rlflow import staleness
 from rlflow.config import Config, Order
 from rlflow.deadlines import within
-from rlflow.errors import DeadlineError, RunError, StaleGroup
+from rlflow.errors import DeadlineError, RunError, StaleGroup, WorkerLost
 from rlflow.judge import Judge, why_no_verdict
 from rlflow.ledger import DropReason, GroupState, Ledger
 from rlflow.ready import ReadyQueue
@@ -102,6 +102,8 @@ class Intake:
         self._target = min(2, 1 + config.staleness.max_versions) * config.algorithm.groups_per_step
         self._waited_s = 0.0
         self._lost_in_a_row = 0
+        self._newest_lost = 0
+        """The newest group that there was when a process took others along."""
         self._filtered_in_a_row = 0
         self._failure: BaseException | None = None
         self._closing = False
@@ -134,7 +136,7 @@ class Intake:
             self._changed.clear()
             self.raise_failure()
             ready = self.ready.take(version=self._progress.version, places=places)
-            taken = [group for group in ready if not self._dropped_as_late(group)]
+            taken = [group for group in ready if not (self._dropped_as_late(group) or self._dropped_as_lost(group))]
             for group in taken:
                 self._ledger.advance(group.group_id, GroupState.TRAINING)
             self.admit()
@@ -171,6 +173,11 @@ class Intake:
         """Drop the ready groups that the update in hand must do without; to be called when the version has changed."""
         for group in self.ready.remove(self._is_too_late):
             self._drop_as_late(group)
+
+    def drop_lost(self) -> None:
+        """Drop the ready groups of which a payload is gone with its machine."""
+        for group in self.ready.remove(lambda group: self._workers.runners.is_lost(group.payloads)):
+            self._drop_as_lost(group)
 
     def fail(self, error: BaseException) -> None:
         """Make `take` raise this."""
@@ -241,6 +248,10 @@ class Intake:
             await self._play(group_id, task)
         except StaleGroup as error:
             self._drop(group_id, DropReason.STALE, str(error))
+        except WorkerLost as error:
+            # All that one process takes along is one failure; what was admitted later goes elsewhere.
+            is_first, self._newest_lost = group_id > self._newest_lost, max(self._tasks)
+            self._lose(group_id, DropReason.FAILED, str(error), counts=is_first)
         except RunError as error:
             self._lose(group_id, DropReason.FAILED, str(error))
         except Exception as error:
@@ -304,10 +315,20 @@ class Intake:
         detail = f"tokens of version {group.oldest_version}, update of version {self._progress.version}"
         self._drop(group.group_id, DropReason.STALE, detail)
 
-    def _lose(self, group_id: int, reason: DropReason, detail: str) -> None:
+    def _dropped_as_lost(self, group: ReadyGroup) -> bool:
+        """Looked at last, for a machine may be lost while a group waits."""
+        if not self._workers.runners.is_lost(group.payloads):
+            return False
+        self._drop_as_lost(group)
+        return True
+
+    def _drop_as_lost(self, group: ReadyGroup) -> None:
+        self._drop(group.group_id, DropReason.FAILED, "its episodes were stored on a machine that is lost")
+
+    def _lose(self, group_id: int, reason: DropReason, detail: str, *, counts: bool = True) -> None:
         """A group that gave nothing; many of them in a row mean that something is broken, and the run stops."""
         self._drop(group_id, reason, detail)
-        self._lost_in_a_row += 1
+        self._lost_in_a_row += counts
         limit = max(16, 2 * self._config.algorithm.groups_per_step)
         if self._lost_in_a_row >= limit:
             last = f"the last one was dropped as {reason}: {detail}"

@@ -78,7 +78,8 @@ class ReadyQueue:
         """Take out the groups that meet the condition, and return them."""
         removed = [group for _, group in self._waiting if condition(group)]
         if removed:
-            self._waiting = [item for item in self._waiting if not condition(item[1])]
+            gone = {group.group_id for group in removed}
+            self._waiting = [item for item in self._waiting if item[1].group_id not in gone]
             heapq.heapify(self._waiting)
             for group in removed:
                 self._leave(group)

@@ -8,23 +8,27 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rlflow.algorithms.chosen import check_functions
 from rlflow.checkpoint import RunState, read_state
+from rlflow.cluster.loss import unless_lost
 from rlflow.cluster.start import Fleet, ray_cluster, start_fleet, stop_fleet
 from rlflow.config import Config
 from rlflow.config_checks import check
 from rlflow.driver import Driver
 from rlflow.environments import held_out_tasks, load_environment
 from rlflow.envs.base import EnvironmentSpec
-from rlflow.errors import RunError
+from rlflow.errors import RunError, WorkerLost
 from rlflow.ledger import Ledger
 from rlflow.models import resolve_model, resolve_reward_model
-from rlflow.rundir import RunDir, claim
+from rlflow.restarts import MAX_RESTARTS, Loss, Restarts
+from rlflow.rundir import RunDir, claim, rewound
 from rlflow.sampler import TaskSampler
 from rlflow.telemetry.observer import RunObserver
 from rlflow.types import Task
+
+T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -35,74 +39,118 @@ class _Run:
 
     config: Config
     spec: EnvironmentSpec
-    sampler: TaskSampler
+    tasks: Sequence[Task]
     evaluation_tasks: Sequence[Task]
     model_path: str
     reward_model_path: str | None
     run_dir: RunDir
     state: RunState | None
+    loss: Loss | None = None
+    """Why this is not the first start of this process."""
 
 
 def train(config: Config) -> int:
-    """Run to the last step, or to the end of the step in which SIGINT or SIGTERM came; returns the exit code, 0.
+    """Run to the last step, or to the end of the step in which SIGINT or SIGTERM came.
 
+    Returns the exit code: 0 when all steps are done, 128 + the signal when it ended before.
     Raises ConfigError before anything is started, RunError when the run cannot go on.
     """
     check(config)
     check_functions(config)
     spec = load_environment(config.env, config.reward)
-    # Before anything is started: a wrong row of the data set ends here.
-    sampler = TaskSampler(spec.tasks(), config.run.seed, config.curriculum)
+    # Before anything is started: a wrong row of the data set, or a curriculum that does not exist, ends here.
+    tasks = spec.tasks()
+    TaskSampler(tasks, config.run.seed, config.curriculum)
     evaluation_tasks = held_out_tasks(config, spec)
     model_path = resolve_model(config.model.path)
     reward_model_path = resolve_reward_model(config.reward.model) if config.reward.model is not None else None
     with claim(config) as run_dir:
-        state = read_state(run_dir.resume_from) if run_dir.resume_from else None
+        state = _state_of(run_dir)
         if state is not None and state.step >= config.run.steps:
             print(f"{run_dir.path} already has {state.step} of {config.run.steps} steps; raise run.steps to go on")
             return 0
-        # Workers write to it too.
-        config = replace(config, run=replace(config.run, dir=str(run_dir.path)))
         run = _Run(
-            config=config,
+            # Workers write to it too.
+            config=replace(config, run=replace(config.run, dir=str(run_dir.path))),
             spec=spec,
-            sampler=sampler,
+            tasks=tasks,
             evaluation_tasks=evaluation_tasks,
             model_path=model_path,
             reward_model_path=reward_model_path,
             run_dir=run_dir,
             state=state,
         )
-        with ray_cluster(config), RunObserver(config, run_dir, state) as observer:
-            asyncio.run(_train(run, observer))
-            observer.finish()
-    return 0
+        with ray_cluster(config):
+            ended_by = asyncio.run(_train(run))
+    return 0 if ended_by is None else 128 + ended_by
 
 
-async def _train(run: _Run, observer: RunObserver) -> None:
-    stopper = _Stopper(observer.message)
-    observer.phase("starting")
+def _state_of(run_dir: RunDir) -> RunState | None:
+    return read_state(run_dir.resume_from) if run_dir.resume_from else None
+
+
+async def _train(run: _Run) -> signal.Signals | None:
+    """The signal that ended the run before its last step, if one did.
+
+    What a lost trainer held is in checkpoints only, so that the run goes on as a resumed one does.
+    """
+    stopper = _Stopper()
+    restarts = Restarts(run.state.step if run.state else 0)
     try:
-        starting = start_fleet(run.config, run.model_path, run.spec, observer.alarm, run.reward_model_path)
-        fleet = await stopper.until_stopped(starting)
-        if fleet is None:
-            return
-        ledger = Ledger(run.run_dir.ledger)
-        try:
-            await _drive(run, observer, fleet, ledger, stopper)
-        finally:
-            ledger.close()
-            await stop_fleet(fleet)
+        while True:
+            with RunObserver(run.config, run.run_dir, run.state, run.loss) as observer:
+                observer.phase("starting")
+                fleet = await stopper.until_stopped(_start(run, observer), observer.message)
+                if fleet is None:
+                    return stopper.signal
+                try:
+                    steps = await unless_lost(fleet, _drive(run, observer, fleet, stopper))
+                    observer.finish()
+                    return stopper.signal if steps < run.config.run.steps else None
+                except WorkerLost as error:
+                    if stopper.signal is not None:
+                        raise
+                    run = _after(error, run, observer, restarts)
+                    observer.phase("waiting for machines")
+                    if await stopper.until_stopped(fleet.devices.room(), observer.message) is None:
+                        return stopper.signal
+                finally:
+                    await stop_fleet(fleet)
     finally:
         stopper.restore()
 
 
-async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, ledger: Ledger, stopper: _Stopper) -> None:
+async def _start(run: _Run, observer: RunObserver) -> Fleet:
+    try:
+        return await start_fleet(run.config, run.model_path, run.spec, observer.alarm, run.reward_model_path)
+    except WorkerLost as error:
+        if run.loss is not None:
+            raise
+        raise RunError(str(error)) from error  # it has never worked: another try would end no better
+
+
+def _after(error: WorkerLost, run: _Run, observer: RunObserver, restarts: Restarts) -> _Run:
+    """The run from its newest checkpoint on; raises the error when it has been there too often."""
+    run_dir = rewound(run.run_dir)
+    state = _state_of(run_dir)
+    step = state.step if state else 0
+    number = restarts.count(error, step)
+    loss = Loss(step=observer.num_steps)
+    observer.alarm(
+        f"{error}; the run goes on from {'its checkpoint of ' if step else ''}step {step} (start {number} of "
+        f"{MAX_RESTARTS}): {loss.step - step} steps are done again"
+    )
+    return replace(run, run_dir=run_dir, state=state, loss=loss)
+
+
+async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: _Stopper) -> int:
+    """The steps that are done in the end."""
     observer.runners = fleet.workers.runners
+    ledger = Ledger(run.run_dir.ledger)
     driver = Driver(
         config=run.config,
         workers=fleet.workers,
-        sampler=run.sampler,
+        sampler=TaskSampler(run.tasks, run.config.run.seed, run.config.curriculum),
         ledger=ledger,
         checkpoints=run.run_dir.checkpoints,
         observer=observer,
@@ -115,9 +163,14 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, ledger: Ledger,
             await driver.restore(run.run_dir.resume_from, run.state)
             done = f"{run.state.step} of {run.config.run.steps}"
             observer.message(f"resumed at step {done}, version {run.state.version}")
+        if run.loss is not None:
+            observer.message(f"training again {run.loss.seconds:.0f} s after the loss")
         await driver.run()
+        return driver.step
     finally:
+        stopper.on_stop = None
         watch.cancel()
+        ledger.close()
 
 
 async def _watch_engines(fleet: Fleet, driver: Driver) -> None:
@@ -129,21 +182,27 @@ async def _watch_engines(fleet: Fleet, driver: Driver) -> None:
 
 
 class _Stopper:
-    """The first SIGINT or SIGTERM asks to stop, the second one leaves at once."""
+    """The first SIGINT or SIGTERM asks to stop; another SIGINT, from somebody who has read that, leaves at once.
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    Another SIGTERM changes nothing: a job is often asked by several at the same time.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        """The first one."""
         self.on_stop: Callable[[], None] | None = None
-        self._tell = tell
+        self._tell: Callable[[str], None] = print
         self._stopped = asyncio.Event()
         for number in SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._signal)
+            asyncio.get_running_loop().add_signal_handler(number, self._handle, number)
 
     def restore(self) -> None:
         for number in SIGNALS:
             asyncio.get_running_loop().remove_signal_handler(number)
 
-    async def until_stopped(self, starting: Coroutine[Any, Any, Fleet]) -> Fleet | None:
-        """The fleet, or None when a signal came before it was ready."""
+    async def until_stopped(self, starting: Coroutine[Any, Any, T], tell: Callable[[str], None]) -> T | None:
+        """What is started, or None when a signal came before; from now on, people are told through `tell`."""
+        self._tell = tell
         start = asyncio.create_task(starting)
         stopped = asyncio.create_task(self._stopped.wait())
         await asyncio.wait((start, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -154,14 +213,17 @@ class _Stopper:
         await asyncio.gather(start, return_exceptions=True)
         return None
 
-    def _signal(self) -> None:
-        if self._stopped.is_set():
-            sys.stderr.write("rlflow: stopped at once; the last complete checkpoint is kept\n")
-            sys.stderr.flush()
-            os._exit(130)
+    def _handle(self, number: signal.Signals) -> None:
+        if self.signal is not None:
+            if number == signal.SIGINT:
+                sys.stderr.write("rlflow: stopped at once; the last complete checkpoint is kept\n")
+                sys.stderr.flush()
+                os._exit(128 + signal.SIGINT)
+            return
+        self.signal = number
         self._stopped.set()
         if self.on_stop is None:
             self._tell("stopping; nothing has been trained yet")
             return
-        self._tell("stopping: finishing the step and saving; once more to leave at once")
+        self._tell("stopping: finishing the step and saving; Ctrl-C once more to leave at once")
         self.on_stop()

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,13 @@ def claim(config: Config) -> Iterator[RunDir]:
         raise ConfigError(f"run.dir {path} cannot be made: {error.strerror}; choose another run.dir") from error
     with _locked(path):
         yield _prepare(config, path)
+
+
+def rewound(run_dir: RunDir) -> RunDir:
+    """The same directory as a run finds it that resumes from the newest checkpoint, or begins anew without one."""
+    latest = run_dir.checkpoints.latest()
+    _rewind(run_dir, latest)
+    return replace(run_dir, resume_from=latest)
 
 
 def _prepare(config: Config, path: Path) -> RunDir:

@@ -91,6 +91,7 @@ class Saver:
         copying = self._workers.trainer.snapshot()
         await within("copying the trainer's state", self._deadline_s, copying)
         # Nothing is awaited from here on, so that the parts are of one moment.
+        self._intake.drop_lost()
         progress, ready = self._progress, self._intake.ready.groups
         state = RunState(step=progress.step, version=progress.version, sampler=self._intake.sampler.state, ready=ready)
         self._taken = _Taken(

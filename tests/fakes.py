@@ -119,6 +119,7 @@ class FakeRunners:
     started: dict[int, tuple[int, asyncio.Future[None]]] = field(default_factory=dict)
     """Group under way -> the version of its first token, and what ends it when that is too old."""
     most_playing: int = 0
+    lost: set[PayloadRef] = field(default_factory=set)
 
     async def play(self, order: GroupOrder) -> PlayedGroup:
         if order.engine is None:
@@ -148,7 +149,11 @@ class FakeRunners:
     async def transcript(self, payload: PayloadRef) -> list[Message]:
         return [{"role": "assistant", "content": str(payload)}]
 
+    def is_lost(self, payloads: Sequence[PayloadRef]) -> bool:
+        return not self.lost.isdisjoint(payloads)
+
     async def save_payloads(self, payloads: Sequence[PayloadRef], path: Path) -> None:
+        assert self.lost.isdisjoint(payloads), "nobody can write what is lost"
         path.mkdir(parents=True)
         (path / "payloads.json").write_text(json.dumps(payloads))
 

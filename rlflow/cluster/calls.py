@@ -4,23 +4,26 @@ itself."""
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from rlflow.batching import in_order_of_training, plan_micro_batches
 from rlflow.concurrency import all_ended
 from rlflow.config import TrainerConfig, num_shares
-from rlflow.errors import ConfigError, RunError, WorkerError, first_line
+from rlflow.errors import ConfigError, RunError, WorkerError, WorkerLost, first_line
 from rlflow.roles import StagedWeights, StepOutcome
-from rlflow.types import GroupOrder, Message, PayloadRef, PlayedGroup, ReadyGroup, Span
+from rlflow.types import PayloadRef, ReadyGroup, Span
 
 DISK = "disk"
+WATCH = "watch"
+"""Concurrency group of an actor that is not asynchronous: a thread for the call that waits for its end."""
 
 _open: dict[int, tuple[str, float]] = {}
 """Number of a call that is waited for -> what it is, and since when."""
@@ -41,7 +44,8 @@ async def answer(who: str, reference: Any, what: str = "") -> Any:
     """The result of a remote call; a cancelled wait cancels the call.
 
     `what` the actor is asked for shows in `open_calls`; calls that wait for its end by design have none.
-    A ConfigError or RunError raised in the worker is raised as it is, anything else as WorkerError naming `who`.
+    A ConfigError or RunError raised in the worker is raised as it is. WorkerLost: its process ended, or something that
+    it was to read was stored on a machine that is lost. Anything else is a WorkerError; both name `who`.
     """
     number = next(_numbers)
     if what:
@@ -55,57 +59,31 @@ async def answer(who: str, reference: Any, what: str = "") -> Any:
         cause = error.cause
         if isinstance(cause, ConfigError | RunError):
             raise cause from None
+        if isinstance(cause, ObjectLostError):
+            raise WorkerLost(f"what the {who} was to read was stored on a machine that is lost") from error
         raise WorkerError(f"the {who} failed: {type(cause).__name__}: {cause}") from error
     except RayActorError as error:
-        raise WorkerError(f"the {who} died: {first_line(error)}") from error
+        raise WorkerLost(f"the {who} died: {first_line(error)}") from error
+    except ObjectLostError as error:
+        raise WorkerLost(f"what the {who} answered was stored on a machine that is lost") from error
     except RayError as error:
         raise WorkerError(f"a call to the {who} was lost: {first_line(error)}") from error
     finally:
         _open.pop(number, None)
 
 
-class RayRunners:
-    """Groups go to the episode runner that has the fewest."""
+async def ended(who: str, actor: Any) -> NoReturn:
+    """Wait until the process of an actor ends that has the concurrency group `WATCH`; raises WorkerLost."""
+    call = actor.__ray_call__.options(concurrency_group=WATCH).remote(_linger)
+    try:
+        await call  # a wait that is cancelled leaves the call alone, which takes no cancelling
+    except RayError as error:
+        raise WorkerLost(f"the {who} died: {first_line(error)}") from error
+    raise AssertionError("this call never returns")
 
-    def __init__(self, actors: Sequence[Any]) -> None:
-        self._actors = actors
-        self._playing = [0] * len(actors)
 
-    async def play(self, order: GroupOrder) -> PlayedGroup:
-        index = self._playing.index(min(self._playing))
-        self._playing[index] += 1
-        # One return value an episode: the driver owns the payloads, so they outlive the runner, and never opens them.
-        call = self._actors[index].play.options(num_returns=order.num_episodes + 1)
-        try:
-            group, *payloads = call.remote(order)
-            played: PlayedGroup = await answer("episode runner", group, "play")
-        finally:
-            self._playing[index] -= 1
-        played.payloads = payloads
-        return played
-
-    async def cancel_stale(self, oldest_version: int) -> None:
-        calls = [
-            answer("episode runner", actor.cancel_stale.remote(oldest_version), "cancel stale groups")
-            for actor in self._actors
-        ]
-        for result in await asyncio.gather(*calls, return_exceptions=True):
-            # A runner that died has lost its groups: their own calls fail.
-            if isinstance(result, BaseException) and not isinstance(result, WorkerError):
-                raise result
-
-    async def transcript(self, payload: PayloadRef) -> list[Message]:
-        return await answer("episode runner", self._actors[0].transcript.remote(payload), "transcript")
-
-    async def save_payloads(self, payloads: Sequence[PayloadRef], path: Path) -> None:
-        await answer("episode runner", self._actors[0].save_payloads.remote(path, *payloads), "save")
-
-    async def load_payloads(self, path: Path, count: int) -> list[PayloadRef]:
-        # A first value beside the payloads keeps the number of return values above one, and tells success.
-        call = self._actors[0].load_payloads.options(num_returns=count + 1)
-        done, *payloads = call.remote(path)
-        await answer("episode runner", done, "load")
-        return payloads
+def _linger(_: object) -> None:
+    threading.Event().wait()
 
 
 class RayTrainer:

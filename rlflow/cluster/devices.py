@@ -40,6 +40,9 @@ class Devices:
         """Process -> number of its bundle, and the CPUs and GPUs that it takes of it."""
         self.lines: list[str] = []
         self._group: PlacementGroup | None = None
+        self._bundles: list[dict[str, float]] = []
+        self._pools: list[dict[str, str]] = []
+        """Label of the machines that each bundle may be on."""
         if self._is_joined or any(machine.gpus for machine in machines):
             placed = self._fit(machines, nodes)
             self.config = placed.config
@@ -59,17 +62,18 @@ class Devices:
             return fit(self.config, machines)
 
     def _reserve(self, placed: Placed, ids: Mapping[str, str]) -> None:
-        bundles, labels = [], []
+        labels: list[dict[str, str]] = []
         for number, slot in enumerate(placed.slots):
             # A run's own machine may have fewer CPUs than processes.
             cpus = slot.cpus if self._is_joined or not slot.gpus else 0.0
-            bundles.append({what: size for what, size in (("CPU", cpus), ("GPU", slot.gpus)) if size})
+            self._bundles.append({what: size for what, size in (("CPU", cpus), ("GPU", slot.gpus)) if size})
             own = {POOL_LABEL: slot.pool} if slot.pool is not None else {}
+            self._pools.append(own)
             labels.append({NODE_LABEL: ids[placed.machines[number]]} if placed.is_pinned[number] else own)
             share = len(slot.processes)
             for process in slot.processes:
                 self._places[process] = number, cpus / share, slot.gpus / share
-        self._group = placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
+        self._group = placement_group(self._bundles, strategy="PACK", bundle_label_selector=labels)
 
     async def ready(self) -> None:
         """Wait until all that the run needs is reserved. Raises DeadlineError after deadlines.start_s."""
@@ -93,6 +97,23 @@ class Devices:
         """Give back what was reserved; what still runs there ends."""
         if self._group is not None:
             remove_placement_group(self._group)
+
+    async def room(self) -> bool:
+        """After `release`: True when the cluster has as much again, on whichever machines. Raises DeadlineError after
+        deadlines.start_s."""
+        if self._group is None:
+            return True
+        group = placement_group(self._bundles, strategy="PACK", bundle_label_selector=self._pools)
+        try:
+            await within(
+                "waiting for machines in place of those that are lost",
+                self._config.deadlines.start_s,
+                answer("cluster", group.ready()),
+                "add machines, or raise deadlines.start_s, and start the run again: it goes on",
+            )
+        finally:
+            remove_placement_group(group)
+        return True
 
 
 def nodes_there() -> dict[str, dict[str, Any]]:

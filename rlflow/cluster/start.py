@@ -12,13 +12,15 @@ from typing import Any, cast
 import ray
 
 from rlflow.algorithms.chosen import needs_critic
-from rlflow.cluster.calls import DISK, RayReference, RayRunners, RayTrainer, answer, open_calls
+from rlflow.cluster.calls import DISK, WATCH, RayReference, RayTrainer, answer, open_calls
 from rlflow.cluster.critic import RayActorCritic
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
 from rlflow.cluster.joined_ray import join_ray
 from rlflow.cluster.local_ray import private_ray
+from rlflow.cluster.loss import end_fleet
 from rlflow.cluster.rewards import start_rewards
+from rlflow.cluster.runner_calls import RayRunners
 from rlflow.cluster.runners import start_runners
 from rlflow.compute import ONE_ARENA
 from rlflow.config import Config, Placement, Process, needs_reference, refers_to_itself
@@ -46,7 +48,15 @@ class Fleet:
     trainers: list[Any]
     rewards: list[Any]
     reference: Any | None
+    vital: dict[str, Any]
+    """Name -> actor that Ray does not restart: what it holds is in checkpoints only."""
     devices: Devices
+    is_joined: bool
+    """Whether the cluster has other machines, which may be lost."""
+
+    @property
+    def actors(self) -> list[Any]:
+        return [*self.engines, *self.runners, *self.rewards, *self.vital.values()]
 
 
 @contextmanager
@@ -96,7 +106,9 @@ async def start_fleet(
     num_ranks = config.trainer.ranks
     # Beside the writes, all calls come on one thread, though not the main one: torch's and CUDA's settings of it hold.
     environment = {"env_vars": ONE_ARENA}
-    trainer_actor = cast(Any, ray.remote)(concurrency_groups={DISK: 1}, runtime_env=environment)(TrainerWorker)
+    trainer_actor = cast(Any, ray.remote)(concurrency_groups={DISK: 1, WATCH: 1}, runtime_env=environment)(
+        TrainerWorker
+    )
     trainers = [
         trainer_actor.options(**devices.of(Process.trainer, rank)).remote(config, model_path, rank, num_ranks, threads)
         for rank in range(num_ranks)
@@ -111,28 +123,24 @@ async def start_fleet(
     runners = start_runners(config, model_path, spec, list(rewards), engine_names, devices, MANY_CALLS)
     reference = None
     if needs_reference(config):
+        reference_actor = cast(Any, ray.remote)(concurrency_groups={WATCH: 1})(ReferenceWorker)
         options = devices.of(Process.reference, 0)
-        reference = ray.remote(ReferenceWorker).options(**options).remote(config, model_path, threads)
+        reference = reference_actor.options(**options).remote(config, model_path, threads)
     membership = Membership(runners)
     processes = [RayEngine(engine, index, config.deadlines) for index, engine in enumerate(engines)]
     engine_fleet = EngineFleet(config, processes, membership.tell, alarm)
-    await within(
-        "starting the workers",
-        config.deadlines.start_s,
-        _start_all(
-            config, engine_fleet, [trainers, critics], runners, [*rewards.values(), *([reference] if reference else [])]
+    vital = {f"trainer rank {rank}": actor for rank, actor in enumerate(trainers)}
+    vital |= {f"critic rank {rank}": actor for rank, actor in enumerate(critics)}
+    vital |= {"reference": reference} if reference else {}
+    is_joined, patience_s = config.cluster.address is not None, config.deadlines.start_s
+    fleet = Fleet(
+        workers=Workers(
+            runners=RayRunners(runners, on_one_machine=not is_joined, patience_s=patience_s),
+            engines=engine_fleet,
+            trainer=_as_one(config, trainers, critics),
+            reference=RayReference(reference) if reference else None,
+            open_calls=open_calls,
         ),
-        "raise deadlines.start_s if the model takes this long to load",
-    )
-    workers = Workers(
-        runners=RayRunners(runners),
-        engines=engine_fleet,
-        trainer=_as_one(config, trainers, critics),
-        reference=RayReference(reference) if reference else None,
-        open_calls=open_calls,
-    )
-    return Fleet(
-        workers=workers,
         runners=runners,
         engines=engines,
         engine_fleet=engine_fleet,
@@ -140,8 +148,22 @@ async def start_fleet(
         trainers=[*trainers, *critics],
         rewards=list(rewards.values()),
         reference=reference,
+        vital=vital,
         devices=devices,
+        is_joined=is_joined,
     )
+    others = [*rewards.values(), *([reference] if reference else [])]
+    try:
+        await within(
+            "starting the workers",
+            config.deadlines.start_s,
+            _start_all(config, engine_fleet, [trainers, critics], runners, others),
+            "raise deadlines.start_s if the model takes this long to load",
+        )
+    except BaseException:
+        await end_fleet(fleet)
+        raise
+    return fleet
 
 
 def _as_one(config: Config, trainers: list[Any], critics: list[Any]) -> Trainer:

@@ -212,6 +212,9 @@ class ModelledRunners:
     async def save_payloads(self, payloads: Sequence[PayloadRef], path: Path) -> None:
         """Nothing: there are no payloads, and no simulation is resumed."""
 
+    def is_lost(self, payloads: Sequence[PayloadRef]) -> bool:
+        return False
+
     async def load_payloads(self, path: Path, count: int) -> list[PayloadRef]:
         raise AssertionError("a simulation is not resumed")
 

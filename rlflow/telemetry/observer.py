@@ -11,8 +11,10 @@ from rlflow.checkpoint import RunState
 from rlflow.config import Config
 from rlflow.deadlines import within
 from rlflow.driver import StepReport
+from rlflow.errors import WorkerError
 from rlflow.evaluation import Evaluation
 from rlflow.ledger import DropReason
+from rlflow.restarts import Loss
 from rlflow.roles import Runners
 from rlflow.rundir import RunDir, plain
 from rlflow.telemetry import metrics, samples
@@ -31,8 +33,12 @@ MISMATCH_ALARM = {"float32": 1e-3, "bfloat16": 0.1}
 class RunObserver:
     """The driver's Observer of a real run. `runners` must be set before the first step."""
 
-    def __init__(self, config: Config, run_dir: RunDir, state: RunState | None) -> None:
+    def __init__(self, config: Config, run_dir: RunDir, state: RunState | None, loss: Loss | None = None) -> None:
+        """`loss` is what the run makes up for, where it is no fresh start."""
         self.runners: Runners | None = None
+        self.num_steps = state.step if state else 0
+        """Done so far."""
+        self._loss = loss
         self._config = config
         self._run_dir = run_dir
         metrics.truncate_after(run_dir.metrics, state.step if state else 0)
@@ -102,6 +108,7 @@ class RunObserver:
         self._console.message(f"saved {folder}")
 
     async def step(self, report: StepReport) -> None:
+        self.num_steps = report.step
         since_s = report.start_s if self._since_s is None else self._since_s
         record = step_record(report, since_s=since_s, num_tokens_before=self._num_tokens)
         self._since_s, self._num_tokens = report.end_s, int(record["num_tokens"] or 0)
@@ -112,6 +119,8 @@ class RunObserver:
             tracker.log(report.step, record)
         self._console.step(record)
         self._check(report, record)
+        if self._loss is not None and report.step == self._loss.step:
+            self.message(f"step {report.step} is done again, {self._loss.seconds:.0f} s after the loss")
         if report.step % self._config.run.show_samples_every == 0 or report.step == 1:
             await self._show(report)
 
@@ -139,7 +148,11 @@ class RunObserver:
             )
 
     async def _show(self, report: StepReport) -> None:
-        worst, best = [await self._shown(*item) for item in report.payloads]
+        try:
+            worst, best = [await self._shown(*item) for item in report.payloads]
+        except WorkerError as error:
+            self.alarm(f"the samples of step {report.step} cannot be shown: {error}")
+            return
         samples.write_samples(self._run_dir.path, report.step, best, worst)
         self._console.samples(best, worst)
 

@@ -142,6 +142,11 @@ class Driver:
             await self._end_tasks()
             await self._saver.ended()
 
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self._progress.step
+
     def request_stop(self) -> None:
         """Finish the step in hand, save, return."""
         self._progress.stop_requested = True

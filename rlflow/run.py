@@ -44,8 +44,9 @@ class _Run:
 
 
 def train(config: Config) -> int:
-    """Run to the last step, or to the end of the step in which SIGINT or SIGTERM came; returns the exit code, 0.
+    """Run to the last step, or to the end of the step in which SIGINT or SIGTERM came.
 
+    Returns the exit code: 0 when all steps are done, 128 + the signal when it ended before.
     Raises ConfigError before anything is started, RunError when the run cannot go on.
     """
     check(config)
@@ -74,30 +75,33 @@ def train(config: Config) -> int:
             state=state,
         )
         with ray_cluster(config), RunObserver(config, run_dir, state) as observer:
-            asyncio.run(_train(run, observer))
+            ended_by = asyncio.run(_train(run, observer))
             observer.finish()
-    return 0
+    return 0 if ended_by is None else 128 + ended_by
 
 
-async def _train(run: _Run, observer: RunObserver) -> None:
+async def _train(run: _Run, observer: RunObserver) -> signal.Signals | None:
+    """The signal that ended the run before its last step, if one did."""
     stopper = _Stopper(observer.message)
     observer.phase("starting")
     try:
         starting = start_fleet(run.config, run.model_path, run.spec, observer.alarm, run.reward_model_path)
         fleet = await stopper.until_stopped(starting)
         if fleet is None:
-            return
+            return stopper.signal
         ledger = Ledger(run.run_dir.ledger)
         try:
-            await _drive(run, observer, fleet, ledger, stopper)
+            steps = await _drive(run, observer, fleet, ledger, stopper)
         finally:
             ledger.close()
             await stop_fleet(fleet)
+        return stopper.signal if steps < run.config.run.steps else None
     finally:
         stopper.restore()
 
 
-async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, ledger: Ledger, stopper: _Stopper) -> None:
+async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, ledger: Ledger, stopper: _Stopper) -> int:
+    """The steps that are done in the end."""
     observer.runners = fleet.workers.runners
     driver = Driver(
         config=run.config,
@@ -116,6 +120,7 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, ledger: Ledger,
             done = f"{run.state.step} of {run.config.run.steps}"
             observer.message(f"resumed at step {done}, version {run.state.version}")
         await driver.run()
+        return driver.step
     finally:
         watch.cancel()
 
@@ -129,14 +134,19 @@ async def _watch_engines(fleet: Fleet, driver: Driver) -> None:
 
 
 class _Stopper:
-    """The first SIGINT or SIGTERM asks to stop, the second one leaves at once."""
+    """The first SIGINT or SIGTERM asks to stop; another SIGINT, from somebody who has read that, leaves at once.
+
+    Another SIGTERM changes nothing: a job is often asked by several at the same time.
+    """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
+        self.signal: signal.Signals | None = None
+        """The first one."""
         self.on_stop: Callable[[], None] | None = None
         self._tell = tell
         self._stopped = asyncio.Event()
         for number in SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._signal)
+            asyncio.get_running_loop().add_signal_handler(number, self._handle, number)
 
     def restore(self) -> None:
         for number in SIGNALS:
@@ -154,14 +164,17 @@ class _Stopper:
         await asyncio.gather(start, return_exceptions=True)
         return None
 
-    def _signal(self) -> None:
-        if self._stopped.is_set():
-            sys.stderr.write("rlflow: stopped at once; the last complete checkpoint is kept\n")
-            sys.stderr.flush()
-            os._exit(130)
+    def _handle(self, number: signal.Signals) -> None:
+        if self.signal is not None:
+            if number == signal.SIGINT:
+                sys.stderr.write("rlflow: stopped at once; the last complete checkpoint is kept\n")
+                sys.stderr.flush()
+                os._exit(128 + signal.SIGINT)
+            return
+        self.signal = number
         self._stopped.set()
         if self.on_stop is None:
             self._tell("stopping; nothing has been trained yet")
             return
-        self._tell("stopping: finishing the step and saving; once more to leave at once")
+        self._tell("stopping: finishing the step and saving; Ctrl-C once more to leave at once")
         self.on_stop()

@@ -14,6 +14,7 @@ from rlflow.errors import ConfigError, RunError
 
 _VERBS = {
     "train": "train a model: rlflow train recipe=NAME [key=value ...] [--dry-run]",
+    "submit": "hand a run to a cluster: rlflow submit recipe=NAME cluster=ray|kuberay [key=value ...]",
     "stop": "have a run finish its step, save and end",
     "recipes": "list the recipes, or print one",
     "algorithms": "list advantages, losses and corrections with their options",
@@ -40,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _complete(words)
         if words[:1] == ["train"]:
             return _train(words[1:])
+        if words[:1] == ["submit"]:
+            from rlflow.submit.command import submit
+
+            return submit(words[1:], _report)
         if words[:1] == ["env"]:
             return _env(words[1:])
         parser = _parser()

@@ -11,28 +11,38 @@ from rlflow.config import Config
 from rlflow.environments import held_out_tasks, load_environment
 from rlflow.errors import ConfigError
 from rlflow.rundir import plain
+from rlflow.submit.words import CLAIM
 
 _SECTIONS = ("model", "env", "reward", "curriculum", "algorithm")
 """Of the settings, those that may name files."""
+_MODELS = ("model.path", "reward.model")
+"""Of these nothing is read here."""
 MAX_PATH = 1000
 
 
 def check_run(config: Config, packaged: Collection[str]) -> list[str]:
     """Raise ConfigError for what would end the run on the cluster; what could not be checked here, for a person.
 
-    `packaged` are the files that go along, relative to the current directory. Nothing goes along to Kubernetes.
+    `packaged` are the files that go along to a Ray cluster, relative to the current directory. None go to Kubernetes.
     """
+    on_kubernetes = config.cluster.kubernetes.image is not None
     files = list(_files(config))
-    for key, path in files:
-        if not path.is_absolute():
-            _check_goes_along(config, key, path, packaged)
-    away = [f"{key}: there is no {path} on this machine" for key, path in files if not path.exists()]
-    if away:
-        return away
+    if not on_kubernetes:
+        for key, path in files:
+            if not path.is_absolute() and path.exists():
+                _check_goes_along(key, path, packaged)
+    away = [(key, path) for key, path in files if not path.exists() and (on_kubernetes or path.is_absolute())]
+    unchecked = [f"{key}: the job looks for {CLAIM / path}" for key, path in (files if on_kubernetes else away)]
+    if all(key in _MODELS for key, _ in away):
+        unchecked += _check_code(config)
+    return unchecked
+
+
+def _check_code(config: Config) -> list[str]:
     try:
         check_functions(config)
         spec = load_environment(config.env, config.reward)
-        if any(key.startswith("env.args") for key, _ in files):
+        if any(key.startswith("env.args") for key, _ in _files(config)):  # others may have to be downloaded
             spec.tasks()
             held_out_tasks(config, spec)
     except (ConfigError, ModuleNotFoundError) as error:
@@ -43,13 +53,8 @@ def check_run(config: Config, packaged: Collection[str]) -> list[str]:
     return []
 
 
-def _check_goes_along(config: Config, key: str, path: Path, packaged: Collection[str]) -> None:
+def _check_goes_along(key: str, path: Path, packaged: Collection[str]) -> None:
     """Of a file or folder that is here and is named from the current directory."""
-    if config.cluster.kubernetes.image is not None:
-        raise ConfigError(
-            f"{key} names {path} on this machine, which no pod sees; put it into the image or on the claim, and give "
-            "its absolute path there"
-        )
     name = str(path)
     if not any(each == name or each.startswith(f"{name}/") for each in packaged):
         raise ConfigError(
@@ -59,13 +64,13 @@ def _check_goes_along(config: Config, key: str, path: Path, packaged: Collection
 
 
 def _files(config: Config) -> Iterator[tuple[str, Path]]:
-    """(key, path) of each setting that names a file: absolute paths, and others where something of that name is."""
+    """(key, path) of each setting that names a file: what looks like one, and is one where a name may look so."""
     settings = plain(config)
     for section in _SECTIONS:
         for key, text in _texts(section, settings[section]):
             source, colon, _ = text.rpartition(":")
             path = Path(source if colon and source.endswith(".py") else text)
-            if path.is_absolute() or (("/" in text or "." in text) and path.exists()):
+            if path.is_absolute() or source.endswith(".py") or (("/" in text or "." in text) and path.exists()):
                 yield key, Path(*path.parts)
 
 

@@ -127,7 +127,31 @@ def _on_ray(config: Config, options: _Options) -> int:
 
 
 def _on_kubernetes(config: Config, options: _Options) -> int:
-    raise ConfigError("not there yet")
+    from rlflow.submit.check import check_run
+    from rlflow.submit.kuberay import render, to_yaml
+    from rlflow.submit.kubernetes_api import Kubernetes
+
+    if options.working_dir is not None or options.wheel:
+        raise ConfigError(
+            "--working-dir and --wheel have no effect on Kubernetes, where code is in the image or on the claim; leave "
+            "them out"
+        )
+    namespace = config.cluster.kubernetes.namespace
+    if options.stop is not None:
+        print(Kubernetes(namespace).stop(options.stop))
+        return 0
+    if options.attach is not None:
+        return Kubernetes(namespace).follow(options.attach)
+    job = make_job(config, options.words, time.strftime("%Y%m%d-%H%M%S"))
+    rayjob = render(config, job)
+    _note(check_run(config, ()))
+    if options.dry_run:
+        print(to_yaml(rayjob), end="")
+        return 0
+    cluster = Kubernetes(namespace)
+    cluster.apply(rayjob)
+    print(f"run.dir {job.run_dir}, on the claim\n{how_to_go_on(job.name, config.cluster)}", flush=True)
+    return 0 if options.detach else cluster.follow(job.name)
 
 
 def _note(unchecked: Sequence[str]) -> None:

@@ -50,7 +50,10 @@ def open_client(address: str) -> JobClient:
     for chatty in (sdk, dashboard_sdk):
         chatty.logger.setLevel(logging.WARNING)
     with understood(address), _without_other_addresses():
-        return JobClient(address)
+        try:
+            return JobClient(address)
+        except RuntimeError as error:  # something answers, and has no job API
+            raise ConnectionError(str(error)) from error
 
 
 @contextmanager

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import shlex
+import signal
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import yaml
-from ray.job_submission import JobDetails, JobErrorType, JobStatus
+from ray.job_submission import JobDetails, JobStatus
 
 from rlflow.config import Config
 from rlflow.errors import ConfigError, RunError
@@ -24,9 +25,8 @@ from rlflow.submit.words import how_to_go_on
 
 LOST = 75
 """Exit code when the cluster does not answer any more: that of a failure which may pass (EX_TEMPFAIL)."""
-DETACHED = 130
-STOPPED = 143
-"""As of a run that SIGTERM has ended."""
+INTERRUPTED, STOPPED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+"""As of a run that these have ended before its last step."""
 _RUN_DIR = "run.dir"
 _STOP_S = "seconds_to_stop"
 
@@ -66,7 +66,7 @@ class RayJobs:
             )
 
     def follow(self, name: str) -> int:
-        """Show a job's log until it ends; exit code: its own, LOST, or DETACHED after Ctrl-C (the job goes on)."""
+        """Show a job's log until it ends; exit code: its own, LOST, or 0 after Ctrl-C, when it goes on."""
         client = open_client(self._address)
         with understood(self._address):
             return self._follow(client, name, shown=0)
@@ -92,7 +92,7 @@ class RayJobs:
             details = asyncio.run(_within(follower, name, seconds))
         except KeyboardInterrupt:
             _tell(f"\nthe job goes on\n{how_to_go_on(name, self._cluster)}")
-            return DETACHED
+            return 0
         except ConnectionLost as error:
             _tell(f"{error}; the job may well go on\n{how_to_go_on(name, self._cluster)}")
             return LOST
@@ -101,7 +101,7 @@ class RayJobs:
                 f"{error}: its head may have been started anew, and its jobs ended with it; submit again with the same "
                 "run.dir to go on after the last checkpoint"
             ) from error
-        return _say_end(details)
+        return tell_end(details)
 
     def _environment(self, package: str | None) -> dict[str, Any]:
         # Ray kills what has not ended after so many seconds, 3 by default; its supervisor of the job reads it.
@@ -135,19 +135,19 @@ async def _within(follower: Follower, name: str, seconds: float | None) -> JobDe
         raise RunError(f"job {name} has not ended within {seconds:g} s; Ray kills it about now") from None
 
 
-def _say_end(details: JobDetails) -> int:
+def tell_end(details: JobDetails) -> int:
     """Tell how a job ended; its exit code."""
     name, run_dir = details.submission_id, (details.metadata or {}).get(_RUN_DIR)
     if details.status is JobStatus.SUCCEEDED:
         _tell(f"job {name} succeeded: {run_dir}")
         return 0
     again = f"submit again with run.dir={run_dir} to go on after its last checkpoint"
-    if details.status is JobStatus.STOPPED:
-        _tell(f"job {name} was stopped; {again}")
-        return STOPPED
     code = details.driver_exit_code
-    if details.error_type is not JobErrorType.JOB_ENTRYPOINT_COMMAND_ERROR or code is None:
-        _tell(f"job {name} failed: {details.message}; {again}")
+    if details.status is JobStatus.STOPPED or code in (INTERRUPTED, STOPPED):
+        _tell(f"job {name} was stopped; {again}")
+        return code or STOPPED
+    if code is None:  # Ray could not start it, or lost it
+        _tell(f"job {name} failed; {again}\n{details.message}")
         return 1
     ended_by = f"by signal {-code}" if code < 0 else f"with exit code {code}"
     _tell(f"job {name} failed {ended_by}; the lines above say why; {again}")

@@ -14,6 +14,8 @@ from rlflow.errors import ConfigError, RunError
 
 _VERBS = {
     "train": "train a model: rlflow train recipe=NAME [key=value ...] [--dry-run]",
+    "submit": "hand a run to a cluster: rlflow submit recipe=NAME cluster=ray|kuberay [key=value ...]",
+    "stop": "have a run finish its step, save and end",
     "recipes": "list the recipes, or print one",
     "algorithms": "list advantages, losses and corrections with their options",
     "export": "write a checkpoint as a folder for transformers and vLLM",
@@ -39,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _complete(words)
         if words[:1] == ["train"]:
             return _train(words[1:])
+        if words[:1] == ["submit"]:
+            from rlflow.submit.command import submit
+
+            return submit(words[1:], _report)
         if words[:1] == ["env"]:
             return _env(words[1:])
         parser = _parser()
@@ -117,8 +123,11 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     verb = {name: verbs.add_parser(name, help=text, description=text) for name, text in _VERBS.items()}
     verb["recipes"].add_argument("name", nargs="?", metavar="NAME", help="print this recipe")
-    for name in ("export", "report", "ledger"):
+    for name in ("stop", "export", "report", "ledger"):
         verb[name].add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    verb["stop"].add_argument(
+        "--timeout", type=float, metavar="SECONDS", help="how long to wait; by default what the run's deadlines allow"
+    )
     verb["export"].add_argument("out", type=Path, metavar="OUT", help="the folder to write; it must not exist")
     verb["export"].add_argument("--step", type=int, metavar="N", help="the checkpoint's step; the last one by default")
     verb["export"].add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -159,7 +168,11 @@ def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     if not options.run.is_dir():
         raise ConfigError(f"{options.run} is not a run's directory; give the run.dir that `rlflow train` printed")
-    if options.verb == "export":
+    if options.verb == "stop":
+        from rlflow.stopping import stop_run
+
+        print(stop_run(options.run, options.timeout))
+    elif options.verb == "export":
         from rlflow.export import export
 
         found = export(options.run, options.out, step=options.step, dtype=options.dtype, adapter_only=options.adapter)

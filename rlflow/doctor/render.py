@@ -1,0 +1,45 @@
+"""Findings as aligned lines, or as a JSON object."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rlflow.doctor.findings import Finding, Level
+
+_LEVEL_WIDTH = max(map(len, Level)) + 2
+
+
+def as_text(places: Mapping[str, Sequence[Finding]]) -> str:
+    """Place (a machine, a node, the cluster) -> what was found there; one line each, its cure on the next."""
+    findings = [finding for each in places.values() for finding in each]
+    width = max(len(finding.name) for finding in findings) + 2
+    lines: list[str] = []
+    for place, found in places.items():
+        lines += [f"{place}:"] if len(places) > 1 else []
+        lines += [line for finding in found for line in _lines(finding, width)]
+    return "\n".join([*lines, _summary(findings)])
+
+
+def as_json(places: Mapping[str, Sequence[Finding]]) -> dict[str, Any]:
+    """{"ok": whether there is no error, "places": {place: [finding]}}"""
+    return {
+        "ok": not has_error(places),
+        "places": {place: [asdict(each) for each in found] for place, found in places.items()},
+    }
+
+
+def has_error(places: Mapping[str, Sequence[Finding]]) -> bool:
+    return any(finding.level is Level.error for found in places.values() for finding in found)
+
+
+def _lines(finding: Finding, width: int) -> list[str]:
+    line = f"{finding.level.value:{_LEVEL_WIDTH}}{finding.name:{width}}{finding.found}"
+    return [line, f"{'':{_LEVEL_WIDTH + width}}cure: {finding.cure}"] if finding.cure else [line]
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    counts = Counter(finding.level for finding in findings)
+    return ", ".join(f"{counts[level]} {level.value}" for level in (Level.error, Level.warning, Level.ok))

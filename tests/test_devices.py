@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import ray
 
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.gpus import check_gpus, gpu_plan
+from rlflow.cluster.placement import Machine, fit
 from rlflow.config import Config, Placement, Process, Roles, Transport
 from rlflow.errors import ConfigError
 
@@ -37,6 +39,10 @@ def config(
     return config
 
 
+def one_machine(gpus: int) -> list[Machine]:
+    return [Machine(name="here", cpus=math.inf, gpus=gpus)]
+
+
 @pytest.mark.parametrize(
     ("asked", "found"),
     [
@@ -52,6 +58,8 @@ def config(
 )
 def test_enough(asked: Config, found: int) -> None:
     check_gpus(asked, found)
+    placed = fit(asked, one_machine(found))
+    assert sum(slot.gpus for slot in placed.slots) == found
     assert found in (0, gpu_plan(asked).total)
 
 
@@ -61,8 +69,8 @@ def test_enough(asked: Config, found: int) -> None:
         (
             config(1, 1),
             1,
-            r"needs 2 GPUs \(rollout.engines x rollout.tensor_parallel = 1, trainer.ranks = 1\); the cluster has 1; "
-            "lower one of them$",
+            r"the run needs 2 GPUs \(rollout.engines x rollout.tensor_parallel = 1, trainer.ranks = 1\); the cluster "
+            "has 1; lower one of them$",
         ),
         (
             config(2, 1, tensor_parallel=2, kl=0.1),
@@ -72,13 +80,23 @@ def test_enough(asked: Config, found: int) -> None:
         (config(4, 4, kl=0.1, colocated=True), 4, "needs 5 GPUs .trainer.ranks = 4, reference = 1"),
         (config(1, 2, replicas=3), 5, "needs 6 GPUs .* reward.model_replicas = 3"),
         (config(1, 2, replicas=2, shared=True), 2, "needs 3 GPUs .* trainer.ranks = 2.; the .*; lower one of them$"),
-        (config(2, 1, colocated=True), 8, "equal to trainer.ranks; got 1, 2 and 1; change them"),
-        (config(1, 1, tensor_parallel=2, colocated=True), 8, "got 2, 1 and 1"),
     ],
 )
 def test_too_few(asked: Config, found: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_gpus(asked, found)
+        fit(asked, one_machine(found))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (config(2, 1, colocated=True), "equal to trainer.ranks; got 1, 2 and 1; change them"),
+        (config(1, 1, tensor_parallel=2, colocated=True), "got 2, 1 and 1"),
+    ],
+)
+def test_engines_that_cannot_share(asked: Config, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_gpus(asked, 8)
 
 
 def test_transports_that_need_other_gpus() -> None:
@@ -128,7 +146,7 @@ def gpus_of(asked: Config) -> dict[tuple[Process, int], str]:
     devices = Devices(asked)
     actor: Any = ray.remote(Lodger)
     lodgers = {
-        (kind, index): actor.options(num_cpus=0, **devices.of(kind, index)).remote()
+        (kind, index): actor.options(**devices.of(kind, index)).remote()
         for kind, count in gpu_plan(asked).counts.items()
         for index in range(count)
     }

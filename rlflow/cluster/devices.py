@@ -1,33 +1,113 @@
-"""Which GPUs each actor asks Ray for."""
+"""What a run reserves in a Ray cluster: one placement group, of which each process has a part."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlflow.cluster.gpus import check_gpus, gpu_plan
+from rlflow.cluster.calls import answer
+from rlflow.cluster.gpus import check_gpus
+from rlflow.cluster.placement import Machine, Placed, describe, fit
 from rlflow.config import Config, Process
+from rlflow.deadlines import within
+from rlflow.errors import ConfigError
+
+POOL_LABEL = "rlflow-pool"
+NODE_LABEL = "ray.io/node-id"
 
 
 class Devices:
-    """Ray's actor options of the processes that compute; without GPUs in the cluster, of none."""
+    """Ray's actor options of each process of a run.
+
+    On one machine without GPUs nothing is reserved: all processes share it.
+    """
 
     def __init__(self, config: Config) -> None:
-        found = int(ray.cluster_resources().get("GPU", 0))
-        check_gpus(config, found)
-        self._has_gpus = found > 0
-        self._plan = gpu_plan(config)
-        # One bundle a rank: nobody else gets what is left of its GPU.
-        is_shared = self._has_gpus and len(self._plan.sharing) > 1
-        self._bundles = placement_group([{"GPU": 1}] * config.trainer.ranks) if is_shared else None
+        """Raises ConfigError, with the arithmetic, when the run does not fit on the machines that are there."""
+        self._config = config
+        self._is_joined = config.cluster.address is not None
+        nodes = nodes_there()
+        machines = [_machine(name, node, node["Resources"], is_joined=self._is_joined) for name, node in nodes.items()]
+        check_gpus(config, sum(machine.gpus for machine in machines))
+        self._places: dict[tuple[Process, int], tuple[int, float, float]] = {}
+        """Process -> number of its bundle, and the CPUs and GPUs that it takes of it."""
+        self.lines: list[str] = []
+        self._group: PlacementGroup | None = None
+        if self._is_joined or any(machine.gpus for machine in machines):
+            placed = self._fit(machines, nodes)
+            self.lines = describe(placed, machines)
+            self._reserve(placed, {name: node["NodeID"] for name, node in nodes.items()})
+
+    def _fit(self, machines: list[Machine], nodes: Mapping[str, Any]) -> Placed:
+        """On what other runs leave, if that is enough; else Ray waits until they end."""
+        unused = available_resources_per_node()
+        free = [
+            _machine(name, node, unused.get(node["NodeID"], {}), is_joined=self._is_joined)
+            for name, node in nodes.items()
+        ]
+        try:
+            return fit(self._config, free)
+        except ConfigError:
+            return fit(self._config, machines)
+
+    def _reserve(self, placed: Placed, ids: Mapping[str, str]) -> None:
+        bundles, labels = [], []
+        for number, slot in enumerate(placed.slots):
+            # A run's own machine may have fewer CPUs than processes.
+            cpus = slot.cpus if self._is_joined or not slot.gpus else 0.0
+            bundles.append({what: size for what, size in (("CPU", cpus), ("GPU", slot.gpus)) if size})
+            own = {POOL_LABEL: slot.pool} if slot.pool is not None else {}
+            labels.append({NODE_LABEL: ids[placed.machines[number]]} if placed.is_pinned[number] else own)
+            share = len(slot.processes)
+            for process in slot.processes:
+                self._places[process] = number, cpus / share, slot.gpus / share
+        self._group = placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
+
+    async def ready(self) -> None:
+        """Wait until all that the run needs is reserved. Raises DeadlineError after deadlines.start_s."""
+        if self._group is not None:
+            await within(
+                "reserving the run's machines",
+                self._config.deadlines.start_s,
+                answer("cluster", self._group.ready()),
+                "another run may have them: `ray status` says what is taken",
+            )
 
     def of(self, kind: Process, index: int) -> dict[str, Any]:
         """The options of process `index` of a kind."""
-        if self._bundles is not None and kind in self._plan.sharing:
-            strategy = PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=index)
-            return {"num_gpus": self._plan.share, "scheduling_strategy": strategy}
-        count = self._plan.per_engine if kind is Process.engine else 1
-        return {"num_gpus": count if self._has_gpus else 0}
+        if self._group is None:
+            return {"num_cpus": 0, "num_gpus": 0}
+        bundle, cpus, gpus = self._places[kind, index]
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy}
+
+    def release(self) -> None:
+        """Give back what was reserved; what still runs there ends."""
+        if self._group is not None:
+            remove_placement_group(self._group)
+
+
+def nodes_there() -> dict[str, dict[str, Any]]:
+    """Name -> what Ray says of it, of each node that lives. The name is its address, with a part of its id where
+    several have the same one."""
+    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeManagerAddress"])
+    count = Counter(node["NodeManagerAddress"] for node in alive)
+    return {
+        node["NodeManagerAddress"] + (f" ({node['NodeID'][:6]})" if count[node["NodeManagerAddress"]] > 1 else ""): node
+        for node in alive
+    }
+
+
+def _machine(name: str, node: Mapping[str, Any], resources: Mapping[str, float], *, is_joined: bool) -> Machine:
+    return Machine(
+        name=name,
+        cpus=resources.get("CPU", 0) if is_joined else float("inf"),
+        gpus=int(resources.get("GPU", 0)),
+        pool=node["Labels"].get(POOL_LABEL),
+    )

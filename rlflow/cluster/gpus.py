@@ -59,8 +59,8 @@ def gpu_plan(config: Config) -> GpuPlan:
 
 
 def check_gpus(config: Config, found: int) -> None:
-    """Raise ConfigError when there are some GPUs, but not enough, or when engines and ranks cannot share them; and for
-    a transport that needs others than there are."""
+    """Raise ConfigError when engines and ranks cannot share the GPUs, and for a transport that needs others than there
+    are. Whether there are enough is `placement.fit`."""
     transport, is_colocated = config.weights.transport, config.cluster.placement is Placement.colocated
     if not found:
         if transport is Transport.ipc:
@@ -83,21 +83,3 @@ def check_gpus(config: Config, found: int) -> None:
             f"rollout.tensor_parallel=1 and rollout.engines equal to trainer.ranks; got {per_engine}, {engines} "
             f"and {ranks}; change them, or take cluster.placement=separate"
         )
-    plan = gpu_plan(config)
-    if found < plan.total:
-        needs = ", ".join(f"{_NAMES[kind]} = {count}" for kind, count in plan.own.items())
-        cure = "" if config.cluster.roles is Roles.shared else ", or set cluster.roles=shared"
-        has_roles = plan.counts.keys() - {Process.engine, Process.trainer}
-        raise ConfigError(
-            f"the run needs {plan.total} GPUs ({needs}); the cluster has {found}; lower one of them"
-            f"{cure if has_roles else ''}"
-        )
-
-
-_NAMES = {
-    Process.engine: "rollout.engines x rollout.tensor_parallel",
-    Process.trainer: "trainer.ranks",
-    Process.critic: "critic",
-    Process.reference: "reference",
-    Process.reward_model: "reward.model_replicas",
-}

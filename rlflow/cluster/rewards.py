@@ -32,12 +32,12 @@ def start_rewards(
 
     `own` is the environment's own function, `model_path` the folder of the reward model.
     """
-    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": max_calls, "max_restarts": -1}
+    options: dict[str, Any] = {"max_concurrency": max_calls, "max_restarts": -1}
     if model_path is None:
         chosen = choose_rewards(config.reward, own)
         if is_environment_alone(chosen):
             return {}
-        worker = ray.remote(RewardWorker).options(name="reward", **options)
+        worker = ray.remote(RewardWorker).options(name="reward", **options, **devices.of(Process.reward, 0))
         return {"reward": worker.remote(config.reward, chosen)}
     return {
         f"reward model {index}": ray.remote(RewardModelWorker)

@@ -8,8 +8,10 @@ from typing import Any, cast
 
 import ray
 
+from rlflow.cluster.devices import Devices
+from rlflow.cluster.placement import num_runners
 from rlflow.cluster.rewards import scorer_of
-from rlflow.config import Config
+from rlflow.config import Config, Process
 from rlflow.environment_pool import EnvironmentPool
 from rlflow.envs.base import Environment, EnvironmentSpec, Program
 from rlflow.rollout.client import EngineHandle
@@ -17,18 +19,24 @@ from rlflow.rollout.gateway import Gateway
 from rlflow.types import EpisodePayload, GroupOrder, PlayedGroup
 from rlflow.workers.episode import EpisodeRunner
 
-ENGINES_PER_RUNNER = 8
-
 
 def start_runners(
-    config: Config, model_path: str, spec: EnvironmentSpec, rewards: list[str], engines: list[str], max_calls: int
+    config: Config,
+    model_path: str,
+    spec: EnvironmentSpec,
+    rewards: list[str],
+    engines: list[str],
+    devices: Devices,
+    max_calls: int,
 ) -> list[Any]:
     """One actor for every few engines. `rewards` and `engines` are names of actors."""
-    count = -(-config.rollout.engines // ENGINES_PER_RUNNER)
-    actor = ray.remote(RunnerActor).options(num_cpus=0, max_concurrency=max_calls, max_restarts=-1)
+    actor: Any = ray.remote(RunnerActor)
+    options = {"max_concurrency": max_calls, "max_restarts": -1}
     return [
-        actor.remote(config, model_path, spec.build, leases, rewards, engines)
-        for leases in shares_of(spec.leases, count)
+        actor.options(**options, **devices.of(Process.runner, index)).remote(
+            config, model_path, spec.build, leases, rewards, engines
+        )
+        for index, leases in enumerate(shares_of(spec.leases, num_runners(config)))
     ]
 
 

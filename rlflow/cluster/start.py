@@ -48,6 +48,7 @@ class Fleet:
     trainers: list[Any]
     rewards: list[Any]
     reference: Any | None
+    devices: Devices
 
 
 @contextmanager
@@ -68,7 +69,7 @@ def ray_cluster(config: Config) -> Iterator[None]:
         options["object_store_memory"] = int(max(256, min(config.staleness.max_ready_mb * 1.5, 4096))) << 20
     try:
         if config.cluster.address is not None:
-            _check_answers(config.cluster.address)
+            _check_address(config.cluster.address)
             options["address"] = config.cluster.address
         ray.init(**options)
     except (ConnectionError, TimeoutError, socket.gaierror) as error:
@@ -105,13 +106,12 @@ async def start_fleet(
     `alarm` is given what people should know of later: an engine that was lost.
     """
     devices = Devices(config)
+    await devices.ready()
     threads = config.cluster.cpu_threads or _threads(config)
     engine_names = [f"engine {index}" for index in range(config.rollout.engines)]
     engines = [
         ray.remote(EngineActor)
-        .options(
-            name=name, num_cpus=0, max_concurrency=MANY_CALLS, max_restarts=-1, **devices.of(Process.engine, index)
-        )
+        .options(name=name, max_concurrency=MANY_CALLS, max_restarts=-1, **devices.of(Process.engine, index))
         .remote(config, model_path, index, threads)
         for index, name in enumerate(engine_names)
     ]
@@ -120,23 +120,21 @@ async def start_fleet(
     environment = {"env_vars": ONE_ARENA}
     trainer_actor = cast(Any, ray.remote)(concurrency_groups={DISK: 1}, runtime_env=environment)(TrainerWorker)
     trainers = [
-        trainer_actor.options(num_cpus=0, **devices.of(Process.trainer, rank)).remote(
-            config, model_path, rank, num_ranks, threads
-        )
+        trainer_actor.options(**devices.of(Process.trainer, rank)).remote(config, model_path, rank, num_ranks, threads)
         for rank in range(num_ranks)
     ]
     critics = [
-        trainer_actor.options(num_cpus=0, **devices.of(Process.critic, rank)).remote(
+        trainer_actor.options(**devices.of(Process.critic, rank)).remote(
             config, model_path, rank, num_ranks, threads, is_critic=True
         )
         for rank in range(num_ranks if needs_critic(config.algorithm) else 0)
     ]
     rewards = start_rewards(config, spec.reward, reward_model_path, devices, threads, MANY_CALLS)
-    runners = start_runners(config, model_path, spec, list(rewards), engine_names, MANY_CALLS)
+    runners = start_runners(config, model_path, spec, list(rewards), engine_names, devices, MANY_CALLS)
     reference = None
     if needs_reference(config):
         options = devices.of(Process.reference, 0)
-        reference = ray.remote(ReferenceWorker).options(num_cpus=0, **options).remote(config, model_path, threads)
+        reference = ray.remote(ReferenceWorker).options(**options).remote(config, model_path, threads)
     membership = Membership(runners)
     processes = [RayEngine(engine, index, config.deadlines) for index, engine in enumerate(engines)]
     engine_fleet = EngineFleet(config, processes, membership.tell, alarm)
@@ -164,6 +162,7 @@ async def start_fleet(
         trainers=[*trainers, *critics],
         rewards=list(rewards.values()),
         reference=reference,
+        devices=devices,
     )
 
 
@@ -211,15 +210,24 @@ async def _settled(reference: Any) -> None:
     await asyncio.gather(reference, return_exceptions=True)
 
 
-def _check_answers(address: str) -> None:
-    """Raise ConnectionError when nothing listens at host:port; Ray itself would try for more than a minute."""
+def _check_address(address: str) -> None:
+    """Raise ConfigError for the address of a dashboard, ConnectionError when nothing listens at host:port; Ray itself
+    would try for more than a minute."""
+    if address.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"cluster.address={address} is where jobs are handed in; use `rlflow submit` in place of `rlflow train`, "
+            "or give the address of the cluster: auto, or host:port"
+        )
     host, separator, port = address.rpartition(":")
     if separator and port.isdigit() and "://" not in host:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
 def _threads(config: Config) -> int:
-    """Share the cores out between the processes that compute at the same time."""
+    """Share the cores of this machine out between the processes that compute at the same time; in a cluster each has
+    what it reserves."""
+    if config.cluster.address is not None:
+        return 1
     cores = len(os.sched_getaffinity(0))
     ranks = config.trainer.ranks * (1 + needs_critic(config.algorithm))
     is_colocated = config.cluster.placement is Placement.colocated

@@ -37,6 +37,7 @@ def as_text(found: Estimate, config: Config) -> str:
     sections = [
         [f"{found.recipe}: {model}", "Worked out from the settings and config.json; nothing was started."],
         _gpus(found),
+        *([["Machines", *(f"  {line}" for line in found.machines)]] if found.machines else []),
         *(_process(name, memory, found.micro_batch_tokens) for name, memory in found.processes.items()),
         _step(found, config),
         _weights(config, found),
@@ -51,8 +52,9 @@ def _gpus(found: Estimate) -> list[str]:
         lines.append(f"  {numbers:>9}  {size(each.num_bytes):>10} of each: {_verdict(each)}; {each.holds}")
     lines += [
         f"  A GPU is taken to hold what fits into {USABLE:.0%} of it; CUDA and vLLM's graphs need the rest.",
-        "  Ray chooses the machines; the GPUs of one engine are of one machine.",
     ]
+    if not found.machines:
+        lines.append("  Ray chooses the machines; the GPUs of one engine are of one machine.")
     return lines
 
 

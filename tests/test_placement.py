@@ -1,0 +1,205 @@
+"""Which process is on which machine, and what is said when they do not fit."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlflow.cluster.placement import Machine, Placed, describe, fit, machines_of, needs_one_machine
+from rlflow.config import Config, PoolConfig, Process, Transport
+from rlflow.errors import ConfigError
+
+SPLIT = {
+    "rollout": PoolConfig(processes=[Process.engine, Process.runner, Process.reward], machines=1, cpus=32, gpus=2),
+    "training": PoolConfig(machines=1, cpus=48, gpus=6),
+}
+
+
+def config(
+    engines: int = 1,
+    ranks: int = 1,
+    *,
+    tensor_parallel: int = 1,
+    trainer_parallel: int = 1,
+    transport: Transport = Transport.p2p,
+    pools: dict[str, PoolConfig] | None = None,
+    kl: float = 0.0,
+) -> Config:
+    made = Config()
+    made.cluster.address = "auto"
+    made.rollout.engines, made.rollout.tensor_parallel = engines, tensor_parallel
+    made.trainer.ranks, made.trainer.tensor_parallel = ranks, trainer_parallel
+    made.weights.transport, made.algorithm.kl_coefficient = transport, kl
+    made.cluster.pools = pools or {}
+    return made
+
+
+def machines(*gpus: int, cpus: float = 64, pool: str | None = None) -> list[Machine]:
+    return [Machine(name=f"m{index}", cpus=cpus, gpus=number, pool=pool) for index, number in enumerate(gpus)]
+
+
+def where(placed: Placed, kind: Process) -> list[str]:
+    return [name for slot, name in zip(placed.slots, placed.machines, strict=True) if slot.kind is kind]
+
+
+def test_64_gpus_are_shared_out_without_splitting_an_engine() -> None:
+    there = machines(*[8] * 8)
+    placed = fit(config(8, 32, tensor_parallel=4), there)
+    assert where(placed, Process.trainer) == [f"m{rank // 8}" for rank in range(32)]
+    assert where(placed, Process.engine) == ["m4", "m4", "m5", "m5", "m6", "m6", "m7", "m7"]
+    lines = describe(placed, there)
+    assert lines[0] == "m0: 8 of 8 GPUs; trainer 0-7, runner 0, reward 0"
+    assert lines[7] == "m7: 8 of 8 GPUs; engine 6-7"
+
+
+def test_pools_keep_their_processes_apart() -> None:
+    asked = config(2, 6, pools=SPLIT)
+    there = machines_of(SPLIT)
+    assert there is not None
+    placed = fit(asked, there)
+    assert describe(placed, there) == [
+        "rollout 0: 2 of 2 GPUs; engine 0-1, runner 0, reward 0",
+        "training 0: 6 of 6 GPUs; trainer 0-5",
+    ]
+
+
+def test_only_ranks_are_pinned_where_weights_cross_machines() -> None:
+    placed = fit(config(1, 2), machines(4))
+    pinned = {slot.kind for slot, is_pinned in zip(placed.slots, placed.is_pinned, strict=True) if is_pinned}
+    assert pinned == {Process.trainer}
+    placed = fit(config(1, 2, transport=Transport.shm), machines(4))
+    pinned = {slot.kind for slot, is_pinned in zip(placed.slots, placed.is_pinned, strict=True) if is_pinned}
+    assert pinned == {Process.trainer, Process.engine}
+
+
+def test_ranks_of_a_tensor_group_share_a_machine() -> None:
+    placed = fit(config(1, 4, trainer_parallel=2), machines(3, 3))
+    ranks = where(placed, Process.trainer)
+    assert ranks[0] == ranks[1] != ranks[2] == ranks[3]
+
+
+def test_large_engines_go_first_where_the_trainer_would_be_in_their_way() -> None:
+    placed = fit(config(1, 2, tensor_parallel=4), machines(4, 2))
+    assert where(placed, Process.engine) == ["m0"]
+    assert where(placed, Process.trainer) == ["m1", "m1"]
+
+
+def test_shared_memory_means_one_machine() -> None:
+    asked = config(2, 2, transport=Transport.shm)
+    placed = fit(asked, machines(2, 4))
+    assert {*where(placed, Process.trainer), *where(placed, Process.engine)} == {"m1"}
+    message = (
+        r"weights.transport=shm needs the trainer and all engines on one machine, with 4 GPUs; of the "
+        r"cluster's machines, 2 with 3; set weights.transport=p2p$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        fit(asked, machines(3, 3))
+
+
+def test_adapters_mean_one_machine() -> None:
+    asked = config(2, 2, transport=Transport.shm)
+    asked.lora.rank = 8
+    with pytest.raises(ConfigError, match=r"lora.send=adapters needs .*; set lora.send=merged and weights.transport"):
+        fit(asked, machines(3, 3))
+
+
+def test_an_engine_needs_all_of_its_gpus_on_one_machine() -> None:
+    message = (
+        r"the GPUs of the cluster are enough, but not those of each machine \(3 with 2\); the processes need on "
+        r"one machine each: an engine 4, the trainer's neighbouring ranks 1; lower rollout.tensor_parallel"
+    )
+    with pytest.raises(ConfigError, match=message):
+        fit(config(1, 1, tensor_parallel=4), machines(2, 2, 2))
+
+
+def test_cpus_are_counted_where_there_are_no_gpus() -> None:
+    asked = config(2, 2)
+    placed = fit(asked, machines(0, 0, cpus=2.1))
+    assert sorted(where(placed, Process.trainer) + where(placed, Process.engine)) == ["m0", "m0", "m1", "m1"]
+    message = (
+        r"needs 4.02 CPUs \(rollout.engines x rollout.tensor_parallel = 2, trainer.ranks = 2\); the cluster has 3 CPUs "
+        r"on 2 machines \(1 with 2, 1 with 1\); add machines, or lower one of them$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        fit(asked, [*machines(0, cpus=2), Machine(name="small", cpus=1, gpus=0)])
+
+
+def test_a_head_without_cpus_gets_nothing() -> None:
+    there = [Machine(name="head", cpus=0, gpus=0), *machines(0, cpus=4)]
+    assert set(fit(config(), there).machines) == {"m0"}
+
+
+@pytest.mark.parametrize(
+    ("there", "message"),
+    [
+        (
+            machines(2, pool="rollout"),
+            "cluster.pools.training has 0 of the 1 machines that it needs: nodes of the cluster with the label "
+            "rlflow-pool=training; start them with",
+        ),
+        (
+            [*machines(1, pool="rollout"), *machines(6, pool="training")],
+            "cluster.pools.rollout.gpus is 2, but the machine m0 has 1; lower it",
+        ),
+        (
+            [*machines(2, pool="rollout"), *machines(6, pool="training", cpus=4)],
+            "cluster.pools.training.cpus is 48, but the machine m0 has 4; lower it",
+        ),
+    ],
+)
+def test_a_cluster_that_is_not_as_described(there: list[Machine], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit(config(1, 1, pools=SPLIT), there)
+
+
+def test_a_pool_that_is_too_small() -> None:
+    message = (
+        r"what runs in cluster.pools.training needs 7 GPUs \(trainer.ranks = 6, reference = 1\); it has 6; lower one "
+        r"of them, or set cluster.roles=shared$"
+    )
+    there = machines_of(SPLIT)
+    assert there is not None
+    with pytest.raises(ConfigError, match=message):
+        fit(config(1, 6, pools=SPLIT, kl=0.1), there)
+
+
+def test_machines_that_the_settings_leave_open() -> None:
+    assert machines_of({}) is None
+    assert machines_of({"all": PoolConfig(machines=2)}) is None
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 8), min_size=1, max_size=6),
+    st.integers(1, 6),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 2), (8, 4)]),
+    st.sampled_from([Transport.p2p, Transport.shm]),
+)
+def test_what_is_placed_fits(
+    gpus: list[int], engines: int, tensor_parallel: int, ranks: tuple[int, int], transport: Transport
+) -> None:
+    asked = config(engines, ranks[0], trainer_parallel=ranks[1], tensor_parallel=tensor_parallel, transport=transport)
+    there = machines(*gpus, cpus=16)
+    try:
+        placed = fit(asked, there)
+    except ConfigError:
+        return
+    taken: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for slot, name in zip(placed.slots, placed.machines, strict=True):
+        taken[name][0] += slot.gpus
+        taken[name][1] += slot.cpus
+    for machine in there:
+        assert taken[machine.name][0] <= machine.gpus
+        assert taken[machine.name][1] <= machine.cpus + 1e-6
+    processes = [process for slot in placed.slots for process in slot.processes]
+    assert len(processes) == len(set(processes))
+    assert sum(kind is Process.engine for kind, _ in processes) == engines
+    trainers = where(placed, Process.trainer)
+    if needs_one_machine(asked):
+        assert len({*trainers, *where(placed, Process.engine)}) == 1
+    for first in range(0, len(trainers), ranks[1]):
+        assert len(set(trainers[first : first + ranks[1]])) == 1

@@ -86,7 +86,7 @@ def _doctor(arguments: Sequence[str]) -> int:
         "--cluster", action="store_true", help="look at every node of cluster.address, and between them"
     )
     parser.add_argument("--json", action="store_true", help="as one JSON object")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     from rlflow.compose import train
     from rlflow.doctor.command import doctor, names_run
 

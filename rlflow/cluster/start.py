@@ -21,7 +21,7 @@ from rlflow.cluster.engines import EngineActor, Membership, RayEngine
 from rlflow.cluster.rewards import start_rewards
 from rlflow.cluster.runners import start_runners
 from rlflow.compute import ONE_ARENA
-from rlflow.config import Config, Placement, Process, needs_reference, refers_to_itself
+from rlflow.config import Config, Placement, Process, needs_reference, object_store_bytes, refers_to_itself
 from rlflow.deadlines import within
 from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import ConfigError
@@ -66,7 +66,7 @@ def ray_cluster(config: Config) -> Iterator[None]:
         # "local" also where a Ray cluster happens to run on this machine: a run joins one only when told to.
         options |= {"address": "local", "include_dashboard": False, "_node_ip_address": LOOPBACK}
         _stay_on_loopback()
-        options["object_store_memory"] = int(max(256, min(config.staleness.max_ready_mb * 1.5, 4096))) << 20
+        options["object_store_memory"] = object_store_bytes(config)
     try:
         if config.cluster.address is not None:
             _check_address(config.cluster.address)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rlflow.config import Config
-from rlflow.doctor.facts import MachineFacts, ModelReport, Problem, TorchFacts, Tried
+from rlflow.doctor.facts import MachineFacts, ModelReport, Problem, RayFacts, Tried
 from rlflow.doctor.findings import Finding, error, of_config_error, ok, warning
 
 
 def check_run(config: Config, facts: MachineFacts, tried: Tried) -> list[Finding]:
     """Findings about the settings of a run."""
-    findings = [*_model(config.model.path, tried.model, facts.environment)]
+    findings = check_placement(tried.ray.placed, tried.ray.misfit) if isinstance(tried.ray, RayFacts) else []
+    findings += [*_model(config.model.path, tried.model, facts.environment)]
     if config.reward.model is not None:
         findings += [*_reward_model(config.reward.model, tried.reward_model, facts.environment)]
     if isinstance(tried.model, ModelReport) and isinstance(tried.engine, Problem):
@@ -21,6 +22,11 @@ def check_run(config: Config, facts: MachineFacts, tried: Tried) -> list[Finding
     else:
         findings.append(ok("tasks", f"env.name={config.env.name} and its reward load"))
     return findings
+
+
+def check_placement(placed: Sequence[str], misfit: str) -> list[Finding]:
+    """`placed` is a line for each machine that something of the run would be on."""
+    return [of_config_error("placement", misfit)] if misfit else [ok("placement", line) for line in placed]
 
 
 def check_address(config: Config, environment: Mapping[str, str]) -> list[Finding]:
@@ -89,8 +95,3 @@ def _problem(name: str, problem: Problem) -> Finding:
     return error(
         name, problem.text, f"`rlflow train` with RLFLOW_TRACEBACK=1 shows where; {name} comes from the settings"
     )
-
-
-def num_gpus(tried: Tried) -> int:
-    """That torch can compute on."""
-    return len(tried.torch.gpus) if isinstance(tried.torch, TorchFacts) else 0

@@ -136,7 +136,13 @@ def _ray(tried: Tried) -> Finding:
             "look at raylet.err and gcs_server.err in Ray's session_latest/logs",
         )
     assert tried.ray is not None
-    return ok("Ray", f"starts; {tried.ray.nodes} node, {tried.ray.cpus} CPUs, {tried.ray.gpus} GPUs")
+    found = tried.ray
+    sizes = [_number(found.nodes, "node"), _number(found.cpus, "CPU"), _number(found.gpus, "GPU")]
+    return ok("Ray", f"answers; {', '.join(sizes)}")
+
+
+def _number(count: int, of: str) -> str:
+    return f"{count} {of}" if count == 1 else f"{count} {of}s"
 
 
 def _sandbox(sandbox: str | Problem, needs: Needs) -> Finding:

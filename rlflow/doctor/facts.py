@@ -113,11 +113,15 @@ class ModelReport:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RayFacts:
-    """What a trial joined or started."""
+    """The cluster that was started, or joined."""
 
     nodes: int
     cpus: int
     gpus: int
+    placed: tuple[str, ...]
+    """What of the run would be on which machine; empty where no run was named, and where nothing is reserved."""
+    misfit: str
+    """Why the run does not fit, as a ConfigError says it; "" when it does."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -149,16 +153,26 @@ class Tried:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class Seen:
+    """All of one machine."""
+
+    facts: MachineFacts
+    tried: Tried
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class NodeReport:
     """One node of a Ray cluster."""
 
     name: str
-    has_gpus: bool
     computes: bool
     """Whether Ray may start anything there that asks for a CPU or a GPU."""
     facts: MachineFacts
     tried: Tried
     sees_run_dir: bool
+    """Whether a file that the driver wrote there is there."""
+    sees_model: bool
+    """True also where no run was named."""
     skew: float
     """Seconds that its clock is ahead of the driver's."""
     round_trip: float

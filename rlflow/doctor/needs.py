@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlflow.algorithms.chosen import needs_critic
 from rlflow.cluster.gpus import gpu_plan
-from rlflow.config import Backend, Config, Transport, sends_adapters
+from rlflow.config import Backend, Config, Placement, Transport, object_store_bytes, sends_adapters
 from rlflow.doctor.facts import ModelReport
 from rlflow.rollout.engine_setup import BYTES_PER_ELEMENT
 
@@ -31,8 +31,6 @@ class Needs:
     """In run.dir; 0 where the model is not known."""
     memory: int
     """Of all processes, at most, on a machine without GPUs; 0 where that is not known."""
-    gpus: int
-    """0 where no run was named."""
     sleeps: bool
     """Whether engines give their GPU's memory away in turn."""
     runs_programs: bool
@@ -41,22 +39,22 @@ class Needs:
 
 def needs_of(config: Config, model: ModelReport | None, *, is_run: bool) -> Needs:
     """`model` is None where it could not be found; without a run, what any one needs."""
-    plan = gpu_plan(config)
     return Needs(
         extras=tuple(_extras(config)) if is_run else (),
         weights=_weights(config, model),
         object_store=object_store_bytes(config) if config.cluster.address is None else 0,
         checkpoints=_checkpoints(config, model) if model is not None else 0,
-        memory=sum(plan.counts[kind] * model.memory.get(kind.value, 0) for kind in plan.counts) if model else 0,
-        gpus=plan.total if is_run else 0,
-        sleeps=config.cluster.placement.value == "colocated",
+        memory=_memory(config, model) if model is not None else 0,
+        sleeps=config.cluster.placement is Placement.colocated,
         runs_programs=is_run and _runs_programs(config),
     )
 
 
-def object_store_bytes(config: Config) -> int:
-    """Of the Ray that a run starts on this machine."""
-    return int(max(256, min(config.staleness.max_ready_mb * 1.5, 4096))) << 20
+def _memory(config: Config, model: ModelReport) -> int:
+    """In a cluster the processes are on several machines."""
+    if config.cluster.address is not None:
+        return 0
+    return sum(count * model.memory.get(kind.value, 0) for kind, count in gpu_plan(config).counts.items())
 
 
 def _weights(config: Config, model: ModelReport | None) -> int:

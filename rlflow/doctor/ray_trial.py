@@ -22,23 +22,18 @@ def main(socket_fd: int, life_fd: int) -> None:
 
     from rlflow.doctor.answering import config_of, serve
 
-    serve(socket_fd, lambda question: [("ray", partial(_ray, config_of(question)))])
+    serve(socket_fd, lambda question: [("ray", partial(_ray, config_of(question), is_run=question["is_run"]))])
 
 
-def _ray(config: Config) -> RayFacts:
+def _ray(config: Config, *, is_run: bool) -> RayFacts:
     import ray
 
     from rlflow.cluster.start import ray_cluster
-    from rlflow.doctor.facts import RayFacts
+    from rlflow.doctor.nodes import read_cluster
 
     with ray_cluster(config):
         ray.get(ray.remote(_nothing).options(num_cpus=0).remote())
-        resources = ray.cluster_resources()
-        return RayFacts(
-            nodes=sum(node["Alive"] for node in ray.nodes()),
-            cpus=int(resources.get("CPU", 0)),
-            gpus=int(resources.get("GPU", 0)),
-        )
+        return read_cluster(config, is_run=is_run)
 
 
 def _nothing() -> None:

@@ -13,13 +13,21 @@ _LEVEL_WIDTH = max(map(len, Level)) + 2
 
 
 def as_text(places: Mapping[str, Sequence[Finding]]) -> str:
-    """Place (a machine, a node, the cluster) -> what was found there; one line each, its cure on the next."""
+    """Place (a machine, a node, the cluster) -> what was found there; one line each, its cure on the next.
+
+    Of the second and further machines only what is wrong is shown.
+    """
     findings = [finding for each in places.values() for finding in each]
     width = max(len(finding.name) for finding in findings) + 2
     lines: list[str] = []
-    for place, found in places.items():
+    for number, (place, found) in enumerate(places.items()):
+        is_whole = number in (0, len(places) - 1)
+        shown = found if is_whole else [each for each in found if each.level is not Level.ok]
         lines += [f"{place}:"] if len(places) > 1 else []
-        lines += [line for finding in found for line in _lines(finding, width)]
+        lines += [line for finding in shown for line in _lines(finding, width)]
+        if not is_whole:
+            names = dict.fromkeys(each.name for each in found if each.level is Level.ok)
+            lines.append(f"{Level.ok.value:{_LEVEL_WIDTH}}{', '.join(names)}")
     return "\n".join([*lines, _summary(findings)])
 
 

@@ -21,6 +21,7 @@ _VERBS = {
     "export": "write a checkpoint as a folder for transformers and vLLM",
     "report": "write a run's report.html",
     "ledger": "count a run's groups by state",
+    "doctor": "is this machine, or a cluster, fit: rlflow doctor [key=value ...] [--cluster] [--json]",
     "env": "play an environment with scripts (check), or write a new one (new)",
     "bench": "measure on this machine",
     "simulate": "the driver on a fleet of modelled engines: throughput by staleness",
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from rlflow.submit.command import submit
 
             return submit(words[1:], _report)
+        if words[:1] == ["doctor"]:
+            return _doctor(words[1:])
         if words[:1] == ["env"]:
             return _env(words[1:])
         parser = _parser()
@@ -79,6 +82,27 @@ def _train(arguments: Sequence[str]) -> int:
     if "--json" in arguments:
         raise ConfigError("--json has no effect without --dry-run; leave it out: a run writes metrics.jsonl")
     return train(for_hydra, _report)
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    """Hydra reads the settings, which need not name a recipe."""
+    parser = argparse.ArgumentParser(prog="rlflow doctor", description="is this machine, or a cluster, fit for a run?")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="of a run, such as recipe=NAME; none: any run")
+    parser.add_argument(
+        "--cluster", action="store_true", help="look at every node of cluster.address, and between them"
+    )
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    options = parser.parse_intermixed_args(arguments)
+    from rlflow.compose import train
+    from rlflow.doctor.command import doctor, names_run
+
+    settings: list[str] = options.settings
+    if unknown := [word for word in settings if "=" not in word or word.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if not any(word.startswith("recipe=") for word in settings):
+        settings.append("run.name=run")
+    run = partial(doctor, is_run=names_run(settings), cluster=options.cluster, json_wanted=options.json)
+    return train(settings, _report, run, needs_recipe=False)
 
 
 def _env(arguments: Sequence[str]) -> int:

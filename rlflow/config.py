@@ -500,6 +500,12 @@ def needs_reference(config: Config) -> bool:
     return config.algorithm.kl_coefficient > 0 and not refers_to_itself(config)
 
 
+def object_store_bytes(config: Config) -> int:
+    """Of the Ray that a run starts on its own machine, in shared memory: room for the groups that wait, and those
+    under way."""
+    return int(max(256, min(config.staleness.max_ready_mb * 1.5, 4096))) << 20
+
+
 def samples_while_loading(config: Config) -> bool:
     """Whether any engine has requests under way while others take new weights."""
     return config.staleness.max_versions > 0 and config.cluster.placement is Placement.separate

@@ -34,7 +34,7 @@ class Devices:
         """With weights.transport settled."""
         self._is_joined = config.cluster.address is not None
         nodes = nodes_there()
-        machines = [_machine(name, node, node["Resources"], is_joined=self._is_joined) for name, node in nodes.items()]
+        machines = machines_of_nodes(nodes, is_joined=self._is_joined)
         check_gpus(config, sum(machine.gpus for machine in machines))
         self._places: dict[tuple[Process, int], tuple[int, float, float]] = {}
         """Process -> number of its bundle, and the CPUs and GPUs that it takes of it."""
@@ -125,6 +125,11 @@ def nodes_there() -> dict[str, dict[str, Any]]:
         node["NodeManagerAddress"] + (f" ({node['NodeID'][:6]})" if count[node["NodeManagerAddress"]] > 1 else ""): node
         for node in alive
     }
+
+
+def machines_of_nodes(nodes: Mapping[str, Any], *, is_joined: bool) -> list[Machine]:
+    """With all that they have, whether it is taken or not."""
+    return [_machine(name, node, node["Resources"], is_joined=is_joined) for name, node in nodes.items()]
 
 
 def _machine(name: str, node: Mapping[str, Any], resources: Mapping[str, float], *, is_joined: bool) -> Machine:

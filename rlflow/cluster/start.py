@@ -23,7 +23,7 @@ from rlflow.cluster.rewards import start_rewards
 from rlflow.cluster.runner_calls import RayRunners
 from rlflow.cluster.runners import start_runners
 from rlflow.compute import ONE_ARENA
-from rlflow.config import Config, Placement, Process, needs_reference, refers_to_itself
+from rlflow.config import Config, Placement, Process, needs_reference, object_store_bytes, refers_to_itself
 from rlflow.deadlines import within
 from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import ConfigError
@@ -74,8 +74,7 @@ def ray_cluster(config: Config) -> Iterator[None]:
         if config.cluster.address is not None:
             join_ray(config.cluster.address, **quiet)
         else:
-            store_mb = int(max(256, min(config.staleness.max_ready_mb * 1.5, 4096)))
-            ray.init(object_store_memory=store_mb << 20, **quiet, **stack.enter_context(private_ray()))
+            ray.init(object_store_memory=object_store_bytes(config), **quiet, **stack.enter_context(private_ray()))
         stack.callback(ray.shutdown)
         yield
 

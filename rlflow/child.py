@@ -22,6 +22,9 @@ MAX_FRAME_BYTES = 16 << 20
 """Of a frame's content. Reading one takes its reader tens of milliseconds."""
 
 
+CLUSTER_KEYS = frozenset({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"})
+
+
 class FrameTooLong(ValueError):
     """A frame's content is longer than it may be."""
 
@@ -45,6 +48,12 @@ async def read_frame(reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME_BY
     return await reader.readexactly(size)
 
 
+def _variables() -> dict[str, str]:
+    """This process's, without what opens its Ray cluster: programs that run there may show theirs to a model."""
+    kept = {name: value for name, value in os.environ.items() if name not in CLUSTER_KEYS}
+    return kept | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
+
+
 class Child:
     """One process, from its start to its end."""
 
@@ -64,7 +73,7 @@ class Child:
                 [sys.executable, "-m", module, str(theirs.fileno()), str(life_read), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
+                env=_variables(),
                 pass_fds=(theirs.fileno(), life_read),
                 start_new_session=True,
             )

@@ -14,11 +14,14 @@ from rlflow.errors import ConfigError, RunError
 
 _VERBS = {
     "train": "train a model: rlflow train recipe=NAME [key=value ...] [--dry-run]",
+    "submit": "hand a run to a cluster: rlflow submit recipe=NAME cluster=ray|kuberay [key=value ...]",
+    "stop": "have a run finish its step, save and end",
     "recipes": "list the recipes, or print one",
     "algorithms": "list advantages, losses and corrections with their options",
     "export": "write a checkpoint as a folder for transformers and vLLM",
     "report": "write a run's report.html",
     "ledger": "count a run's groups by state",
+    "doctor": "is this machine, or a cluster, fit: rlflow doctor [key=value ...] [--cluster] [--json]",
     "env": "play an environment with scripts (check), or write a new one (new)",
     "bench": "measure on this machine",
     "simulate": "the driver on a fleet of modelled engines: throughput by staleness",
@@ -39,6 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _complete(words)
         if words[:1] == ["train"]:
             return _train(words[1:])
+        if words[:1] == ["submit"]:
+            from rlflow.submit.command import submit
+
+            return submit(words[1:], _report)
+        if words[:1] == ["doctor"]:
+            return _doctor(words[1:])
         if words[:1] == ["env"]:
             return _env(words[1:])
         parser = _parser()
@@ -73,6 +82,27 @@ def _train(arguments: Sequence[str]) -> int:
     if "--json" in arguments:
         raise ConfigError("--json has no effect without --dry-run; leave it out: a run writes metrics.jsonl")
     return train(for_hydra, _report)
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    """Hydra reads the settings, which need not name a recipe."""
+    parser = argparse.ArgumentParser(prog="rlflow doctor", description="is this machine, or a cluster, fit for a run?")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="of a run, such as recipe=NAME; none: any run")
+    parser.add_argument(
+        "--cluster", action="store_true", help="look at every node of cluster.address, and between them"
+    )
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    options = parser.parse_intermixed_args(arguments)
+    from rlflow.compose import train
+    from rlflow.doctor.command import doctor, names_run
+
+    settings: list[str] = options.settings
+    if unknown := [word for word in settings if "=" not in word or word.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if not any(word.startswith("recipe=") for word in settings):
+        settings.append("run.name=run")
+    run = partial(doctor, is_run=names_run(settings), cluster=options.cluster, json_wanted=options.json)
+    return train(settings, _report, run, needs_recipe=False)
 
 
 def _env(arguments: Sequence[str]) -> int:
@@ -117,8 +147,11 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     verb = {name: verbs.add_parser(name, help=text, description=text) for name, text in _VERBS.items()}
     verb["recipes"].add_argument("name", nargs="?", metavar="NAME", help="print this recipe")
-    for name in ("export", "report", "ledger"):
+    for name in ("stop", "export", "report", "ledger"):
         verb[name].add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    verb["stop"].add_argument(
+        "--timeout", type=float, metavar="SECONDS", help="how long to wait; by default what the run's deadlines allow"
+    )
     verb["export"].add_argument("out", type=Path, metavar="OUT", help="the folder to write; it must not exist")
     verb["export"].add_argument("--step", type=int, metavar="N", help="the checkpoint's step; the last one by default")
     verb["export"].add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -159,7 +192,11 @@ def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     if not options.run.is_dir():
         raise ConfigError(f"{options.run} is not a run's directory; give the run.dir that `rlflow train` printed")
-    if options.verb == "export":
+    if options.verb == "stop":
+        from rlflow.stopping import stop_run
+
+        print(stop_run(options.run, options.timeout))
+    elif options.verb == "export":
         from rlflow.export import export
 
         found = export(options.run, options.out, step=options.step, dtype=options.dtype, adapter_only=options.adapter)

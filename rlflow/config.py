@@ -349,11 +349,11 @@ class Verify(StrEnum):
 class WeightsConfig:
     """From the trainer to the engines. Adapters that are sent alone (lora.send) take none of these ways."""
 
-    transport: Transport = Transport.shm
-    """`shm`: through the memory of the machine that all of them are on. `p2p`: from rank to rank, where each engine's
-    rank is sent what it holds and no more; over the network too, through NCCL on GPUs. `ipc`: engines read the memory
-    of the trainer's GPUs, with cluster.placement=colocated on one machine. `disk`: through run.dir, which all machines
-    see; of bfloat16 mostly what changed."""
+    transport: Transport | None = None
+    """`shm`: through the memory of each engine's machine, where a rank of the trainer must be too. `p2p`: from rank to
+    rank, where each engine's rank is sent what it holds and no more; over the network too, through NCCL on GPUs. `ipc`:
+    engines read the memory of the trainer's GPUs, with cluster.placement=colocated on one machine. `disk`: through
+    run.dir, which all machines see; of bfloat16 mostly what changed. null: shm where it can be, else p2p."""
     verify: Verify = Verify.sample
     """Before an engine samples under a version, compare what it computes with to what the trainer staged, bit for bit:
     some columns of a few parameters, others each time (`sample`), or everything (`full`: seconds on a large model)."""
@@ -490,9 +490,20 @@ def sends_adapters(config: Config) -> bool:
     return config.lora.rank is not None and config.lora.send is Send.adapters
 
 
+def transport_of(config: Config) -> Transport:
+    """Of the weights; what is left open is shm, unless `cluster.placement.fit` has found otherwise."""
+    return config.weights.transport or Transport.shm
+
+
 def needs_reference(config: Config) -> bool:
     """Whether a process of its own holds the reference."""
     return config.algorithm.kl_coefficient > 0 and not refers_to_itself(config)
+
+
+def object_store_bytes(config: Config) -> int:
+    """Of the Ray that a run starts on its own machine, in shared memory: room for the groups that wait, and those
+    under way."""
+    return int(max(256, min(config.staleness.max_ready_mb * 1.5, 4096))) << 20
 
 
 def samples_while_loading(config: Config) -> bool:

@@ -274,7 +274,7 @@ def _check_engines(config: Config) -> None:
 
 def _check_weights(config: Config) -> None:
     transport = config.weights.transport
-    if transport is Transport.shm:
+    if transport in (None, Transport.shm):
         return
     if sends_adapters(config):
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import yaml
 from rlflow.checkpoint import CheckpointStore
 from rlflow.config import Config, OnExists, value_of
 from rlflow.errors import ConfigError
+from rlflow.run_lock import NAME, hold
 
 _FIXED = (
     "model.path",
@@ -66,7 +66,7 @@ def claim(config: Config) -> Iterator[RunDir]:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"run.dir {path} cannot be made: {error.strerror}; choose another run.dir") from error
-    with _locked(path):
+    with hold(path):
         yield _prepare(config, path)
 
 
@@ -103,7 +103,7 @@ def _set_aside(path: Path) -> None:
         number += 1
     aside.mkdir()
     for entry in list(path.iterdir()):
-        if entry.name != ".lock":
+        if entry.name != NAME:
             entry.rename(aside / entry.name)
 
 
@@ -147,15 +147,3 @@ def plain(config: Config) -> dict[str, Any]:
         return value
 
     return convert(asdict(config))
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with (path / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"another rlflow process is writing {path}; wait for it to end, or choose another run.dir"
-            ) from None
-        yield

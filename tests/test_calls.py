@@ -41,30 +41,6 @@ class Faulty:
         await asyncio.Event().wait()
 
 
-def test_a_cluster_that_does_not_answer_is_a_config_error() -> None:
-    config = Config()
-    config.cluster.address = "127.0.0.1:1"
-    refused = pytest.raises(ConfigError, match=r"cluster\.address is '127\.0\.0\.1:1', but no Ray cluster answers")
-    with refused, ray_cluster(config):
-        raise AssertionError("joined a cluster that is not there")
-
-
-def test_ray_on_this_machine_listens_on_loopback_only() -> None:
-    def listening() -> set[str]:
-        """Local addresses of this machine's listening sockets, as the kernel writes them: address:port."""
-        lines = [
-            line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()
-        ]
-        return {line[1] for line in lines if line[3] == "0A"}
-
-    before = listening()
-    with ray_cluster(Config()):
-        assert [node["NodeManagerAddress"] for node in ray.nodes()] == ["127.0.0.1"]
-        opened = {address.partition(":")[0] for address in listening() - before}
-    assert opened <= {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
-    assert opened
-
-
 class Rank:
     """A rank of a trainer whose write ends only after its next step."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -102,7 +104,7 @@ def make_config(path: Path, on_exists: OnExists = OnExists.resume) -> Config:
 
 
 def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
-    busy = pytest.raises(ConfigError, match="another rlflow process is writing")
+    busy = pytest.raises(ConfigError, match=f"is being written by process {os.getpid()} on {socket.gethostname()}")
     with claim(make_config(tmp_path)), busy, claim(make_config(tmp_path)):
         raise AssertionError("both hold the lock")
     with claim(make_config(tmp_path)):

@@ -478,7 +478,7 @@ A step
   an engine's cache holds 409 sequences of 256 tokens, and more of shorter ones; rollout.max_running=64
 
 A new version of the weights
-    0.44 MiB  in /dev/shm of one machine, on which the trainer and all engines must be
+    0.44 MiB  in /dev/shm of each machine with ranks of the trainer; engines read it there
     0.44 MiB  of main memory for each trainer rank, once, to load the model in float32
 """
 

@@ -69,7 +69,7 @@ def train(rank: int, case: Case, folder: Path, orders: Any, staged: Any) -> None
     backend = build_backend(case.config(), str(folder / "model"), rank, 2, rendezvous)
     senders = [
         PeerSender(backend, rank, 2, rendezvous, timeout_s=60, bucket_bytes=20_000),
-        SharedMemorySender(backend, rank, 2, rendezvous),
+        SharedMemorySender(backend, rank, 2),
     ]
     while (version := orders[rank].get(timeout=100)) is not None:
         if version > 1:

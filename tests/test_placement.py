@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlflow.cluster.placement import Machine, Placed, describe, fit, machines_of, needs_one_machine
-from rlflow.config import Config, PoolConfig, Process, Transport
+from rlflow.cluster.placement import Machine, Placed, describe, fit, machines_of
+from rlflow.config import Config, Placement, PoolConfig, Process, Transport
 from rlflow.errors import ConfigError
 
 SPLIT = {
@@ -24,7 +24,7 @@ def config(
     *,
     tensor_parallel: int = 1,
     trainer_parallel: int = 1,
-    transport: Transport = Transport.p2p,
+    transport: Transport | None = Transport.p2p,
     pools: dict[str, PoolConfig] | None = None,
     kl: float = 0.0,
 ) -> Config:
@@ -48,10 +48,11 @@ def where(placed: Placed, kind: Process) -> list[str]:
 def test_64_gpus_are_shared_out_without_splitting_an_engine() -> None:
     there = machines(*[8] * 8)
     placed = fit(config(8, 32, tensor_parallel=4), there)
-    assert where(placed, Process.trainer) == [f"m{7 - rank // 8}" for rank in range(32)]
-    assert where(placed, Process.engine) == ["m0", "m0", "m1", "m1", "m2", "m2", "m3", "m3"]
-    assert describe(placed, there)[0] == "m0: 8 of 8 GPUs; engine 0-1, runner 0, reward 0"
-    assert describe(placed, there)[-1] == "m7: 8 of 8 GPUs; trainer 0-7"
+    assert where(placed, Process.trainer) == [f"m{rank // 8}" for rank in range(32)]
+    assert where(placed, Process.engine) == ["m4", "m4", "m5", "m5", "m6", "m6", "m7", "m7"]
+    lines = describe(placed, there)
+    assert lines[0] == "m0: 8 of 8 GPUs; trainer 0-7, runner 0, reward 0"
+    assert lines[7] == "m7: 8 of 8 GPUs; engine 6-7"
 
 
 def test_pools_keep_their_processes_apart() -> None:
@@ -91,23 +92,46 @@ def test_shared_memory_means_one_machine() -> None:
     placed = fit(asked, machines(2, 4))
     assert {*where(placed, Process.trainer), *where(placed, Process.engine)} == {"m1"}
     message = (
-        r"weights.transport=shm needs the trainer and all engines on one machine, with 4 GPUs; found m0: 3, m1: 3; set "
-        r"weights.transport=p2p$"
+        r"weights.transport=shm needs the trainer and all engines on one machine, with 4 GPUs; of the "
+        r"cluster's machines, 2 with 3; set weights.transport=p2p$"
     )
     with pytest.raises(ConfigError, match=message):
         fit(asked, machines(3, 3))
 
 
+def test_weights_cross_the_network_where_they_must() -> None:
+    asked = config(2, 2, transport=None)
+    assert fit(asked, machines(4, 4)).config.weights.transport is Transport.shm
+    assert fit(asked, machines(3, 3)).config.weights.transport is Transport.p2p
+    assert asked.weights.transport is None
+    with pytest.raises(ConfigError, match="the run needs 4 GPUs"):
+        fit(asked, machines(2, 1))
+
+
+def test_colocated_engines_find_their_weights_on_every_machine() -> None:
+    asked = config(4, 4, transport=None)
+    asked.cluster.placement = Placement.colocated
+    placed = fit(asked, machines(2, 2))
+    assert placed.config.weights.transport is Transport.shm
+    assert describe(placed, machines(2, 2)) == [
+        "m0: 2 of 2 GPUs; trainer 0-1, engine 0-1, runner 0, reward 0",
+        "m1: 2 of 2 GPUs; trainer 2-3, engine 2-3",
+    ]
+    asked.weights.transport = Transport.ipc
+    with pytest.raises(ConfigError, match="weights.transport=ipc needs the trainer and all engines on one machine"):
+        fit(asked, machines(2, 2))
+
+
 def test_adapters_mean_one_machine() -> None:
     asked = config(2, 2, transport=Transport.shm)
     asked.lora.rank = 8
-    with pytest.raises(ConfigError, match=r"lora.send=adapters\) needs .*; set lora.send=merged and weights.transport"):
+    with pytest.raises(ConfigError, match=r"lora.send=adapters needs .*; set lora.send=merged and weights.transport"):
         fit(asked, machines(3, 3))
 
 
 def test_an_engine_needs_all_of_its_gpus_on_one_machine() -> None:
     message = (
-        r"the GPUs of the cluster are enough, but not of each machine \(m0: 2, m1: 2, m2: 2\); the processes need on "
+        r"the GPUs of the cluster are enough, but not those of each machine \(3 with 2\); the processes need on "
         r"one machine each: an engine 4, the trainer's neighbouring ranks 1; lower rollout.tensor_parallel"
     )
     with pytest.raises(ConfigError, match=message):
@@ -198,7 +222,7 @@ def test_what_is_placed_fits(
     assert len(processes) == len(set(processes))
     assert sum(kind is Process.engine for kind, _ in processes) == engines
     trainers = where(placed, Process.trainer)
-    if needs_one_machine(asked):
+    if transport is Transport.shm:
         assert len({*trainers, *where(placed, Process.engine)}) == 1
     for first in range(0, len(trainers), ranks[1]):
         assert len(set(trainers[first : first + ranks[1]])) == 1

@@ -55,6 +55,8 @@ def misbehave(task: Task, completion: str) -> object:
             for descriptor in os.listdir("/proc/self/fd"):
                 if os.path.islink(link := f"/proc/self/fd/{descriptor}") and os.readlink(link).startswith("socket:"):
                     os.write(int(descriptor), b"\xff\xff\xff\xff" if rest == "long" else b"\0\0\0\4oops")
+        case "keys":
+            return float(any(name.startswith("RAY_AUTH_TOKEN") for name in os.environ))
         case "memory":
             return [0] * (1 << 62)
         case "flood":
@@ -158,6 +160,14 @@ async def test_answers_of_every_kind_and_the_process_goes_on() -> None:
         assert await pool.score(said("dict")) == gives(0.5, format=1.0, correct=1.0)
         flood = await pool.score(said("flood"))
         assert (flood.reward, len(str(flood.metrics)) < 20_000) == (1.0, True)
+
+
+@pytest.mark.slow
+async def test_a_function_is_not_given_what_opens_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/home/me/secret")
+    async with pool_of(misbehave) as pool:
+        assert await pool.score(said("keys")) == gives(0.0)
 
 
 @pytest.mark.slow

@@ -211,7 +211,7 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path: Path) -> None:
     with running(run, "run.steps=100000", "run.checkpoint_every=0") as process:
         wait_for(process, "step 2/")
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(timeout=TIMEOUT_S) == 0
+        assert process.wait(timeout=TIMEOUT_S) == 128 + signal.SIGINT
     step = metrics.read(run / "metrics.jsonl")[-1]["step"]
     assert (run / "checkpoints" / f"step_{step}" / "state.json").is_file()
     assert counts_by_state(run / "ledger.db")["trained"] == 2 * step

@@ -206,7 +206,7 @@ def read_state(folder: Path) -> dict[str, Tensor]:
 
 def write_staged(folder: Path, trainer: TrainerBackend, rank: int, layout: Layout, rendezvous: str) -> None:
     """What the engines would read of this version."""
-    sender = SharedMemorySender(trainer, rank, layout.ranks, rendezvous, folder.parent)
+    sender = SharedMemorySender(trainer, rank, layout.ranks, folder.parent)
     assert not sender.gathers
     staged = sender.stage(3)
     if staged is not None:

@@ -45,7 +45,7 @@ def train_and_stage(rank: int, layout: Layout, config: Config, folder: Path, ren
     take_step(trainer, rank, layout)
     target = folder / layout.name
     target.mkdir(exist_ok=True)
-    sender = SharedMemorySender(trainer, rank, layout.ranks, rendezvous, target)
+    sender = SharedMemorySender(trainer, rank, layout.ranks, target)
     KEPT.append(sender)
     staged = sender.stage(1)
     whole = {name: tensor.contiguous() for name, tensor in trainer.full_parameters()}
@@ -141,7 +141,7 @@ def test_versions_on_disk_reach_an_engine(tmp_path: Path) -> None:
     trainer = OneRank(model, torch.bfloat16)
     backend: Any = trainer
     sender = DiskSender(backend, 0, 1, tmp_path / "weights")
-    arena = SharedMemorySender(backend, 0, 1, "", tmp_path)
+    arena = SharedMemorySender(backend, 0, 1, tmp_path)
     config = engine_config(Dtype.bfloat16, tensor_parallel=1)
     config.weights.transport, config.weights.verify = Transport.disk, Verify.full
     engine = RolloutEngine(config, str(tmp_path / "model"), index=0, threads=1)

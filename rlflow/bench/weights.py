@@ -114,8 +114,8 @@ async def _with_engine(
     # Before this process computes: vLLM may fork its own from it.
     await engine.start()
     try:
-        trainer = FsdpTrainer(config, model_path, 0, 1, rendezvous := f"file://{folder}/dense")
-        sender = SharedMemorySender(trainer, 0, 1, rendezvous)
+        trainer = FsdpTrainer(config, model_path, 0, 1, f"file://{folder}/dense")
+        sender = SharedMemorySender(trainer, 0, 1)
         try:
             side = _Sides(trainer, sender, engine, folder, _prompt(model_path))
             figures, samples = await side.measure()

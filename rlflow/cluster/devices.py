@@ -30,10 +30,11 @@ class Devices:
 
     def __init__(self, config: Config) -> None:
         """Raises ConfigError, with the arithmetic, when the run does not fit on the machines that are there."""
-        self._config = config
+        self.config = config
+        """With weights.transport settled."""
         self._is_joined = config.cluster.address is not None
         nodes = nodes_there()
-        machines = [_machine(name, node, node["Resources"], is_joined=self._is_joined) for name, node in nodes.items()]
+        machines = machines_of_nodes(nodes, is_joined=self._is_joined)
         check_gpus(config, sum(machine.gpus for machine in machines))
         self._places: dict[tuple[Process, int], tuple[int, float, float]] = {}
         """Process -> number of its bundle, and the CPUs and GPUs that it takes of it."""
@@ -44,6 +45,7 @@ class Devices:
         """Label of the machines that each bundle may be on."""
         if self._is_joined or any(machine.gpus for machine in machines):
             placed = self._fit(machines, nodes)
+            self.config = placed.config
             self.lines = describe(placed, machines)
             self._reserve(placed, {name: node["NodeID"] for name, node in nodes.items()})
 
@@ -55,9 +57,9 @@ class Devices:
             for name, node in nodes.items()
         ]
         try:
-            return fit(self._config, free)
+            return fit(self.config, free)
         except ConfigError:
-            return fit(self._config, machines)
+            return fit(self.config, machines)
 
     def _reserve(self, placed: Placed, ids: Mapping[str, str]) -> None:
         labels: list[dict[str, str]] = []
@@ -78,7 +80,7 @@ class Devices:
         if self._group is not None:
             await within(
                 "reserving the run's machines",
-                self._config.deadlines.start_s,
+                self.config.deadlines.start_s,
                 answer("cluster", self._group.ready()),
                 "another run may have them: `ray status` says what is taken",
             )
@@ -123,6 +125,11 @@ def nodes_there() -> dict[str, dict[str, Any]]:
         node["NodeManagerAddress"] + (f" ({node['NodeID'][:6]})" if count[node["NodeManagerAddress"]] > 1 else ""): node
         for node in alive
     }
+
+
+def machines_of_nodes(nodes: Mapping[str, Any], *, is_joined: bool) -> list[Machine]:
+    """With all that they have, whether it is taken or not."""
+    return [_machine(name, node, node["Resources"], is_joined=is_joined) for name, node in nodes.items()]
 
 
 def _machine(name: str, node: Mapping[str, Any], resources: Mapping[str, float], *, is_joined: bool) -> Machine:

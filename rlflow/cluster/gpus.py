@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlflow.algorithms.chosen import needs_critic
-from rlflow.config import Config, Placement, Process, Roles, Transport, needs_reference
+from rlflow.config import Config, Placement, Process, Roles, Transport, needs_reference, transport_of
 from rlflow.errors import ConfigError
 
 
@@ -61,7 +61,7 @@ def gpu_plan(config: Config) -> GpuPlan:
 def check_gpus(config: Config, found: int) -> None:
     """Raise ConfigError when engines and ranks cannot share the GPUs, and for a transport that needs others than there
     are. Whether there are enough is `placement.fit`."""
-    transport, is_colocated = config.weights.transport, config.cluster.placement is Placement.colocated
+    transport, is_colocated = transport_of(config), config.cluster.placement is Placement.colocated
     if not found:
         if transport is Transport.ipc:
             raise ConfigError("weights.transport=ipc needs GPUs, and the cluster has none; set weights.transport=shm")

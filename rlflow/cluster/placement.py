@@ -5,13 +5,22 @@ processes -> slots (what one placement takes) -> blocks (slots of one machine) -
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlflow.cluster.gpus import GpuPlan, gpu_plan
 from rlflow.cluster_checks import pool_of
-from rlflow.config import Config, PoolConfig, Process, Roles, Transport, sends_adapters
+from rlflow.config import (
+    Config,
+    Placement,
+    PoolConfig,
+    Process,
+    Roles,
+    Transport,
+    sends_adapters,
+    transport_of,
+)
 from rlflow.errors import ConfigError
 
 ENGINES_PER_RUNNER = 8
@@ -51,11 +60,14 @@ class Placed:
     is_pinned: tuple[bool, ...]
     """Whether a slot must be there: ranks of the trainer are neighbours, and some transports have one machine only. The
     others may be anywhere in their pool, also later, when their machine is lost."""
+    config: Config
+    """With weights.transport settled."""
 
 
 def slots_of(config: Config, *, on_gpus: bool) -> list[Slot]:
     """One for each process, but for those that share the GPU of a rank of the trainer."""
     plan = gpu_plan(config)
+    # Without GPUs there is nothing to share but the machine.
     sharing = plan.sharing if on_gpus else (Process.trainer,)
     slots = []
     for kind, count in plan.counts.items():
@@ -105,21 +117,40 @@ def machines_of(pools: Mapping[str, PoolConfig]) -> list[Machine] | None:
 
 def fit(config: Config, machines: Sequence[Machine]) -> Placed:
     """Where everything goes. Raises ConfigError, with the arithmetic, when it does not fit."""
+    if config.weights.transport is not None:
+        return _fit(config, machines)
+    try:
+        return _fit(_with_transport(config, Transport.shm), machines)
+    except ConfigError:
+        # Adapters know no other way, and two processes on one GPU cannot talk through NCCL.
+        if sends_adapters(config) or config.cluster.placement is Placement.colocated:
+            raise
+        return _fit(_with_transport(config, Transport.p2p), machines)
+
+
+def _with_transport(config: Config, transport: Transport) -> Config:
+    return replace(config, weights=replace(config.weights, transport=transport))
+
+
+def _fit(config: Config, machines: Sequence[Machine]) -> Placed:
     _check_pools(config.cluster.pools, machines)
     on_gpus = any(machine.gpus for machine in machines)
     slots = slots_of(config, on_gpus=on_gpus)
     _check_sums(config, slots, machines)
-    blocks = _blocks(config, slots)
+    is_one_machine = needs_one_machine(config, on_gpus=on_gpus)
+    pinned = {Process.trainer, Process.critic} | ({Process.engine} if is_one_machine else set())
+    blocks = _blocks(config, slots, is_one_machine=is_one_machine)
     by_size = sorted(blocks, key=lambda block: (block.gpus, block.cpus), reverse=True)
     # Trainers first keeps their ranks together; where that leaves large engines no room, the largest go first.
     trainers_first = sorted(by_size, key=lambda block: Process.trainer not in block.kinds)
     found = _place(trainers_first, machines) or _place(by_size, machines)
     if found is None:
-        raise ConfigError(_too_scattered(config, by_size, machines))
+        raise ConfigError(_too_scattered(config, by_size, machines, is_one_machine=is_one_machine))
     return Placed(
         slots=tuple(slots),
         machines=tuple(found[index] for index in range(len(slots))),
-        is_pinned=tuple(_is_pinned(config, slot) for slot in slots),
+        is_pinned=tuple(slot.kind in pinned for slot in slots),
+        config=config,
     )
 
 
@@ -166,19 +197,19 @@ class _Block:
     pool: str | None
 
 
-def needs_one_machine(config: Config) -> bool:
-    """Whether weights get to the engines through what one machine has only."""
-    return config.weights.transport in (Transport.shm, Transport.ipc) or sends_adapters(config)
+def needs_one_machine(config: Config, *, on_gpus: bool) -> bool:
+    """Whether weights get to the engines through what one machine has only: an engine on the GPU of a rank has that
+    rank's machine anyway."""
+    transport = transport_of(config)
+    if transport is Transport.shm or sends_adapters(config):
+        return not (on_gpus and config.cluster.placement is Placement.colocated)
+    return transport is Transport.ipc
 
 
-def _is_pinned(config: Config, slot: Slot) -> bool:
-    return slot.kind in (Process.trainer, Process.critic) or (slot.kind is Process.engine and needs_one_machine(config))
-
-
-def _blocks(config: Config, slots: Sequence[Slot]) -> list[_Block]:
+def _blocks(config: Config, slots: Sequence[Slot], *, is_one_machine: bool) -> list[_Block]:
     def key(number: int) -> tuple[str, int]:
         kind, index = slots[number].processes[0]
-        if needs_one_machine(config) and kind in (Process.engine, Process.trainer):
+        if is_one_machine and kind in (Process.engine, Process.trainer):
             return "", 0
         if kind in (Process.trainer, Process.critic):
             return kind.value, index // config.trainer.tensor_parallel
@@ -206,19 +237,18 @@ def _place(blocks: Sequence[_Block], machines: Sequence[Machine]) -> dict[int, s
     found: dict[int, str] = {}
     last: dict[frozenset[Process], str] = {}
     for block in blocks:
-        room = [
-            machine.name
+        room = {
+            machine.name: (gpus[machine.name], cpus[machine.name])
             for machine in machines
             if block.pool in (None, machine.pool)
             and gpus[machine.name] >= block.gpus
             and cpus[machine.name] >= block.cpus - 1e-6
-        ]
+        }
         if not room:
             return None
-        room.sort(key=lambda name: (gpus[name], cpus[name]))
         have_neighbours = bool(block.kinds & {Process.trainer, Process.critic})
         # Ranks fill a machine that begins empty; what is alone goes where it leaves least.
-        chosen = room[-1] if have_neighbours else room[0]
+        chosen = max(room, key=room.__getitem__) if have_neighbours else min(room, key=room.__getitem__)
         if have_neighbours and last.get(block.kinds) in room:
             chosen = last[block.kinds]
         last[block.kinds] = chosen
@@ -288,14 +318,15 @@ def _whose(pool: str | None) -> str:
 
 def _has(machines: Sequence[Machine], of: Callable[[Machine], float], unit: str) -> str:
     """Example: "has 10 GPUs on 3 machines (2 with 4, 1 with 2)"."""
-    counts: dict[float, int] = defaultdict(int)
-    for machine in machines:
-        counts[of(machine)] += 1
-    total = sum(size * count for size, count in counts.items())
+    total = sum(map(of, machines))
     if len(machines) <= 1:
         return f"has {total:g}"
-    parts = ", ".join(f"{count} with {size:g}" for size, count in counts.items())
-    return f"has {total:g} {unit}s on {len(machines)} machines ({parts})"
+    return f"has {total:g} {unit}s on {len(machines)} machines ({_sizes(machines, of)})"
+
+
+def _sizes(machines: Sequence[Machine], of: Callable[[Machine], float]) -> str:
+    """Example: "2 with 4, 1 with 2"."""
+    return ", ".join(f"{count} with {size:g}" for size, count in Counter(map(of, machines)).items())
 
 
 def _terms(config: Config, slots: Sequence[Slot], of: Callable[[Slot], float]) -> str:
@@ -311,28 +342,30 @@ def _cure_gpus(config: Config) -> str:
     return "lower one of them" + (", or set cluster.roles=shared" if has_roles and not is_shared else "")
 
 
-def _too_scattered(config: Config, blocks: Sequence[_Block], machines: Sequence[Machine]) -> str:
+def _too_scattered(
+    config: Config, blocks: Sequence[_Block], machines: Sequence[Machine], *, is_one_machine: bool
+) -> str:
     """There is enough in all, but not for a block on any one machine."""
     on_gpus = any(block.gpus for block in blocks)
     unit = "GPUs" if on_gpus else "CPUs"
-    sizes = ", ".join(f"{machine.name}: {machine.gpus if on_gpus else machine.cpus:g}" for machine in machines[:8])
-    sizes += ", ..." if len(machines) > 8 else ""
+    sizes = _sizes(machines, _gpus_of if on_gpus else _cpus_of)
     largest = blocks[0]
     amount = largest.gpus if on_gpus else largest.cpus
-    if needs_one_machine(config) and Process.trainer in largest.kinds:
-        way = (
-            "adapters that are sent alone (lora.send=adapters)"
-            if sends_adapters(config)
-            else (f"weights.transport={config.weights.transport.value}")
-        )
-        cure = "lora.send=merged and weights.transport=disk" if sends_adapters(config) else "weights.transport=p2p"
+    if is_one_machine and Process.trainer in largest.kinds:
+        transport = transport_of(config)
+        way, cure = f"weights.transport={transport.value}", "weights.transport=p2p"
+        if transport is Transport.ipc:
+            cure = "weights.transport=shm"
+        if sends_adapters(config):
+            way, cure = "lora.send=adapters", "lora.send=merged and weights.transport=disk"
         return (
-            f"{way} needs the trainer and all engines on one machine, with {amount:g} {unit}; found {sizes}; set {cure}"
+            f"{way} needs the trainer and all engines on one machine, with {amount:g} {unit}; of the cluster's "
+            f"machines, {sizes}; set {cure}"
         )
     parts = ", ".join(f"{_NAMES[kind]} {amount:g}" for kind, amount in _largest(blocks, on_gpus=on_gpus).items())
     return (
-        f"the {unit} of the cluster are enough, but not of each machine ({sizes}); the processes need on one machine "
-        f"each: {parts}; lower rollout.tensor_parallel, or have machines with more {unit}"
+        f"the {unit} of the cluster are enough, but not those of each machine ({sizes}); the processes need on one "
+        f"machine each: {parts}; lower rollout.tensor_parallel, or have machines with more {unit}"
     )
 
 

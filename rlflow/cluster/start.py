@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
-from ray._private import ray_constants
 
 from rlflow.algorithms.chosen import needs_critic
 from rlflow.cluster.calls import DISK, WATCH, RayReference, RayTrainer, answer, open_calls
 from rlflow.cluster.critic import RayActorCritic
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
+from rlflow.cluster.joined_ray import join_ray
+from rlflow.cluster.local_ray import private_ray
 from rlflow.cluster.loss import end_fleet
 from rlflow.cluster.rewards import start_rewards
 from rlflow.cluster.runner_calls import RayRunners
 from rlflow.cluster.runners import start_runners
 from rlflow.compute import ONE_ARENA
-from rlflow.config import Config, Placement, Process, needs_reference, refers_to_itself
+from rlflow.config import Config, Placement, Process, needs_reference, object_store_bytes, refers_to_itself
 from rlflow.deadlines import within
 from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import ConfigError
@@ -32,8 +32,6 @@ from rlflow.rollout.fleet import EngineFleet
 from rlflow.workers.reference import ReferenceWorker
 from rlflow.workers.trainer.actor import TrainerWorker
 
-LOOPBACK = "127.0.0.1"
-CONNECT_TIMEOUT_S = 10.0
 MANY_CALLS = 4096
 """Calls that an asynchronous actor may have open; the admission budget bounds them long before."""
 
@@ -80,38 +78,15 @@ def ray_cluster(config: Config) -> Iterator[None]:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     for name, value in _EVERYWHERE.items():
         os.environ.setdefault(name, value)
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    if config.cluster.address is None:
-        # "local" also where a Ray cluster happens to run on this machine: a run joins one only when told to.
-        options |= {"address": "local", "include_dashboard": False, "_node_ip_address": LOOPBACK}
-        _stay_on_loopback()
-        options["object_store_memory"] = int(max(256, min(config.staleness.max_ready_mb * 1.5, 4096))) << 20
-    try:
+    quiet = {"log_to_driver": False, "logging_level": "error"}
+    with ExitStack() as stack:
         if config.cluster.address is not None:
-            _check_address(config.cluster.address)
-            options["address"] = config.cluster.address
-            # What this process starts has them from it; the processes of a cluster have been there before.
-            options["runtime_env"] = {"env_vars": _EVERYWHERE}
-        ray.init(**options)
-    except (ConnectionError, TimeoutError, socket.gaierror) as error:
-        raise ConfigError(
-            f"cluster.address is {config.cluster.address!r}, but no Ray cluster answers there: {error}; start one, "
-            "set RAY_AUTH_MODE=token if it asks for a token, or leave it null to start Ray on this machine"
-        ) from error
-    try:
+            # The processes of a cluster that is there do not have this process's environment.
+            join_ray(config.cluster.address, **quiet, runtime_env={"env_vars": _EVERYWHERE})
+        else:
+            ray.init(object_store_memory=object_store_bytes(config), **quiet, **stack.enter_context(private_ray()))
+        stack.callback(ray.shutdown)
         yield
-    finally:
-        ray.shutdown()
-
-
-def _stay_on_loopback() -> None:
-    """Have Ray keep the loopback address that it is given.
-
-    It takes it for a mistake and looks for one that others can reach, unless it believes to be on a machine that cannot
-    be part of a cluster. It has read that when it was imported; its processes read it from the environment.
-    """
-    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
-    ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 async def start_fleet(
@@ -127,6 +102,7 @@ async def start_fleet(
     `alarm` is given what people should know of later: an engine that was lost.
     """
     devices = Devices(config)
+    config = devices.config
     await devices.ready()
     threads = config.cluster.cpu_threads or _threads(config)
     engine_names = [f"engine {index}" for index in range(config.rollout.engines)]
@@ -241,19 +217,6 @@ async def stop_fleet(fleet: Fleet) -> None:
 async def _settled(reference: Any) -> None:
     """Wait for a call whose failure no longer matters: the actor is being ended."""
     await asyncio.gather(reference, return_exceptions=True)
-
-
-def _check_address(address: str) -> None:
-    """Raise ConfigError for the address of a dashboard, ConnectionError when nothing listens at host:port; Ray itself
-    would try for more than a minute."""
-    if address.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"cluster.address={address} is where jobs are handed in; use `rlflow submit` in place of `rlflow train`, "
-            "or give the address of the cluster: auto, or host:port"
-        )
-    host, separator, port = address.rpartition(":")
-    if separator and port.isdigit() and "://" not in host:
-        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
 def _threads(config: Config) -> int:

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from rlflow.batching import plan_micro_batches
 from rlflow.cluster.gpus import GpuPlan, check_gpus, gpu_plan
+from rlflow.cluster.placement import describe, fit, machines_of
 from rlflow.config import Backend, Config, Dtype, Offload, Placement, Process, num_shares, sends_adapters
 from rlflow.dry_run.facts import ModelFacts, RewardModelFacts
 from rlflow.dry_run.memory import (
@@ -90,6 +91,8 @@ class Estimate:
     micro_batch_tokens: int
     """Tokens of the largest micro-batch that there can be."""
     gpus: tuple[GpuRange, ...]
+    machines: tuple[str, ...]
+    """What is on each machine of cluster.pools; empty where their sizes are not given."""
     processes: dict[str, ProcessMemory]
     batch: Batch
     weights: WeightUpdate
@@ -101,13 +104,18 @@ def estimate(
     """What the run needs of GPUs; `max_logits` is how many logits the trainer holds at once.
 
     `reward_model` are the facts of `reward.model`, where there is one. Raises ConfigError when engines and ranks cannot
-    be placed, and for a trainer that is not modelled.
+    be placed, when they do not fit into cluster.pools, and for a trainer that is not modelled.
     """
     if config.trainer.backend is not Backend.fsdp or config.trainer.offload is not Offload.none:
         raise ConfigError(
             "--dry-run knows the memory of trainer.backend=fsdp with trainer.offload=none only; got "
             f"{config.trainer.backend.value} and {config.trainer.offload.value}"
         )
+    machines = machines_of(config.cluster.pools)
+    lines: list[str] = []
+    if machines is not None:
+        placed = fit(config, machines)
+        config, lines = placed.config, describe(placed, machines)
     plan = gpu_plan(config)
     check_gpus(config, plan.total)
     batch = _batch(config, facts)
@@ -132,6 +140,7 @@ def estimate(
         dtype=config.model.dtype.value,
         micro_batch_tokens=num_tokens,
         gpus=tuple(_gpus(config, plan, processes)),
+        machines=tuple(lines),
         processes={kind.value: memory for kind, memory in processes.items()},
         batch=batch,
         weights=_weights(config, facts),

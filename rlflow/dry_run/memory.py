@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlflow.config import Config, Dtype, Transport, sends_adapters
+from rlflow.config import Config, Dtype, Transport, sends_adapters, transport_of
 from rlflow.dry_run.facts import ModelFacts, RewardModelFacts, Weight
 from rlflow.rollout.engine_setup import (
     BYTES_PER_ELEMENT,
@@ -79,7 +79,7 @@ def trainer_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logit
         frozen = width * sum(shard_size(weight, ranks, parallel) for weight in facts.weights)
         note = f"{config.model.dtype.value}{share}"
         items.insert(0, Item(name="frozen parameters", num_bytes=frozen, note=note))
-    if config.weights.transport in (Transport.p2p, Transport.ipc):
+    if transport_of(config) in (Transport.p2p, Transport.ipc):
         aside = width * sum(shard_size(weight, ranks, parallel) for weight in facts.weights)
         note = f"{config.model.dtype.value}{share}"
         items.append(Item(name="weights for the engines", num_bytes=aside, note=note))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rlflow.config import Config, Transport
+from rlflow.config import Config, Transport, transport_of
 from rlflow.dry_run.estimate import USABLE, Estimate, GpuRange, smallest_gpu
 from rlflow.dry_run.memory import ProcessMemory, size
 
@@ -37,6 +37,7 @@ def as_text(found: Estimate, config: Config) -> str:
     sections = [
         [f"{found.recipe}: {model}", "Worked out from the settings and config.json; nothing was started."],
         _gpus(found),
+        *([["Machines", *(f"  {line}" for line in found.machines)]] if found.machines else []),
         *(_process(name, memory, found.micro_batch_tokens) for name, memory in found.processes.items()),
         _step(found, config),
         _weights(config, found),
@@ -51,8 +52,9 @@ def _gpus(found: Estimate) -> list[str]:
         lines.append(f"  {numbers:>9}  {size(each.num_bytes):>10} of each: {_verdict(each)}; {each.holds}")
     lines += [
         f"  A GPU is taken to hold what fits into {USABLE:.0%} of it; CUDA and vLLM's graphs need the rest.",
-        "  Ray chooses the machines; the GPUs of one engine are of one machine.",
     ]
+    if not found.machines:
+        lines.append("  Ray chooses the machines; the GPUs of one engine are of one machine.")
     return lines
 
 
@@ -89,7 +91,7 @@ def _step(found: Estimate, config: Config) -> list[str]:
 
 
 _WHERE = {
-    Transport.shm: "in /dev/shm of one machine, on which the trainer and all engines must be",
+    Transport.shm: "in /dev/shm of each machine with ranks of the trainer; engines read it there",
     Transport.p2p: "sent to each engine: what its workers hold, by the ranks that have it",
     Transport.ipc: "copied by each engine out of the memory of the trainer's GPUs",
     Transport.disk: "in run.dir for a whole version; in bfloat16 most versions are a part of that",
@@ -102,7 +104,7 @@ def _weights(config: Config, found: Estimate) -> list[str]:
     gathered = f"  {size(weights.gathered):>10}  gathered by the ranks; {largest}"
     return [
         "A new version of the weights",
-        f"  {size(weights.staged):>10}  {_WHERE[config.weights.transport]}",
+        f"  {size(weights.staged):>10}  {_WHERE[transport_of(config)]}",
         *([gathered] if weights.gathered else []),
         f"  {size(weights.loaded):>10}  of main memory for each trainer rank, once, to load the model in float32",
     ]

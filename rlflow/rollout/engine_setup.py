@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.compute import share_cpu
-from rlflow.config import Config, Dtype, LoraConfig, Placement, Transport, sends_adapters
+from rlflow.config import Config, Dtype, LoraConfig, Placement, Transport, sends_adapters, transport_of
 from rlflow.errors import ConfigError
 from rlflow.weights.messages import backend_of
 
@@ -58,7 +58,7 @@ def set_environment(config: Config, threads: int, on_gpu: bool) -> None:
         PYTHONWARNINGS="ignore",
     )
     if on_gpu:
-        if config.weights.transport is Transport.ipc and config.trainer.ranks > 1:
+        if transport_of(config) is Transport.ipc and config.trainer.ranks > 1:
             _see_other_gpus()
         return
     share_cpu(threads)
@@ -120,7 +120,7 @@ def _whole_model_arguments(config: Config) -> dict[str, Any]:
     return {
         # The first weight update fills every parameter and fails if one is left out; nothing of a checkpoint is needed.
         "load_format": "dummy",
-        "weight_transfer_config": {"backend": backend_of(config.weights.transport)},
+        "weight_transfer_config": {"backend": backend_of(transport_of(config))},
         "worker_extension_cls": "rlflow.weights.receiver.WorkerExtension",
     }
 

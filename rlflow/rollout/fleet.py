@@ -179,7 +179,7 @@ class EngineFleet:
         deaths = "; ".join(f"engine {number}: {state.last_death}" for number, state in enumerate(self._states))
         return (
             f"no rollout engine is left, and the cluster had no room for one within deadlines.start_s "
-            f"({self._start_s:g} s): {deaths}; add machines, and start the run again: it goes on from its last checkpoint"
+            f"({self._start_s:g} s): {deaths}; add machines, and start the run again: it goes on from its checkpoint"
         )
 
     async def _start(self, index: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlflow.config import Config, LoraConfig, Transport, Verify, sends_adapters
+from rlflow.config import Config, LoraConfig, Transport, Verify, sends_adapters, transport_of
 from rlflow.errors import ConfigError, WeightsOvertaken
 from rlflow.roles import StagedWeights, TensorSlot
 from rlflow.weights.manifest import version_folder
@@ -37,7 +37,7 @@ def loading_of(config: Config, engine: AsyncLLM, index: int) -> Loading:
     """`index` is the engine's among all."""
     if sends_adapters(config):
         return AdapterLoading(engine, config.lora)
-    if config.weights.transport is Transport.shm:
+    if transport_of(config) is Transport.shm:
         return ArenaLoading(engine)
     return DirectLoading(engine, config, index)
 
@@ -149,7 +149,7 @@ class DirectLoading(Loading):
         self._mode, self._num_buckets = LoadMode(found[0][0]), found[0][1]
         if self._mode is LoadMode.reloaded:
             raise ConfigError(
-                f"weights.transport={self._config.weights.transport.value} sends parts of parameters, but vLLM keeps "
+                f"weights.transport={transport_of(self._config).value} sends parts of parameters, but vLLM keeps "
                 "those of this model otherwise than it loads them; set weights.transport=shm"
             )
         if self._mode is LoadMode.beside:
@@ -170,7 +170,7 @@ class DirectLoading(Loading):
 
     async def give_up(self, staged: StagedWeights) -> bool:
         await super().give_up(staged)
-        is_in_folder = self._config.weights.transport is Transport.disk
+        is_in_folder = transport_of(self._config) is Transport.disk
         return is_in_folder and not await asyncio.to_thread(version_folder(Path(staged.path), staged.version).exists)
 
     async def _receive(self, staged: StagedWeights) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from rlflow.config import Config, Transport, sends_adapters
+from rlflow.config import Config, Transport, sends_adapters, transport_of
 from rlflow.roles import StagedWeights
 from rlflow.weights.disk_sender import DiskSender
 from rlflow.weights.ipc import SharedSender
@@ -35,8 +35,8 @@ class WeightSender(Protocol):
 def build_sender(config: Config, backend: TrainerBackend, rank: int, world_size: int, rendezvous: str) -> WeightSender:
     """`rendezvous` is where these ranks met; no other trainer has met there."""
     if sends_adapters(config):
-        return AdapterSender(backend, rank)
-    match config.weights.transport:
+        return AdapterSender(backend, rank, world_size)
+    match transport_of(config):
         case Transport.p2p:
             return PeerSender(backend, rank, world_size, rendezvous, config.deadlines.weights_s)
         case Transport.ipc:
@@ -46,4 +46,4 @@ def build_sender(config: Config, backend: TrainerBackend, rank: int, world_size:
             assert config.run.dir is not None, "a run knows its directory when workers start"
             return DiskSender(backend, rank, world_size, Path(config.run.dir) / "weights")
         case Transport.shm:
-            return SharedMemorySender(backend, rank, world_size, rendezvous)
+            return SharedMemorySender(backend, rank, world_size)

@@ -1,19 +1,20 @@
 """The shared-memory transport in a rank of the trainer: all ranks write their own parts of the parameters at once.
 
-what each rank holds -> arena that rank 0 owns -> StagedWeights;  engines map it, see `receiver`
+what each rank holds -> arena on the machine -> StagedWeights;  engines map it, see `receiver`
 
 Nothing is gathered, as long as all ranks are on one machine and a parameter's elements are on the ranks as the engines
-take them. Otherwise, as with adapters that have to be merged first, the ranks gather and rank 0 writes.
+take them. Otherwise, as with adapters that have to be merged first, the ranks gather, and on each machine one of them
+writes: engines find every version in the memory of their own machine, if a rank is on it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
-import uuid
+import secrets
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rlflow.roles import StagedWeights
-from rlflow.weights.arena import Arena, arena_path, lay_out, tensor_at
+from rlflow.weights.arena import Arena, TensorSpec, arena_path, lay_out, tensor_at
 from rlflow.weights.exchange import source_view, target_view
 from rlflow.weights.layout import Engine, mesh_layout
 from rlflow.weights.plan import Move, plan
@@ -31,17 +32,18 @@ if TYPE_CHECKING:
 
 
 class AdapterSender:
-    """Adapters alone, which are small: the ranks gather them, and rank 0 writes. Every method but `close` is
-    collective."""
+    """Adapters alone, which are small: the ranks gather them. Every method but `close` is collective."""
 
-    def __init__(self, backend: TrainerBackend, rank: int, folder: Path = Path("/dev/shm")) -> None:
+    def __init__(self, backend: TrainerBackend, rank: int, world_size: int, folder: Path = Path("/dev/shm")) -> None:
         """Raises ConfigError when `folder` has too little room."""
         self._backend = backend
-        self._arena = Arena(backend.adapter_specs(), folder) if rank == 0 else None
+        self._rank = rank
+        self._arena = _arenas(backend, backend.adapter_specs(), rank, world_size, folder).own
 
     def stage(self, version: int) -> StagedWeights | None:
         """Lay out the back end's adapters as a version, in the engines' dtype; rank 0 is told where."""
-        return stage_whole(self._arena, version, self._backend.adapter_parameters())
+        staged = stage_whole(self._arena, version, self._backend.adapter_parameters())
+        return staged if self._rank == 0 else None
 
     def release(self) -> None:
         """It lies in the memory of the CPU."""
@@ -60,36 +62,60 @@ def stage_whole(arena: Arena | None, version: int, named: Iterator[tuple[str, Te
     return None
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Arenas:
+    """Of all machines; they have the same path on each."""
+
+    own: Arena | None
+    """Of this rank, if it is the first one on its machine."""
+    path: Path
+    machines: int
+
+
+def _arenas(backend: TrainerBackend, specs: Sequence[TensorSpec], rank: int, world_size: int, folder: Path) -> _Arenas:
+    """Make them. Collective."""
+    # A name that was never used: what a dead process has left must not be taken for it.
+    label = f"{round(backend.add_up([float(secrets.randbits(52)) if rank == 0 else 0.0])[0]):013x}"
+    path, own, machines = arena_path(folder, label), None, 0
+    while True:
+        flags = [0.0] * world_size
+        flags[rank] = float(not path.exists())
+        lacking = [other for other, lacks in enumerate(backend.add_up(flags)) if lacks]
+        if not lacking:
+            return _Arenas(own=own, path=path, machines=machines)
+        machines += 1
+        if lacking[0] == rank:
+            own = Arena(specs, folder, label=label)
+        # Nobody looks before it is there.
+        backend.add_up([0.0])
+
+
 class SharedMemorySender:
     """One rank's side. Every method but `close` is collective."""
 
-    def __init__(
-        self, backend: TrainerBackend, rank: int, world_size: int, rendezvous: str, folder: Path = Path("/dev/shm")
-    ) -> None:
-        """`rendezvous` is where these ranks met; no other trainer has met there.
-
-        Raises ConfigError when `folder` has too little room.
-        """
+    def __init__(self, backend: TrainerBackend, rank: int, world_size: int, folder: Path = Path("/dev/shm")) -> None:
+        """Raises ConfigError when `folder` has too little room."""
         self._backend = backend
         self._rank = rank
         specs = backend.parameter_specs()
         self._slots = {slot.name: slot for slot in lay_out(specs)[0]}
-        # All ranks know the name beforehand; a rank that is alone has met nobody.
-        label = hashlib.sha256(rendezvous.encode()).hexdigest()[:32] if world_size > 1 else uuid.uuid4().hex
-        self._arena = Arena(specs, folder, label=label) if rank == 0 else None
-        self._meet()
-        self._shared = self._arena.memory if self._arena is not None else _map(arena_path(folder, label))
-        self._moves = self._own_moves(world_size) if self._all_have(world_size, self._shared is not None) else None
+        arenas = _arenas(backend, specs, rank, world_size, folder)
+        self._arena = arenas.own
+        self._moves: dict[str, list[Move]] | None = None
+        if arenas.machines == 1:
+            self._shared = self._arena.memory if self._arena is not None else _map(arenas.path)
+            self._moves = self._own_moves(world_size)
 
     @property
     def gathers(self) -> bool:
-        """Whether rank 0 writes everything."""
+        """Whether one rank of each machine writes everything."""
         return self._moves is None
 
     def stage(self, version: int) -> StagedWeights | None:
         """Lay out the back end's weights as a version, in the engines' dtype; rank 0 is told where."""
         if self._moves is None:
-            return stage_whole(self._arena, version, self._backend.full_parameters())
+            staged = stage_whole(self._arena, version, self._backend.full_parameters())
+            return staged if self._rank == 0 else None
         if self._arena is not None:
             self._arena.begin(version)
         self._meet()
@@ -106,7 +132,6 @@ class SharedMemorySender:
 
     @torch.no_grad()
     def _write(self, moves: dict[str, list[Move]]) -> None:
-        assert self._shared is not None
         for name, held in self._backend.held():
             for move in moves.get(name, ()):
                 target = tensor_at(self._shared, self._slots[move.parameter])
@@ -127,21 +152,14 @@ class SharedMemorySender:
             moves[move.source_tensor].append(move)
         return moves
 
-    def _all_have(self, world_size: int, is_true: bool) -> bool:
-        found = self._backend.add_up([float(is_true), 1.0])
-        return found[0] == found[1]
-
     def _meet(self) -> None:
         """Return when all ranks have come here."""
         self._backend.add_up([0.0])
 
 
-def _map(path: Path) -> Tensor | None:
-    """The bytes of another rank's arena, to write to; None where it is not to be seen from this machine."""
-    try:
-        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
+def _map(path: Path) -> Tensor:
+    """The bytes of another rank's arena, to write to."""
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
         return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
     finally:

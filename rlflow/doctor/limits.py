@@ -1,0 +1,80 @@
+"""What the kernel lets this process have: memory of the machine, and the limits of its control groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNLIMITED = 2**60
+"""Bytes; version 1 of control groups writes about 2^63 for no limit."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Limits:
+    """Of the control groups that this process is in; None for none."""
+
+    cpus: float | None
+    memory: int | None
+    memory_left: int | None
+
+
+def read_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """Bytes of the machine, and those that can be taken without swapping."""
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+    return sizes["MemTotal"], sizes["MemAvailable"]
+
+
+def read_limits(root: Path = Path("/")) -> Limits:
+    """The tightest limits of the groups from this process's own up to the top, for both versions of control groups."""
+    cpus: list[float] = []
+    memory: list[tuple[int, int]] = []
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for folder in _folders(root / "sys/fs/cgroup", controllers, path):
+            cpus += _quota(folder)
+            memory += _memory(folder)
+    return Limits(
+        cpus=min(cpus, default=None),
+        memory=min((limit for limit, _ in memory), default=None),
+        memory_left=min((max(0, limit - used) for limit, used in memory), default=None),
+    )
+
+
+def _folders(top: Path, controllers: str, path: str) -> Iterator[Path]:
+    """Those of one line of /proc/self/cgroup. In a container the path may be that of the host, which is not there."""
+    if not controllers:
+        mounts = [top, top / "unified"]
+    else:
+        mounts = [top / name for name in controllers.split(",") if name in ("cpu", "memory")]
+    for mount in mounts:
+        folder = mount / path.strip("/")
+        while folder != mount:
+            yield folder
+            folder = folder.parent
+        yield mount
+
+
+def _quota(folder: Path) -> Iterator[float]:
+    words = [*_words(folder / "cpu.max"), *_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
+    if len(words) == 2 and words[0] not in ("max", "-1"):
+        yield int(words[0]) / int(words[1])
+
+
+def _memory(folder: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use, without what the kernel would give back: the file cache that was not used lately."""
+    for limit_name, use_name in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        limit, used = _words(folder / limit_name), _words(folder / use_name)
+        if limit and used and limit[0] != "max" and int(limit[0]) < _UNLIMITED:
+            words = _words(folder / "memory.stat")
+            stat = dict(zip(words[::2], words[1::2], strict=True))
+            reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+            yield int(limit[0]), max(0, int(used[0]) - reclaimable)
+
+
+def _words(path: Path) -> list[str]:
+    return path.read_text().split() if path.is_file() else []

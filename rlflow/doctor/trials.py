@@ -1,0 +1,83 @@
+"""Tries in processes of their own what may crash, hang or take long: libraries, Ray, the sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from rlflow.child import Child
+from rlflow.config import Config
+from rlflow.deadlines import within
+from rlflow.doctor.answering import Question
+from rlflow.doctor.facts import ModelReport, Problem, RayFacts, TorchFacts, Tried, VllmFacts
+from rlflow.errors import ConfigError, DeadlineError, SandboxError
+from rlflow.rundir import plain
+from rlflow.sandbox import describe
+
+TRIAL_TIMEOUT_S = 180.0
+"""For each process. Importing vLLM takes up to a minute from a cold network disk."""
+_TYPES = {"torch": TorchFacts, "vllm": VllmFacts, "model": ModelReport, "ray": RayFacts}
+
+
+async def try_all(config: Config, *, is_run: bool, computes: bool, with_ray: bool) -> Tried:
+    """All that there is to try, at the same time."""
+    question = Question(config=plain(config), is_run=is_run, computes=computes)
+    topics = ["torch", "vllm"] if computes else []
+    if is_run:
+        topics += ["model", "engine", "environment"] if computes else ["model", "environment"]
+    libraries, ray, sandbox = await asyncio.gather(
+        _ask("rlflow.doctor.libraries", "the process that tries libraries", question, topics),
+        _ask("rlflow.doctor.ray_trial", "the process that tries Ray", question, ["ray"] if with_ray else []),
+        _sandbox(),
+    )
+    return Tried(**libraries, **ray, sandbox=sandbox)
+
+
+async def _ask(module: str, name: str, question: Question, topics: list[str]) -> dict[str, Any]:
+    """Topic -> answer; where the process ended before, that is the answer to the first topic that has none."""
+    answers: dict[str, Any] = {}
+    if not topics:
+        return answers
+    child = Child(module, name)
+    try:
+        await child.connect()
+        child.send(json.dumps(question).encode())
+        async with asyncio.timeout(TRIAL_TIMEOUT_S):
+            while True:
+                topic, answer = json.loads(await child.receive())
+                answers[topic] = _read(topic, answer)
+    except (EOFError, ConnectionError):
+        missing = [topic for topic in topics if topic not in answers]
+        if missing:
+            answers[missing[0]] = Problem(text=await child.describe_death())
+    except TimeoutError:
+        missing = [topic for topic in topics if topic not in answers]
+        answers[missing[0]] = Problem(text=f"{name} did not answer within {TRIAL_TIMEOUT_S:g} s")
+    finally:
+        child.kill()
+        await child.ended()
+    return answers
+
+
+def _read(topic: str, answer: dict[str, Any] | None) -> Any:
+    if answer is None:
+        return None
+    if "problem" in answer:
+        return Problem(**answer["problem"])
+    found = answer["found"]
+    return _TYPES[topic](**{name: _tuples(value) for name, value in found.items()})
+
+
+def _tuples(value: Any) -> Any:
+    """JSON has lists only."""
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+async def _sandbox() -> str | Problem:
+    try:
+        return (await within("the trial of the sandbox", TRIAL_TIMEOUT_S, describe())).removeprefix("sandbox: ")
+    except ConfigError as error:
+        return Problem(text=str(error), is_setting=True)
+    except (SandboxError, DeadlineError) as error:
+        return Problem(text=str(error))

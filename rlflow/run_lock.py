@@ -1,0 +1,149 @@
+"""Who writes a run's directory: a lock on a file in it, which names the process that holds it.
+
+The lock (flock) ends with its process, however that ends. On a network file system it holds between machines where the
+server keeps it: NFS 4, CephFS, Lustre mounted with `flock`. Where each machine keeps its own (Lustre with `localflock`,
+NFS with `local_lock`, most object stores), it keeps out processes of the same machine only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlflow.errors import ConfigError, RunError
+
+NAME = ".lock"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Holder:
+    """The process that holds a lock."""
+
+    host: str
+    pid: int
+    started: int
+    """Clock ticks from the start of the machine to that of the process: another one with this number has another."""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+@contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder for as long as the block lasts; ConfigError when another process does."""
+    with _opened(folder) as file:
+        if not _try_lock(file, folder):
+            raise ConfigError(
+                f"{folder} is being written by {_read(file) or 'another process'}; wait for it to end, end it with "
+                f"`rlflow stop {folder}`, or choose another run.dir"
+            )
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps(asdict(_this_process())).encode(), 0)
+        try:
+            yield
+        finally:
+            os.ftruncate(file, 0)
+
+
+def stop(folder: Path, timeout_s: float) -> str:
+    """Ask the process that writes a folder to save and end (SIGTERM), and wait for that; what happened, for a person.
+
+    Raises ConfigError when that process is out of reach from here, RunError when it takes longer than `timeout_s`.
+    """
+    with _opened(folder) as file:
+        if _try_lock(file, folder):
+            return _nobody(folder, _read(file))
+        holder = _read(file)
+        if holder is None:
+            raise RunError(f"{folder} is being written by a process that has not said which one yet; call again")
+        if holder.host != socket.gethostname():
+            raise ConfigError(
+                f"{folder} is being written by {holder}, and this is {socket.gethostname()}; call `rlflow stop` there, "
+                "or `rlflow submit --stop JOB cluster=...` for a job"
+            )
+        with _process_of(holder) as process:
+            if process is None and _try_lock(file, folder):
+                return _nobody(folder, None)  # it has ended meanwhile
+            if process is None:
+                raise ConfigError(
+                    f"{folder} is being written by {holder}, which cannot be seen from here; call `rlflow stop` in its "
+                    "container"
+                )
+            signal.pidfd_send_signal(process, signal.SIGTERM)
+            if not select.select([process], [], [], timeout_s)[0]:
+                raise RunError(
+                    f"{holder} is still writing {folder} after {timeout_s:g} s; it finishes its step and saves: wait "
+                    "longer with --timeout"
+                )
+    return f"{holder} has ended; the same command with run.dir={folder} goes on with its run"
+
+
+def _nobody(folder: Path, last: Holder | None) -> str:
+    if last is None or last.host == socket.gethostname():
+        return f"no run is writing {folder}"
+    # It was killed, or this file system keeps the locks of each machine apart.
+    return f"no run holds {folder} on this machine; the last one, {last}, did not end by itself"
+
+
+@contextmanager
+def _process_of(holder: Holder) -> Iterator[int | None]:
+    """A handle of the process, None where it is not to be seen; another process of its number is not taken for it."""
+    try:
+        process = os.pidfd_open(holder.pid)
+    except ProcessLookupError:
+        yield None
+        return
+    try:
+        yield process if _started(holder.pid) == holder.started else None
+    finally:
+        os.close(process)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _try_lock(file: int, folder: Path) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise ConfigError(
+            f"the file system of {folder} keeps no locks ({error.strerror}), so that two runs could write there; mount "
+            "it with them (Lustre: -o flock), or choose another run.dir"
+        ) from error
+    return True
+
+
+def _read(file: int) -> Holder | None:
+    """None in the moment before the process that has just taken the lock has written its name."""
+    text = os.pread(file, 4096, 0)
+    return Holder(**json.loads(text)) if text else None
+
+
+def _this_process() -> Holder:
+    started = _started(os.getpid())
+    assert started is not None
+    return Holder(host=socket.gethostname(), pid=os.getpid(), started=started)
+
+
+def _started(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(stat.rpartition(")")[2].split()[19])

@@ -1,0 +1,66 @@
+"""Who listens where, read from the kernel."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+
+_LISTENS = "0A"
+_UDP_UNCONNECTED = "07"
+
+
+def listeners(pid: int) -> dict[str, set[str]]:
+    """The addresses that a process of this user and all that it started listen on, TCP and UDP, by process name."""
+    sockets = _open_sockets()
+    found: dict[str, set[str]] = {}
+    for each in _tree(pid):
+        try:
+            name = Path(f"/proc/{each}/comm").read_text().strip()
+            targets = [os.readlink(entry) for entry in Path(f"/proc/{each}/fd").iterdir()]
+        except (FileNotFoundError, ProcessLookupError):  # it, or one of its files, is just gone
+            continue
+        for target in targets:
+            if address := sockets.get(target.removeprefix("socket:[").removesuffix("]")):
+                found.setdefault(name, set()).add(address)
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    """Also of an IPv6 socket that takes IPv4 connections."""
+    parsed = ipaddress.ip_address(address)
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_loopback
+
+
+def _tree(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                after_name = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            children.setdefault(int(after_name[1]), []).append(int(entry.name))
+    tree = [pid]
+    for each in tree:
+        tree += children.get(each, [])
+    return tree
+
+
+def _open_sockets() -> dict[str, str]:
+    """Inode -> local address of each socket of this machine that strangers can send to."""
+    found = {}
+    for name, state in (("tcp", _LISTENS), ("tcp6", _LISTENS), ("udp", _UDP_UNCONNECTED), ("udp6", _UDP_UNCONNECTED)):
+        path = Path(f"/proc/net/{name}")
+        for line in path.read_text().splitlines()[1:] if path.exists() else ():
+            fields = line.split()
+            if fields[3] == state:
+                found[fields[9]] = _address(fields[1].partition(":")[0])
+    return found
+
+
+def _address(text: str) -> str:
+    """The kernel writes 32-bit words in the machine's own order of bytes."""
+    words = [bytes.fromhex(text[start : start + 8])[::-1] for start in range(0, len(text), 8)]
+    return str(ipaddress.ip_address(b"".join(words)))

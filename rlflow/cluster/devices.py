@@ -98,22 +98,21 @@ class Devices:
         if self._group is not None:
             remove_placement_group(self._group)
 
-    async def room(self) -> bool:
-        """After `release`: True when the cluster has as much again, on whichever machines. Raises DeadlineError after
+    async def room(self) -> None:
+        """After `release`: wait until the cluster has as much again, on whichever machines. Raises DeadlineError after
         deadlines.start_s."""
         if self._group is None:
-            return True
+            return
         group = placement_group(self._bundles, strategy="PACK", bundle_label_selector=self._pools)
         try:
             await within(
                 "waiting for machines in place of those that are lost",
-                self._config.deadlines.start_s,
+                self.config.deadlines.start_s,
                 answer("cluster", group.ready()),
                 "add machines, or raise deadlines.start_s, and start the run again: it goes on",
             )
         finally:
             remove_placement_group(group)
-        return True
 
 
 def nodes_there() -> dict[str, dict[str, Any]]:

@@ -137,11 +137,16 @@ class RayNodes:
     def __exit__(self, *_: object) -> None:
         self._nodes.close()
 
-    def add(self, *pools: str, cpus: int = 2) -> list[Node]:
-        """One more node in each of these pools; returns when they are part of the cluster."""
+    def add(self, *pools: str, cpus: int = 2, hides: Path | None = None) -> list[Node]:
+        """One more node in each of these pools; returns when they are part of the cluster. None of what the other
+        machines have in the folder `hides` is there."""
         nodes = [
             self._launch(
-                self._next_ip(), f"--address={self.address}", f"--num-cpus={cpus}", f"--labels=rlflow-pool={pool}"
+                self._next_ip(),
+                f"--address={self.address}",
+                f"--num-cpus={cpus}",
+                f"--labels=rlflow-pool={pool}",
+                hides=hides,
             )
             for pool in pools
         ]
@@ -164,12 +169,13 @@ class RayNodes:
         self._number += 1
         return f"10.201.77.{self._number}" if self._with_networks else f"127.0.0.{self._number}"
 
-    def _launch(self, ip: str, *options: str) -> Node:
+    def _launch(self, ip: str, *options: str, hides: Path | None = None) -> Node:
         network = self._nodes.enter_context(_network(ip)) if self._with_networks else None
         command = [
-            *_within(network), sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block",
-            f"--node-ip-address={ip}", f"--object-store-memory={_STORE_BYTES}", "--disable-usage-stats",
-            "--include-log-monitor=false", f"--temp-dir={self._folder}/{self._number}", *options,
+            *_within(network), *_hiding(hides), sys.executable, "-c", "from ray.scripts.scripts import main; main()",
+            "start", "--block", f"--node-ip-address={ip}", f"--object-store-memory={_STORE_BYTES}",
+            "--disable-usage-stats", "--include-log-monitor=false",
+            f"--temp-dir={self._folder}/{self._number}", *options,
         ]  # fmt: skip
         process = subprocess.Popen(
             command,
@@ -204,6 +210,12 @@ def _tell(process: psutil.Process, what: str) -> None:
 
 def _within(network: str | None) -> list[str]:
     return ["ip", "netns", "exec", network] if network else []
+
+
+def _hiding(folder: Path | None) -> list[str]:
+    """With an empty file system in place of a folder."""
+    mount = 'mount -t tmpfs none "$0" && exec "$@"'
+    return [] if folder is None else ["unshare", "--mount", "sh", "-c", mount, str(folder)]
 
 
 _BRIDGE = f"rlb{os.getpid()}"

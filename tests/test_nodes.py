@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sqlite3
@@ -107,6 +108,36 @@ def test_a_run_outlives_the_machines_of_an_engine_and_of_its_trainer(tmp_path: P
             wait_for(process, "report: ")
             assert process.wait(TIMEOUT_S) == 128 + signal.SIGINT
     check_ledger(run, num_tasks=16)
+
+
+def test_what_a_lost_machine_had_stored_is_known_to_be_lost() -> None:
+    """Also: a runner that died gets no group until Ray has found it another machine."""
+    with RayNodes() as nodes:
+        (node,) = nodes.add("rollout", cpus=1)
+        command = [sys.executable, str(Path(__file__).with_name("lost_payloads.py")), nodes.address]
+        process = nodes.on_head(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdin is not None
+        wait_for(process, "kill")
+        node.kill()
+        print(file=process.stdin, flush=True)
+        wait_for(process, "add")
+        nodes.add("rollout", cpus=1)
+        print(file=process.stdin, flush=True)
+        found = json.loads(wait_for(process, "{"))
+        process.communicate(timeout=TIMEOUT_S)
+    assert found.pop("error").startswith("the episode runner died")
+    assert found == {"before": False, "small": False, "together": True, "waits": True, "again": False}
+
+
+@pytest.mark.skipif(not has_networks(), reason="hiding a folder needs root")
+def test_a_machine_that_does_not_see_the_run_directory_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with RayNodes() as nodes:
+        (node,) = nodes.add("training", hides=run)
+        with running(nodes, run) as process:
+            wait_for(process, f"error: the machine {node.ip} does not see run.dir {run}; put it on a file system")
+            assert process.wait(TIMEOUT_S) == 2
 
 
 @pytest.mark.skipif(not has_networks(), reason="networks of one's own need root and `ip`")

@@ -107,7 +107,7 @@ class Devices:
         try:
             await within(
                 "waiting for machines in place of those that are lost",
-                self._config.deadlines.start_s,
+                self.config.deadlines.start_s,
                 answer("cluster", group.ready()),
                 "add machines, or raise deadlines.start_s, and start the run again: it goes on",
             )

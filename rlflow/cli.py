@@ -27,6 +27,9 @@ _VERBS = {
     "simulate": "the driver on a fleet of modelled engines: throughput by staleness",
 }
 
+_OF_TORCH = ("torch", "vllm", "accelerate", "jinja2")
+"""What comes with torch and vLLM, of which there is a build for CPUs and one for GPUs."""
+
 _BENCH_HELP = (
     "e2e: a whole run's steady state; async: what asynchrony gains; queue: ledger and ready queue beside "
     "TransferQueue; train: a step of the trainer beside a padded loop and TRL's; weights: new weights for an engine "
@@ -57,6 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run_verb(options, overrides)
     except (ConfigError, RunError) as error:
         return _report(error)
+    except ModuleNotFoundError as error:
+        if error.name not in _OF_TORCH:
+            raise
+        return _report(
+            ConfigError(
+                f"{error.name} is not installed; pip install 'rlflow[gpu]', or 'rlflow[cpu]' on a machine without GPUs"
+            )
+        )
     except KeyboardInterrupt:  # before a run has begun; a run handles the signal by itself
         return 130
 

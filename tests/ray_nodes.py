@@ -26,9 +26,9 @@ STOP_S = 20
 _STORE_BYTES = 100 * 2**20
 _QUICK = {
     # A dead node is noticed when it has not answered three times, a second apart: 15 s by default.
-    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_initial_delay_ms": "5000",
     "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "3",
     # Processes are started when they are needed, and not one for each CPU before.
     "RAY_enable_worker_prestart": "0",
@@ -80,7 +80,6 @@ class Node:
         for process in found:
             _tell(process, "kill")
         self._process.wait(STOP_S)
-        psutil.wait_procs(list(found), timeout=STOP_S)
 
     def stop(self) -> None:
         """As `kill`; nothing of a test's cluster has to end in order."""
@@ -114,10 +113,7 @@ class RayNodes:
             head_ip = self._next_ip()
             port = 6479
             self.address = f"{head_ip}:{port}"
-            self.head = self._launch(
-                head_ip, "--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false",
-                f"--temp-dir={self._folder}",
-            )  # fmt: skip
+            self.head = self._launch(head_ip, "--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false")
             self.head.await_start()
         except BaseException:
             self._nodes.close()
@@ -154,7 +150,7 @@ class RayNodes:
         command = [
             *_within(network), sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block",
             f"--node-ip-address={ip}", f"--object-store-memory={_STORE_BYTES}", "--disable-usage-stats",
-            "--include-log-monitor=false", *options,
+            "--include-log-monitor=false", f"--temp-dir={self._folder}/{self._number}", *options,
         ]  # fmt: skip
         process = subprocess.Popen(
             command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True

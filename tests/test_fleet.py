@@ -72,6 +72,13 @@ class FakeProcess:
                 self.die(f"ended after: {error}")
             raise error
 
+    async def placed(self) -> None:
+        if "place" in self.held:
+            self._released.clear()
+            await self._released.wait()
+        if errors := self.fails.get("place"):
+            raise errors.pop(0)
+
     async def start(self) -> None:
         self._death = asyncio.get_running_loop().create_future()
         self._answered = asyncio.Event()
@@ -278,6 +285,7 @@ async def test_a_load_that_fails_in_one_engine_restarts_it() -> None:
         assert on.alarms == [
             "rollout engine 0 did not load version 2: odd",
             "ended after: odd; it is started again",
+            "rollout engine 0 serves again, 0 s after it was lost",
         ]
 
 
@@ -316,6 +324,46 @@ async def test_three_deaths_in_a_row_give_an_engine_up_and_the_last_one_ends_the
         with pytest.raises(RunError, match="no rollout engine is left"):
             await on.fleet.load_weights(staged(3))
         await on.fleet.sleep()  # nothing holds the memory that a trainer needs to be saved
+
+
+async def test_an_engine_that_finds_no_machine_stays_away_while_others_serve() -> None:
+    async with scene(2) as on:
+        on.engines[0].held.add("place")
+        on.engines[0].die("its machine is gone")
+        await settle()
+        on.fleet._start_s = 0.0
+        await on.fleet.load_weights(staged(2))
+        await settle()
+        assert (on.serving, on.fleet.describe()[0]) == (
+            "serving [1]",
+            "engine 0: dead, died 1 times, last: its machine is gone",
+        )
+        on.engines[0].release()
+        await settle()
+        assert (on.serving, on.engines[0].version) == ("serving [0, 1]", 2)
+        assert on.alarms[-1] == "rollout engine 0 serves again, 0 s after it was lost"
+
+
+async def test_without_an_engine_and_a_machine_for_one_the_run_ends_at_the_deadline_of_starts() -> None:
+    async with scene(2) as on:
+        on.fleet._start_s = 0.05
+        failed = asyncio.create_task(on.fleet.failed())
+        for engine in on.engines:
+            engine.held.add("place")
+            engine.die(f"machine {engine.index} is gone")
+        with pytest.raises(
+            RunError, match=r"no room for one within deadlines.start_s \(0.05 s\): engine 0: machine 0 "
+        ):
+            await failed
+
+
+async def test_an_engine_whose_actor_is_gone_for_good_is_given_up() -> None:
+    async with scene(2) as on:
+        on.engines[0].fails["place"] = [RunError("the actor is dead")]
+        on.engines[0].die()
+        await settle()
+        assert on.fleet.describe()[0] == "engine 0: given up, died 3 times, last: the actor is dead"
+        assert on.alarms[-1] == "rollout engine 0 is given up: the actor is dead"
 
 
 async def test_an_engine_that_answers_in_between_is_never_given_up() -> None:

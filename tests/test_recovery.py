@@ -167,8 +167,9 @@ async def test_killed_engines_come_back_with_the_current_weights_and_lose_no_epi
 
         await kill_and_recover(on, kill_vllm, engine=1, version=3)
         assert await on.process(0) != actor
-        first, second = on.alarms
+        first, again, second, _ = on.alarms
         assert "rollout engine 0 died" in first
+        assert re.search("^rollout engine 0 serves again, [0-9]+ s after it was lost$", again)
         assert re.search("vLLM's process ended; the cause is in .*[.]err; it is started again$", second)
         await check_updates(on)
         await check_runner(on)

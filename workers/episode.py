@@ -13,7 +13,7 @@ from typing import cast
 from rlflow.concurrency import all_or_none
 from rlflow.config import Config
 from rlflow.disk import disk_errors
-from rlflow.errors import EngineLost, StaleGroup
+from rlflow.errors import EngineLost, StaleGroup, WorkerLost
 from rlflow.reward_client import Scorer
 from rlflow.rollout import payloads as payload_files
 from rlflow.rollout.chat import Chat, episode_seed
@@ -22,7 +22,7 @@ from rlflow.rollout.episode import Door, PlayedEpisode, Worlds, play_episode, su
 from rlflow.rollout.limits import EpisodeLimits
 from rlflow.rollout.render import ChatRenderer, Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
-from rlflow.types import EpisodePayload, EpisodeSummary, GroupOrder, Message, PlayedGroup, Span
+from rlflow.types import EpisodeEnd, EpisodePayload, EpisodeSummary, GroupOrder, Message, PlayedGroup, Span
 
 ACTOR = "runner"
 
@@ -154,6 +154,8 @@ class EpisodeRunner:
 
     async def _play_and_score(self, group: _UnderWay, index: int) -> _Scored:
         played = await self._play(group, index)
+        if played.end is EpisodeEnd.EPISODE_TIMEOUT and not self._client.is_served:
+            raise WorkerLost("all rollout engines were lost, and none was back before the episode ran out of time")
         played_at_s = time.time()
         verdict = None if played.end.is_error else await self._scorer.score(played.transcript)
         return _Scored(

@@ -62,17 +62,17 @@ class RayEngine:
         self._process: Any = None
         """A call that fails when the process does in which vLLM was started last."""
 
-    async def start(self) -> None:
-        await self._within("the start", self._deadlines.start_s, self._start())
-
-    async def _start(self) -> None:
+    async def placed(self) -> None:
         if self._process is not None:
             # Otherwise the old process might take the call, and die of it.
             await asyncio.gather(self._process, return_exceptions=True)
         # Retried, for a process that Ray is restarting does not answer yet.
         await self._vital("begin", self._actor.__ray_ready__.options(max_task_retries=-1).remote())
         self._process = self._actor.linger.remote()
-        await self._vital("start", self._actor.start.remote())
+
+    async def start(self) -> None:
+        starting = self._vital("start", self._actor.start.remote())
+        await self._within("the start", self._deadlines.start_s, starting)
 
     async def watch(self) -> NoReturn:
         await self._vital("", self._actor.watch.remote())

@@ -36,6 +36,15 @@ MANY_CALLS = 4096
 """Calls that an asynchronous actor may have open; the admission budget bounds them long before."""
 
 
+_EVERYWHERE = {
+    # Without this Ray hides every GPU from actors that ask for none and warns about it.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray would print a line every few seconds while one waits for an actor that it is restarting.
+    "RAY_enable_output_error_log_if_still_retry": "0",
+}
+"""Settings of Ray for the driver and all actors."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Fleet:
     """Everything that was started."""
@@ -65,14 +74,15 @@ def ray_cluster(config: Config) -> Iterator[None]:
     if ray.is_initialized():
         raise ConfigError("Ray is already running in this process; start rlflow in a process of its own")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Without this Ray hides every GPU from actors that ask for none and warns about it.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # A group that ends in an error has one in each of its payloads too, which nobody reads; Ray would print them all.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    for name, value in _EVERYWHERE.items():
+        os.environ.setdefault(name, value)
     quiet = {"log_to_driver": False, "logging_level": "error"}
     with ExitStack() as stack:
         if config.cluster.address is not None:
-            join_ray(config.cluster.address, **quiet)
+            # The processes of a cluster that is there do not have this process's environment.
+            join_ray(config.cluster.address, **quiet, runtime_env={"env_vars": _EVERYWHERE})
         else:
             ray.init(object_store_memory=object_store_bytes(config), **quiet, **stack.enter_context(private_ray()))
         stack.callback(ray.shutdown)

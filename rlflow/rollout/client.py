@@ -83,13 +83,18 @@ class EngineClient:
         self._outstanding = [0] * len(engines)
         self._homes: OrderedDict[str, int] = OrderedDict()
         self._serving: set[int] = set()
-        self._is_served = asyncio.Event()
+        self._has_engine = asyncio.Event()
         self.set_serving(range(len(engines)))
 
     @property
     def outstanding(self) -> list[int]:
         """Requests under way, by engine."""
         return list(self._outstanding)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether any engine takes requests."""
+        return bool(self._serving)
 
     def set_serving(self, engines: Collection[int]) -> None:
         """From now on, requests that name no engine go to these only. What is under way stays where it is."""
@@ -157,7 +162,7 @@ class EngineClient:
             await within(
                 "waiting for a rollout engine that serves",
                 self._patience_s,
-                self._is_served.wait(),
+                self._has_engine.wait(),
                 "the engines died, or took longer than deadlines.start_s to come back",
             )
         least = min(sorted(self._serving), key=lambda index: self._outstanding[index])
@@ -177,9 +182,9 @@ class EngineClient:
 
     def _note_serving(self) -> None:
         if self._serving:
-            self._is_served.set()
+            self._has_engine.set()
         else:
-            self._is_served.clear()
+            self._has_engine.clear()
 
 
 def _extend(reply: Completion, part: Completion) -> None:

@@ -22,8 +22,13 @@ class EngineProcess(Protocol):
     A call that raises ends the process, except for WeightsOvertaken; EngineLost says that it had ended by itself.
     """
 
+    async def placed(self) -> None:
+        """Wait, however long it takes, until the cluster has given it a fresh process. Raises RunError when it will
+        not."""
+        ...
+
     async def start(self) -> None:
-        """Wait for a fresh process, and for vLLM in it."""
+        """Start vLLM in that process."""
         ...
 
     async def watch(self) -> NoReturn:
@@ -55,11 +60,14 @@ class EngineFleet:
         tell: Callable[[Sequence[int]], Awaitable[None]],
         alarm: Callable[[str], None],
     ) -> None:
+        self._start_s = config.deadlines.start_s
         self._is_rolling = config.rollout.update is Update.rolling and samples_while_loading(config)
         self._engines = engines
         self._tell = tell
         self._alarm = alarm
         self._states = [EngineState() for _ in engines]
+        self._lost_at_s: dict[int, float] = {}
+        """Of the engines that were lost and do not serve again, by the clock of the loop."""
         self._pinned: set[int] = set()
         self._staged: StagedWeights | None = None
         self._is_asleep = False
@@ -76,8 +84,12 @@ class EngineFleet:
     async def start(self) -> None:
         """Start all engines, and keep them alive until `close`. Raises what the first one raises that does not come
         up."""
-        await asyncio.gather(*(self._start(index) for index in range(len(self._engines))))
+        await asyncio.gather(*(self._begin(index) for index in range(len(self._engines))))
         self._guards = [asyncio.create_task(self._guard(index)) for index in range(len(self._engines))]
+
+    async def _begin(self, index: int) -> None:
+        await self._engines[index].placed()
+        await self._start(index)
 
     async def close(self) -> None:
         """Look after the engines no longer; they may be ended now."""
@@ -100,9 +112,11 @@ class EngineFleet:
                 try:
                     if state.health is Health.DEAD:
                         await self._revive(index)
-                    await self._watch(index)
+                    if state.is_up:
+                        await self._watch(index)
                 except (ConfigError, RunError) as error:
                     state.died(str(error))
+                    self._lost_at_s.setdefault(index, asyncio.get_running_loop().time())
                     self._alarm(f"{error}; {'it is given up' if state.is_given_up else 'it is started again'}")
                     await self._announce()
         except Exception as error:
@@ -133,10 +147,40 @@ class EngineFleet:
                 await self._announce()
 
     async def _revive(self, index: int) -> None:
+        await self._replaced(index)
         while self._is_asleep:
             # The memory is the trainer's: vLLM would not find it free.
             await self._changed.wait()
-        await self._start(index)
+        if not self._states[index].is_given_up:
+            await self._start(index)
+
+    async def _replaced(self, index: int) -> None:
+        """Wait for a process: as long as it takes while other engines are there, else for deadlines.start_s."""
+        placed = asyncio.create_task(self._engines[index].placed())
+        try:
+            while not placed.done():
+                is_alone = all(state.health is Health.DEAD for state in self._states)
+                changed = asyncio.create_task(self._changed.wait())
+                most_s = self._start_s if is_alone else None
+                done, _ = await asyncio.wait((placed, changed), timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                if not done:
+                    self._fail(RunError(self._why_none_is_placed()))
+                    await asyncio.shield(self._failure)
+            placed.result()
+        except RunError as error:
+            self._states[index].give_up(str(error))
+            self._alarm(f"rollout engine {index} is given up: {error}")
+        finally:
+            placed.cancel()
+            await asyncio.wait([placed])
+
+    def _why_none_is_placed(self) -> str:
+        deaths = "; ".join(f"engine {number}: {state.last_death}" for number, state in enumerate(self._states))
+        return (
+            f"no rollout engine is left, and the cluster had no room for one within deadlines.start_s "
+            f"({self._start_s:g} s): {deaths}; add machines, and start the run again: it goes on from its checkpoint"
+        )
 
     async def _start(self, index: int) -> None:
         self._states[index].start()
@@ -251,6 +295,9 @@ class EngineFleet:
         # The watch may know already that it died just after.
         if state.health is Health.STALE:
             state.loaded(staged.version)
+            if (lost_at_s := self._lost_at_s.pop(index, None)) is not None:
+                away_s = asyncio.get_running_loop().time() - lost_at_s
+                self._alarm(f"rollout engine {index} serves again, {away_s:.0f} s after it was lost")
         return pause_s
 
     def _holds(self, index: int, staged: StagedWeights) -> bool:

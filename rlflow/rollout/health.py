@@ -84,6 +84,11 @@ class EngineState:
         self.deaths += 1
         self.last_death = reason
 
+    def give_up(self, reason: str) -> None:
+        """There will be no process for it."""
+        assert self.health is Health.DEAD, f"a {self.health} engine has a process"
+        self.deaths, self.last_death = MAX_DEATHS, reason
+
     def _become(self, health: Health) -> None:
         assert health in _NEXT[self.health], f"an engine that is {self.health} cannot become {health}"
         self.health = health

@@ -66,7 +66,7 @@ def build_group(
     """
     own = PrefixStore(f"group/{name}", store)
     timeout = datetime.timedelta(seconds=timeout_s)
-    address = _own_address(host)
+    address = own_address(host)
     if device.type == "cuda":
         return _nccl_group(own, rank, size, device, ipaddress.ip_address(address).is_loopback, timeout)
     # torch declares neither as a process group, though both are used as one.
@@ -111,7 +111,7 @@ def _waits_block() -> Iterator[None]:
                 os.environ[name] = before
 
 
-def _own_address(host: str) -> str:
+def own_address(host: str) -> str:
     """This machine's address on the way to `host`; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))

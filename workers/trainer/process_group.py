@@ -9,9 +9,14 @@ import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from rlflow.weights.meeting import own_address
+
+LOOPBACK = "127.0.0.1"
 
 
 def choose_device(rank: int) -> torch.device:
@@ -32,18 +37,27 @@ def join(rendezvous: str, rank: int, world_size: int, device: torch.device, time
     timeout = datetime.timedelta(seconds=timeout_s)
     address = urlsplit(rendezvous)
     if address.scheme == "file":
-        is_local, store = True, FileStore(address.path, world_size)
+        own, store = LOOPBACK, FileStore(address.path, world_size)
     elif address.scheme == "tcp" and address.hostname and address.port:
-        is_local = ipaddress.ip_address(socket.gethostbyname(address.hostname)).is_loopback
+        own = own_address(address.hostname)
         store = _tcp_store(address.hostname, address.port, rank, world_size, timeout)
     else:
         raise ValueError(f"rendezvous must be tcp://host:port or file:///path; got {rendezvous}")
-    if is_local:
-        # Otherwise the transports listen on the address of the machine's name.
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, "lo")
+    # Otherwise the transports listen on the address of the machine's name, which others may not reach.
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, _interface_of(own))
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _interface_of(address: str) -> str:
+    """The network interface that has an address; all of 127.0.0.0/8 is on one."""
+    if ipaddress.ip_address(address).is_loopback:
+        return "lo"
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.family == socket.AF_INET and each.address == address for each in addresses):
+            return name
+    raise AssertionError(f"an address that the system gave, {address}, is on one of its interfaces")
 
 
 def join_subgroup(groups: Sequence[Sequence[int]], timeout_s: float) -> dist.ProcessGroup:

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,21 @@ ADVANCED = [
 
 def rendered(*words: str, name: str = "grpo-20260131-120000") -> Tree:
     """As `rlflow submit WORDS` does it."""
+    return render(checked(*words), job(*words, name=name))
+
+
+@cache
+def checked(*words: str) -> Config:
     config = compose_recipe(*words)
     check(config)
-    return render(config, job(*words, name=name))
+    return config
 
 
 def job(*words: str, name: str = "grpo-20260131-120000", run_dir: str | None = None) -> Job:
-    return Job(name=name, run_dir=run_dir or f"{RUNS}/{name}", words=("rlflow", "train", *words))
+    folder = run_dir or f"{RUNS}/{name}"
+    kept = [word for word in words if not word.startswith("run.dir=")]
+    command = ("python", "-m", "rlflow", "train", *kept, f"run.dir={folder}", "cluster.address=auto")
+    return Job(name=name, run_dir=folder, words=command)
 
 
 def overlay_words(overlay: str) -> list[str]:

@@ -116,6 +116,16 @@ def test_the_other_parts_of_an_overlay_are_what_the_api_server_takes(overlay: st
         check_kubernetes(built[kind])
 
 
+def test_the_pod_for_copying_has_the_rights_of_the_others() -> None:
+    files = yaml.safe_load((ROOT / "k8s" / "files.yaml").read_text())
+    check_kubernetes(files)
+    _, worker, _ = (template["spec"] for template in pod_templates(rendered("recipe=smoke", "cluster=kuberay")))
+    [container], [expected] = files["spec"]["containers"], worker["containers"]
+    assert files["spec"]["securityContext"] == worker["securityContext"]
+    assert container["securityContext"] == expected["securityContext"]
+    assert container["volumeMounts"] == expected["volumeMounts"][:1]
+
+
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_component_changes_what_the_setting_changes(scheduler: str, tmp_path: Path) -> None:
     """Placed over an overlay, as a person does it."""

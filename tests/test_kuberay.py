@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,21 @@ ADVANCED = [
 
 def rendered(*words: str, name: str = "grpo-20260131-120000") -> Tree:
     """As `rlflow submit WORDS` does it."""
+    return render(checked(*words), job(*words, name=name))
+
+
+@cache
+def checked(*words: str) -> Config:
     config = compose_recipe(*words)
     check(config)
-    return render(config, job(*words, name=name))
+    return config
 
 
 def job(*words: str, name: str = "grpo-20260131-120000", run_dir: str | None = None) -> Job:
-    return Job(name=name, run_dir=run_dir or f"{RUNS}/{name}", words=("rlflow", "train", *words))
+    folder = run_dir or f"{RUNS}/{name}"
+    kept = [word for word in words if not word.startswith("run.dir=")]
+    command = ("python", "-m", "rlflow", "train", *kept, f"run.dir={folder}", "cluster.address=auto")
+    return Job(name=name, run_dir=folder, words=command)
 
 
 def overlay_words(overlay: str) -> list[str]:
@@ -105,6 +114,16 @@ def test_the_other_parts_of_an_overlay_are_what_the_api_server_takes(overlay: st
     built = kustomize(ROOT / "k8s" / "overlays" / overlay)
     for kind in ("PersistentVolumeClaim", "NetworkPolicy"):
         check_kubernetes(built[kind])
+
+
+def test_the_pod_for_copying_has_the_rights_of_the_others() -> None:
+    files = yaml.safe_load((ROOT / "k8s" / "files.yaml").read_text())
+    check_kubernetes(files)
+    _, worker, _ = (template["spec"] for template in pod_templates(rendered("recipe=smoke", "cluster=kuberay")))
+    [container], [expected] = files["spec"]["containers"], worker["containers"]
+    assert files["spec"]["securityContext"] == worker["securityContext"]
+    assert container["securityContext"] == expected["securityContext"]
+    assert container["volumeMounts"] == expected["volumeMounts"][:1]
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

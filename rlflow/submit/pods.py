@@ -92,6 +92,7 @@ def _ray_container(config: Config, name: str, resources: Tree) -> Tree:
     container: Tree = {"name": name, "image": kubernetes.image, "workingDir": MOUNT}
     container["env"] = [
         {"name": "HOME", "value": "/tmp"},  # caches of compilers; the root file system is read-only
+        {"name": "USER", "value": "rlflow"},  # the image may have no name for its number
         {"name": "HF_HOME", "value": f"{MOUNT}/huggingface"},
         {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
     ]

@@ -13,7 +13,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlflow.cluster.calls import answer
 from rlflow.cluster.gpus import check_gpus
-from rlflow.cluster.placement import Machine, Placed, describe, fit
+from rlflow.cluster.placement import Placed, describe, fit
+from rlflow.cluster.slots import Machine
 from rlflow.config import Config, Process
 from rlflow.deadlines import within
 from rlflow.errors import ConfigError

@@ -7,7 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlflow.cluster.placement import describe, fit, machines_of
+from rlflow.cluster.placement import describe, fit
+from rlflow.cluster.slots import machines_of
 from rlflow.config import Config
 from rlflow.doctor.check_run import check_placement
 from rlflow.doctor.findings import Finding

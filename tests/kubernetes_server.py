@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 from aiohttp import web
-from kubernetes_schemas import Tree, check_rayjob
+from kubernetes_schemas import Tree, check_crd, crds
 
 TOKEN = "from-the-kubeconfig"
 NAMESPACE = "research"
@@ -148,7 +148,8 @@ async def _create(request: web.Request) -> web.Response:
     server = request.app[_SERVER]
     assert request.query["fieldValidation"] == "Strict"
     rayjob = await request.json()
-    check_rayjob(rayjob)
+    if (file := crds()) is not None:
+        check_crd(rayjob, file)
     name = rayjob["metadata"]["name"]
     if name in server.rayjobs:
         return _error(409, f'rayjobs.ray.io "{name}" already exists')

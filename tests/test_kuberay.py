@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from test_config import compose_recipe
 from rlflow.config import Config, PoolConfig, Scheduler
 from rlflow.config_checks import check
 from rlflow.errors import ConfigError
+from rlflow.rundir import claim
 from rlflow.submit.job import Job
 from rlflow.submit.kuberay import RUNS, render, to_yaml
 
@@ -270,6 +272,33 @@ def test_pods_end_when_the_run_is_saved() -> None:
     assert wait == ["flock", "--shared", "--wait", "91", "/rlflow/runs/smoke-1/.lock", "true"]
     assert head["terminationGracePeriodSeconds"] == worker["terminationGracePeriodSeconds"] == 151
     assert {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": "91"} in head["containers"][0]["env"]
+
+
+def test_other_pods_wait_for_the_lock_of_the_run(tmp_path: Path) -> None:
+    """The commands themselves, with a folder of this machine, and no time to wait."""
+    rayjob = rendered("recipe=smoke", "cluster=kuberay", name="smoke-1")
+    head, worker, _ = (template["spec"] for template in pod_templates(rayjob))
+    folder, here = "/rlflow/runs/smoke-1", str(tmp_path / "smoke-1")
+    make, wait = (
+        [word.replace(folder, here).replace("1800", "0") for word in command]
+        for command in (
+            head["initContainers"][0]["command"],
+            worker["containers"][0]["lifecycle"]["preStop"]["exec"]["command"],
+        )
+    )
+    assert subprocess.run(make, check=False).returncode == 0
+    assert subprocess.run(wait, check=False).returncode == 0
+    with claim_of(here):
+        assert subprocess.run(wait, check=False).returncode == 1
+        assert subprocess.run(make, check=False).returncode == 0  # the driver says who holds it
+
+
+@contextmanager
+def claim_of(run_dir: str) -> Iterator[None]:
+    config = Config()
+    config.run.dir = run_dir
+    with claim(config):
+        yield
 
 
 def test_words_reach_the_driver_as_they_were_given() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -292,6 +293,26 @@ def test_an_api_server_out_of_reach(server: Server, tmp_path: Path, monkeypatch:
         Kubernetes(None).follow(NAME)
     with pytest.raises(RunError, match="^the API server cannot be reached: "):
         Kubernetes(None).apply(rayjob())
+
+
+def test_who_may_not_see_pods_is_told_that_the_job_goes_on(server: Server) -> None:
+    shown = submitted(server, RUNNING)
+    server.refuse = {("GET", "/pods"): (403, "pods is forbidden")}
+    with pytest.raises(RunError) as ended:
+        follow(shown)
+    assert str(ended.value) == (
+        f"smoke-1 cannot be followed, but goes on; the API server said 403: pods is forbidden. {HINTS}"
+    )
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(ConfigError) as refused:
+        Kubernetes(None)
+    assert str(refused.value) == (
+        "cluster=kuberay needs the package kubernetes; pip install rlflow[kubernetes], or hand kubectl what --dry-run "
+        "prints"
+    )
 
 
 def test_without_a_kubeconfig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ class Kubernetes:
         """Show what becomes of a RayJob and the log of its driver, until it ends; the exit code that it stands for.
 
         Ctrl-C only ends the following: 0. Raises ConfigError when there is no such RayJob, RunError when the API server
-        cannot be reached for minutes.
+        cannot be reached for minutes or no longer answers.
         """
         try:
             return self._follow(name)
@@ -70,6 +70,9 @@ class Kubernetes:
             return 0
         except Unreachable as error:
             raise RunError(f"{error}; {name} goes on. {self._hints(name)}") from error
+        except Refused as refusal:
+            said = f"the API server said {refusal.status}: {refusal.message}"
+            raise RunError(f"{name} cannot be followed, but goes on; {said}. {self._hints(name)}") from refusal
 
     def stop(self, name: str) -> str:
         """Have a RayJob end its pods, which save first; says what was done. It can be let go again.

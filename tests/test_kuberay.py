@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from rlflow.config import Config, PoolConfig, Scheduler
 from rlflow.config_checks import check
 from rlflow.errors import ConfigError
 from rlflow.rundir import claim
-from rlflow.submit.job import Job
-from rlflow.submit.kuberay import RUNS, render, to_yaml
+from rlflow.submit.job import RUNS, Job
+from rlflow.submit.kuberay import render, to_yaml
+from rlflow.submit.words import make_job
 
 OVERLAYS = sorted(path.name for path in (ROOT / "k8s" / "overlays").iterdir())
 SCHEDULERS = ["kueue", "volcano", "kai"]
@@ -45,7 +47,8 @@ ADVANCED = [
 
 def rendered(*words: str, name: str = "grpo-20260131-120000") -> Tree:
     """As `rlflow submit WORDS` does it."""
-    return render(checked(*words), job(*words, name=name))
+    config = checked(*words)
+    return render(config, job(config, *words, name=name))
 
 
 @cache
@@ -55,11 +58,8 @@ def checked(*words: str) -> Config:
     return config
 
 
-def job(*words: str, name: str = "grpo-20260131-120000", run_dir: str | None = None) -> Job:
-    folder = run_dir or f"{RUNS}/{name}"
-    kept = [word for word in words if not word.startswith("run.dir=")]
-    command = ("python", "-m", "rlflow", "train", *kept, f"run.dir={folder}", "cluster.address=auto")
-    return Job(name=name, run_dir=folder, words=command)
+def job(config: Config, *words: str, name: str = "grpo-20260131-120000") -> Job:
+    return replace(make_job(config, words, "20260131"), name=name)
 
 
 def overlay_words(overlay: str) -> list[str]:
@@ -211,7 +211,7 @@ def test_sixty_four_gpus() -> None:
 )
 def test_every_size_of_a_pool_arrives(machines: int, cpus: int, gpus: int, memory_gb: float) -> None:
     config = compose_pool(PoolConfig(machines=machines, cpus=cpus, gpus=gpus, memory_gb=memory_gb))
-    [group] = render(config, job("recipe=smoke"))["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    [group] = render(config, job(config, "recipe=smoke"))["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert group["replicas"] == group["minReplicas"] == group["maxReplicas"] == machines
     pod = group["template"]["spec"]
     limits = pod["containers"][0]["resources"]["limits"]
@@ -264,7 +264,7 @@ def test_a_lost_head_is_made_up_for() -> None:
 
 
 def test_pods_end_when_the_run_is_saved() -> None:
-    rayjob = rendered("recipe=smoke", "cluster=kuberay", "deadlines.checkpoint_s=90.5", name="smoke-1")
+    rayjob = rendered("recipe=smoke", "cluster=kuberay", "deadlines.checkpoint_s=90.5", "run.dir=/rlflow/runs/smoke-1")
     head, worker, _ = (template["spec"] for template in pod_templates(rayjob))
     stop = head["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
     assert stop == ["rlflow", "stop", "/rlflow/runs/smoke-1", "--timeout", "91"]
@@ -276,7 +276,7 @@ def test_pods_end_when_the_run_is_saved() -> None:
 
 def test_other_pods_wait_for_the_lock_of_the_run(tmp_path: Path) -> None:
     """The commands themselves, with a folder of this machine, and no time to wait."""
-    rayjob = rendered("recipe=smoke", "cluster=kuberay", name="smoke-1")
+    rayjob = rendered("recipe=smoke", "cluster=kuberay", "run.dir=/rlflow/runs/smoke-1")
     head, worker, _ = (template["spec"] for template in pod_templates(rayjob))
     folder, here = "/rlflow/runs/smoke-1", str(tmp_path / "smoke-1")
     make, wait = (
@@ -336,29 +336,18 @@ def test_names_that_kubernetes_would_refuse_are_refused_first() -> None:
     config = compose_pool(PoolConfig(machines=1, cpus=1, gpus=0, memory_gb=1))
     config.cluster.pools["Big_Ones"] = config.cluster.pools["workers"]
     with pytest.raises(ConfigError) as refused:
-        render(config, job())
+        render(config, job(config))
     assert str(refused.value) == (
         "cluster.pools.Big_Ones becomes part of the names of pods; take up to 30 lower-case letters, digits and "
         "hyphens, the first one a letter"
     )
 
 
-@pytest.mark.parametrize(
-    ("run_dir", "message"),
-    [
-        (
-            "/home/me/runs/a",
-            "run.dir=/home/me/runs/a is not on cluster.kubernetes.claim, which pods see at /rlflow; leave it out, or "
-            "choose one such as /rlflow/runs/a",
-        ),
-        (
-            "/rlflow/runs/a b",
-            "run.dir=/rlflow/runs/a b has characters that a shell changes; take letters, digits, - _ . and /",
-        ),
-    ],
-)
-def test_a_run_directory_must_be_on_the_claim(run_dir: str, message: str) -> None:
+def test_a_run_directory_is_a_plain_path() -> None:
     config = compose_pool(PoolConfig(machines=1, cpus=1, gpus=0, memory_gb=1))
+    config.run.dir = "/rlflow/runs/a b"
     with pytest.raises(ConfigError) as refused:
-        render(config, job(name="a", run_dir=run_dir))
-    assert str(refused.value) == message
+        render(config, job(config))
+    assert str(refused.value) == (
+        "run.dir=/rlflow/runs/a b has characters that a shell changes; take letters, digits, - _ . and /"
+    )

@@ -229,7 +229,7 @@ def test_too_much_code_is_said_before_it_is_sent_with_what_is_big(tmp_path: Path
     assert len(collect(tmp_path, [], max_bytes=10 << 20)) == 4
     with pytest.raises(
         ConfigError,
-        match=r"has 9.3 MiB, .* less than 8.0 MiB; .*: data/raw/a.bin \(7.0 MiB\), data/raw/b.bin \(2.0 MiB\)",
+        match=r"has 9.3 MiB, .* less than 8.0 MiB; .* are data/raw/a.bin \(7.0 MiB\), data/raw/b.bin \(2.0 MiB\)",
     ):
         collect(tmp_path, [], max_bytes=8 << 20)
 

@@ -15,11 +15,10 @@ from rlflow.cluster.calls import answer
 from rlflow.cluster.gpus import check_gpus
 from rlflow.cluster.placement import Placed, describe, fit
 from rlflow.cluster.slots import Machine
-from rlflow.config import Config, Process
+from rlflow.config import POOL_LABEL, Config, Process
 from rlflow.deadlines import within
 from rlflow.errors import ConfigError
 
-POOL_LABEL = "rlflow-pool"
 NODE_LABEL = "ray.io/node-id"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rlflow.cluster.gpus import gpu_plan
 from rlflow.cluster.slots import Block, Machine, Slot, cpus_of
-from rlflow.config import Config, PoolConfig, Process, Roles, Transport, sends_adapters, transport_of
+from rlflow.config import POOL_LABEL, Config, PoolConfig, Process, Roles, Transport, sends_adapters, transport_of
 from rlflow.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ def check_pools(pools: Mapping[str, PoolConfig], machines: Sequence[Machine]) ->
         if len(here) < wanted:
             raise ConfigError(
                 f"cluster.pools.{name} has {len(here)} of the {wanted} machines that it needs: nodes of the cluster "
-                f"with the label rlflow-pool={name}; start them with `ray start --labels rlflow-pool={name}`"
+                f"with the label {POOL_LABEL}={name}; start them with `ray start --labels {POOL_LABEL}={name}`"
             )
 
 

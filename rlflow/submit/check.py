@@ -11,7 +11,7 @@ from rlflow.config import Config
 from rlflow.environments import held_out_tasks, load_environment
 from rlflow.errors import ConfigError
 from rlflow.rundir import plain
-from rlflow.submit.words import CLAIM
+from rlflow.submit.job import CLAIM
 
 _SECTIONS = ("model", "env", "reward", "curriculum", "algorithm")
 """Of the settings, those that may name files."""

@@ -9,11 +9,8 @@ from pathlib import PurePosixPath
 
 from rlflow.config import ClusterConfig, Config
 from rlflow.errors import ConfigError
-from rlflow.submit.job import Job
+from rlflow.submit.job import CLAIM, RUNS, Job
 
-CLAIM = PurePosixPath("/rlflow")
-"""Where each pod sees the claim of cluster.kubernetes.claim."""
-RUNS = CLAIM / "runs"
 MAX_NAME = 45
 """KubeRay makes names of pods of it, which have 63 characters at most."""
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]+")

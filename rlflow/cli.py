@@ -281,10 +281,10 @@ def _print_figures(figures: Mapping[str, float | list[float]], *, as_json: bool)
 
 
 def _complete(words: list[str]) -> int:
-    """Answer the shell: the verbs by ourselves, what follows `train` by Hydra, which knows nothing of verbs."""
+    """Answer the shell: the verbs by ourselves, what follows `train` and `submit` by Hydra, which knows no verbs."""
     line = os.environ.get("COMP_LINE", "")
     program, *typed = line.split()[:2] or ["rlflow"]
-    if typed != ["train"] or line.endswith("train"):
+    if typed not in (["train"], ["submit"]) or line.endswith(typed[0]):
         print(" ".join(name for name in _VERBS if name.startswith(typed[0] if typed else "")))
         return 0
     from rlflow.compose import train

@@ -570,6 +570,23 @@ def test_requirements_are_rlflows_own() -> None:
     assert not is_in_range("4.50.0", ">=5.16.1,<5.20")
 
 
+def test_requirements_of_an_installed_rlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "Metadata-Version: 2.4\nName: rlflow\nVersion: 0.1.0",
+        "Provides-Extra: cpu\nProvides-Extra: gpu",
+        'Requires-Dist: numpy<3,>=2.2\nRequires-Dist: torch==2.13.0; extra == "gpu"',
+    ]
+    write_tree(tmp_path, {"rlflow-0.1.0.dist-info/METADATA": "\n".join(lines)})
+    monkeypatch.setattr(rlflow, "__file__", str(tmp_path / "rlflow" / "__init__.py"))
+    monkeypatch.syspath_prepend(tmp_path)
+    packages = probe_packages()
+    assert packages is not None
+    assert [(each.extra, each.name, each.wanted) for each in packages] == [
+        ("", "numpy", "<3,>=2.2"),
+        ("gpu", "torch", "==2.13.0"),
+    ]
+
+
 def test_the_cure_of_a_config_error_is_its_last_part() -> None:
     finding = of_config_error("model", "a; b is wrong; set c")
     assert (finding.found, finding.cure) == ("a; b is wrong", "set c")

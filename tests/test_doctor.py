@@ -96,12 +96,13 @@ CUDA = TorchFacts(
     version="2.13.0+cu130", cuda="13.0", cuda_problem="", gpus=(("NVIDIA H100", 80 * GIB),) * 2, nccl="2.29.3"
 )
 VLLM = VllmFacts(version="0.32.0", platform="cpu", num_kernels=90)
+RAY = RayFacts(nodes=1, cpus=8, gpus=0, is_joined=False, has_tokens=False, placed=(), misfit="")
 TRIED = Tried(
     torch=TORCH,
     vllm=VLLM,
-    size=ModelSize(num_parameters=1000, num_trained=1000, memory={"engine": 5, "trainer": 7}),
+    size=ModelSize(num_parameters=1000, num_trained=1000, memory={"engine": 5, "trainer": 7}, fullest_gpu=40 * GIB),
     model=ModelReport(folder="/models/small", template=(("plain", 0, ""), ("tools", 0, ""))),
-    ray=RayFacts(nodes=1, cpus=8, gpus=0, placed=(), misfit=""),
+    ray=RAY,
     sandbox="namespaces",
 )
 
@@ -180,7 +181,7 @@ def test_a_head_that_computes_nothing_has_no_lines_about_computing() -> None:
         ({"ray_dir": replace(ROOMY, path="/tmp/ray", free=4 * GIB)}, "warning", "Ray's directory", "95%", "RAY_TMPDIR"),
         ({"open_files": (256, 256)}, "warning", "open files", "at most 256", "ulimit -n 65536"),
         ({"loopback_problem": "unreachable"}, "error", "loopback", "unreachable", "ip link set lo up"),
-        ({"hostname_problem": "unknown"}, "error", "host name", "node does not resolve", "127.0.1.1 node"),
+        ({"hostname_problem": "unknown"}, "warning", "host name", "node does not resolve", "127.0.1.1 node"),
         ({"is_proxied": True}, "warning", "environment", "proxy", "no_proxy=127.0.0.1"),
         ({"environment": {"OMP_PROC_BIND": "close"}}, "warning", "environment", "same cores", "unset OMP_PROC_BIND"),
         (
@@ -264,6 +265,15 @@ ON_GPUS = {"gpu_devices": 2, "vllm": "vllm", "driver": "590.44.01"}
             "driver for CUDA 13.0 or later (here is 590.44.01)",
         ),
         (ON_GPUS, {"torch": replace(CUDA, gpus=())}, "warning", "GPUs", "sees none", "--gpus all"),
+        (
+            ON_GPUS,
+            {"torch": replace(CUDA, gpus=(("NVIDIA L40S", 44 * GIB),)), "vllm": replace(VLLM, platform="cuda")},
+            "warning",
+            "GPU memory",
+            "up to 40.00 GiB of a GPU; the smallest here has 44.00 GiB",
+            "--dry-run",
+        ),
+        ({}, {"ray": replace(RAY, is_joined=True)}, "warning", "Ray", "2.60.0 answers; 1 node", "RAY_AUTH_MODE=token"),
         ({}, {"ray": Problem(text="raylet died")}, "error", "Ray", "raylet died", "raylet.err"),
         (
             {},
@@ -290,6 +300,7 @@ def test_gpus_are_named_and_nccl_has_a_line_with_them_only() -> None:
     found = {each.name: each.found for each in check_software(replace(FACTS, **ON_GPUS), tried, NEEDS)}
     assert found["GPUs"] == "2 (NVIDIA H100, 80.00 GiB); driver 590.44.01"
     assert found["NCCL"] == "2.29.3"
+    assert found["GPU memory"].startswith("the run takes up to 40.00 GiB of a GPU; the smallest here has 80")
     found = {each.name: each.found for each in check_software(FACTS, TRIED, NEEDS)}
     assert found["GPUs"] == "none: runs on the CPU"
     assert "NCCL" not in found
@@ -344,7 +355,7 @@ ABSENT = Problem(text="not here", is_absent=True)
         ),
         ({"environment": Problem(text="no file; give one", is_setting=True)}, {}, "error", "tasks", "no file", "give"),
         (
-            {"ray": replace(RayFacts(nodes=1, cpus=2, gpus=1, placed=(), misfit=""), misfit="2 > 1; lower one")},
+            {"ray": replace(RAY, misfit="2 > 1; lower one")},
             {},
             "error",
             "placement",
@@ -380,7 +391,7 @@ def test_an_address_that_a_run_does_not_follow() -> None:
 
 def test_what_a_run_needs() -> None:
     config = Config()
-    size = ModelSize(num_parameters=1000, num_trained=1000, memory={"engine": 5, "trainer": 7})
+    size = ModelSize(num_parameters=1000, num_trained=1000, memory={"engine": 5, "trainer": 7}, fullest_gpu=40 * GIB)
     config.rollout.engines, config.run.keep_checkpoints = 3, 2
     needs = needs_of(config, size, is_run=True)
     assert (needs.weights, needs.object_store, needs.checkpoints, needs.memory) == (4000, 1536 << 20, 36_000, 22)
@@ -559,6 +570,23 @@ def test_requirements_are_rlflows_own() -> None:
     assert not is_in_range("4.50.0", ">=5.16.1,<5.20")
 
 
+def test_requirements_of_an_installed_rlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "Metadata-Version: 2.4\nName: rlflow\nVersion: 0.1.0",
+        "Provides-Extra: cpu\nProvides-Extra: gpu",
+        'Requires-Dist: numpy<3,>=2.2\nRequires-Dist: torch==2.13.0; extra == "gpu"',
+    ]
+    write_tree(tmp_path, {"rlflow-0.1.0.dist-info/METADATA": "\n".join(lines)})
+    monkeypatch.setattr(rlflow, "__file__", str(tmp_path / "rlflow" / "__init__.py"))
+    monkeypatch.syspath_prepend(tmp_path)
+    packages = probe_packages()
+    assert packages is not None
+    assert [(each.extra, each.name, each.wanted) for each in packages] == [
+        ("", "numpy", "<3,>=2.2"),
+        ("gpu", "torch", "==2.13.0"),
+    ]
+
+
 def test_the_cure_of_a_config_error_is_its_last_part() -> None:
     finding = of_config_error("model", "a; b is wrong; set c")
     assert (finding.found, finding.cure) == ("a; b is wrong", "set c")
@@ -653,7 +681,7 @@ def test_a_machine_broken_in_seven_ways(tmp_path: Path) -> None:
     found = {(each["name"], each["level"]) for each in places["this machine"] if each["level"] != "ok"}
     assert found == {
         ("packages", "error"),
-        ("host name", "error"),
+        ("host name", "warning"),
         ("open files", "warning"),
         ("shared memory", "warning"),
         ("run directory", "error"),

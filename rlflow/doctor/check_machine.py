@@ -162,9 +162,9 @@ def _loopback(facts: MachineFacts) -> Iterator[Finding]:
     else:
         yield ok("loopback", "127.0.0.1 answers")
     if facts.hostname_problem:
-        yield error(
+        yield warning(
             "host name",
-            f"{facts.hostname} does not resolve ({facts.hostname_problem})",
+            f"{facts.hostname} does not resolve ({facts.hostname_problem}): each process waits for that as it starts",
             f"add the line `127.0.1.1 {facts.hostname}` to /etc/hosts",
         )
     else:

@@ -106,6 +106,8 @@ class ModelSize:
     """Fewer with adapters."""
     memory: dict[str, int]
     """Process -> bytes of device memory, at most; empty where that is not modelled."""
+    fullest_gpu: int
+    """Bytes of the GPU with the most on it, of a run on GPUs; 0 where that is not modelled."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -124,6 +126,10 @@ class RayFacts:
     nodes: int
     cpus: int
     gpus: int
+    is_joined: bool
+    """Whether it was there already."""
+    has_tokens: bool
+    """Whether it asks for one."""
     placed: tuple[str, ...]
     """What of the run would be on which machine; empty where no run was named, and where nothing is reserved."""
     misfit: str

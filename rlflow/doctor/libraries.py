@@ -111,13 +111,17 @@ def _size(config: Config) -> ModelSize | Problem:
     if not isinstance(folder, str):
         return folder
     facts = read_model(config, folder)
-    memory: dict[str, int] = {}
+    memory, fullest = dict[str, int](), 0
     if config.trainer.backend is Backend.fsdp and config.trainer.offload is Offload.none and not config.reward.model:
         found = estimate(config, facts, MAX_LOGITS)
         memory = {name: each.total for name, each in found.processes.items()}
+        fullest = max(each.num_bytes for each in found.gpus)
     trained = facts.adapters or facts.weights
     return ModelSize(
-        num_parameters=facts.num_parameters, num_trained=sum(weight.size for weight in trained), memory=memory
+        num_parameters=facts.num_parameters,
+        num_trained=sum(weight.size for weight in trained),
+        memory=memory,
+        fullest_gpu=fullest,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from rlflow.algorithms.chosen import check_functions
 from rlflow.checkpoint import RunState, read_state
+from rlflow.cluster.devices import Devices
 from rlflow.cluster.loss import unless_lost
 from rlflow.cluster.start import Fleet, ray_cluster, start_fleet, stop_fleet
 from rlflow.config import Config
@@ -46,7 +47,9 @@ class _Run:
     run_dir: RunDir
     state: RunState | None
     loss: Loss | None = None
-    """Why this is not the first start of this process."""
+    """What this start makes up for; None at the first one of this process."""
+    lost: Devices | None = None
+    """What the fleet had that was lost."""
 
 
 def train(config: Config) -> int:
@@ -99,37 +102,34 @@ async def _train(run: _Run) -> signal.Signals | None:
     try:
         while True:
             with RunObserver(run.config, run.run_dir, run.state, run.loss) as observer:
-                observer.phase("starting")
-                fleet = await stopper.until_stopped(_start(run, observer), observer.message)
-                if fleet is None:
-                    return stopper.signal
+                fleet: Fleet | None = None
                 try:
+                    fleet = await stopper.until_stopped(_start(run, observer), observer.message)
+                    if fleet is None:
+                        return stopper.signal
                     steps = await unless_lost(fleet, _drive(run, observer, fleet, stopper))
                     observer.finish()
                     return stopper.signal if steps < run.config.run.steps else None
                 except WorkerLost as error:
-                    if stopper.signal is not None:
-                        raise
-                    run = _after(error, run, observer, restarts)
-                    observer.phase("waiting for machines")
-                    if await stopper.until_stopped(fleet.devices.room(), observer.message) is None:
-                        return stopper.signal
+                    if stopper.signal is not None or (fleet is None and run.lost is None):
+                        raise  # one that has never worked would end no better the next time
+                    run = _after(error, run, observer, restarts, fleet.devices if fleet else run.lost)
                 finally:
-                    await stop_fleet(fleet)
+                    if fleet is not None:
+                        await stop_fleet(fleet)
     finally:
         stopper.restore()
 
 
 async def _start(run: _Run, observer: RunObserver) -> Fleet:
-    try:
-        return await start_fleet(run.config, run.model_path, run.spec, observer.alarm, run.reward_model_path)
-    except WorkerLost as error:
-        if run.loss is not None:
-            raise
-        raise RunError(str(error)) from error  # it has never worked: another try would end no better
+    if run.lost is not None:
+        observer.phase("waiting for machines")
+        await run.lost.room()
+    observer.phase("starting")
+    return await start_fleet(run.config, run.model_path, run.spec, observer.alarm, run.reward_model_path)
 
 
-def _after(error: WorkerLost, run: _Run, observer: RunObserver, restarts: Restarts) -> _Run:
+def _after(error: WorkerLost, run: _Run, observer: RunObserver, restarts: Restarts, devices: Devices | None) -> _Run:
     """The run from its newest checkpoint on; raises the error when it has been there too often."""
     run_dir = rewound(run.run_dir)
     state = _state_of(run_dir)
@@ -137,10 +137,10 @@ def _after(error: WorkerLost, run: _Run, observer: RunObserver, restarts: Restar
     number = restarts.count(error, step)
     loss = Loss(step=observer.num_steps)
     observer.alarm(
-        f"{error}; the run goes on from {'its checkpoint of ' if step else ''}step {step} (start {number} of "
-        f"{MAX_RESTARTS}): {loss.step - step} steps are done again"
+        f"{error}; the run goes on after step {step}, which is the last that was saved, so that {loss.step - step} are "
+        f"done again (restart {number}, of {MAX_RESTARTS} without a newer checkpoint)"
     )
-    return replace(run, run_dir=run_dir, state=state, loss=loss)
+    return replace(run, run_dir=run_dir, state=state, loss=loss, lost=devices)
 
 
 async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: _Stopper) -> int:

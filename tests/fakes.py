@@ -13,7 +13,7 @@ from pathlib import Path
 from rlflow.checkpoint import CheckpointStore
 from rlflow.config import Config
 from rlflow.driver import Driver, StepReport
-from rlflow.errors import StaleGroup, WorkerError
+from rlflow.errors import StaleGroup, WorkerError, WorkerLost
 from rlflow.evaluation import Evaluation
 from rlflow.ledger import DropReason, Ledger
 from rlflow.roles import LoadOutcome, Mean, StagedWeights, StepOutcome, Workers
@@ -140,6 +140,12 @@ class FakeRunners:
             del self.started[order.group_id]
         payloads: list[PayloadRef] = [f"{order.task.id}/{order.group_id}/{i}" for i in range(order.num_episodes)]
         return PlayedGroup(group_id=order.group_id, episodes=episodes, payloads=payloads, num_bytes=100)
+
+    def die(self, why: str) -> None:
+        """All groups under way are lost."""
+        for _, ended in self.started.values():
+            if not ended.done():
+                ended.set_exception(WorkerLost(why))
 
     async def cancel_stale(self, oldest_version: int) -> None:
         for group_id, (version, ended) in self.started.items():

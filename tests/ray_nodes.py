@@ -7,10 +7,13 @@ one to another crosses a network.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import select
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +26,7 @@ import psutil
 
 START_S = 60
 STOP_S = 20
+_PR_SET_PDEATHSIG = 1
 _STORE_BYTES = 100 * 2**20
 _QUICK = {
     # A dead node is noticed when it has not answered three times, a second apart: 15 s by default.
@@ -69,6 +73,16 @@ class Node:
         except psutil.NoSuchProcess:
             return []
 
+    def titles(self) -> list[str]:
+        """What the processes call themselves; the actors of Ray "ray::", their class, and what they do."""
+        found = []
+        for process in self.processes():
+            try:
+                found.append(" ".join(process.cmdline()))
+            except psutil.NoSuchProcess:
+                continue  # it ended meanwhile
+        return found
+
     def kill(self) -> None:
         """Everything at once, as when a machine loses its power."""
         found: set[psutil.Process] = set()
@@ -111,7 +125,7 @@ class RayNodes:
             if self._with_networks:
                 self._nodes.enter_context(_bridge())
             head_ip = self._next_ip()
-            port = 6479
+            port = _free_port()
             self.address = f"{head_ip}:{port}"
             self.head = self._launch(head_ip, "--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false")
             self.head.await_start()
@@ -123,11 +137,16 @@ class RayNodes:
     def __exit__(self, *_: object) -> None:
         self._nodes.close()
 
-    def add(self, *pools: str, cpus: int = 2) -> list[Node]:
-        """One more node in each of these pools; returns when they are part of the cluster."""
+    def add(self, *pools: str, cpus: int = 2, hides: Path | None = None) -> list[Node]:
+        """One more node in each of these pools; returns when they are part of the cluster. None of what the other
+        machines have in the folder `hides` is there."""
         nodes = [
             self._launch(
-                self._next_ip(), f"--address={self.address}", f"--num-cpus={cpus}", f"--labels=rlflow-pool={pool}"
+                self._next_ip(),
+                f"--address={self.address}",
+                f"--num-cpus={cpus}",
+                f"--labels=rlflow-pool={pool}",
+                hides=hides,
             )
             for pool in pools
         ]
@@ -138,26 +157,48 @@ class RayNodes:
     def on_head(self, command: list[str], **options: Any) -> subprocess.Popen[str]:
         """A process on the machine of the head, which knows the cluster's token; its output is text."""
         return subprocess.Popen(
-            [*_within(self.head.network), *command], env=self._environment, start_new_session=True, text=True, **options
+            [*_within(self.head.network), *command],
+            env=self._environment,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+            text=True,
+            **options,
         )
 
     def _next_ip(self) -> str:
         self._number += 1
         return f"10.201.77.{self._number}" if self._with_networks else f"127.0.0.{self._number}"
 
-    def _launch(self, ip: str, *options: str) -> Node:
+    def _launch(self, ip: str, *options: str, hides: Path | None = None) -> Node:
         network = self._nodes.enter_context(_network(ip)) if self._with_networks else None
         command = [
-            *_within(network), sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block",
-            f"--node-ip-address={ip}", f"--object-store-memory={_STORE_BYTES}", "--disable-usage-stats",
-            "--include-log-monitor=false", f"--temp-dir={self._folder}/{self._number}", *options,
+            *_within(network), *_hiding(hides), sys.executable, "-c", "from ray.scripts.scripts import main; main()",
+            "start", "--block", f"--node-ip-address={ip}", f"--object-store-memory={_STORE_BYTES}",
+            "--disable-usage-stats", "--include-log-monitor=false",
+            f"--temp-dir={self._folder}/{self._number}", *options,
         ]  # fmt: skip
         process = subprocess.Popen(
-            command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
         node = Node(ip, process, network)
         self._nodes.callback(node.stop)
         return node
+
+
+def _end_with_parent() -> None:
+    """In a new process: SIGTERM when the test process ends, however that is. `ray start --block` then ends the node."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
 
 
 def _tell(process: psutil.Process, what: str) -> None:
@@ -169,6 +210,12 @@ def _tell(process: psutil.Process, what: str) -> None:
 
 def _within(network: str | None) -> list[str]:
     return ["ip", "netns", "exec", network] if network else []
+
+
+def _hiding(folder: Path | None) -> list[str]:
+    """With an empty file system in place of a folder."""
+    mount = 'mount -t tmpfs none "$0" && exec "$@"'
+    return [] if folder is None else ["unshare", "--mount", "sh", "-c", mount, str(folder)]
 
 
 _BRIDGE = f"rlb{os.getpid()}"

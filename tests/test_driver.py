@@ -21,7 +21,7 @@ from rlflow.checkpoint import RunState, read_state
 from rlflow.config import Config, Late, Order, Placement
 from rlflow.config_checks import check
 from rlflow.driver import StepReport
-from rlflow.errors import ConfigError, DeadlineError, RunError, WorkerError
+from rlflow.errors import ConfigError, DeadlineError, RunError, WorkerError, WorkerLost
 from rlflow.ledger import DropReason, Ledger, counts_by_state
 from rlflow.roles import StepOutcome
 from rlflow.sampler import TaskSampler
@@ -115,6 +115,79 @@ def test_a_lost_group_is_played_again_and_given_up_after_three_failures(tmp_path
     assert sorted(world.trainer.trained).count("t2") == 1
     assert world.ledger.counts()["dropped_failed"] == 4
     assert_conserved(world)
+
+
+def test_what_one_process_takes_along_counts_as_one_failure(tmp_path: Path) -> None:
+    """The only runner dies four times, with six groups each, before any of them ends."""
+    world = make_world(tmp_path, max_versions=1)
+    world.runners.duration_s = lambda rng: rng.uniform(5.0, 6.0)
+
+    async def run_and_die() -> None:
+        running = asyncio.create_task(world.driver.run())
+        for _ in range(4):
+            await asyncio.sleep(2.0)
+            assert len(world.runners.started) == 6
+            world.runners.die("the episode runner died")
+        await running
+
+    run_virtually(run_and_die())
+    assert world.trainer.version == 4
+    assert world.ledger.counts()["dropped_failed"] == 24
+    assert_conserved(world)
+
+
+def test_a_group_whose_payloads_are_lost_is_played_again(tmp_path: Path) -> None:
+    """Of the groups that are ready after the second step, one has lost a payload; a checkpoint is due then."""
+    world = make_world(tmp_path, steps=6, max_versions=2, num_tasks=18)
+    world.config.run.checkpoint_every = 3
+    lost: list[ReadyGroup] = []
+
+    def on_step(report: StepReport) -> None:
+        waiting = world.driver._intake.ready.groups
+        if report.step >= 2 and waiting and not lost:
+            lost.append(waiting[-1])
+            world.runners.lost.add(waiting[-1].payloads[1])
+
+    world.observer.on_step = on_step
+    run_virtually(world.driver.run())
+    (group,) = lost
+    reason = (DropReason.FAILED, "its episodes were stored on a machine that is lost")
+    assert (group.group_id, *reason) in world.observer.drops
+    assert sorted(world.trainer.trained) == sorted(f"t{index}" for index in range(18))
+    assert world.ledger.counts()["dropped_failed"] == 1
+    assert_conserved(world)
+
+
+def test_a_lost_group_is_in_no_checkpoint(tmp_path: Path) -> None:
+    """During each step, what waits for the next one is lost."""
+    world = make_world(tmp_path, steps=4, max_versions=2)
+    world.config.run.checkpoint_every = 1
+    step, lost = world.trainer.step, list[int]()
+
+    async def lose_and_step() -> StepOutcome:
+        for group in world.driver._intake.ready.groups:
+            world.runners.lost.update(group.payloads)
+            lost.append(group.group_id)
+        return await step()
+
+    world.trainer.step = lose_and_step
+    run_virtually(world.driver.run())
+    assert lost
+    assert [drop[0] for drop in world.observer.drops] == lost
+    assert_conserved(world)
+
+
+def test_a_trainer_that_is_lost_is_not_asked_to_save(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=4)
+
+    async def lost(groups: object, oldest_version: int | None) -> list[Span]:
+        raise WorkerLost("the trainer rank 0 died")
+
+    world.trainer.accumulate = lost
+    with pytest.raises(WorkerLost, match="^the trainer rank 0 died$") as caught:
+        run_virtually(world.driver.run())
+    assert "snapshot" not in world.trainer.log
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_a_run_in_which_nothing_works_stops_with_the_reason(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayError, RayTaskError
 
 from rlflow.batching import in_order_of_training, plan_micro_batches
 from rlflow.concurrency import all_ended
@@ -63,7 +63,7 @@ async def answer(who: str, reference: Any, what: str = "") -> Any:
             raise WorkerLost(f"what the {who} was to read was stored on a machine that is lost") from error
         raise WorkerError(f"the {who} failed: {type(cause).__name__}: {cause}") from error
     except RayActorError as error:
-        raise WorkerLost(f"the {who} died: {first_line(error)}") from error
+        raise _lost(who, error) from error
     except ObjectLostError as error:
         raise WorkerLost(f"what the {who} answered was stored on a machine that is lost") from error
     except RayError as error:
@@ -72,13 +72,19 @@ async def answer(who: str, reference: Any, what: str = "") -> Any:
         _open.pop(number, None)
 
 
+def _lost(who: str, error: RayActorError) -> WorkerLost:
+    if isinstance(error, ActorUnavailableError):
+        return WorkerLost(f"the {who} died, or its machine cannot be reached")  # Ray does not know yet
+    return WorkerLost(f"the {who} died: {first_line(error)}")
+
+
 async def ended(who: str, actor: Any) -> NoReturn:
     """Wait until the process of an actor ends that has the concurrency group `WATCH`; raises WorkerLost."""
     call = actor.__ray_call__.options(concurrency_group=WATCH).remote(_linger)
     try:
         await call  # a wait that is cancelled leaves the call alone, which takes no cancelling
-    except RayError as error:
-        raise WorkerLost(f"the {who} died: {first_line(error)}") from error
+    except RayActorError as error:
+        raise _lost(who, error) from error
     raise AssertionError("this call never returns")
 
 

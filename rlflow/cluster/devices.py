@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlflow.cluster.calls import answer
@@ -85,6 +85,18 @@ class Devices:
                 "another run may have them: `ray status` says what is taken",
             )
 
+    def machines(self) -> dict[Process, dict[str, str]]:
+        """When it is ready, the machines that each kind of process is on, by name: Ray's id. None where there is one
+        machine only."""
+        if self._group is None or not self._is_joined:
+            return {}
+        names = {node["NodeID"]: name for name, node in nodes_there().items()}
+        ids: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
+        found: dict[Process, dict[str, str]] = defaultdict(dict)
+        for (kind, _), (bundle, _, _) in self._places.items():
+            found[kind][names.get(ids[bundle], ids[bundle])] = ids[bundle]
+        return dict(found)
+
     def of(self, kind: Process, index: int) -> dict[str, Any]:
         """The options of process `index` of a kind."""
         if self._group is None:
@@ -98,11 +110,11 @@ class Devices:
         if self._group is not None:
             remove_placement_group(self._group)
 
-    async def room(self) -> bool:
-        """After `release`: True when the cluster has as much again, on whichever machines. Raises DeadlineError after
+    async def room(self) -> None:
+        """After `release`: wait until the cluster has as much again, on whichever machines. Raises DeadlineError after
         deadlines.start_s."""
         if self._group is None:
-            return True
+            return
         group = placement_group(self._bundles, strategy="PACK", bundle_label_selector=self._pools)
         try:
             await within(
@@ -113,7 +125,6 @@ class Devices:
             )
         finally:
             remove_placement_group(group)
-        return True
 
 
 def nodes_there() -> dict[str, dict[str, Any]]:

@@ -22,6 +22,7 @@ from rlflow.cluster.loss import end_fleet
 from rlflow.cluster.rewards import start_rewards
 from rlflow.cluster.runner_calls import RayRunners
 from rlflow.cluster.runners import start_runners
+from rlflow.cluster.shared_files import check_shared_files
 from rlflow.compute import ONE_ARENA
 from rlflow.config import Config, Placement, Process, needs_reference, object_store_bytes, refers_to_itself
 from rlflow.deadlines import within
@@ -104,6 +105,8 @@ async def start_fleet(
     devices = Devices(config)
     config = devices.config
     await devices.ready()
+    if machines := devices.machines():
+        await check_shared_files(config, machines, model_path)
     threads = config.cluster.cpu_threads or _threads(config)
     engine_names = [f"engine {index}" for index in range(config.rollout.engines)]
     engines = [

@@ -1,0 +1,63 @@
+"""Before anything is started: whether each machine sees the files that it will read and write."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlflow.cluster.calls import answer
+from rlflow.config import Config, Process, Transport
+from rlflow.deadlines import within
+from rlflow.errors import ConfigError
+
+LOOK_S = 120.0
+"""For a machine to start a process that looks."""
+
+
+async def check_shared_files(config: Config, machines: Mapping[Process, Mapping[str, str]], model_path: str) -> None:
+    """Raise ConfigError for the first machine that does not see run.dir, or the model, though it needs it.
+
+    `machines` are those that each kind of process is on: name -> Ray's id.
+    """
+    assert config.run.dir is not None, "a run has a directory before it has machines"
+    run_dir = Path(config.run.dir)
+    write = {Process.trainer, Process.critic, Process.runner}
+    if config.weights.transport is Transport.disk:
+        write.add(Process.engine)
+    read = machines.keys() - {Process.reward, Process.reward_model}
+    token = run_dir / f".seen-{uuid.uuid4().hex}"
+    await asyncio.to_thread(token.write_text, "")
+    try:
+        await _check(token, _joint(machines, write), f"run.dir {run_dir}")
+    finally:
+        await asyncio.to_thread(token.unlink)
+    await _check(Path(model_path), _joint(machines, read), f"{model_path}, the folder of model.path")
+
+
+def _joint(machines: Mapping[Process, Mapping[str, str]], kinds: set[Process]) -> dict[str, str]:
+    return {name: node for kind in sorted(kinds) for name, node in machines.get(kind, {}).items()}
+
+
+async def _check(path: Path, machines: Mapping[str, str], what: str) -> None:
+    looks = [
+        within(f"looking for files on the machine {name}", LOOK_S, answer(f"machine {name}", _look(path, node)))
+        for name, node in machines.items()
+    ]
+    for name, is_there in zip(machines, await asyncio.gather(*looks), strict=True):
+        if not is_there:
+            raise ConfigError(
+                f"the machine {name} does not see {what}; put it on a file system that all machines of the run share, "
+                "under the same path"
+            )
+
+
+def _look(path: Path, node: str) -> Any:
+    where = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(os.path.exists).options(num_cpus=0, scheduling_strategy=where).remote(str(path))

@@ -1,0 +1,154 @@
+"""Runs over several nodes of Ray. Some are killed with all of their processes, as a machine that loses its power."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from ray_nodes import Node, RayNodes, has_networks
+
+from rlflow.ledger import counts_by_state
+from rlflow.telemetry import metrics
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT_S = 300
+ENGINES = "{processes: [engine]}"
+
+
+@contextmanager
+def running(nodes: RayNodes, run: Path, *settings: str) -> Iterator[subprocess.Popen[str]]:
+    """A run whose driver is on the head; whatever becomes of the test, it is ended."""
+    command = [
+        sys.executable, "-m", "rlflow", "train", "recipe=smoke", "cluster=ray", f"cluster.address={nodes.address}",
+        f"run.dir={run}", "weights.transport=p2p", "run.show_samples_every=1000000", *settings,
+    ]  # fmt: skip
+    process = nodes.on_head(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=TIMEOUT_S)
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> str:
+    """Read its output up to the line that has the text, and return that line."""
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        print(line, end="")
+        seen.append(line)
+        if text in line:
+            return line
+    raise AssertionError(f"the run ended without printing {text!r}: {''.join(seen[-20:])}")
+
+
+def host_of(nodes: list[Node], actor: str) -> Node:
+    """The node that an actor of this class is on."""
+    (found,) = [node for node in nodes if any(actor in each for each in node.titles())]
+    return found
+
+
+def check_ledger(run: Path, num_tasks: int) -> None:
+    """Every group ended once; in all passes but the last two, every task was trained once or given up for a reason."""
+    counts = counts_by_state(run / "ledger.db")
+    total = counts.pop("admitted_total")
+    assert sum(counts.values()) == total
+    assert counts["running"] == counts["scored"] == counts["training"] == 0
+    assert counts["trained"] == 2 * metrics.read(run / "metrics.jsonl")[-1]["step"]
+    database = sqlite3.connect(run / "ledger.db")
+    trained = Counter(database.execute("SELECT pass, task FROM groups WHERE state = 'trained'").fetchall())
+    given_up = {
+        (each, task)
+        for each, task, reason, count in database.execute(
+            "SELECT pass, task, reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY pass, task, reason"
+        ).fetchall()
+        if reason == "no_verdict" or (reason == "failed" and count >= 3)
+    }
+    database.close()
+    assert set(trained.values()) == {1}
+    last = max(each for each, _ in trained)
+    for each in range(last - 1):
+        assert sum(number == each for number, _ in trained.keys() | given_up) == num_tasks
+
+
+def test_a_run_outlives_the_machines_of_an_engine_and_of_its_trainer(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with RayNodes() as nodes:
+        engines = nodes.add("rollout", "rollout", cpus=1)
+        others = nodes.add("training", "training")
+        settings = [
+            f"+cluster.pools={{rollout: {ENGINES}, training: {{}}}}", "rollout.engines=2", "run.steps=1000000",
+            "run.checkpoint_every=10", "staleness.max_versions=1", "env.args.size=16",
+        ]  # fmt: skip
+        with running(nodes, run, *settings) as process:
+            wait_for(process, "step 3/")
+            engines[0].kill()
+            alarm = wait_for(process, "it is started again")
+            lost = alarm.split("rollout engine ")[1][0]
+            wait_for(process, "step ")
+            nodes.add("rollout", cpus=1)
+            wait_for(process, f"rollout engine {lost} serves again, ")
+            host_of(others, "TrainerWorker").kill()
+            wait_for(process, "done again (restart 1, of 3")
+            nodes.add("training")
+            wait_for(process, "training again ")
+            wait_for(process, "saved ")
+            os.killpg(process.pid, signal.SIGINT)
+            wait_for(process, "report: ")
+            assert process.wait(TIMEOUT_S) == 128 + signal.SIGINT
+    check_ledger(run, num_tasks=16)
+
+
+def test_what_a_lost_machine_had_stored_is_known_to_be_lost() -> None:
+    """Also: a runner that died gets no group until Ray has found it another machine."""
+    with RayNodes() as nodes:
+        (node,) = nodes.add("rollout", cpus=1)
+        command = [sys.executable, str(Path(__file__).with_name("lost_payloads.py")), nodes.address]
+        process = nodes.on_head(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdin is not None
+        wait_for(process, "kill")
+        node.kill()
+        print(file=process.stdin, flush=True)
+        wait_for(process, "add")
+        nodes.add("rollout", cpus=1)
+        print(file=process.stdin, flush=True)
+        found = json.loads(wait_for(process, "{"))
+        process.communicate(timeout=TIMEOUT_S)
+    assert found.pop("error").startswith("the episode runner died")
+    assert found == {"before": False, "small": False, "together": True, "waits": True, "again": False}
+
+
+@pytest.mark.skipif(not has_networks(), reason="hiding a folder needs root")
+def test_a_machine_that_does_not_see_the_run_directory_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with RayNodes() as nodes:
+        (node,) = nodes.add("training", hides=run)
+        with running(nodes, run) as process:
+            wait_for(process, f"error: the machine {node.ip} does not see run.dir {run}; put it on a file system")
+            assert process.wait(TIMEOUT_S) == 2
+
+
+@pytest.mark.skipif(not has_networks(), reason="networks of one's own need root and `ip`")
+def test_ranks_and_engines_meet_over_a_network(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with RayNodes(with_networks=True) as nodes:
+        nodes.add("rollout", "training", "training", cpus=1)
+        settings = ["+cluster.pools={training: {processes: [trainer]}, rollout: {}}", "trainer.ranks=2"]
+        with running(nodes, run, *settings) as process:
+            wait_for(process, "report: ")
+            assert process.wait(TIMEOUT_S) == 0
+    records = metrics.read(run / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert max(record["sampling/logp_difference_mean"] for record in records) < 1e-4

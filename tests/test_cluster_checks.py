@@ -11,7 +11,7 @@ from rlflow.config import ClusterConfig, Config, KubernetesConfig, PoolConfig, P
 from rlflow.errors import ConfigError
 
 ENGINE, TRAINER = Process.engine, Process.trainer
-POD = {"machines": 1, "cpus": 8, "gpus": 1, "memory_gb": 32.0}
+POD: dict[str, Any] = {"machines": 1, "cpus": 8, "gpus": 1, "memory_gb": 32.0}
 
 
 def config(pools: dict[str, PoolConfig] | None = None, **settings: Any) -> Config:
@@ -19,7 +19,8 @@ def config(pools: dict[str, PoolConfig] | None = None, **settings: Any) -> Confi
 
 
 def on_kubernetes(**settings: Any) -> Config:
-    kubernetes = KubernetesConfig(**({"image": "mine:1", "claim": "runs"} | settings))
+    given: dict[str, Any] = {"image": "mine:1", "claim": "runs"} | settings
+    kubernetes = KubernetesConfig(**given)
     return config({"all": PoolConfig(**POD)}, address="auto", kubernetes=kubernetes)
 
 

@@ -27,6 +27,9 @@ _VERBS = {
     "simulate": "the driver on a fleet of modelled engines: throughput by staleness",
 }
 
+_OF_TORCH = ("torch", "vllm", "accelerate", "jinja2")
+"""What comes with torch and vLLM, of which there is a build for CPUs and one for GPUs."""
+
 _BENCH_HELP = (
     "e2e: a whole run's steady state; async: what asynchrony gains; queue: ledger and ready queue beside "
     "TransferQueue; train: a step of the trainer beside a padded loop and TRL's; weights: new weights for an engine "
@@ -57,6 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run_verb(options, overrides)
     except (ConfigError, RunError) as error:
         return _report(error)
+    except ModuleNotFoundError as error:
+        if error.name not in _OF_TORCH:
+            raise
+        return _report(
+            ConfigError(
+                f"{error.name} is not installed; pip install 'rlflow[gpu]', or 'rlflow[cpu]' on a machine without GPUs"
+            )
+        )
     except KeyboardInterrupt:  # before a run has begun; a run handles the signal by itself
         return 130
 
@@ -270,10 +281,10 @@ def _print_figures(figures: Mapping[str, float | list[float]], *, as_json: bool)
 
 
 def _complete(words: list[str]) -> int:
-    """Answer the shell: the verbs by ourselves, what follows `train` by Hydra, which knows nothing of verbs."""
+    """Answer the shell: the verbs by ourselves, what follows `train` and `submit` by Hydra, which knows no verbs."""
     line = os.environ.get("COMP_LINE", "")
     program, *typed = line.split()[:2] or ["rlflow"]
-    if typed != ["train"] or line.endswith("train"):
+    if typed not in (["train"], ["submit"]) or line.endswith(typed[0]):
         print(" ".join(name for name in _VERBS if name.startswith(typed[0] if typed else "")))
         return 0
     from rlflow.compose import train

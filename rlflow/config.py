@@ -380,6 +380,10 @@ class EvalConfig:
     """Of each task, sampled as in training."""
 
 
+POOL_LABEL = "rlflow-pool"
+"""Of the nodes of a Ray cluster; its value is the name of their pool."""
+
+
 @dataclass
 class PoolConfig:
     """Machines of one kind, and what runs on them; in a Ray cluster the nodes with the label rlflow-pool=NAME."""

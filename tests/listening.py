@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from contextlib import suppress
 from pathlib import Path
 
 _LISTENS = "0A"
@@ -15,15 +16,20 @@ def listeners(pid: int) -> dict[str, set[str]]:
     sockets = _open_sockets()
     found: dict[str, set[str]] = {}
     for each in _tree(pid):
-        try:
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             name = Path(f"/proc/{each}/comm").read_text().strip()
-            targets = [os.readlink(entry) for entry in Path(f"/proc/{each}/fd").iterdir()]
-        except (FileNotFoundError, ProcessLookupError):  # it, or one of its files, is just gone
-            continue
-        for target in targets:
-            if address := sockets.get(target.removeprefix("socket:[").removesuffix("]")):
-                found.setdefault(name, set()).add(address)
+            for entry in Path(f"/proc/{each}/fd").iterdir():
+                if address := sockets.get(_inode(entry)):
+                    found.setdefault(name, set()).add(address)
     return found
+
+
+def _inode(entry: Path) -> str:
+    """Of the socket that this is, or some other text."""
+    try:
+        return os.readlink(entry).removeprefix("socket:[").removesuffix("]")
+    except FileNotFoundError:  # just closed
+        return ""
 
 
 def is_loopback(address: str) -> bool:

@@ -172,6 +172,7 @@ def test_a_sweep_goes_through_all_its_jobs(tmp_path: Path, cli: Cli) -> None:
     [
         ("rlflow re", "recipes report"),
         ("rlflow train recipe=sm", "recipe=smoke"),
+        ("rlflow submit recipe=sm", "recipe=smoke"),
         ("rlflow train recipe=smoke run.s", "run.seed= run.show_samples_every= run.steps="),
     ],
 )
@@ -280,3 +281,14 @@ def test_figures_are_printed_for_people_too(cli: Cli, monkeypatch: pytest.Monkey
         "4/speed_up               2.512",
         "4/final_reward           0.5 0.612",
     ]
+
+
+def test_an_installation_without_torch_is_told_what_to_install(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def list_recipes(name: str | None) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr("rlflow.cli._recipes", list_recipes)
+    message = "torch is not installed; pip install 'rlflow[gpu]', or 'rlflow[cpu]' on a machine without GPUs"
+    assert cli("recipes", "torch") == (2, "", f"rlflow: error: {message}\n")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'mine'"):
+        cli("recipes", "mine")

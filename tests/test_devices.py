@@ -10,7 +10,8 @@ import ray
 
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.gpus import check_gpus, gpu_plan
-from rlflow.cluster.placement import Machine, fit
+from rlflow.cluster.placement import fit
+from rlflow.cluster.slots import Machine
 from rlflow.config import Config, Placement, Process, Roles, Transport
 from rlflow.errors import ConfigError
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 from letters import AB, LetterRenderer, ScriptedEngine, ids_of, limits
+from listening import listeners
 
 from rlflow.envs.base import Endpoint
 from rlflow.errors import EngineLost, TemplateRefused
@@ -287,6 +289,8 @@ async def test_too_many_replies_are_refused() -> None:
 async def test_only_the_url_of_an_open_episode_is_served() -> None:
     async with visiting("a.") as visit:
         root = visit.endpoint.base_url.rsplit("/", 2)[0]
+        [addresses] = listeners(os.getpid()).values()
+        assert addresses == {"127.0.0.1"}
         async with visit.http.get(f"{root}/guess/v1/models") as answer:
             assert answer.status == 404
             assert (await answer.json())["error"]["message"] == "no episode has this URL"

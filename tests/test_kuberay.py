@@ -7,6 +7,9 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,10 @@ from test_config import compose_recipe
 from rlflow.config import Config, PoolConfig, Scheduler
 from rlflow.config_checks import check
 from rlflow.errors import ConfigError
-from rlflow.submit.job import Job
-from rlflow.submit.kuberay import RUNS, render, to_yaml
+from rlflow.rundir import claim
+from rlflow.submit.job import RUNS, Job
+from rlflow.submit.kuberay import render, to_yaml
+from rlflow.submit.words import make_job
 
 OVERLAYS = sorted(path.name for path in (ROOT / "k8s" / "overlays").iterdir())
 SCHEDULERS = ["kueue", "volcano", "kai"]
@@ -42,13 +47,19 @@ ADVANCED = [
 
 def rendered(*words: str, name: str = "grpo-20260131-120000") -> Tree:
     """As `rlflow submit WORDS` does it."""
+    config = checked(*words)
+    return render(config, job(config, *words, name=name))
+
+
+@cache
+def checked(*words: str) -> Config:
     config = compose_recipe(*words)
     check(config)
-    return render(config, job(*words, name=name))
+    return config
 
 
-def job(*words: str, name: str = "grpo-20260131-120000", run_dir: str | None = None) -> Job:
-    return Job(name=name, run_dir=run_dir or f"{RUNS}/{name}", words=("rlflow", "train", *words))
+def job(config: Config, *words: str, name: str = "grpo-20260131-120000") -> Job:
+    return replace(make_job(config, words, "20260131"), name=name)
 
 
 def overlay_words(overlay: str) -> list[str]:
@@ -105,6 +116,16 @@ def test_the_other_parts_of_an_overlay_are_what_the_api_server_takes(overlay: st
     built = kustomize(ROOT / "k8s" / "overlays" / overlay)
     for kind in ("PersistentVolumeClaim", "NetworkPolicy"):
         check_kubernetes(built[kind])
+
+
+def test_the_pod_for_copying_has_the_rights_of_the_others() -> None:
+    files = yaml.safe_load((ROOT / "k8s" / "files.yaml").read_text())
+    check_kubernetes(files)
+    _, worker, _ = (template["spec"] for template in pod_templates(rendered("recipe=smoke", "cluster=kuberay")))
+    [container], [expected] = files["spec"]["containers"], worker["containers"]
+    assert files["spec"]["securityContext"] == worker["securityContext"]
+    assert container["securityContext"] == expected["securityContext"]
+    assert container["volumeMounts"] == expected["volumeMounts"][:1]
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -190,7 +211,7 @@ def test_sixty_four_gpus() -> None:
 )
 def test_every_size_of_a_pool_arrives(machines: int, cpus: int, gpus: int, memory_gb: float) -> None:
     config = compose_pool(PoolConfig(machines=machines, cpus=cpus, gpus=gpus, memory_gb=memory_gb))
-    [group] = render(config, job("recipe=smoke"))["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    [group] = render(config, job(config, "recipe=smoke"))["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert group["replicas"] == group["minReplicas"] == group["maxReplicas"] == machines
     pod = group["template"]["spec"]
     limits = pod["containers"][0]["resources"]["limits"]
@@ -243,7 +264,7 @@ def test_a_lost_head_is_made_up_for() -> None:
 
 
 def test_pods_end_when_the_run_is_saved() -> None:
-    rayjob = rendered("recipe=smoke", "cluster=kuberay", "deadlines.checkpoint_s=90.5", name="smoke-1")
+    rayjob = rendered("recipe=smoke", "cluster=kuberay", "deadlines.checkpoint_s=90.5", "run.dir=/rlflow/runs/smoke-1")
     head, worker, _ = (template["spec"] for template in pod_templates(rayjob))
     stop = head["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
     assert stop == ["rlflow", "stop", "/rlflow/runs/smoke-1", "--timeout", "91"]
@@ -251,6 +272,33 @@ def test_pods_end_when_the_run_is_saved() -> None:
     assert wait == ["flock", "--shared", "--wait", "91", "/rlflow/runs/smoke-1/.lock", "true"]
     assert head["terminationGracePeriodSeconds"] == worker["terminationGracePeriodSeconds"] == 151
     assert {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": "91"} in head["containers"][0]["env"]
+
+
+def test_other_pods_wait_for_the_lock_of_the_run(tmp_path: Path) -> None:
+    """The commands themselves, with a folder of this machine, and no time to wait."""
+    rayjob = rendered("recipe=smoke", "cluster=kuberay", "run.dir=/rlflow/runs/smoke-1")
+    head, worker, _ = (template["spec"] for template in pod_templates(rayjob))
+    folder, here = "/rlflow/runs/smoke-1", str(tmp_path / "smoke-1")
+    make, wait = (
+        [word.replace(folder, here).replace("1800", "0") for word in command]
+        for command in (
+            head["initContainers"][0]["command"],
+            worker["containers"][0]["lifecycle"]["preStop"]["exec"]["command"],
+        )
+    )
+    assert subprocess.run(make, check=False).returncode == 0
+    assert subprocess.run(wait, check=False).returncode == 0
+    with claim_of(here):
+        assert subprocess.run(wait, check=False).returncode == 1
+        assert subprocess.run(make, check=False).returncode == 0  # the driver says who holds it
+
+
+@contextmanager
+def claim_of(run_dir: str) -> Iterator[None]:
+    config = Config()
+    config.run.dir = run_dir
+    with claim(config):
+        yield
 
 
 def test_words_reach_the_driver_as_they_were_given() -> None:
@@ -288,29 +336,18 @@ def test_names_that_kubernetes_would_refuse_are_refused_first() -> None:
     config = compose_pool(PoolConfig(machines=1, cpus=1, gpus=0, memory_gb=1))
     config.cluster.pools["Big_Ones"] = config.cluster.pools["workers"]
     with pytest.raises(ConfigError) as refused:
-        render(config, job())
+        render(config, job(config))
     assert str(refused.value) == (
         "cluster.pools.Big_Ones becomes part of the names of pods; take up to 30 lower-case letters, digits and "
         "hyphens, the first one a letter"
     )
 
 
-@pytest.mark.parametrize(
-    ("run_dir", "message"),
-    [
-        (
-            "/home/me/runs/a",
-            "run.dir=/home/me/runs/a is not on cluster.kubernetes.claim, which pods see at /rlflow; leave it out, or "
-            "choose one such as /rlflow/runs/a",
-        ),
-        (
-            "/rlflow/runs/a b",
-            "run.dir=/rlflow/runs/a b has characters that a shell changes; take letters, digits, - _ . and /",
-        ),
-    ],
-)
-def test_a_run_directory_must_be_on_the_claim(run_dir: str, message: str) -> None:
+def test_a_run_directory_is_a_plain_path() -> None:
     config = compose_pool(PoolConfig(machines=1, cpus=1, gpus=0, memory_gb=1))
+    config.run.dir = "/rlflow/runs/a b"
     with pytest.raises(ConfigError) as refused:
-        render(config, job(name="a", run_dir=run_dir))
-    assert str(refused.value) == message
+        render(config, job(config))
+    assert str(refused.value) == (
+        "run.dir=/rlflow/runs/a b has characters that a shell changes; take letters, digits, - _ . and /"
+    )

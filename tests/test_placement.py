@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlflow.cluster.placement import Machine, Placed, describe, fit, machines_of
+from rlflow.cluster.placement import Placed, describe, fit
+from rlflow.cluster.slots import Machine, machines_of
 from rlflow.config import Config, Placement, PoolConfig, Process, Transport
 from rlflow.errors import ConfigError
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from listening import is_loopback, listeners
 from safetensors.torch import load_file
 from training import plain_score, save_reward_model
 
@@ -207,9 +208,15 @@ def test_a_killed_run_resumes_and_trains_every_task_once(tmp_path: Path) -> None
 
 
 def test_a_signal_finishes_the_step_and_saves(tmp_path: Path) -> None:
+    """Also: whatever the processes of a run listen on is loopback."""
     run = tmp_path / "run"
-    with running(run, "run.steps=100000", "run.checkpoint_every=0") as process:
+    settings = ["run.steps=100000", "run.checkpoint_every=0", "trainer.ranks=2", "weights.transport=p2p"]
+    settings += ["rollout.tensor_parallel=2", "cluster.cpu_threads=1"]
+    with running(run, *settings) as process:
         wait_for(process, "step 2/")
+        found = listeners(process.pid)
+        assert {"gcs_server", "raylet", "ray::TrainerWor", "VLLM::Worker_TP"} <= found.keys()
+        assert all(is_loopback(address) for addresses in found.values() for address in addresses), found
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(timeout=TIMEOUT_S) == 128 + signal.SIGINT
     step = metrics.read(run / "metrics.jsonl")[-1]["step"]

@@ -97,8 +97,6 @@ def test_where_the_run_directory_is() -> None:
         run_dir_of(on_ray("runs/a"), "smoke-1")
     with pytest.raises(ConfigError, match="such as /rlflow/runs/a"):
         run_dir_of(on_kubernetes("a"), "smoke-1")
-    with pytest.raises(ConfigError, match="run.dir=/data/run is in no pod's claim"):
-        run_dir_of(on_kubernetes("/data/run"), "smoke-1")
 
 
 def test_the_words_that_lead_back() -> None:
@@ -172,6 +170,41 @@ def test_a_dry_run_for_a_ray_cluster(cli: Cli, tmp_path: Path) -> None:
     }
 
 
+def test_a_dry_run_for_kubernetes(cli: Cli) -> None:
+    status, out, err = cli("recipe=smoke", "cluster=kuberay_cpu", "--dry-run")
+    assert (status, err) == (0, "")
+    assert out.startswith("# workers 0: 2.02 of 3 CPUs; engine 0, trainer 0, runner 0, reward 0\n")
+    rayjob = yaml.safe_load(out)
+    name = rayjob["metadata"]["name"]
+    assert re.fullmatch(r"smoke-\d{8}-\d{6}", name)
+    assert rayjob["spec"]["entrypoint"] == (
+        f"python -m rlflow train recipe=smoke cluster=kuberay_cpu run.dir=/rlflow/runs/{name} cluster.address=auto"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cluster=kuberay_cpu", "cluster.pools.workers.cpus=1"], "needs .* CPUs"),
+        (["cluster=kuberay_cpu", "--wheel", "x.whl"], "--working-dir and --wheel have no effect on Kubernetes"),
+        (["cluster=kuberay_cpu", "run.dir=/data/run"], "run.dir=/data/run is not on cluster.kubernetes.claim"),
+        (
+            [
+                "cluster=ray",
+                "cluster.address=http://127.0.0.1:9",
+                "run.dir=/r",
+                "+cluster.pools={a: {machines: 1, cpus: 1, gpus: 0}}",
+            ],
+            "needs .* CPUs",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_not_sent(cli: Cli, words: list[str], message: str) -> None:
+    code, out, err = cli("recipe=smoke", *words)
+    assert (code, out) == (2, "")
+    assert re.search(message, err), err
+
+
 # -- what goes along
 
 
@@ -227,10 +260,8 @@ def test_too_much_code_is_said_before_it_is_sent_with_what_is_big(tmp_path: Path
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(bytes(size))
     assert len(collect(tmp_path, [], max_bytes=10 << 20)) == 4
-    with pytest.raises(
-        ConfigError,
-        match=r"has 9.3 MiB, .* less than 8.0 MiB; .*: data/raw/a.bin \(7.0 MiB\), data/raw/b.bin \(2.0 MiB\)",
-    ):
+    biggest = r"the biggest parts are data/raw/a.bin \(7.0 MiB\), data/raw/b.bin \(2.0 MiB\)"
+    with pytest.raises(ConfigError, match=f"has 9.3 MiB, .* less than 8.0 MiB; {biggest}"):
         collect(tmp_path, [], max_bytes=8 << 20)
 
 

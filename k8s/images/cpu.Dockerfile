@@ -2,8 +2,8 @@
 #
 #     docker build -f k8s/images/cpu.Dockerfile -t rlflow:cpu .
 #
-# KubeRay needs of an image: bash, and `ray` on the PATH of a login shell too, which is why there are links in
-# /usr/local/bin; wget for the probes of older releases. The preStop hook of workers needs flock, which Debian has.
+# KubeRay needs of an image: bash, `ray` and `python3` on the PATH, of a login shell too (older releases start one); wget
+# for the probes of older releases. The preStop hook of workers needs flock, which Debian has.
 
 FROM python:3.11.14-slim-bookworm AS build
 # hadolint ignore=DL3008
@@ -28,7 +28,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 1000 --user-group --create-home rlflow
 COPY --from=build /opt/venv /opt/venv
-RUN ln --symbolic /opt/venv/bin/ray /opt/venv/bin/rlflow /usr/local/bin/
+RUN echo "PATH=/opt/venv/bin:\$PATH" >/etc/profile.d/rlflow.sh
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1
 USER 1000:1000

@@ -28,7 +28,7 @@ RUN apt-get update \
     && useradd --uid 1000 --user-group --create-home rlflow
 COPY --from=build /opt/python /opt/python
 COPY --from=build /opt/venv /opt/venv
-RUN ln --symbolic /opt/venv/bin/python3 /opt/venv/bin/ray /opt/venv/bin/rlflow /usr/local/bin/
+RUN echo "PATH=/opt/venv/bin:\$PATH" >/etc/profile.d/rlflow.sh
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1
 USER 1000:1000

@@ -15,12 +15,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from rlflow.cluster.calls import answer
 from rlflow.cluster.gpus import check_gpus
-from rlflow.cluster.placement import Machine, Placed, describe, fit
-from rlflow.config import Config, Process
+from rlflow.cluster.placement import Placed, describe, fit
+from rlflow.cluster.slots import Machine
+from rlflow.config import POOL_LABEL, Config, Process
 from rlflow.deadlines import within
 from rlflow.errors import ConfigError, WorkerError
 
-POOL_LABEL = "rlflow-pool"
 NODE_LABEL = "ray.io/node-id"
 
 

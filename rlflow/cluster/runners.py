@@ -9,8 +9,8 @@ from typing import Any, cast
 import ray
 
 from rlflow.cluster.devices import Devices
-from rlflow.cluster.placement import num_runners
 from rlflow.cluster.rewards import scorer_of
+from rlflow.cluster.slots import num_runners
 from rlflow.config import Config, Process
 from rlflow.environment_pool import EnvironmentPool
 from rlflow.envs.base import Environment, EnvironmentSpec, Program

@@ -22,7 +22,9 @@ def check_nodes(reports: Sequence[NodeReport], lost: Mapping[str, str]) -> list[
         error("nodes", f"{name}: {reason}", "look at `ray status` and at raylet.out there; is rlflow installed on it?")
         for name, reason in lost.items()
     ]
-    findings = findings or [ok("nodes", f"all {len(reports)} answer")]
+    findings = findings or [
+        ok("nodes", f"all {len(reports)} nodes answer" if len(reports) > 1 else "one, and it answers")
+    ]
     return [*findings, *_versions(reports), *_clocks(reports), *_files(reports)]
 
 

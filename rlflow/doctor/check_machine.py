@@ -12,7 +12,7 @@ from rlflow.dry_run.memory import size
 MOVED_S = 1.0
 """How much a clock may be set while the doctor looks: time services slew by less."""
 DAY_S = 86400.0
-FEW_OPEN_FILES, ENOUGH_OPEN_FILES = 1024, 4096
+ENOUGH_OPEN_FILES = 4096
 SMALL_MEMORY = 4 << 30
 """For the smallest model: each process that computes has libraries of half a gigabyte."""
 RAY_FULL = 0.95
@@ -147,12 +147,13 @@ def _ray_dir(space: Space) -> Iterator[Finding]:
 def _open_files(facts: MachineFacts) -> Finding:
     soft, hard = facts.open_files
     text = f"at most {soft}" if soft == hard else f"at most {soft}, which Ray raises to {hard} where it starts"
-    cure = "ulimit -n 65536 (docker run --ulimit nofile=65536; LimitNOFILE= of a systemd unit)"
-    if hard < FEW_OPEN_FILES:
-        return error("open files", f"{text}; Ray and the engines' connections need more", cure)
-    if hard < ENOUGH_OPEN_FILES:
-        return warning("open files", f"{text}, too few for hundreds of workers", cure)
-    return ok("open files", text)
+    if hard >= ENOUGH_OPEN_FILES:
+        return ok("open files", text)
+    return warning(
+        "open files",
+        f"{text}: too few for Ray with many workers",
+        "ulimit -n 65536 (docker run --ulimit nofile=65536; LimitNOFILE= of a systemd unit)",
+    )
 
 
 def _loopback(facts: MachineFacts) -> Iterator[Finding]:
@@ -161,9 +162,9 @@ def _loopback(facts: MachineFacts) -> Iterator[Finding]:
     else:
         yield ok("loopback", "127.0.0.1 answers")
     if facts.hostname_problem:
-        yield error(
+        yield warning(
             "host name",
-            f"{facts.hostname} does not resolve ({facts.hostname_problem})",
+            f"{facts.hostname} does not resolve ({facts.hostname_problem}): each process waits for that as it starts",
             f"add the line `127.0.1.1 {facts.hostname}` to /etc/hosts",
         )
     else:

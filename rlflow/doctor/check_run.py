@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from rlflow.config import Config
-from rlflow.doctor.facts import MachineFacts, ModelReport, Problem, RayFacts, Tried
+from rlflow.doctor.facts import MachineFacts, ModelReport, ModelSize, Problem, RayFacts, Tried
 from rlflow.doctor.findings import Finding, error, of_config_error, ok, warning
 
 
 def check_run(config: Config, facts: MachineFacts, tried: Tried) -> list[Finding]:
     """Findings about the settings of a run."""
     findings = check_placement(tried.ray.placed, tried.ray.misfit) if isinstance(tried.ray, RayFacts) else []
-    findings += [*_model(config.model.path, tried.model, facts.environment)]
+    findings += [*_model(config.model.path, tried, facts.environment)]
     if config.reward.model is not None:
         findings += [*_reward_model(config.reward.model, tried.reward_model, facts.environment)]
-    if isinstance(tried.model, ModelReport) and isinstance(tried.engine, Problem):
+    if isinstance(tried.engine, Problem):
         findings.append(_problem("engine", tried.engine))
     if isinstance(tried.environment, Problem):
         findings.append(_problem("tasks", tried.environment))
@@ -43,13 +43,22 @@ def check_address(config: Config, environment: Mapping[str, str]) -> list[Findin
     ]
 
 
-def _model(path: str, model: ModelReport | Problem | None, environment: Mapping[str, str]) -> Iterator[Finding]:
-    if model is None:
-        return
+def _model(path: str, tried: Tried, environment: Mapping[str, str]) -> Iterator[Finding]:
+    model, size = tried.model, tried.size
+    if isinstance(size, Problem) and not size.is_absent:
+        yield _problem("model", size)
     if isinstance(model, Problem):
-        yield _absent("model", path, environment) if model.is_absent else _problem("model", model)
-        return
-    yield ok("model", f"{path}: {model.num_parameters:,} parameters, {model.folder}")
+        if model.is_absent:
+            yield _absent("model", path, environment)
+        elif model != size:  # where config.json is missing, both say so
+            yield _problem("model", model)
+    elif model is not None:
+        parameters = f"{size.num_parameters:,} parameters, " if isinstance(size, ModelSize) else ""
+        yield ok("model", f"{path}: {parameters}{model.folder}")
+        yield from _template(model)
+
+
+def _template(model: ModelReport) -> Iterator[Finding]:
     forks = [name for name, num_forks, _ in model.template if num_forks]
     refused = {name: text for name, _, text in model.template if text}
     if refused.get("plain"):

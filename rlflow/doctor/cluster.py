@@ -22,7 +22,7 @@ from rlflow.doctor.findings import Finding, of_config_error
 from rlflow.doctor.judge import HERE, judge
 from rlflow.doctor.look import look
 from rlflow.doctor.machine import existing
-from rlflow.doctor.needs import Needs, needs_of
+from rlflow.doctor.needs import needs_of
 from rlflow.errors import ConfigError
 
 CLUSTER = "the cluster"
@@ -37,7 +37,7 @@ def examine_cluster(config: Config, run_dir: Path, *, is_run: bool) -> dict[str,
             stack.enter_context(ray_cluster(config))
         except ConfigError as problem:
             seen = look(config, run_dir, os.environ, is_run=is_run, computes=True, with_ray=False)
-            needs = _needs(config, seen, is_run=is_run)
+            needs = needs_of(config, seen.tried.size, is_run=is_run)
             here = judge(config, seen, needs, is_run=is_run, computes=True)
             return {HERE: here, CLUSTER: [of_config_error("Ray", problem)]}
         return _examine(config, run_dir, is_run=is_run)
@@ -60,7 +60,7 @@ def _examine(config: Config, run_dir: Path, *, is_run: bool) -> dict[str, list[F
     names = [name for name in sorted(found, key=lambda name: name != own) if name not in lost]
     reports = [_report(name, computes[name], seen[name], visit.clocks[name], sees[name]) for name in names]
     links = nodes.measure(visit, pairs_of(_ends(names, computes)), nodes.object_bytes(found))
-    needs = _needs(config, here, is_run=is_run)
+    needs = needs_of(config, here.tried.size, is_run=is_run)
     places = {
         (f"{HERE}, {name}" if name == own else name): judge(
             config, seen[name], needs, is_run=is_run and name == own, computes=computes[name]
@@ -91,11 +91,6 @@ def _report(name: str, computes: bool, seen: Seen, clock: nodes.Clock, sees: Seq
         skew=clock.skew,
         round_trip=clock.round_trip,
     )
-
-
-def _needs(config: Config, seen: Seen, *, is_run: bool) -> Needs:
-    model = seen.tried.model
-    return needs_of(config, model if isinstance(model, ModelReport) else None, is_run=is_run)
 
 
 @contextmanager

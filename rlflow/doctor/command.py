@@ -7,10 +7,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlflow.cluster.placement import describe, fit, machines_of
+from rlflow.cluster.placement import describe, fit
+from rlflow.cluster.slots import machines_of
 from rlflow.config import Config
 from rlflow.doctor.check_run import check_placement
-from rlflow.doctor.facts import ModelReport
 from rlflow.doctor.findings import Finding
 from rlflow.doctor.judge import HERE, judge
 from rlflow.doctor.look import look
@@ -48,8 +48,7 @@ def _examine(config: Config, run_dir: Path, *, is_run: bool) -> list[Finding]:
         computes=not is_for_pods,
         with_ray=not is_for_pods,
     )
-    model = seen.tried.model if isinstance(seen.tried.model, ModelReport) else None
-    needs = needs_of(config, model, is_run=is_run)
+    needs = needs_of(config, seen.tried.size, is_run=is_run)
     findings = judge(config, seen, needs, is_run=is_run and not is_for_pods, computes=not is_for_pods)
     return [*findings, *_in_pods(config)] if is_for_pods else findings
 

@@ -98,17 +98,25 @@ class VllmFacts:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class ModelReport:
-    """model.path, as a run would find it without the network."""
+class ModelSize:
+    """What config.json says of the model of a run."""
 
-    folder: str
     num_parameters: int
     num_trained: int
     """Fewer with adapters."""
+    memory: dict[str, int]
+    """Process -> bytes of device memory, at most; empty where that is not modelled."""
+    fullest_gpu: int
+    """Bytes of the GPU with the most on it, of a run on GPUs; 0 where that is not modelled."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ModelReport:
+    """The model of a run, complete and on this machine."""
+
+    folder: str
     template: tuple[tuple[str, int, str], ...]
     """Kind of conversation, forks, why the template refuses it."""
-    memory: dict[str, int]
-    """Process -> bytes of device memory; empty where that is not modelled."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -118,6 +126,10 @@ class RayFacts:
     nodes: int
     cpus: int
     gpus: int
+    is_joined: bool
+    """Whether it was there already."""
+    has_tokens: bool
+    """Whether it asks for one."""
     placed: tuple[str, ...]
     """What of the run would be on which machine; empty where no run was named, and where nothing is reserved."""
     misfit: str
@@ -141,6 +153,7 @@ class Tried:
 
     torch: TorchFacts | Problem | None = None
     vllm: VllmFacts | Problem | None = None
+    size: ModelSize | Problem | None = None
     model: ModelReport | Problem | None = None
     reward_model: Problem | None = None
     """None also when it is fine."""

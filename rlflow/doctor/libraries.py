@@ -14,7 +14,7 @@ from rlflow.supervisor import supervise
 if TYPE_CHECKING:
     from rlflow.config import Config
     from rlflow.doctor.answering import Probe, Question
-    from rlflow.doctor.facts import ModelReport, Problem, TorchFacts, VllmFacts
+    from rlflow.doctor.facts import ModelReport, ModelSize, Problem, TorchFacts, VllmFacts
 
 
 def main(socket_fd: int, life_fd: int) -> None:
@@ -36,7 +36,7 @@ def _probes(question: Question) -> list[tuple[str, Probe]]:
     if not question["is_run"]:
         return probes
     config = config_of(question)
-    probes += [("model", partial(_model, config))]
+    probes += [("size", partial(_size, config)), ("model", partial(_model, config))]
     if config.reward.model is not None:
         probes += [("reward_model", partial(_reward_model, config))]
     if question["computes"]:
@@ -98,9 +98,37 @@ def _vllm() -> VllmFacts:
     )
 
 
+def _size(config: Config) -> ModelSize | Problem:
+    """From config.json, which is enough for it."""
+    from rlflow.config import Backend, Offload
+    from rlflow.doctor.facts import ModelSize
+    from rlflow.dry_run.estimate import estimate
+    from rlflow.dry_run.model import read_model
+    from rlflow.models import POLICY, resolve_config
+    from rlflow.workers.trainer.policy import MAX_LOGITS
+
+    folder = _here(lambda: resolve_config(config.model.path), POLICY)
+    if not isinstance(folder, str):
+        return folder
+    facts = read_model(config, folder)
+    memory, fullest = dict[str, int](), 0
+    if config.trainer.backend is Backend.fsdp and config.trainer.offload is Offload.none and not config.reward.model:
+        found = estimate(config, facts, MAX_LOGITS)
+        memory = {name: each.total for name, each in found.processes.items()}
+        fullest = max(each.num_bytes for each in found.gpus)
+    trained = facts.adapters or facts.weights
+    return ModelSize(
+        num_parameters=facts.num_parameters,
+        num_trained=sum(weight.size for weight in trained),
+        memory=memory,
+        fullest_gpu=fullest,
+    )
+
+
 def _model(config: Config) -> ModelReport | Problem:
     from transformers import AutoTokenizer
 
+    from rlflow.doctor.facts import ModelReport
     from rlflow.models import POLICY, resolve_model
     from rlflow.rollout.render import Renderer
     from rlflow.rollout.template_check import check_template
@@ -109,7 +137,7 @@ def _model(config: Config) -> ModelReport | Problem:
     if not isinstance(folder, str):
         return folder
     trials = check_template(Renderer(AutoTokenizer.from_pretrained(folder)))
-    return _measured(config, folder, tuple((trial.name, trial.forks, trial.refused) for trial in trials))
+    return ModelReport(folder=folder, template=tuple((trial.name, trial.forks, trial.refused) for trial in trials))
 
 
 def _reward_model(config: Config) -> Problem | None:
@@ -136,38 +164,16 @@ def _here(resolve: Callable[[], str], setting: str) -> str | Problem:
         raise
 
 
-def _measured(config: Config, folder: str, template: tuple[tuple[str, int, str], ...]) -> ModelReport:
-    from rlflow.config import Backend, Offload
-    from rlflow.doctor.facts import ModelReport
-    from rlflow.dry_run.estimate import estimate
-    from rlflow.dry_run.model import read_model
-    from rlflow.workers.trainer.policy import MAX_LOGITS
-
-    facts = read_model(config, folder)
-    memory: dict[str, int] = {}
-    if config.trainer.backend is Backend.fsdp and config.trainer.offload is Offload.none and not config.reward.model:
-        found = estimate(config, facts, MAX_LOGITS)
-        memory = {name: each.total for name, each in found.processes.items()}
-    trained = facts.adapters or facts.weights
-    return ModelReport(
-        folder=folder,
-        num_parameters=facts.num_parameters,
-        num_trained=sum(weight.size for weight in trained),
-        template=template,
-        memory=memory,
-    )
-
-
 def _engine(config: Config) -> None:
     """Raises ConfigError for a model that vLLM would refuse."""
     import torch
 
     from rlflow.errors import ConfigError
-    from rlflow.models import resolve_model
+    from rlflow.models import resolve_config
     from rlflow.rollout.engine_setup import cache_shape, check_engine
 
     try:
-        folder = resolve_model(config.model.path)
+        folder = resolve_config(config.model.path)
     except ConfigError:
         return  # said by `model`
     check_engine(config, cache_shape(folder), folder, on_gpu=torch.cuda.is_available())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rlflow.algorithms.chosen import needs_critic
 from rlflow.cluster.gpus import gpu_plan
 from rlflow.config import Backend, Config, Placement, Transport, object_store_bytes, sends_adapters
-from rlflow.doctor.facts import ModelReport
+from rlflow.doctor.facts import ModelSize, Problem
 from rlflow.rollout.engine_setup import BYTES_PER_ELEMENT
 
 CHECKPOINT_BYTES = 12
@@ -37,8 +37,9 @@ class Needs:
     """Whether programs that the model writes are run."""
 
 
-def needs_of(config: Config, model: ModelReport | None, *, is_run: bool) -> Needs:
-    """`model` is None where it could not be found; without a run, what any one needs."""
+def needs_of(config: Config, size: ModelSize | Problem | None, *, is_run: bool) -> Needs:
+    """Where the model's size is not known, and without a run: what any one needs."""
+    model = size if isinstance(size, ModelSize) else None
     return Needs(
         extras=tuple(_extras(config)) if is_run else (),
         weights=_weights(config, model),
@@ -50,14 +51,14 @@ def needs_of(config: Config, model: ModelReport | None, *, is_run: bool) -> Need
     )
 
 
-def _memory(config: Config, model: ModelReport) -> int:
+def _memory(config: Config, model: ModelSize) -> int:
     """In a cluster the processes are on several machines."""
     if config.cluster.address is not None:
         return 0
     return sum(count * model.memory.get(kind.value, 0) for kind, count in gpu_plan(config).counts.items())
 
 
-def _weights(config: Config, model: ModelReport | None) -> int:
+def _weights(config: Config, model: ModelSize | None) -> int:
     if config.weights.transport is not Transport.shm or sends_adapters(config):
         return 0
     if model is None:
@@ -65,7 +66,7 @@ def _weights(config: Config, model: ModelReport | None) -> int:
     return model.num_parameters * BYTES_PER_ELEMENT[config.model.dtype]
 
 
-def _checkpoints(config: Config, model: ModelReport) -> int:
+def _checkpoints(config: Config, model: ModelSize) -> int:
     """Those that are kept, and the next one, which is complete before the oldest is removed."""
     each = CHECKPOINT_BYTES if config.trainer.save_optimizer else WITHOUT_OPTIMIZER_BYTES
     models = 1 + needs_critic(config.algorithm)

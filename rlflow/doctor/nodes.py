@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import ray
 from numpy.typing import NDArray
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -102,6 +103,8 @@ def read_cluster(config: Config, *, is_run: bool) -> RayFacts:
         nodes=len(nodes),
         cpus=int(resources.get("CPU", 0)),
         gpus=int(resources.get("GPU", 0)),
+        is_joined=config.cluster.address is not None,
+        has_tokens=is_token_auth_enabled(),
         placed=placed,
         misfit=misfit,
     )

@@ -10,14 +10,14 @@ from rlflow.child import Child
 from rlflow.config import Config
 from rlflow.deadlines import within
 from rlflow.doctor.answering import Question
-from rlflow.doctor.facts import ModelReport, Problem, RayFacts, TorchFacts, Tried, VllmFacts
+from rlflow.doctor.facts import ModelReport, ModelSize, Problem, RayFacts, TorchFacts, Tried, VllmFacts
 from rlflow.errors import ConfigError, DeadlineError, SandboxError
 from rlflow.rundir import plain
 from rlflow.sandbox import describe
 
 TRIAL_TIMEOUT_S = 180.0
 """For each process. Importing vLLM takes up to a minute from a cold network disk."""
-_TYPES = {"torch": TorchFacts, "vllm": VllmFacts, "model": ModelReport, "ray": RayFacts}
+_TYPES = {"torch": TorchFacts, "vllm": VllmFacts, "size": ModelSize, "model": ModelReport, "ray": RayFacts}
 
 
 async def try_all(config: Config, *, is_run: bool, computes: bool, with_ray: bool) -> Tried:
@@ -25,7 +25,7 @@ async def try_all(config: Config, *, is_run: bool, computes: bool, with_ray: boo
     question = Question(config=plain(config), is_run=is_run, computes=computes)
     topics = ["torch", "vllm"] if computes else []
     if is_run:
-        topics += ["model", "engine", "environment"] if computes else ["model", "environment"]
+        topics += ["size", "model", "environment"]
     libraries, ray, sandbox = await asyncio.gather(
         _ask("rlflow.doctor.libraries", "the process that tries libraries", question, topics),
         _ask("rlflow.doctor.ray_trial", "the process that tries Ray", question, ["ray"] if with_ray else []),

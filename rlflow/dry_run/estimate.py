@@ -8,7 +8,8 @@ from itertools import pairwise
 
 from rlflow.batching import plan_micro_batches
 from rlflow.cluster.gpus import GpuPlan, check_gpus, gpu_plan
-from rlflow.cluster.placement import describe, fit, machines_of
+from rlflow.cluster.placement import describe, fit
+from rlflow.cluster.slots import machines_of
 from rlflow.config import Backend, Config, Dtype, Offload, Placement, Process, num_shares, sends_adapters
 from rlflow.dry_run.facts import ModelFacts, RewardModelFacts
 from rlflow.dry_run.memory import (

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.algorithms.chosen import check_functions
+from rlflow.cluster.placement import describe, fit
+from rlflow.cluster.slots import machines_of
 from rlflow.config import Config
 from rlflow.environments import held_out_tasks, load_environment
 from rlflow.errors import ConfigError
 from rlflow.rundir import plain
-from rlflow.submit.words import CLAIM
+from rlflow.submit.job import CLAIM
 
 _SECTIONS = ("model", "env", "reward", "curriculum", "algorithm")
 """Of the settings, those that may name files."""
@@ -32,10 +34,19 @@ def check_run(config: Config, packaged: Collection[str]) -> list[str]:
             if not path.is_absolute() and path.exists():
                 _check_goes_along(key, path, packaged)
     away = [(key, path) for key, path in files if not path.exists() and (on_kubernetes or path.is_absolute())]
-    unchecked = [f"{key}: the job looks for {CLAIM / path}" for key, path in (files if on_kubernetes else away)]
+    unchecked = [f"{key}: the job looks for {Path(CLAIM, path)}" for key, path in (files if on_kubernetes else away)]
     if all(key in _MODELS for key, _ in away):
         unchecked += _check_code(config)
     return unchecked
+
+
+def machines_taken(config: Config) -> list[str]:
+    """One line a machine of cluster.pools; none where they leave it to the cluster how many there are.
+
+    Raises ConfigError, with the arithmetic, when the run does not fit on them.
+    """
+    machines = machines_of(config.cluster.pools)
+    return [] if machines is None else describe(fit(config, machines), machines)
 
 
 def _check_code(config: Config) -> list[str]:

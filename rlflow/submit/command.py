@@ -106,7 +106,7 @@ def _run(config: Config, *, options: _Options) -> int:
 
 
 def _on_ray(config: Config, options: _Options) -> int:
-    from rlflow.submit.check import check_run
+    from rlflow.submit.check import check_run, machines_taken
     from rlflow.submit.package import collect
     from rlflow.submit.ray_job import RayJobs
 
@@ -116,10 +116,11 @@ def _on_ray(config: Config, options: _Options) -> int:
     if options.attach is not None:
         return jobs.follow(options.attach)
     job = make_job(config, options.words, time.strftime("%Y%m%d-%H%M%S"))
+    machines = machines_taken(config)
     package = collect(None if options.wheel and options.working_dir is None else Path.cwd(), options.wheel)
     _note(check_run(config, package))
     if options.dry_run:
-        print(jobs.plan(job, package), end="")
+        _show_plan(machines, jobs.plan(job, package))
         return 0
     jobs.start(job, package)
     print(f"job {job.name}, run.dir {job.run_dir}\n{how_to_go_on(job.name, config.cluster)}", flush=True)
@@ -127,7 +128,7 @@ def _on_ray(config: Config, options: _Options) -> int:
 
 
 def _on_kubernetes(config: Config, options: _Options) -> int:
-    from rlflow.submit.check import check_run
+    from rlflow.submit.check import check_run, machines_taken
     from rlflow.submit.kuberay import render, to_yaml
     from rlflow.submit.kubernetes_api import Kubernetes
 
@@ -143,15 +144,20 @@ def _on_kubernetes(config: Config, options: _Options) -> int:
     if options.attach is not None:
         return Kubernetes(namespace).follow(options.attach)
     job = make_job(config, options.words, time.strftime("%Y%m%d-%H%M%S"))
-    rayjob = render(config, job)
+    rayjob, machines = render(config, job), machines_taken(config)
     _note(check_run(config, ()))
     if options.dry_run:
-        print(to_yaml(rayjob), end="")
+        _show_plan(machines, to_yaml(rayjob))
         return 0
     cluster = Kubernetes(namespace)
     cluster.apply(rayjob)
     print(f"run.dir {job.run_dir}, on the claim\n{how_to_go_on(job.name, config.cluster)}", flush=True)
     return 0 if options.detach else cluster.follow(job.name)
+
+
+def _show_plan(machines: Sequence[str], plan: str) -> None:
+    """As YAML; what is on which machine is in its comments."""
+    print("".join(f"# {line}\n" for line in machines) + plan, end="")
 
 
 def _note(unchecked: Sequence[str]) -> None:

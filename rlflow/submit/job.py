@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+CLAIM = PurePosixPath("/rlflow")
+"""Where all pods see cluster.kubernetes.claim; also where they work, so that `reward.py:score` is a file on it."""
+RUNS = CLAIM / "runs"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

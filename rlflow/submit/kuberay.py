@@ -15,13 +15,10 @@ from importlib import metadata
 
 import yaml
 
-from rlflow.config import Config, PoolConfig, Scheduler
+from rlflow.config import POOL_LABEL, Config, PoolConfig, Scheduler
 from rlflow.errors import ConfigError
 from rlflow.submit.job import Job
-from rlflow.submit.pods import MOUNT, Tree, head_pod, labels, submitter_pod, worker_pod
-
-RUNS = f"{MOUNT}/runs"
-"""Where run directories are on the claim, unless run.dir says otherwise."""
+from rlflow.submit.pods import Tree, head_pod, labels, submitter_pod, worker_pod
 
 _KEEP_SECONDS = 60
 """Machines are kept for so long after a job, for its last words; the log of the driver is kept with the RayJob."""
@@ -103,7 +100,7 @@ def _group(config: Config, job: Job, name: str, pool: PoolConfig) -> Tree:
         "replicas": pool.machines,
         "minReplicas": pool.machines,
         "maxReplicas": pool.machines,
-        "labels": {"rlflow-pool": name},
+        "labels": {POOL_LABEL: name},
         "rayStartParams": {},
         "template": worker_pod(config, job, pool),
     }
@@ -116,11 +113,6 @@ def _check(config: Config, job: Job) -> None:
                 f"cluster.pools.{name} becomes part of the names of pods; take up to 30 lower-case letters, digits and "
                 "hyphens, the first one a letter"
             )
-    if not job.run_dir.startswith(f"{MOUNT}/"):
-        raise ConfigError(
-            f"run.dir={job.run_dir} is not on cluster.kubernetes.claim, which pods see at {MOUNT}; leave it out, or "
-            f"choose one such as {RUNS}/{job.name}"
-        )
     if shlex.quote(job.run_dir) != job.run_dir:
         raise ConfigError(
             f"run.dir={job.run_dir} has characters that a shell changes; take letters, digits, - _ . and /"

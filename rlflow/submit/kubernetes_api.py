@@ -14,7 +14,7 @@ from typing import NoReturn
 from rlflow.errors import ConfigError, RunError
 from rlflow.submit.kubernetes_client import Client, Refused, Unreachable
 from rlflow.submit.pods import Tree
-from rlflow.submit.rayjob_state import STOPPED_EXIT_CODE, State, log_place, newest_with_log, state_of, waiting_for
+from rlflow.submit.rayjob_state import State, log_place, newest_with_log, state_of, waiting_for
 from rlflow.submit.timestamps import Position
 
 _RAYJOBS = "/apis/ray.io/v1/namespaces/{namespace}/rayjobs"
@@ -61,7 +61,7 @@ class Kubernetes:
         """Show what becomes of a RayJob and the log of its driver, until it ends; the exit code that it stands for.
 
         Ctrl-C only ends the following: 0. Raises ConfigError when there is no such RayJob, RunError when the API server
-        cannot be reached for minutes.
+        cannot be reached for minutes or no longer answers.
         """
         try:
             return self._follow(name)
@@ -70,6 +70,9 @@ class Kubernetes:
             return 0
         except Unreachable as error:
             raise RunError(f"{error}; {name} goes on. {self._hints(name)}") from error
+        except Refused as refusal:
+            said = f"the API server said {refusal.status}: {refusal.message}"
+            raise RunError(f"{name} cannot be followed, but goes on; {said}. {self._hints(name)}") from refusal
 
     def stop(self, name: str) -> str:
         """Have a RayJob end its pods, which save first; says what was done. It can be let go again.
@@ -182,14 +185,14 @@ class Kubernetes:
         pending = ""
         for rayjob in self._states(name):
             state = state_of(rayjob)
+            if state.exit_code is not None:
+                self._show_log(rayjob, log)
+                self._show(f"{name}: {state}")
+                return state.exit_code
             if state != shown:
                 self._show(f"{name}: {state}")
                 shown = state
             self._show_log(rayjob, log)
-            if state.exit_code is not None:
-                if state.exit_code == STOPPED_EXIT_CODE:
-                    self._show(f"{name} was stopped. {self._hints(name)}")
-                return state.exit_code
             now_pending = "" if log.begun else self._pending(state)
             if now_pending not in ("", pending):
                 self._show(f"{name}: {now_pending}")

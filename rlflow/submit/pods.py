@@ -9,12 +9,9 @@ import math
 from typing import Any
 
 from rlflow.config import Config, PoolConfig
-from rlflow.submit.job import Job
+from rlflow.run_lock import NAME as LOCK
+from rlflow.submit.job import CLAIM, Job
 
-MOUNT = "/rlflow"
-"""Where all pods see the claim; also their working directory, so that `reward.py:score` is a file on it."""
-LOCK = ".lock"
-"""Held by the process that writes a run directory; see `rlflow.run_lock`."""
 PART_OF = {"app.kubernetes.io/part-of": "rlflow"}
 """What k8s/base/networkpolicy.yaml knows the pods of all jobs by."""
 
@@ -89,10 +86,11 @@ def stop_seconds(config: Config) -> int:
 
 def _ray_container(config: Config, name: str, resources: Tree) -> Tree:
     kubernetes = config.cluster.kubernetes
-    container: Tree = {"name": name, "image": kubernetes.image, "workingDir": MOUNT}
+    container: Tree = {"name": name, "image": kubernetes.image, "workingDir": str(CLAIM)}
     container["env"] = [
         {"name": "HOME", "value": "/tmp"},  # caches of compilers; the root file system is read-only
-        {"name": "HF_HOME", "value": f"{MOUNT}/huggingface"},
+        {"name": "USER", "value": "rlflow"},  # the image may have no name for its number
+        {"name": "HF_HOME", "value": f"{CLAIM}/huggingface"},
         {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
     ]
     if kubernetes.secrets:
@@ -100,7 +98,7 @@ def _ray_container(config: Config, name: str, resources: Tree) -> Tree:
     container["resources"] = resources
     container["securityContext"] = _container_security()
     container["volumeMounts"] = [
-        {"name": "claim", "mountPath": MOUNT},
+        {"name": "claim", "mountPath": str(CLAIM)},
         {"name": "shared-memory", "mountPath": "/dev/shm"},
         {"name": "scratch", "mountPath": "/tmp"},
     ]
@@ -131,7 +129,7 @@ def _wait_for_run(config: Config, job: Job, resources: Tree) -> Tree:
         "command": ["/bin/bash", "-c", script],
         "resources": resources,
         "securityContext": _container_security(),
-        "volumeMounts": [{"name": "claim", "mountPath": MOUNT}],
+        "volumeMounts": [{"name": "claim", "mountPath": str(CLAIM)}],
     }
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rlflow.submit.pods import Tree
 
-STOPPED_EXIT_CODE = 143
+_STOPPED = 143
 """That of a driver that was asked to end: 128 + SIGTERM."""
 
 _SUBMITTER = "ray-job-submitter"
@@ -18,7 +18,7 @@ _MEANINGS = {
     "Running": "pods run",
     "Retrying": "it failed and is started again; it goes on from the last checkpoint",
     "Suspending": "pods end; the driver saves",
-    "Suspended": "suspended",
+    "Suspended": "stopped; it can be let go again",
     "Complete": "ended",
     "Failed": "failed",
 }
@@ -40,10 +40,10 @@ class State:
     def exit_code(self) -> int | None:
         """None while it goes on."""
         if self.deployment == "Suspended" and not self.queued_by_kueue:
-            return STOPPED_EXIT_CODE
+            return _STOPPED
         if self.deployment not in ("Complete", "Failed"):
             return None
-        return {"SUCCEEDED": 0, "STOPPED": STOPPED_EXIT_CODE}.get(self.job, 1)
+        return {"SUCCEEDED": 0, "STOPPED": _STOPPED}.get(self.job, 1)
 
     def __str__(self) -> str:
         meaning = _MEANINGS.get(self.deployment, "")

@@ -9,11 +9,8 @@ from pathlib import PurePosixPath
 
 from rlflow.config import ClusterConfig, Config
 from rlflow.errors import ConfigError
-from rlflow.submit.job import Job
+from rlflow.submit.job import CLAIM, RUNS, Job
 
-CLAIM = PurePosixPath("/rlflow")
-"""Where each pod sees the claim of cluster.kubernetes.claim."""
-RUNS = CLAIM / "runs"
 MAX_NAME = 45
 """KubeRay makes names of pods of it, which have 63 characters at most."""
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]+")
@@ -43,21 +40,21 @@ def run_dir_of(config: Config, name: str) -> str:
     given, on_kubernetes = config.run.dir, config.cluster.kubernetes.image is not None
     if given is None:
         if on_kubernetes:
-            return str(RUNS / name)
+            return f"{RUNS}/{name}"
         raise ConfigError(
             "run.dir is null, and the folder that a job runs in is thrown away with it; give a folder that all "
             "machines of the cluster see, such as run.dir=/shared/runs/first"
         )
     if not PurePosixPath(given).is_absolute():
-        example = RUNS / given if on_kubernetes else PurePosixPath("/shared") / given
+        example = PurePosixPath(RUNS if on_kubernetes else "/shared", given)
         raise ConfigError(
             f"run.dir={given} would be in the folder that a job runs in, which is thrown away with it; give its "
             f"absolute path on the cluster, such as {example}"
         )
     if on_kubernetes and CLAIM not in PurePosixPath(given).parents:
         raise ConfigError(
-            f"run.dir={given} is in no pod's claim, so that it would end with its pod; pods see the claim at {CLAIM}: "
-            f"give a folder there, such as {RUNS}/first"
+            f"run.dir={given} is not on cluster.kubernetes.claim, which pods see at {CLAIM}; leave it out, or choose "
+            f"one such as {RUNS}/{name}"
         )
     return given
 

@@ -1,0 +1,144 @@
+"""What a person is told of a run that does not fit on its machines: the arithmetic, and what to change."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from rlflow.cluster.gpus import gpu_plan
+from rlflow.cluster.slots import Block, Machine, Slot, cpus_of
+from rlflow.config import POOL_LABEL, Config, PoolConfig, Process, Roles, Transport, sends_adapters, transport_of
+from rlflow.errors import ConfigError
+
+
+def check_pools(pools: Mapping[str, PoolConfig], machines: Sequence[Machine]) -> None:
+    """Whether the cluster has the machines that the settings describe."""
+    for name, pool in pools.items():
+        here = [machine for machine in machines if machine.pool == name]
+        wanted = pool.machines or 1
+        for what, size, of in (("gpus", pool.gpus, _gpus), ("cpus", pool.cpus, _cpus)):
+            if size is not None and (short := [each for each in here if of(each) < size]):
+                raise ConfigError(
+                    f"cluster.pools.{name}.{what} is {size}, but the machine {short[0].name} has {of(short[0]):g}; "
+                    f"lower it, or start Ray there with more"
+                )
+        if len(here) < wanted:
+            raise ConfigError(
+                f"cluster.pools.{name} has {len(here)} of the {wanted} machines that it needs: nodes of the cluster "
+                f"with the label {POOL_LABEL}={name}; start them with `ray start --labels {POOL_LABEL}={name}`"
+            )
+
+
+def _gpus(machine: Machine) -> float:
+    return machine.gpus
+
+
+def _cpus(machine: Machine) -> float:
+    return machine.cpus
+
+
+def check_sums(config: Config, slots: Sequence[Slot], machines: Sequence[Machine]) -> None:
+    """Raise ConfigError where a pool has too few GPUs or CPUs in all."""
+    for pool in dict.fromkeys(slot.pool for slot in slots):
+        wanted = [slot for slot in slots if slot.pool == pool]
+        here = [machine for machine in machines if machine.pool == pool or pool is None]
+        needed, found = sum(slot.gpus for slot in wanted), sum(machine.gpus for machine in here)
+        if needed > found:
+            raise ConfigError(
+                f"{_who(pool)} needs {needed} GPUs ({_terms(config, wanted, lambda slot: slot.gpus)}); "
+                f"{_whose(pool)} {_has(here, _gpus, 'GPU')}; {_cure_gpus(config)}"
+            )
+        cpus, has = cpus_of(wanted), sum(machine.cpus for machine in here)
+        if cpus > has:
+            raise ConfigError(
+                f"{_who(pool)} needs {cpus:g} CPUs ({_terms(config, wanted, lambda slot: slot.cpus)}); "
+                f"{_whose(pool)} {_has(here, _cpus, 'CPU')}; add machines, or lower "
+                "one of them" + ("" if config.cluster.cpu_threads in (None, 1) else " or cluster.cpu_threads")
+            )
+
+
+def _who(pool: str | None) -> str:
+    return "the run" if pool is None else f"what runs in cluster.pools.{pool}"
+
+
+def _whose(pool: str | None) -> str:
+    return "the cluster" if pool is None else "it"
+
+
+def _has(machines: Sequence[Machine], of: Callable[[Machine], float], unit: str) -> str:
+    """Example: "has 10 GPUs on 3 machines (2 with 4, 1 with 2)"."""
+    total = sum(map(of, machines))
+    if len(machines) <= 1:
+        return f"has {total:g}"
+    return f"has {total:g} {unit}s on {len(machines)} machines ({_sizes(machines, of)})"
+
+
+def _sizes(machines: Sequence[Machine], of: Callable[[Machine], float]) -> str:
+    """Example: "2 with 4, 1 with 2"."""
+    return ", ".join(f"{count} with {size:g}" for size, count in Counter(map(of, machines)).items())
+
+
+def _terms(config: Config, slots: Sequence[Slot], of: Callable[[Slot], float]) -> str:
+    sums: dict[Process, float] = defaultdict(float)
+    for slot in slots:
+        sums[slot.kind] += of(slot)
+    return ", ".join(f"{_SETTINGS[kind]} = {total:g}" for kind, total in sums.items() if total >= 1)
+
+
+def _cure_gpus(config: Config) -> str:
+    has_roles = gpu_plan(config).counts.keys() - {Process.engine, Process.trainer}
+    is_shared = config.cluster.roles is Roles.shared
+    return "lower one of them" + (", or set cluster.roles=shared" if has_roles and not is_shared else "")
+
+
+def too_scattered(config: Config, blocks: Sequence[Block], machines: Sequence[Machine], *, is_one_machine: bool) -> str:
+    """For where there is enough in all, but not for a block on any one machine."""
+    on_gpus = any(block.gpus for block in blocks)
+    unit = "GPUs" if on_gpus else "CPUs"
+    sizes = _sizes(machines, _gpus if on_gpus else _cpus)
+    largest = blocks[0]
+    amount = largest.gpus if on_gpus else largest.cpus
+    if is_one_machine and Process.trainer in largest.kinds:
+        transport = transport_of(config)
+        way, cure = f"weights.transport={transport.value}", "weights.transport=p2p"
+        if transport is Transport.ipc:
+            cure = "weights.transport=shm"
+        if sends_adapters(config):
+            way, cure = "lora.send=adapters", "lora.send=merged and weights.transport=disk"
+        return (
+            f"{way} needs the trainer and all engines on one machine, with {amount:g} {unit}; of the cluster's "
+            f"machines, {sizes}; set {cure}"
+        )
+    parts = ", ".join(f"{_NAMES[kind]} {amount:g}" for kind, amount in _largest(blocks, on_gpus=on_gpus).items())
+    return (
+        f"the {unit} of the cluster are enough, but not those of each machine ({sizes}); the processes need on one "
+        f"machine each: {parts}; lower rollout.tensor_parallel, or have machines with more {unit}"
+    )
+
+
+def _largest(blocks: Sequence[Block], *, on_gpus: bool) -> dict[Process, float]:
+    found: dict[Process, float] = {}
+    for block in blocks:
+        for kind in block.kinds:
+            found[kind] = max(found.get(kind, 0), block.gpus if on_gpus else block.cpus)
+    return {kind: amount for kind, amount in found.items() if amount >= 1}
+
+
+_SETTINGS = {
+    Process.engine: "rollout.engines x rollout.tensor_parallel",
+    Process.trainer: "trainer.ranks",
+    Process.critic: "critic",
+    Process.reference: "reference",
+    Process.reward_model: "reward.model_replicas",
+    Process.runner: "runners",
+    Process.reward: "rewards",
+}
+_NAMES = {
+    Process.engine: "an engine",
+    Process.trainer: "the trainer's neighbouring ranks",
+    Process.critic: "the critic's neighbouring ranks",
+    Process.reference: "the reference",
+    Process.reward_model: "a reward model",
+    Process.runner: "a runner",
+    Process.reward: "the rewards",
+}

@@ -1,0 +1,141 @@
+"""What the processes of a run take, and of which machines. Pure: imports no Ray, so that a dry run can ask too.
+
+processes -> slots (what one placement takes) -> blocks (slots of one machine)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlflow.cluster.gpus import GpuPlan, gpu_plan
+from rlflow.cluster_checks import pool_of
+from rlflow.config import Config, Placement, PoolConfig, Process, Transport, sends_adapters, transport_of
+
+ENGINES_PER_RUNNER = 8
+SLIVER = 0.01
+"""CPUs that a process reserves that mostly waits: enough to keep it off a machine that has none to give."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Machine:
+    name: str
+    cpus: float
+    """Infinite where nothing is reserved: on one machine all processes share them."""
+    gpus: int
+    pool: str | None = None
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Slot:
+    """What is reserved on one machine for processes that share it."""
+
+    processes: tuple[tuple[Process, int], ...]
+    """Kind and number of each. The first one names the slot."""
+    cpus: float
+    gpus: int
+    pool: str | None
+
+    @property
+    def kind(self) -> Process:
+        return self.processes[0][0]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Block:
+    """Slots, by their numbers, that must be on one machine."""
+
+    members: tuple[int, ...]
+    kinds: frozenset[Process]
+    cpus: float
+    gpus: int
+    pool: str | None
+
+
+def slots_of(config: Config, *, on_gpus: bool) -> list[Slot]:
+    """One for each process, but for those that share the GPU of a rank of the trainer."""
+    plan = gpu_plan(config)
+    # Without GPUs there is nothing to share but the machine.
+    sharing = plan.sharing if on_gpus else (Process.trainer,)
+    slots = []
+    for kind, count in plan.counts.items():
+        if kind in sharing and kind is not Process.trainer:
+            continue
+        for index in range(count):
+            sharers = [other for other in sharing if index < plan.counts[other]] if kind is Process.trainer else [kind]
+            slots.append(_slot(config, plan, [(other, index) for other in sharers], on_gpus=on_gpus))
+    waiting = [(Process.runner, index) for index in range(num_runners(config))]
+    if config.reward.model is None:
+        waiting.append((Process.reward, 0))
+    slots += [
+        Slot(processes=(each,), cpus=SLIVER, gpus=0, pool=pool_of(config.cluster.pools, each[0])) for each in waiting
+    ]
+    return slots
+
+
+def num_runners(config: Config) -> int:
+    """One for every few engines."""
+    return -(-config.rollout.engines // ENGINES_PER_RUNNER)
+
+
+def _slot(config: Config, plan: GpuPlan, processes: list[tuple[Process, int]], *, on_gpus: bool) -> Slot:
+    # The trainer names the place that others share with it.
+    processes.sort(key=lambda each: each[0] is not Process.trainer)
+    lead = processes[0][0]
+    width = plan.per_engine if lead is Process.engine else 1
+    threads = 1 if on_gpus else config.cluster.cpu_threads or 1
+    return Slot(
+        processes=tuple(processes),
+        cpus=threads * max(len(processes), width),
+        gpus=width if on_gpus else 0,
+        pool=pool_of(config.cluster.pools, lead),
+    )
+
+
+def machines_of(pools: Mapping[str, PoolConfig]) -> list[Machine] | None:
+    """As the settings describe them; None where they leave it to the cluster."""
+    if not pools or any(None in (pool.machines, pool.cpus, pool.gpus) for pool in pools.values()):
+        return None
+    return [
+        Machine(name=f"{name} {index}", pool=name, cpus=pool.cpus or 0, gpus=pool.gpus or 0)
+        for name, pool in pools.items()
+        for index in range(pool.machines or 0)
+    ]
+
+
+def needs_one_machine(config: Config, *, on_gpus: bool) -> bool:
+    """Whether weights get to the engines through what one machine has only: an engine on the GPU of a rank has that
+    rank's machine anyway."""
+    transport = transport_of(config)
+    if transport is Transport.shm or sends_adapters(config):
+        return not (on_gpus and config.cluster.placement is Placement.colocated)
+    return transport is Transport.ipc
+
+
+def blocks_of(config: Config, slots: Sequence[Slot], *, is_one_machine: bool) -> list[Block]:
+    def key(number: int) -> tuple[str, int]:
+        kind, index = slots[number].processes[0]
+        if is_one_machine and kind in (Process.engine, Process.trainer):
+            return "", 0
+        if kind in (Process.trainer, Process.critic):
+            return kind.value, index // config.trainer.tensor_parallel
+        return kind.value, index
+
+    members: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for number in range(len(slots)):
+        members[key(number)].append(number)
+    return [
+        Block(
+            members=tuple(numbers),
+            kinds=frozenset(slots[number].kind for number in numbers),
+            cpus=cpus_of([slots[number] for number in numbers]),
+            gpus=sum(slots[number].gpus for number in numbers),
+            pool=slots[numbers[0]].pool,
+        )
+        for numbers in members.values()
+    ]
+
+
+def cpus_of(slots: Iterable[Slot]) -> float:
+    return round(sum(slot.cpus for slot in slots), 4)

@@ -23,8 +23,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from ray_nodes import Node, RayNodes  # pyright: ignore[reportMissingImports]
 
-from rlflow.ledger import counts_by_state
-
 POOLS = "+cluster.pools={rollout: {processes: [engine]}, play: {processes: [runner, reward]}, training: {}}"
 SETTINGS = (
     "rollout.engines=2", "weights.transport=p2p", "staleness.max_versions=1", "algorithm.group_size=32",
@@ -68,15 +66,12 @@ class Output:
         return next((each for each in self.lines[start:] if re.search(pattern, each[1])), None)
 
 
-def lose(kind: str, nodes: RayNodes, there: list[Node], output: Output, run: Path) -> Cost:
+def lose(kind: str, nodes: RayNodes, there: list[Node], output: Output) -> Cost:
     """Kill the node of one process of this kind, and add one like it."""
     pool, actor = VICTIMS[kind]
     victim = next(node for node in there if any(actor in title for title in node.titles()))
-    lost_before, start, began_s = (
-        counts_by_state(run / "ledger.db")["dropped_failed"],
-        len(output.lines),
-        time.monotonic(),
-    )
+    first = start = len(output.lines)
+    began_s = time.monotonic()
     victim.kill()
     there.remove(victim)
     there += nodes.add(pool, cpus=1)
@@ -94,7 +89,7 @@ def lose(kind: str, nodes: RayNodes, there: list[Node], output: Output, run: Pat
         killed=f"node with the {kind}",
         seconds_to_next_step=round(next_s - began_s, 1),
         seconds_to_full_strength=round(full_s - began_s, 1),
-        groups_lost=counts_by_state(run / "ledger.db")["dropped_failed"] - lost_before,
+        groups_lost=sum("dropped (failed)" in line for _, line in output.lines[first:]),
         steps_repeated=repeated,
     )
 
@@ -111,7 +106,7 @@ def main() -> None:
         output = Output()
         threading.Thread(target=output.read, args=(process,), daemon=True).start()
         output.wait_for("^step 12/")
-        costs = [lose(kind, nodes, there, output, run) for kind in VICTIMS]
+        costs = [lose(kind, nodes, there, output) for kind in VICTIMS]
         os.killpg(process.pid, signal.SIGINT)
         process.wait(WAIT_S)
     names = list(asdict(costs[0]))

@@ -15,10 +15,10 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import TaskCancelledError
 
-from rlflow.cluster.calls import DISK, RayTrainer, answer, open_calls
+from rlflow.cluster.calls import DISK, WATCH, RayTrainer, answer, ended, open_calls
 from rlflow.cluster.start import ray_cluster
 from rlflow.config import Config, TrainerConfig
-from rlflow.errors import ConfigError, DeadlineError, RunError, WorkerError
+from rlflow.errors import ConfigError, DeadlineError, RunError, WorkerError, WorkerLost
 from rlflow.roles import StepOutcome
 
 pytestmark = pytest.mark.slow
@@ -86,13 +86,24 @@ async def test_open_calls_are_told_by_kind() -> None:
         ("config", ConfigError, r"^model\.path is wrong$"),
         ("deadline", DeadlineError, r"^loading did not finish within its deadline of 3 s; wait longer$"),
         ("bug", WorkerError, r"^the clerk failed: KeyError: 'lost'$"),
-        ("die", WorkerError, r"^the clerk died: "),
+        ("die", WorkerLost, r"^the clerk died: "),
     ],
 )
 async def test_what_a_worker_raises(cluster: None, method: str, kind: type[Exception], message: str) -> None:
     actor = ray.remote(Faulty).options(num_cpus=0).remote()
     with pytest.raises(kind, match=message):
         await answer("clerk", getattr(actor, method).remote())
+
+
+async def test_the_end_of_a_process_is_noticed_while_nobody_asks_it_for_anything(cluster: None) -> None:
+    actor = cast(Any, ray.remote)(concurrency_groups={WATCH: 1})(Faulty).options(num_cpus=0).remote()
+    watching = asyncio.create_task(ended("clerk", actor))
+    with pytest.raises(WorkerError, match=r"^the clerk failed: KeyError: 'lost'$"):
+        await answer("clerk", actor.bug.remote())
+    assert not watching.done()
+    ray.kill(actor)
+    with pytest.raises(WorkerLost, match="^the clerk died: "):
+        await asyncio.wait_for(watching, timeout=60)
 
 
 async def test_a_cancelled_wait_cancels_the_call(cluster: None) -> None:

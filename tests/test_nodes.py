@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from ray_nodes import Node, RayNodes, has_networks
 
@@ -27,12 +28,17 @@ ENGINES = "{processes: [engine]}"
 
 @contextmanager
 def running(nodes: RayNodes, run: Path, *settings: str) -> Iterator[subprocess.Popen[str]]:
-    """A run whose driver is on the head; whatever becomes of the test, it is ended."""
+    """A run whose driver is on the head."""
     command = [
         sys.executable, "-m", "rlflow", "train", "recipe=smoke", "cluster=ray", f"cluster.address={nodes.address}",
         f"run.dir={run}", "weights.transport=p2p", "run.show_samples_every=1000000", *settings,
     ]  # fmt: skip
-    process = nodes.on_head(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    with ended_after(nodes.on_head(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)) as process:
+        yield process
+
+
+@contextmanager
+def ended_after(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
@@ -51,6 +57,15 @@ def wait_for(process: subprocess.Popen[str], text: str) -> str:
         if text in line:
             return line
     raise AssertionError(f"the run ended without printing {text!r}: {''.join(seen[-20:])}")
+
+
+def slow_reward(folder: Path) -> str:
+    """One that leaves the cores of this machine to the processes that start meanwhile."""
+    file = folder / "slow.py"
+    file.write_text(
+        "import time\n\ndef slow(completion):\n    time.sleep(0.2)\n    return float(len(completion) % 3)\n"
+    )
+    return f"{file}:slow"
 
 
 def host_of(nodes: list[Node], actor: str) -> Node:
@@ -89,7 +104,8 @@ def test_a_run_outlives_the_machines_of_an_engine_and_of_its_trainer(tmp_path: P
         others = nodes.add("training", "training")
         settings = [
             f"+cluster.pools={{rollout: {ENGINES}, training: {{}}}}", "rollout.engines=2", "run.steps=1000000",
-            "run.checkpoint_every=10", "staleness.max_versions=1", "env.args.size=16",
+            "run.checkpoint_every=4", "staleness.max_versions=1", "env.args.size=16",
+            f"reward.function={slow_reward(tmp_path)}",
         ]  # fmt: skip
         with running(nodes, run, *settings) as process:
             wait_for(process, "step 3/")
@@ -108,6 +124,35 @@ def test_a_run_outlives_the_machines_of_an_engine_and_of_its_trainer(tmp_path: P
             wait_for(process, "report: ")
             assert process.wait(TIMEOUT_S) == 128 + signal.SIGINT
     check_ledger(run, num_tasks=16)
+
+
+def test_a_run_on_one_machine_outlives_its_trainer(tmp_path: Path) -> None:
+    """As when the system ends a process for its memory; eight steps are one pass over the tasks."""
+    run = tmp_path / "run"
+    settings = ["run.steps=8", "run.checkpoint_every=3", "env.args.size=16", "staleness.max_versions=1"]
+    command = [sys.executable, "-m", "rlflow", "train", "recipe=smoke", f"run.dir={run}", *settings]
+    with ended_after(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) as process:
+        wait_for(process, "step 5/")
+        (trainer,) = [each for each in psutil.Process(process.pid).children(recursive=True) if is_trainer(each)]
+        trainer.kill()
+        wait_for(process, "ALARM: the trainer rank 0 died")
+        wait_for(process, "resumed at step 3 of 8, version 3")
+        wait_for(process, "step 5 is done again, ")
+        wait_for(process, "report: ")
+        assert process.wait(TIMEOUT_S) == 0
+    check_ledger(run, num_tasks=16)
+    database = sqlite3.connect(run / "ledger.db")
+    trained = database.execute("SELECT task FROM groups WHERE state = 'trained' ORDER BY task").fetchall()
+    database.close()
+    assert trained == sorted((f"chain_sum/0/{index}",) for index in range(16))
+    assert [record["step"] for record in metrics.read(run / "metrics.jsonl")] == list(range(1, 9))
+
+
+def is_trainer(process: psutil.Process) -> bool:
+    try:
+        return "ray::TrainerWorker" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False  # it ended meanwhile
 
 
 def test_what_a_lost_machine_had_stored_is_known_to_be_lost() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import ray
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rlflow.cluster.calls import answer
 from rlflow.cluster.gpus import check_gpus
@@ -17,7 +19,7 @@ from rlflow.cluster.placement import Placed, describe, fit
 from rlflow.cluster.slots import Machine
 from rlflow.config import POOL_LABEL, Config, Process
 from rlflow.deadlines import within
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, WorkerError
 
 NODE_LABEL = "ray.io/node-id"
 
@@ -113,18 +115,34 @@ class Devices:
     async def room(self) -> None:
         """After `release`: wait until the cluster has as much again, on whichever machines. Raises DeadlineError after
         deadlines.start_s."""
-        if self._group is None:
-            return
-        group = placement_group(self._bundles, strategy="PACK", bundle_label_selector=self._pools)
-        try:
+        if self._group is not None:
             await within(
                 "waiting for machines in place of those that are lost",
                 self.config.deadlines.start_s,
-                answer("cluster", group.ready()),
+                self._until_there_is_room(),
                 "add machines, or raise deadlines.start_s, and start the run again: it goes on",
             )
+
+    async def _until_there_is_room(self) -> None:
+        if self._is_joined:
+            await asyncio.gather(*(_until_known(name, node["NodeID"]) for name, node in nodes_there().items()))
+        group = placement_group(self._bundles, strategy="PACK", bundle_label_selector=self._pools)
+        try:
+            await answer("cluster", group.ready())
         finally:
             remove_placement_group(group)
+
+
+async def _until_known(name: str, node: str) -> None:
+    """Wait until Ray has found out that a machine is lost, or has seen that it is not."""
+    where = NodeAffinitySchedulingStrategy(node, soft=False)
+    call = ray.remote(_nothing).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote()
+    with contextlib.suppress(WorkerError):  # it is lost
+        await answer(f"machine {name}", call)
+
+
+def _nothing() -> None:
+    """What a machine is asked to do that is there."""
 
 
 def nodes_there() -> dict[str, dict[str, Any]]:

@@ -58,6 +58,10 @@ async def _check(path: Path, machines: Mapping[str, str], what: str) -> None:
             )
 
 
+def _exists(path: str) -> bool:
+    return os.path.exists(path)
+
+
 def _look(path: Path, node: str) -> Any:
     where = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(os.path.exists).options(num_cpus=0, scheduling_strategy=where).remote(str(path))
+    return ray.remote(_exists).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(str(path))

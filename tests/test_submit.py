@@ -66,7 +66,7 @@ def on_kubernetes(run_dir: str | None = None) -> Config:
     ("run_name", "name"),
     [
         ("grpo_7b", f"grpo-7b-{TIME}"),
-        ("My Run/Ä", f"my-run-{TIME}"),
+        ("My Run/\u00c4", f"my-run-{TIME}"),
         ("7b", f"run-7b-{TIME}"),
         ("___", f"run-{TIME}"),
         ("a_very_long_name_of_a_recipe_for_a_pod", f"a-very-long-name-of-a-recipe-{TIME}"),

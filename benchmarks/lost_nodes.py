@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from ray_nodes import Node, RayNodes
+from ray_nodes import Node, RayNodes  # pyright: ignore[reportMissingImports]
 
 from rlflow.ledger import counts_by_state
 

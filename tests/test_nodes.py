@@ -179,7 +179,7 @@ def test_a_machine_that_does_not_see_the_run_directory_is_named(tmp_path: Path) 
     run = tmp_path / "run"
     run.mkdir()
     with RayNodes() as nodes:
-        (node,) = nodes.add("training", hides=run)
+        (node,) = nodes.add("training", cpus=3, hides=run)
         with running(nodes, run) as process:
             wait_for(process, f"error: the machine {node.ip} does not see run.dir {run}; put it on a file system")
             assert process.wait(TIMEOUT_S) == 2
@@ -189,7 +189,8 @@ def test_a_machine_that_does_not_see_the_run_directory_is_named(tmp_path: Path) 
 def test_ranks_and_engines_meet_over_a_network(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with RayNodes(with_networks=True) as nodes:
-        nodes.add("rollout", "training", "training", cpus=1)
+        nodes.add("rollout")
+        nodes.add("training", "training", cpus=1)
         settings = ["+cluster.pools={training: {processes: [trainer]}, rollout: {}}", "trainer.ranks=2"]
         with running(nodes, run, *settings) as process:
             wait_for(process, "report: ")

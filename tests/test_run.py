@@ -208,18 +208,20 @@ def test_a_killed_run_resumes_and_trains_every_task_once(tmp_path: Path) -> None
 
 
 def test_a_signal_finishes_the_step_and_saves(tmp_path: Path) -> None:
-    """Also: whatever the processes of a run listen on is loopback."""
+    """Also: weights go from two ranks to two engines, all of which is compared; all that listens is on loopback."""
     run = tmp_path / "run"
-    settings = ["run.steps=100000", "run.checkpoint_every=0", "trainer.ranks=2", "weights.transport=p2p"]
-    settings += ["rollout.tensor_parallel=2", "cluster.cpu_threads=1"]
+    settings = ["run.steps=100000", "run.checkpoint_every=0", "trainer.ranks=2", "rollout.engines=2"]
+    settings += ["weights.transport=p2p", "weights.verify=full"]
     with running(run, *settings) as process:
-        wait_for(process, "step 2/")
+        wait_for(process, "step 3/")
         found = listeners(process.pid)
-        assert {"gcs_server", "raylet", "ray::TrainerWor", "VLLM::Worker_TP"} <= found.keys()
+        assert {"gcs_server", "raylet", "ray::TrainerWor", "VLLM::EngineCor"} <= found.keys()
         assert all(is_loopback(address) for addresses in found.values() for address in addresses), found
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(timeout=TIMEOUT_S) == 128 + signal.SIGINT
-    step = metrics.read(run / "metrics.jsonl")[-1]["step"]
+    records = metrics.read(run / "metrics.jsonl")
+    assert all(record["sampling/logp_difference_mean"] < 1e-4 for record in records)
+    step = records[-1]["step"]
     assert (run / "checkpoints" / f"step_{step}" / "state.json").is_file()
     assert counts_by_state(run / "ledger.db")["trained"] == 2 * step
     assert (run / "report.html").is_file()

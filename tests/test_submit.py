@@ -66,7 +66,7 @@ def on_kubernetes(run_dir: str | None = None) -> Config:
     ("run_name", "name"),
     [
         ("grpo_7b", f"grpo-7b-{TIME}"),
-        ("My Run/Ä", f"my-run-{TIME}"),
+        ("My Run/\u00c4", f"my-run-{TIME}"),
         ("7b", f"run-7b-{TIME}"),
         ("___", f"run-{TIME}"),
         ("a_very_long_name_of_a_recipe_for_a_pod", f"a-very-long-name-of-a-recipe-{TIME}"),
@@ -294,6 +294,9 @@ def test_what_is_on_the_cluster_only_is_said_and_not_checked(tmp_path: Path, mon
     config.reward.function, config.model.path = "/shared/my.py:score", "/shared/model"
     notes = ["model.path: the job looks for /shared/model", "reward.function: the job looks for /shared/my.py"]
     assert check_run(config, {}) == notes
+    config.env.args = {"prompt": "/no_think"}
+    assert check_run(config, {}) == notes
+    config.env.args = {}
     config.reward.function = "not_installed_here.rewards:score"
     assert check_run(config, {}) == [
         notes[0], "the environment and the functions: there is no module 'not_installed_here' on this machine"
@@ -385,6 +388,14 @@ async def test_no_answer_is_no_failure_of_the_job() -> None:
         await follow(ScriptedJobs([["one\n", BROKEN]], [ConnectionError("refused")] * 10_000))
     with pytest.raises(UnknownJob):  # the head was started anew
         await follow(ScriptedJobs([["one\n", BROKEN]], [UnknownJob("no job a")]))
+
+
+async def test_a_reader_who_has_left_is_no_lost_connection() -> None:
+    def show(text: str) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        await Follower(ScriptedJobs([["one\n"]]), "a", show, print, waits=WAITS).ended()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import Request, urlopen
 
 import pytest
 from ray._private.ray_constants import ENABLE_RAY_CLUSTERS_ENV_VAR
@@ -66,14 +68,17 @@ class Cluster:
                 command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
         deadline = time.monotonic() + TIMEOUT_S
-        while subprocess.run(
-            ["ray", "job", "list", f"--address={self.address}"],
-            env=self.environment,
-            capture_output=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        ).returncode:
+        while not self._answers():
             assert self._head.poll() is None and time.monotonic() < deadline, (self._folder / "head.log").read_text()
+            time.sleep(0.2)
+
+    def _answers(self) -> bool:
+        headers = {"Authorization": f"Bearer {self.environment['RAY_AUTH_TOKEN']}"}
+        try:
+            with urlopen(Request(f"{self.address}/api/version", headers=headers), timeout=TIMEOUT_S):
+                return True
+        except (URLError, ConnectionError):
+            return False
 
     def kill(self) -> None:
         """As a machine that loses its power: Ray's processes are in one session, a job's driver is not."""

@@ -80,8 +80,12 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
     for section in _SECTIONS:
         for key, text in _texts(section, settings[section]):
             source, colon, _ = text.rpartition(":")
-            path = Path(source if colon and source.endswith(".py") else text)
-            if path.is_absolute() or source.endswith(".py") or (("/" in text or "." in text) and path.exists()):
+            is_code = bool(colon) and source.endswith(".py")
+            path = Path(source if is_code else text)
+            is_path = (
+                path.is_absolute() and len(path.parts) > 2 and " " not in text
+            )  # and not the /no_think of a prompt
+            if is_path or is_code or (("/" in text or "." in text) and path.exists()):
                 yield key, Path(*path.parts)
 
 

@@ -94,19 +94,22 @@ class Follower:
         """Show what is new until the log ends; why it broke off, None when it did not."""
         lines, seen = self._jobs.tail_job_logs(self._name), 0  # from its beginning, each time
         try:
-            while (text := await self._next(lines)) is not None:
+            while True:
+                try:
+                    text = await self._next(lines)
+                except RunError:
+                    raise
+                except (*UNREACHABLE, RuntimeError) as error:  # the latter is Ray's client's for a broken connection
+                    return first_line(error)
+                if text is None:
+                    return None
                 if new := text[max(self._shown - seen, 0) :]:
                     self._show(new)
                 seen += len(text)
                 self._shown = max(self._shown, seen)
-        except RunError:
-            raise
-        except (*UNREACHABLE, RuntimeError) as error:  # the latter is what Ray's client makes of a broken connection
-            return first_line(error)
         finally:
             if isinstance(lines, AsyncGenerator):
                 await lines.aclose()
-        return None
 
     async def _next(self, lines: AsyncIterator[str]) -> str | None:
         """The next lines; None at the end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import shlex
 import signal
 import sys
@@ -27,6 +28,7 @@ LOST = 75
 """Exit code when the cluster does not answer any more: that of a failure which may pass (EX_TEMPFAIL)."""
 INTERRUPTED, STOPPED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 """As of a run that these have ended before its last step."""
+UNREAD = 128 + signal.SIGPIPE
 _RUN_DIR = "run.dir"
 _STOP_S = "seconds_to_stop"
 
@@ -93,6 +95,9 @@ class RayJobs:
         except KeyboardInterrupt:
             _tell(f"\nthe job goes on\n{how_to_go_on(name, self._cluster)}")
             return 0
+        except BrokenPipeError:  # nobody reads on, as behind `| head`; Python would complain when it flushes at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return UNREAD
         except ConnectionLost as error:
             _tell(f"{error}; the job may well go on\n{how_to_go_on(name, self._cluster)}")
             return LOST

@@ -176,8 +176,7 @@ class Intake:
 
     def drop_lost(self) -> None:
         """Drop the ready groups of which a payload is gone with its machine."""
-        for group in self.ready.remove(lambda group: self._workers.runners.is_lost(group.payloads)):
-            self._drop_as_lost(group)
+        self.ready.remove(self._dropped_as_lost)
 
     def fail(self, error: BaseException) -> None:
         """Make `take` raise this."""
@@ -317,13 +316,10 @@ class Intake:
 
     def _dropped_as_lost(self, group: ReadyGroup) -> bool:
         """Looked at last, for a machine may be lost while a group waits."""
-        if not self._workers.runners.is_lost(group.payloads):
-            return False
-        self._drop_as_lost(group)
-        return True
-
-    def _drop_as_lost(self, group: ReadyGroup) -> None:
-        self._drop(group.group_id, DropReason.FAILED, "its episodes were stored on a machine that is lost")
+        is_lost = self._workers.runners.is_lost(group.payloads)
+        if is_lost:
+            self._drop(group.group_id, DropReason.FAILED, "its episodes were stored on a machine that is lost")
+        return is_lost
 
     def _lose(self, group_id: int, reason: DropReason, detail: str, *, counts: bool = True) -> None:
         """A group that gave nothing; many of them in a row mean that something is broken, and the run stops."""

@@ -315,7 +315,6 @@ class Intake:
         self._drop(group.group_id, DropReason.STALE, detail)
 
     def _dropped_as_lost(self, group: ReadyGroup) -> bool:
-        """Looked at last, for a machine may be lost while a group waits."""
         is_lost = self._workers.runners.is_lost(group.payloads)
         if is_lost:
             self._drop(group.group_id, DropReason.FAILED, "its episodes were stored on a machine that is lost")

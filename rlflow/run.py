@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from rlflow.algorithms.chosen import check_functions
 from rlflow.checkpoint import RunState, read_state
-from rlflow.cluster.devices import Devices
+from rlflow.cluster.devices import wait_for_room
 from rlflow.cluster.loss import unless_lost
 from rlflow.cluster.start import Fleet, ray_cluster, start_fleet, stop_fleet
 from rlflow.config import Config
@@ -48,8 +48,6 @@ class _Run:
     state: RunState | None
     loss: Loss | None = None
     """What this start makes up for; None at the first one of this process."""
-    lost: Devices | None = None
-    """What the fleet had that was lost."""
 
 
 def train(config: Config) -> int:
@@ -111,9 +109,9 @@ async def _train(run: _Run) -> signal.Signals | None:
                     observer.finish()
                     return stopper.signal if steps < run.config.run.steps else None
                 except WorkerLost as error:
-                    if stopper.signal is not None or (fleet is None and run.lost is None):
+                    if stopper.signal is not None or (fleet is None and run.loss is None):
                         raise  # one that has never worked would end no better the next time
-                    run = _after(error, run, observer, restarts, fleet.devices if fleet else run.lost)
+                    run = _after(error, run, observer, restarts)
                 finally:
                     if fleet is not None:
                         await stop_fleet(fleet)
@@ -122,14 +120,20 @@ async def _train(run: _Run) -> signal.Signals | None:
 
 
 async def _start(run: _Run, observer: RunObserver) -> Fleet:
-    if run.lost is not None:
+    is_restart = run.loss is not None
+    if is_restart:
         observer.phase("waiting for machines")
-        await run.lost.room()
+        await wait_for_room(run.config)
     observer.phase("starting")
-    return await start_fleet(run.config, run.model_path, run.spec, observer.alarm, run.reward_model_path)
+    fleet = await start_fleet(
+        run.config, run.model_path, run.spec, observer.alarm, run.reward_model_path, is_restart=is_restart
+    )
+    for line in fleet.devices.lines():
+        observer.message(line)
+    return fleet
 
 
-def _after(error: WorkerLost, run: _Run, observer: RunObserver, restarts: Restarts, devices: Devices | None) -> _Run:
+def _after(error: WorkerLost, run: _Run, observer: RunObserver, restarts: Restarts) -> _Run:
     """The run from its newest checkpoint on; raises the error when it has been there too often."""
     run_dir = rewound(run.run_dir)
     state = _state_of(run_dir)
@@ -140,7 +144,7 @@ def _after(error: WorkerLost, run: _Run, observer: RunObserver, restarts: Restar
         f"{error}; the run goes on after step {step}, which is the last that was saved, so that {loss.step - step} are "
         f"done again (restart {number}, of {MAX_RESTARTS} without a newer checkpoint)"
     )
-    return replace(run, run_dir=run_dir, state=state, loss=loss, lost=devices)
+    return replace(run, run_dir=run_dir, state=state, loss=loss)
 
 
 async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: _Stopper) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -145,6 +146,7 @@ def gpus_of(asked: Config) -> dict[tuple[Process, int], str]:
             return ray.get_runtime_context().get_accelerator_ids()["GPU"]
 
     devices = Devices(asked)
+    asyncio.run(devices.reserve())
     actor: Any = ray.remote(Lodger)
     lodgers = {
         (kind, index): actor.options(**devices.of(kind, index)).remote()

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlflow.cluster.misfit import check_counts
 from rlflow.cluster.placement import Placed, describe, fit
 from rlflow.cluster.slots import Machine, machines_of
-from rlflow.config import Config, Placement, PoolConfig, Process, Transport
+from rlflow.config import Config, Placement, PoolConfig, Process, Send, Transport
 from rlflow.errors import ConfigError
 
 SPLIT = {
@@ -144,7 +145,8 @@ def test_cpus_are_counted_where_there_are_no_gpus() -> None:
     placed = fit(asked, machines(0, 0, cpus=2.1))
     assert sorted(where(placed, Process.trainer) + where(placed, Process.engine)) == ["m0", "m0", "m1", "m1"]
     message = (
-        r"needs 4.02 CPUs \(rollout.engines x rollout.tensor_parallel = 2, trainer.ranks = 2\); the cluster has 3 CPUs "
+        r"needs 4.02 CPUs \(rollout.engines x rollout.tensor_parallel = 2, trainer.ranks = 2, runners = 0.01, "
+        r"rewards = 0.01\); the cluster has 3 CPUs "
         r"on 2 machines \(1 with 2, 1 with 1\); add machines, or lower one of them$"
     )
     with pytest.raises(ConfigError, match=message):
@@ -179,6 +181,13 @@ def test_a_cluster_that_is_not_as_described(there: list[Machine], message: str) 
         fit(config(1, 1, pools=SPLIT), there)
 
 
+def test_a_run_may_go_on_with_fewer_machines_than_it_began_with() -> None:
+    pools = {"all": PoolConfig(machines=2)}
+    fit(config(pools=pools), machines(2, pool="all"))
+    with pytest.raises(ConfigError, match="cluster.pools.all has 1 of the 2 machines that it needs"):
+        check_counts(pools, machines(2, pool="all"))
+
+
 def test_a_pool_that_is_too_small() -> None:
     message = (
         r"what runs in cluster.pools.training needs 7 GPUs \(trainer.ranks = 6, reference = 1\); it has 6; lower one "
@@ -188,6 +197,31 @@ def test_a_pool_that_is_too_small() -> None:
     assert there is not None
     with pytest.raises(ConfigError, match=message):
         fit(config(1, 6, pools=SPLIT, kl=0.1), there)
+
+
+def test_pools_are_kept_apart_also_where_shared_memory_would_do() -> None:
+    there = [*machines(8, pool="rollout"), Machine(name="n", cpus=64, gpus=8, pool="training")]
+    asked = config(2, 2, pools=SPLIT, transport=None)
+    placed = fit(asked, there)
+    assert placed.config.weights.transport is Transport.p2p
+    assert (where(placed, Process.engine), where(placed, Process.trainer)) == (["m0"] * 2, ["n"] * 2)
+    asked.weights.transport = Transport.shm
+    message = (
+        r"cluster.pools keeps engine \(in rollout\) and trainer \(in training\) apart, but weights.transport=shm needs "
+        "them on one machine; have them in one pool, or set weights.transport=p2p$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        fit(asked, there)
+    asked.weights.transport, asked.cluster.placement = None, Placement.colocated
+    with pytest.raises(ConfigError, match="apart, but cluster.placement=colocated and cluster.roles=separate put them"):
+        fit(asked, there)
+
+
+def test_merged_adapters_cross_machines_on_disk_only() -> None:
+    asked = config(2, 2, transport=None)
+    asked.lora.rank, asked.lora.send = 8, Send.merged
+    with pytest.raises(ConfigError, match="weights.transport=shm needs .*; set weights.transport=disk$"):
+        fit(asked, machines(3, 3))
 
 
 def test_machines_that_the_settings_leave_open() -> None:

@@ -1,4 +1,8 @@
-"""What a run reserves in a Ray cluster: one placement group, of which each process has a part."""
+"""What a run reserves in a Ray cluster: placement groups, of which each process has a part.
+
+What must be on a certain machine is one group, reserved first. Everything else has a group of its own, which Ray moves
+to another machine by itself when its own is lost: the parts of a group come back all together only, or not at all.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -15,8 +20,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from rlflow.cluster.calls import answer
 from rlflow.cluster.gpus import check_gpus
+from rlflow.cluster.misfit import check_counts
 from rlflow.cluster.placement import Placed, describe, fit
-from rlflow.cluster.slots import Machine
+from rlflow.cluster.slots import Machine, Slot
 from rlflow.config import POOL_LABEL, Config, Process
 from rlflow.deadlines import within
 from rlflow.errors import ConfigError, WorkerError
@@ -30,26 +36,27 @@ class Devices:
     On one machine without GPUs nothing is reserved: all processes share it.
     """
 
-    def __init__(self, config: Config) -> None:
-        """Raises ConfigError, with the arithmetic, when the run does not fit on the machines that are there."""
+    def __init__(self, config: Config, *, is_restart: bool = False) -> None:
+        """Raises ConfigError, with the arithmetic, when the run does not fit on the machines that are there.
+
+        After a loss (`is_restart`) there may be fewer than cluster.pools says.
+        """
         self.config = config
         """With weights.transport settled."""
         self._is_joined = config.cluster.address is not None
         nodes = nodes_there()
         machines = machines_of_nodes(nodes, is_joined=self._is_joined)
         check_gpus(config, sum(machine.gpus for machine in machines))
-        self._places: dict[tuple[Process, int], tuple[int, float, float]] = {}
-        """Process -> number of its bundle, and the CPUs and GPUs that it takes of it."""
-        self.lines: list[str] = []
-        self._group: PlacementGroup | None = None
-        self._bundles: list[dict[str, float]] = []
-        self._pools: list[dict[str, str]] = []
-        """Label of the machines that each bundle may be on."""
+        self._placed: Placed | None = None
+        self._ids = {name: node["NodeID"] for name, node in nodes.items()}
+        self._groups: list[PlacementGroup] = []
+        self._bundles: dict[int, tuple[PlacementGroup, int]] = {}
+        """Number of a slot -> its group and its place there."""
         if self._is_joined or any(machine.gpus for machine in machines):
-            placed = self._fit(machines, nodes)
-            self.config = placed.config
-            self.lines = describe(placed, machines)
-            self._reserve(placed, {name: node["NodeID"] for name, node in nodes.items()})
+            if not is_restart:
+                check_counts(config.cluster.pools, machines)
+            self._placed = self._fit(machines, nodes)
+            self.config = self._placed.config
 
     def _fit(self, machines: list[Machine], nodes: Mapping[str, Any]) -> Placed:
         """On what other runs leave, if that is enough; else Ray waits until they end."""
@@ -58,79 +65,117 @@ class Devices:
             _machine(name, node, unused.get(node["NodeID"], {}), is_joined=self._is_joined)
             for name, node in nodes.items()
         ]
-        try:
+        with contextlib.suppress(ConfigError):
             return fit(self.config, free)
-        except ConfigError:
-            return fit(self.config, machines)
+        return fit(self.config, machines)
 
-    def _reserve(self, placed: Placed, ids: Mapping[str, str]) -> None:
-        labels: list[dict[str, str]] = []
-        for number, slot in enumerate(placed.slots):
-            # A run's own machine may have fewer CPUs than processes.
-            cpus = slot.cpus if self._is_joined or not slot.gpus else 0.0
-            self._bundles.append({what: size for what, size in (("CPU", cpus), ("GPU", slot.gpus)) if size})
-            own = {POOL_LABEL: slot.pool} if slot.pool is not None else {}
-            self._pools.append(own)
-            labels.append({NODE_LABEL: ids[placed.machines[number]]} if placed.is_pinned[number] else own)
-            share = len(slot.processes)
-            for process in slot.processes:
-                self._places[process] = number, cpus / share, slot.gpus / share
-        self._group = placement_group(self._bundles, strategy="PACK", bundle_label_selector=labels)
-
-    async def ready(self) -> None:
+    async def reserve(self) -> None:
         """Wait until all that the run needs is reserved. Raises DeadlineError after deadlines.start_s."""
-        if self._group is not None:
+        if self._placed is not None:
             await within(
                 "reserving the run's machines",
                 self.config.deadlines.start_s,
-                answer("cluster", self._group.ready()),
+                self._reserve(self._placed),
                 "another run may have them: `ray status` says what is taken",
             )
 
+    async def _reserve(self, placed: Placed) -> None:
+        pinned = [number for number, is_pinned in enumerate(placed.is_pinned) if is_pinned]
+        labels = [{NODE_LABEL: self._ids[placed.machines[number]]} for number in pinned]
+        bundles = [self._resources(placed.slots[number]) for number in pinned]
+        group = placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
+        self._groups.append(group)
+        self._bundles |= {number: (group, index) for index, number in enumerate(pinned)}
+        # The others come afterwards, so that they take no room of these.
+        await answer("cluster", group.ready())
+        for number, slot in enumerate(placed.slots):
+            if number in self._bundles:
+                continue
+            group = placement_group(
+                [self._resources(slot)],
+                strategy="STRICT_PACK",
+                bundle_label_selector=[{POOL_LABEL: slot.pool} if slot.pool is not None else {}],
+                _soft_target_node_id=self._ids[placed.machines[number]],
+            )
+            self._groups.append(group)
+            self._bundles[number] = group, 0
+        await asyncio.gather(*(answer("cluster", group.ready()) for group in self._groups))
+
+    def _resources(self, slot: Slot) -> dict[str, float]:
+        # A run's own machine may have fewer CPUs than processes.
+        cpus = slot.cpus if self._is_joined or not slot.gpus else 0.0
+        return {what: size for what, size in (("CPU", cpus), ("GPU", slot.gpus)) if size}
+
+    def lines(self) -> list[str]:
+        """When it is reserved, one line a machine: what is on it. None where there is one machine only."""
+        if self._placed is None or not self._is_joined:
+            return []
+        nodes = nodes_there()
+        placed = replace(self._placed, machines=tuple(self._names(nodes)))
+        return describe(placed, machines_of_nodes(nodes, is_joined=True))
+
+    def _names(self, nodes: Mapping[str, Any]) -> list[str]:
+        """The machine that each slot got."""
+        names = {node["NodeID"]: name for name, node in nodes.items()}
+        tables = {group.id: placement_group_table(group)["bundles_to_node_id"] for group in self._groups}
+        found = (tables[group.id][index] for group, index in map(self._bundles.__getitem__, range(len(self._bundles))))
+        return [names.get(node, node) for node in found]
+
     def machines(self) -> dict[Process, dict[str, str]]:
-        """When it is ready, the machines that each kind of process is on, by name: Ray's id. None where there is one
+        """When it is reserved, the machines that each kind of process is on, by name: Ray's id. None where there is one
         machine only."""
-        if self._group is None or not self._is_joined:
+        if self._placed is None or not self._is_joined:
             return {}
-        names = {node["NodeID"]: name for name, node in nodes_there().items()}
-        ids: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
+        nodes = nodes_there()
         found: dict[Process, dict[str, str]] = defaultdict(dict)
-        for (kind, _), (bundle, _, _) in self._places.items():
-            found[kind][names.get(ids[bundle], ids[bundle])] = ids[bundle]
+        for slot, name in zip(self._placed.slots, self._names(nodes), strict=True):
+            for kind, _ in slot.processes:
+                found[kind][name] = nodes[name]["NodeID"]
         return dict(found)
 
     def of(self, kind: Process, index: int) -> dict[str, Any]:
         """The options of process `index` of a kind."""
-        if self._group is None:
+        if self._placed is None:
             return {"num_cpus": 0, "num_gpus": 0}
-        bundle, cpus, gpus = self._places[kind, index]
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
-        return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy}
+        number = next(i for i, slot in enumerate(self._placed.slots) if (kind, index) in slot.processes)
+        group, bundle = self._bundles[number]
+        resources, share = group.bundle_specs[bundle], len(self._placed.slots[number].processes)
+        return {
+            "num_cpus": resources.get("CPU", 0) / share,
+            "num_gpus": resources.get("GPU", 0) / share,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+        }
 
     def release(self) -> None:
         """Give back what was reserved; what still runs there ends."""
-        if self._group is not None:
-            remove_placement_group(self._group)
-
-    async def room(self) -> None:
-        """After `release`: wait until the cluster has as much again, on whichever machines. Raises DeadlineError after
-        deadlines.start_s."""
-        if self._group is not None:
-            await within(
-                "waiting for machines in place of those that are lost",
-                self.config.deadlines.start_s,
-                self._until_there_is_room(),
-                "add machines, or raise deadlines.start_s, and start the run again: it goes on",
-            )
-
-    async def _until_there_is_room(self) -> None:
-        if self._is_joined:
-            await asyncio.gather(*(_until_known(name, node["NodeID"]) for name, node in nodes_there().items()))
-        group = placement_group(self._bundles, strategy="PACK", bundle_label_selector=self._pools)
-        try:
-            await answer("cluster", group.ready())
-        finally:
+        for group in self._groups:
             remove_placement_group(group)
+
+
+async def wait_for_room(config: Config) -> None:
+    """After a loss: wait until the run fits on the machines that are there. Raises DeadlineError after
+    deadlines.start_s."""
+    if config.cluster.address is not None:
+        await within(
+            "waiting for machines in place of those that are lost",
+            config.deadlines.start_s,
+            _until_it_fits(config),
+            "add machines, or raise deadlines.start_s, and start the run again: it goes on",
+        )
+
+
+async def _until_it_fits(config: Config) -> None:
+    await asyncio.gather(*(_until_known(name, node["NodeID"]) for name, node in nodes_there().items()))
+    while True:
+        nodes = nodes_there()
+        try:
+            fit(config, machines_of_nodes(nodes, is_joined=True))
+            return
+        except ConfigError:
+            # A call that only a machine can take that was not there: it waits until one comes.
+            others = {NODE_LABEL: f"!in({','.join(node['NodeID'] for node in nodes.values())})"}
+            call = ray.remote(_nothing).options(num_cpus=0, label_selector=others)
+            await answer("cluster", call.remote())
 
 
 async def _until_known(name: str, node: str) -> None:

@@ -6,27 +6,38 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from rlflow.cluster.gpus import gpu_plan
-from rlflow.cluster.slots import Block, Machine, Slot, cpus_of
-from rlflow.config import POOL_LABEL, Config, PoolConfig, Process, Roles, Transport, sends_adapters, transport_of
+from rlflow.cluster.slots import Block, Machine, Slot, cpus_of, other_way
+from rlflow.config import POOL_LABEL, Config, PoolConfig, Process, Roles, sends_adapters, transport_of
 from rlflow.errors import ConfigError
 
 
-def check_pools(pools: Mapping[str, PoolConfig], machines: Sequence[Machine]) -> None:
-    """Whether the cluster has the machines that the settings describe."""
+def check_counts(pools: Mapping[str, PoolConfig], machines: Sequence[Machine]) -> None:
+    """Raise ConfigError where there are fewer machines than the settings say. A run that has lost some goes on with
+    fewer."""
     for name, pool in pools.items():
+        _check_count(name, pool.machines or 1, machines)
+
+
+def check_sizes(pools: Mapping[str, PoolConfig], machines: Sequence[Machine]) -> None:
+    """Raise ConfigError where there is no machine of a pool, or a smaller one than the settings say."""
+    for name, pool in pools.items():
+        _check_count(name, 1, machines)
         here = [machine for machine in machines if machine.pool == name]
-        wanted = pool.machines or 1
         for what, size, of in (("gpus", pool.gpus, _gpus), ("cpus", pool.cpus, _cpus)):
             if size is not None and (short := [each for each in here if of(each) < size]):
                 raise ConfigError(
                     f"cluster.pools.{name}.{what} is {size}, but the machine {short[0].name} has {of(short[0]):g}; "
                     f"lower it, or start Ray there with more"
                 )
-        if len(here) < wanted:
-            raise ConfigError(
-                f"cluster.pools.{name} has {len(here)} of the {wanted} machines that it needs: nodes of the cluster "
-                f"with the label {POOL_LABEL}={name}; start them with `ray start --labels {POOL_LABEL}={name}`"
-            )
+
+
+def _check_count(name: str, wanted: int, machines: Sequence[Machine]) -> None:
+    found = sum(machine.pool == name for machine in machines)
+    if found < wanted:
+        raise ConfigError(
+            f"cluster.pools.{name} has {found} of the {wanted} machines that it needs: nodes of the cluster with the "
+            f"label {POOL_LABEL}={name}; start them with `ray start --labels {POOL_LABEL}={name}`"
+        )
 
 
 def _gpus(machine: Machine) -> float:
@@ -82,7 +93,7 @@ def _terms(config: Config, slots: Sequence[Slot], of: Callable[[Slot], float]) -
     sums: dict[Process, float] = defaultdict(float)
     for slot in slots:
         sums[slot.kind] += of(slot)
-    return ", ".join(f"{_SETTINGS[kind]} = {total:g}" for kind, total in sums.items() if total >= 1)
+    return ", ".join(f"{_SETTINGS[kind]} = {total:g}" for kind, total in sums.items() if total)
 
 
 def _cure_gpus(config: Config) -> str:
@@ -95,19 +106,15 @@ def too_scattered(config: Config, blocks: Sequence[Block], machines: Sequence[Ma
     """For where there is enough in all, but not for a block on any one machine."""
     on_gpus = any(block.gpus for block in blocks)
     unit = "GPUs" if on_gpus else "CPUs"
-    sizes = _sizes(machines, _gpus if on_gpus else _cpus)
     largest = blocks[0]
+    here = [machine for machine in machines if largest.pool in (None, machine.pool)]
+    sizes = _sizes(here, _gpus if on_gpus else _cpus)
     amount = largest.gpus if on_gpus else largest.cpus
     if is_one_machine and Process.trainer in largest.kinds:
-        transport = transport_of(config)
-        way, cure = f"weights.transport={transport.value}", "weights.transport=p2p"
-        if transport is Transport.ipc:
-            cure = "weights.transport=shm"
-        if sends_adapters(config):
-            way, cure = "lora.send=adapters", "lora.send=merged and weights.transport=disk"
+        way = "lora.send=adapters" if sends_adapters(config) else f"weights.transport={transport_of(config).value}"
         return (
             f"{way} needs the trainer and all engines on one machine, with {amount:g} {unit}; of the cluster's "
-            f"machines, {sizes}; set {cure}"
+            f"machines, {sizes}; set {other_way(config)}"
         )
     parts = ", ".join(f"{_NAMES[kind]} {amount:g}" for kind, amount in _largest(blocks, on_gpus=on_gpus).items())
     return (

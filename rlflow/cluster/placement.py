@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from rlflow.cluster.misfit import check_pools, check_sums, too_scattered
+from rlflow.cluster.misfit import check_sizes, check_sums, too_scattered
 from rlflow.cluster.slots import Block, Machine, Slot, blocks_of, cpus_of, needs_one_machine, slots_of
-from rlflow.config import Config, Placement, Process, Transport, sends_adapters
+from rlflow.config import Config, Placement, Process, Transport
 from rlflow.errors import ConfigError
 
 
@@ -31,8 +31,8 @@ def fit(config: Config, machines: Sequence[Machine]) -> Placed:
     try:
         return _fit(_with_transport(config, Transport.shm), machines)
     except ConfigError:
-        # Adapters know no other way, and two processes on one GPU cannot talk through NCCL.
-        if sends_adapters(config) or config.cluster.placement is Placement.colocated:
+        # No rank has a part of what is merged, and two processes on one GPU cannot talk through NCCL.
+        if config.lora.rank is not None or config.cluster.placement is Placement.colocated:
             raise
         return _fit(_with_transport(config, Transport.p2p), machines)
 
@@ -42,7 +42,7 @@ def _with_transport(config: Config, transport: Transport) -> Config:
 
 
 def _fit(config: Config, machines: Sequence[Machine]) -> Placed:
-    check_pools(config.cluster.pools, machines)
+    check_sizes(config.cluster.pools, machines)
     on_gpus = any(machine.gpus for machine in machines)
     slots = slots_of(config, on_gpus=on_gpus)
     check_sums(config, slots, machines)

@@ -21,8 +21,10 @@ LOOK_S = 120.0
 """For a machine to start a process that looks."""
 
 
-async def check_shared_files(config: Config, machines: Mapping[Process, Mapping[str, str]], model_path: str) -> None:
-    """Raise ConfigError for the first machine that does not see run.dir, or the model, though it needs it.
+async def check_shared_files(
+    config: Config, machines: Mapping[Process, Mapping[str, str]], model_path: str, reward_model_path: str | None
+) -> None:
+    """Raise ConfigError for the first machine that does not see run.dir, or a model, though it needs it.
 
     `machines` are those that each kind of process is on: name -> Ray's id.
     """
@@ -39,6 +41,9 @@ async def check_shared_files(config: Config, machines: Mapping[Process, Mapping[
     finally:
         await asyncio.to_thread(token.unlink)
     await _check(Path(model_path), _joint(machines, read), f"{model_path}, the folder of model.path")
+    if reward_model_path is not None:
+        where = _joint(machines, {Process.reward_model})
+        await _check(Path(reward_model_path), where, f"{reward_model_path}, the folder of reward.model")
 
 
 def _joint(machines: Mapping[Process, Mapping[str, str]], kinds: set[Process]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from rlflow.cluster.gpus import GpuPlan, gpu_plan
 from rlflow.cluster_checks import pool_of
 from rlflow.config import Config, Placement, PoolConfig, Process, Transport, sends_adapters, transport_of
+from rlflow.errors import ConfigError
 
 ENGINES_PER_RUNNER = 8
 SLIVER = 0.01
@@ -83,14 +84,26 @@ def _slot(config: Config, plan: GpuPlan, processes: list[tuple[Process, int]], *
     # The trainer names the place that others share with it.
     processes.sort(key=lambda each: each[0] is not Process.trainer)
     lead = processes[0][0]
+    pools = {kind: pool_of(config.cluster.pools, kind) for kind, _ in processes}
+    if len(set(pools.values())) > 1:
+        raise ConfigError(
+            f"cluster.pools keeps {_where(pools)} apart, but cluster.placement={config.cluster.placement.value} and "
+            f"cluster.roles={config.cluster.roles.value} put them on the same GPUs; have them in one pool, or "
+            "set both to separate"
+        )
     width = plan.per_engine if lead is Process.engine else 1
     threads = 1 if on_gpus else config.cluster.cpu_threads or 1
     return Slot(
         processes=tuple(processes),
         cpus=threads * max(len(processes), width),
         gpus=width if on_gpus else 0,
-        pool=pool_of(config.cluster.pools, lead),
+        pool=pools[lead],
     )
+
+
+def _where(pools: Mapping[Process, str | None]) -> str:
+    """Example: "engine (in rollout) and trainer (in training)"."""
+    return " and ".join(f"{kind.value} (in {pool})" for kind, pool in sorted(pools.items()))
 
 
 def machines_of(pools: Mapping[str, PoolConfig]) -> list[Machine] | None:
@@ -113,6 +126,15 @@ def needs_one_machine(config: Config, *, on_gpus: bool) -> bool:
     return transport is Transport.ipc
 
 
+def other_way(config: Config) -> str:
+    """The setting with which weights get to the engines of other machines."""
+    if sends_adapters(config):
+        return "lora.send=merged and weights.transport=disk"
+    if transport_of(config) is Transport.ipc:
+        return "weights.transport=shm"
+    return "weights.transport=disk" if config.lora.rank is not None else "weights.transport=p2p"
+
+
 def blocks_of(config: Config, slots: Sequence[Slot], *, is_one_machine: bool) -> list[Block]:
     def key(number: int) -> tuple[str, int]:
         kind, index = slots[number].processes[0]
@@ -125,6 +147,13 @@ def blocks_of(config: Config, slots: Sequence[Slot], *, is_one_machine: bool) ->
     members: dict[tuple[str, int], list[int]] = defaultdict(list)
     for number in range(len(slots)):
         members[key(number)].append(number)
+    pools = {slots[number].kind: slots[number].pool for number in members.get(("", 0), ())}
+    if len(set(pools.values())) > 1:
+        way = "lora.send=adapters" if sends_adapters(config) else f"weights.transport={transport_of(config).value}"
+        raise ConfigError(
+            f"cluster.pools keeps {_where(pools)} apart, but {way} needs them on one machine; have them in one pool, "
+            f"or set {other_way(config)}"
+        )
     return [
         Block(
             members=tuple(numbers),

@@ -96,17 +96,20 @@ async def start_fleet(
     spec: EnvironmentSpec,
     alarm: Callable[[str], None],
     reward_model_path: str | None = None,
+    *,
+    is_restart: bool = False,
 ) -> Fleet:
     """Create every actor at once and wait until all of them are ready.
 
     `reward_model_path` is the folder of `reward.model`, which scores in place of a function.
     `alarm` is given what people should know of later: an engine that was lost.
+    After a loss (`is_restart`) there may be fewer machines than cluster.pools says.
     """
-    devices = Devices(config)
+    devices = Devices(config, is_restart=is_restart)
     config = devices.config
-    await devices.ready()
+    await devices.reserve()
     if machines := devices.machines():
-        await check_shared_files(config, machines, model_path)
+        await check_shared_files(config, machines, model_path, reward_model_path)
     threads = config.cluster.cpu_threads or _threads(config)
     engine_names = [f"engine {index}" for index in range(config.rollout.engines)]
     engines = [

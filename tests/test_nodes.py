@@ -174,6 +174,25 @@ def test_what_a_lost_machine_had_stored_is_known_to_be_lost() -> None:
     assert found == {"before": False, "small": False, "together": True, "waits": True, "again": False}
 
 
+def test_what_fits_is_reserved_and_a_restart_waits_until_it_fits_again() -> None:
+    """Each machine has just the CPUs that it needs: three ranks on one, two engines and the rest on the other."""
+    with RayNodes() as nodes:
+        there = {node.ip: node for node in nodes.add("any", "any", cpus=3)}
+        command = [sys.executable, str(Path(__file__).with_name("reserved_machines.py")), nodes.address]
+        process = nodes.on_head(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdin is not None
+        lost = wait_for(process, "kill").split()[1]
+        there.pop(lost).kill()
+        print(file=process.stdin, flush=True)
+        assert wait_for(process, "now ") == "now 0\n"
+        (added,) = nodes.add("any", cpus=3)
+        before, after = json.loads(wait_for(process, "["))
+        process.communicate(timeout=TIMEOUT_S)
+    (kept,) = there
+    assert before == {"trainer": [kept], "engine": [lost], "runner": [lost], "reward": [lost]}
+    assert set(map(tuple, after.values())) == {(kept,), (added.ip,)} and after["trainer"] != after["engine"]
+
+
 @pytest.mark.skipif(not has_networks(), reason="hiding a folder needs root")
 def test_a_machine_that_does_not_see_the_run_directory_is_named(tmp_path: Path) -> None:
     run = tmp_path / "run"

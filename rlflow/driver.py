@@ -21,7 +21,7 @@ from rlflow import staleness
 from rlflow.checkpoint import CheckpointStore, RunState
 from rlflow.config import Config, Late, Placement
 from rlflow.deadlines import within
-from rlflow.errors import ConfigError, DeadlineError, RunError, WorkerLost
+from rlflow.errors import ConfigError, DeadlineError, PayloadLost, RunError, WorkerLost
 from rlflow.evaluation import Evaluation, evaluate
 from rlflow.intake import Intake, Listener, Progress
 from rlflow.ledger import GroupState, Ledger
@@ -35,6 +35,9 @@ T = TypeVar("T")
 
 MAX_SKIPPED_UPDATES = 3
 """Updates in a row that may be skipped for a gradient that is not finite."""
+ANSWER_S = 120.0
+"""For a trainer to copy its state after one of its ranks has lost what it was to read. Others may wait for that rank in
+a collective, until a deadline that is longer than the steps since the last checkpoint are worth."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -315,14 +318,23 @@ class Driver:
         await self._saver.written()
         await self._save()
 
-    async def _save(self) -> None:
-        """Write a checkpoint of this moment, unless this step has one; returns when it is on the disk."""
+    async def _save(self, deadline_s: float | None = None) -> None:
+        """Write a checkpoint of this moment, unless this step has one; returns when it is on the disk.
+
+        One that is given up, because ready groups were lost meanwhile, is taken once more without them; WorkerLost when
+        that one is given up too, so that the run goes on from the checkpoint before.
+        """
         await self._saver.ended()
-        if self._saver.saved_step != self._progress.step:
-            await self._wake_trainer()
-            await self._saver.take()
+        if self._saver.saved_step == self._progress.step:
+            return
+        await self._wake_trainer()
+        for _ in range(2):
+            await self._saver.take(deadline_s)
             self._saver.write()
             await self._saver.written()
+            if self._saver.saved_step == self._progress.step:
+                return
+        raise WorkerLost("ready groups were lost, twice, while the last checkpoint was written")
 
     async def _cancel_unfinished(self) -> None:
         """End the groups that no step will use; with a later resume in mind, ready groups stay."""
@@ -337,7 +349,7 @@ class Driver:
             if self._is_updating:
                 error.add_note(f"{why}: the update may have been done in part")
             else:
-                await self._save()
+                await self._save(ANSWER_S if isinstance(error, PayloadLost) else None)
         except Exception as second:  # whatever it is, the person is told of the first
             error.add_note(f"{why}: {second or repr(second)}")
 

@@ -27,7 +27,11 @@ class WorkerError(RunError):
 
 
 class WorkerLost(WorkerError):
-    """The process of a worker ended, or what it held is gone with its machine: trying again cannot help."""
+    """The process of a worker ended: trying again cannot help."""
+
+
+class PayloadLost(WorkerError):
+    """What a worker was to read, or has answered, was stored on a machine that is lost; the worker may be well."""
 
 
 class EngineLost(WorkerError):

@@ -16,7 +16,7 @@ from typing import Protocol
 from rlflow import staleness
 from rlflow.config import Config, Order
 from rlflow.deadlines import within
-from rlflow.errors import DeadlineError, RunError, StaleGroup, WorkerLost
+from rlflow.errors import DeadlineError, PayloadLost, RunError, StaleGroup, WorkerLost
 from rlflow.judge import Judge, why_no_verdict
 from rlflow.ledger import DropReason, GroupState, Ledger
 from rlflow.ready import ReadyQueue
@@ -103,7 +103,7 @@ class Intake:
         self._waited_s = 0.0
         self._lost_in_a_row = 0
         self._newest_lost = 0
-        """The newest group that there was when a process took others along."""
+        """The newest group that there was at the last loss that counted: what is older may belong to that loss."""
         self._filtered_in_a_row = 0
         self._failure: BaseException | None = None
         self._closing = False
@@ -247,9 +247,10 @@ class Intake:
             await self._play(group_id, task)
         except StaleGroup as error:
             self._drop(group_id, DropReason.STALE, str(error))
-        except WorkerLost as error:
+        except (WorkerLost, PayloadLost) as error:
             # All that one process takes along is one failure; what was admitted later goes elsewhere.
-            is_first, self._newest_lost = group_id > self._newest_lost, max(self._tasks)
+            is_first = group_id > self._newest_lost
+            self._newest_lost = max(self._tasks) if is_first else self._newest_lost
             self._lose(group_id, DropReason.FAILED, str(error), counts=is_first)
         except RunError as error:
             self._lose(group_id, DropReason.FAILED, str(error))
@@ -315,8 +316,7 @@ class Intake:
         self._drop(group.group_id, DropReason.STALE, detail)
 
     def _dropped_as_lost(self, group: ReadyGroup) -> bool:
-        is_lost = self._workers.runners.is_lost(group.payloads)
-        if is_lost:
+        if is_lost := self._workers.runners.is_lost(group.payloads):
             self._drop(group.group_id, DropReason.FAILED, "its episodes were stored on a machine that is lost")
         return is_lost
 

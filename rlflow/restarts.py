@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from rlflow.errors import WorkerLost
+from rlflow.errors import PayloadLost, WorkerLost
 
 MAX_RESTARTS = 3
 """In a row, with no newer checkpoint in between."""
@@ -25,6 +25,11 @@ class Loss:
         return time.monotonic() - self.at_s
 
 
+def still_to_make_up(before: Loss | None, num_steps: int) -> Loss:
+    """What is lost when a run that makes up for `before` is lost after `num_steps` steps: the one that went further."""
+    return before if before is not None and before.step > num_steps else Loss(step=num_steps)
+
+
 class Restarts:
     """The restarts of one process."""
 
@@ -33,7 +38,7 @@ class Restarts:
         self._saved_step = saved_step
         self._in_a_row = 0
 
-    def count(self, error: WorkerLost, saved_step: int) -> int:
+    def count(self, error: WorkerLost | PayloadLost, saved_step: int) -> int:
         """The number of the restart that follows, since the newest checkpoint; raises `error` when there is none."""
         self._in_a_row = 1 if saved_step > self._saved_step else self._in_a_row + 1
         self._saved_step = saved_step

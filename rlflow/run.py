@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 from rlflow.algorithms.chosen import check_functions
 from rlflow.checkpoint import RunState, read_state
@@ -20,18 +17,15 @@ from rlflow.config_checks import check
 from rlflow.driver import Driver
 from rlflow.environments import held_out_tasks, load_environment
 from rlflow.envs.base import EnvironmentSpec
-from rlflow.errors import RunError, WorkerLost
+from rlflow.errors import PayloadLost, RunError, WorkerLost
 from rlflow.ledger import Ledger
 from rlflow.models import resolve_model, resolve_reward_model
-from rlflow.restarts import MAX_RESTARTS, Loss, Restarts
+from rlflow.restarts import MAX_RESTARTS, Loss, Restarts, still_to_make_up
 from rlflow.rundir import RunDir, claim, rewound
 from rlflow.sampler import TaskSampler
+from rlflow.signals import Stopper
 from rlflow.telemetry.observer import RunObserver
 from rlflow.types import Task
-
-T = TypeVar("T")
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -95,7 +89,7 @@ async def _train(run: _Run) -> signal.Signals | None:
 
     What a lost trainer held is in checkpoints only, so that the run goes on as a resumed one does.
     """
-    stopper = _Stopper()
+    stopper = Stopper(lambda: _last_saved(run.run_dir))
     restarts = Restarts(run.state.step if run.state else 0)
     try:
         while True:
@@ -108,8 +102,11 @@ async def _train(run: _Run) -> signal.Signals | None:
                     steps = await unless_lost(fleet, _drive(run, observer, fleet, stopper))
                     observer.finish()
                     return stopper.signal if steps < run.config.run.steps else None
-                except WorkerLost as error:
-                    if stopper.signal is not None or (fleet is None and run.loss is None):
+                except (WorkerLost, PayloadLost) as error:
+                    if stopper.signal is not None:
+                        observer.alarm(f"{error}; {_last_saved(run.run_dir)}, and the run was asked to stop")
+                        return stopper.signal
+                    if fleet is None and run.loss is None:
                         raise  # one that has never worked would end no better the next time
                     run = _after(error, run, observer, restarts)
                 finally:
@@ -133,13 +130,23 @@ async def _start(run: _Run, observer: RunObserver) -> Fleet:
     return fleet
 
 
-def _after(error: WorkerLost, run: _Run, observer: RunObserver, restarts: Restarts) -> _Run:
+def _last_saved(run_dir: RunDir) -> str:
+    steps = run_dir.checkpoints.steps()
+    return f"step {steps[-1]} is the last that was saved" if steps else "nothing has been saved yet"
+
+
+def _after(
+    error: WorkerLost | PayloadLost,
+    run: _Run,
+    observer: RunObserver,
+    restarts: Restarts,
+) -> _Run:
     """The run from its newest checkpoint on; raises the error when it has been there too often."""
     run_dir = rewound(run.run_dir)
     state = _state_of(run_dir)
     step = state.step if state else 0
     number = restarts.count(error, step)
-    loss = Loss(step=observer.num_steps)
+    loss = still_to_make_up(run.loss, observer.num_steps)
     observer.alarm(
         f"{error}; the run goes on after step {step}, which is the last that was saved, so that {loss.step - step} are "
         f"done again (restart {number}, of {MAX_RESTARTS} without a newer checkpoint)"
@@ -147,7 +154,7 @@ def _after(error: WorkerLost, run: _Run, observer: RunObserver, restarts: Restar
     return replace(run, run_dir=run_dir, state=state, loss=loss)
 
 
-async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: _Stopper) -> int:
+async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stopper) -> int:
     """The steps that are done in the end."""
     observer.runners = fleet.workers.runners
     ledger = Ledger(run.run_dir.ledger)
@@ -160,7 +167,7 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: _Stopp
         observer=observer,
         evaluation_tasks=run.evaluation_tasks,
     )
-    stopper.on_stop = driver.request_stop
+    stopper.hand_to(driver.request_stop)
     watch = asyncio.create_task(_watch_engines(fleet, driver))
     try:
         if run.state is not None and run.run_dir.resume_from is not None:
@@ -172,7 +179,7 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: _Stopp
         await driver.run()
         return driver.step
     finally:
-        stopper.on_stop = None
+        stopper.hand_to(None)
         watch.cancel()
         ledger.close()
 
@@ -183,51 +190,3 @@ async def _watch_engines(fleet: Fleet, driver: Driver) -> None:
         await fleet.engine_fleet.failed()
     except RunError as error:
         driver.fail(error)
-
-
-class _Stopper:
-    """The first SIGINT or SIGTERM asks to stop; another SIGINT, from somebody who has read that, leaves at once.
-
-    Another SIGTERM changes nothing: a job is often asked by several at the same time.
-    """
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        """The first one."""
-        self.on_stop: Callable[[], None] | None = None
-        self._tell: Callable[[str], None] = print
-        self._stopped = asyncio.Event()
-        for number in SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._handle, number)
-
-    def restore(self) -> None:
-        for number in SIGNALS:
-            asyncio.get_running_loop().remove_signal_handler(number)
-
-    async def until_stopped(self, starting: Coroutine[Any, Any, T], tell: Callable[[str], None]) -> T | None:
-        """What is started, or None when a signal came before; from now on, people are told through `tell`."""
-        self._tell = tell
-        start = asyncio.create_task(starting)
-        stopped = asyncio.create_task(self._stopped.wait())
-        await asyncio.wait((start, stopped), return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if start.done():
-            return start.result()
-        start.cancel()
-        await asyncio.gather(start, return_exceptions=True)
-        return None
-
-    def _handle(self, number: signal.Signals) -> None:
-        if self.signal is not None:
-            if number == signal.SIGINT:
-                sys.stderr.write("rlflow: stopped at once; the last complete checkpoint is kept\n")
-                sys.stderr.flush()
-                os._exit(128 + signal.SIGINT)
-            return
-        self.signal = number
-        self._stopped.set()
-        if self.on_stop is None:
-            self._tell("stopping; nothing has been trained yet")
-            return
-        self._tell("stopping: finishing the step and saving; Ctrl-C once more to leave at once")
-        self.on_stop()

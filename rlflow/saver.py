@@ -1,14 +1,15 @@
 """Checkpoints beside the steps: the state of a moment is copied, and written while training goes on.
 
-    take: the trainer's snapshot, then all else in one piece -> write: files -> fsync -> rename -> saved
+    take: the trainer's snapshot, then all else in one piece -> write: payloads, files -> fsync -> rename -> saved
 
-One copy exists at a time, and nothing that a write reads is changed by anybody.
+One copy exists at a time, and nothing that a write reads is changed by anybody. A machine that is lost with payloads,
+or with the runner that writes them, ends no run: the checkpoint is given up, and the next one has what is there then.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from rlflow.checkpoint import CheckpointStore, RunState, state_to_json
 from rlflow.config import Config
 from rlflow.deadlines import within
 from rlflow.disk import disk_errors
+from rlflow.errors import PayloadLost, WorkerLost
 from rlflow.intake import Intake, Progress
 from rlflow.ledger import Ledger
 from rlflow.roles import Workers
@@ -35,11 +37,13 @@ class _Taken:
 
 
 class SaveListener(Protocol):
-    """Told when training stands still for a checkpoint, and of each one that is whole."""
+    """Told when training stands still for a checkpoint, of each one that is whole, and of each that was given up."""
 
     def phase(self, name: str) -> None: ...
 
     def saved(self, folder: Path) -> None: ...
+
+    def given_up(self, step: int, why: str) -> None: ...
 
 
 class Saver:
@@ -84,12 +88,15 @@ class Saver:
         await self.take()
         self.spans.append(Span(actor="checkpoint", name="checkpoint", start_s=start_s, end_s=self._now()))
 
-    async def take(self) -> None:
-        """Copy the state of this moment. Between two steps, and when no write is under way."""
+    async def take(self, deadline_s: float | None = None) -> None:
+        """Copy the state of this moment. Between two steps, and when no write is under way.
+
+        `deadline_s` for the trainer to copy its own; None is that of the run.
+        """
         assert self._writing is None, "there is one copy at a time"
         self._listener.phase("saving")
         copying = self._workers.trainer.snapshot()
-        await within("copying the trainer's state", self._deadline_s, copying)
+        await within("copying the trainer's state", self._deadline_s if deadline_s is None else deadline_s, copying)
         # Nothing is awaited from here on, so that the parts are of one moment.
         self._intake.drop_lost()
         progress, ready = self._progress, self._intake.ready.groups
@@ -109,7 +116,7 @@ class Saver:
             self._taken = None
 
     async def written(self) -> None:
-        """Wait for the write under way, if there is one; raises what made it fail."""
+        """Wait for the write under way, if there is one; raises what made it fail, but not that it was given up."""
         writing = self._writing
         await self.ended()
         if writing is not None:
@@ -141,16 +148,24 @@ class Saver:
         start_s = self._now()
         with disk_errors("a checkpoint", self._checkpoints.folder):
             partial = await asyncio.to_thread(self._checkpoints.begin, taken.step)
+            # The trainer's last: its processes are the ones that a run does not outlive.
+            try:
+                await self._write_payloads(taken.payloads, partial / "ready")
+            except (WorkerLost, PayloadLost) as error:
+                self._listener.given_up(taken.step, str(error))
+                return
             writing = self._workers.trainer.write_snapshot(partial / "trainer")
             await within("saving the trainer", self._deadline_s, writing)
-            if taken.payloads:
-                saving = self._workers.runners.save_payloads(taken.payloads, partial / "ready")
-                await within("saving the ready groups", self._deadline_s, saving)
             await asyncio.to_thread((partial / "ledger.db").write_bytes, taken.ledger)
             folder = await asyncio.to_thread(self._checkpoints.commit, partial, taken.state)
         self.saved_step = taken.step
         self.spans.append(Span(actor="checkpoint", name="write", start_s=start_s, end_s=self._now()))
         self._listener.saved(folder)
+
+    async def _write_payloads(self, payloads: Sequence[PayloadRef], folder: Path) -> None:
+        if payloads:
+            saving = self._workers.runners.save_payloads(payloads, folder)
+            await within("saving the ready groups", self._deadline_s, saving)
 
     def _tell(self, writing: asyncio.Task[None]) -> None:
         error = None if writing.cancelled() else writing.exception()

@@ -12,8 +12,12 @@ from rlflow.run_lock import stop
 
 
 def seconds_to_stop(deadlines: DeadlinesConfig) -> float:
-    """In which a run that was asked to stop has ended: every wait of the step in hand has its deadline."""
-    return deadlines.group_s + deadlines.train_s + deadlines.weights_s + deadlines.checkpoint_s
+    """How long a run that was asked to stop is waited for: once each wait of the step in hand, and two checkpoints, the
+    one that is being written and the last.
+
+    No bound: an evaluation under way, or several waits of one kind that all last until their deadline, take longer.
+    """
+    return deadlines.group_s + deadlines.train_s + deadlines.weights_s + 2 * deadlines.checkpoint_s
 
 
 def stop_run(run: Path, timeout_s: float | None) -> str:

@@ -263,6 +263,7 @@ class FakeObserver:
     reports: list[StepReport] = field(default_factory=list)
     drops: list[tuple[int, DropReason, str]] = field(default_factory=list)
     saves: list[str] = field(default_factory=list)
+    given_ups: list[tuple[int, str]] = field(default_factory=list)
     most_ready: int = 0
     ended_s: float = 0.0
     """On the loop's clock, of the last step."""
@@ -290,6 +291,9 @@ class FakeObserver:
 
     def saved(self, folder: Path) -> None:
         self.saves.append(folder.name)
+
+    def given_up(self, step: int, why: str) -> None:
+        self.given_ups.append((step, why))
 
 
 @dataclass

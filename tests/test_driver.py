@@ -9,6 +9,7 @@ import shutil
 import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,11 @@ from rlflow.checkpoint import RunState, read_state
 from rlflow.config import Config, Late, Order, Placement
 from rlflow.config_checks import check
 from rlflow.driver import StepReport
-from rlflow.errors import ConfigError, DeadlineError, RunError, WorkerError, WorkerLost
+from rlflow.errors import ConfigError, DeadlineError, PayloadLost, RunError, WorkerError, WorkerLost
 from rlflow.ledger import DropReason, Ledger, counts_by_state
 from rlflow.roles import StepOutcome
 from rlflow.sampler import TaskSampler
-from rlflow.types import EpisodeEnd, GroupOrder, PlayedGroup, ReadyGroup, Span
+from rlflow.types import EpisodeEnd, GroupOrder, PayloadRef, PlayedGroup, ReadyGroup, Span
 
 
 def assert_conserved(world: World) -> None:
@@ -117,22 +118,30 @@ def test_a_lost_group_is_played_again_and_given_up_after_three_failures(tmp_path
     assert_conserved(world)
 
 
-def test_what_one_process_takes_along_counts_as_one_failure(tmp_path: Path) -> None:
-    """The only runner dies four times, with six groups each, before any of them ends."""
-    world = make_world(tmp_path, max_versions=1)
+async def run_and_die(world: World, deaths: int) -> None:
+    """The only runner dies so many times, with six groups each, before any of them ends."""
     world.runners.duration_s = lambda rng: rng.uniform(5.0, 6.0)
+    running = asyncio.create_task(world.driver.run())
+    for _ in range(deaths):
+        await asyncio.sleep(2.0)
+        assert len(world.runners.started) == 6
+        world.runners.die("the episode runner died")
+    await running
 
-    async def run_and_die() -> None:
-        running = asyncio.create_task(world.driver.run())
-        for _ in range(4):
-            await asyncio.sleep(2.0)
-            assert len(world.runners.started) == 6
-            world.runners.die("the episode runner died")
-        await running
 
-    run_virtually(run_and_die())
+def test_what_one_process_takes_along_counts_as_one_failure(tmp_path: Path) -> None:
+    world = make_world(tmp_path, max_versions=1)
+    run_virtually(run_and_die(world, deaths=15))
     assert world.trainer.version == 4
-    assert world.ledger.counts()["dropped_failed"] == 24
+    assert world.ledger.counts()["dropped_failed"] == 15 * 6
+    assert_conserved(world)
+
+
+def test_a_runner_that_dies_for_ever_ends_the_run(tmp_path: Path) -> None:
+    world = make_world(tmp_path, max_versions=1)
+    with pytest.raises(RunError, match="^16 groups in a row gave nothing to train on; .*the episode runner died"):
+        run_virtually(run_and_die(world, deaths=16))
+    assert world.trainer.version == 0
     assert_conserved(world)
 
 
@@ -188,6 +197,74 @@ def test_a_trainer_that_is_lost_is_not_asked_to_save(tmp_path: Path) -> None:
         run_virtually(world.driver.run())
     assert "snapshot" not in world.trainer.log
     assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_trainer_that_is_well_is_saved_when_what_it_was_to_read_is_lost(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=4)
+    accumulate = world.trainer.accumulate
+
+    async def lost(groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
+        if world.trainer.version == 2:
+            raise PayloadLost("what the trainer was to read is lost")
+        return await accumulate(groups, oldest_version)
+
+    world.trainer.accumulate = lost
+    with pytest.raises(PayloadLost):
+        run_virtually(world.driver.run())
+    assert world.observer.saves == ["step_2"]
+
+
+def test_a_trainer_that_waits_for_the_rank_that_failed_is_left_after_two_minutes(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=4)
+
+    async def lost(groups: object, oldest_version: int | None) -> list[Span]:
+        raise PayloadLost("what the trainer was to read is lost")
+
+    world.trainer.accumulate = lost
+    world.trainer.snapshot = lambda: asyncio.sleep(1e9)
+    with pytest.raises(PayloadLost) as caught:
+        run_virtually(world.driver.run())
+    (note,) = caught.value.__notes__
+    assert "copying the trainer's state did not finish within its deadline of 120 s" in note
+
+
+def lose_while_saving(world: World, times: int) -> None:
+    """Once or twice, a machine with a ready group is lost while payloads are written."""
+    save = world.runners.save_payloads
+    errors = [WorkerLost("the episode runner died"), PayloadLost("a payload is lost")][:times]
+
+    async def lose(payloads: Sequence[PayloadRef], path: Path) -> None:
+        await asyncio.sleep(0.1)
+        if errors:
+            world.runners.lost.add(payloads[0])
+            raise errors.pop(0)
+        await save(payloads, path)
+
+    world.runners.save_payloads = lose
+
+
+def test_a_checkpoint_whose_groups_are_lost_is_given_up_and_the_next_one_comes(tmp_path: Path) -> None:
+    world = make_world(tmp_path, steps=6, max_versions=2)
+    world.config.run.checkpoint_every = 2
+    lose_while_saving(world, 1)
+    run_virtually(world.driver.run())
+    assert world.observer.given_ups == [(2, "the episode runner died")]
+    assert world.observer.saves == ["step_4", "step_6"]
+    assert_conserved(world)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_last_checkpoint_is_taken_twice_at_most(tmp_path: Path, times: int) -> None:
+    """Of a run that is stopped, which therefore has ready groups to save."""
+    world = make_world(tmp_path, steps=50, max_versions=3)
+    world.runners.duration_s = lambda rng: 0.2
+    world.observer.on_step = lambda report: world.driver.request_stop() if report.step == 3 else None
+    lose_while_saving(world, times)
+    expected = nullcontext() if times == 1 else pytest.raises(WorkerLost, match="^ready groups were lost, twice, while")
+    with expected:
+        run_virtually(world.driver.run())
+    assert world.observer.saves == ["step_3"][times - 1 :]
+    assert world.observer.given_ups == [(3, "the episode runner died"), (3, "a payload is lost")][:times]
 
 
 def test_a_run_in_which_nothing_works_stops_with_the_reason(tmp_path: Path) -> None:

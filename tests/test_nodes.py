@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,15 +49,20 @@ def ended_after(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str
 
 
 def wait_for(process: subprocess.Popen[str], text: str) -> str:
-    """Read its output up to the line that has the text, and return that line."""
+    """Read its output up to the line that has the text, and return that line; kills it when that takes too long."""
     assert process.stdout is not None
     seen = []
-    for line in process.stdout:
-        print(line, end="")
-        seen.append(line)
-        if text in line:
-            return line
-    raise AssertionError(f"the run ended without printing {text!r}: {''.join(seen[-20:])}")
+    deadline = threading.Timer(TIMEOUT_S, process.kill)
+    deadline.start()
+    try:
+        for line in process.stdout:
+            print(line, end="")
+            seen.append(line)
+            if text in line:
+                return line
+    finally:
+        deadline.cancel()
+    raise AssertionError(f"the run ended, or was killed, without printing {text!r}: {''.join(seen[-20:])}")
 
 
 def slow_reward(folder: Path) -> str:

@@ -104,8 +104,8 @@ def test_a_lock_of_another_machine_that_is_free_here_is_no_proof(tmp_path: Path)
 
 
 def test_a_stop_waits_as_long_as_the_runs_deadlines_allow(tmp_path: Path) -> None:
-    assert seconds_to_stop(DeadlinesConfig()) == 900 + 1800 + 600 + 1800
-    deadlines = {"start_s": 1.0, "group_s": 0.0, "train_s": 0.1, "weights_s": 0.05, "checkpoint_s": 0.05}
+    assert seconds_to_stop(DeadlinesConfig()) == 900 + 1800 + 600 + 2 * 1800
+    deadlines = {"start_s": 1.0, "group_s": 0.0, "train_s": 0.05, "weights_s": 0.05, "checkpoint_s": 0.05}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"deadlines": deadlines}))
     with holder(tmp_path, signals=2), pytest.raises(RunError, match=r"after 0.2 s"):
         stop_run(tmp_path, None)

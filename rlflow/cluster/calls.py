@@ -17,7 +17,7 @@ from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError
 from rlflow.batching import in_order_of_training, plan_micro_batches
 from rlflow.concurrency import all_ended
 from rlflow.config import TrainerConfig, num_shares
-from rlflow.errors import ConfigError, RunError, WorkerError, WorkerLost, first_line
+from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerError, WorkerLost, first_line
 from rlflow.roles import StagedWeights, StepOutcome
 from rlflow.types import PayloadRef, ReadyGroup, Span
 
@@ -44,8 +44,9 @@ async def answer(who: str, reference: Any, what: str = "") -> Any:
     """The result of a remote call; a cancelled wait cancels the call.
 
     `what` the actor is asked for shows in `open_calls`; calls that wait for its end by design have none.
-    A ConfigError or RunError raised in the worker is raised as it is. WorkerLost: its process ended, or something that
-    it was to read was stored on a machine that is lost. Anything else is a WorkerError; both name `who`.
+    A ConfigError or RunError raised in the worker is raised as it is. WorkerLost: its process ended. PayloadLost: what
+    it was to read, or has answered, was stored on a machine that is lost. Anything else is a WorkerError; all name
+    `who`.
     """
     number = next(_numbers)
     if what:
@@ -60,12 +61,12 @@ async def answer(who: str, reference: Any, what: str = "") -> Any:
         if isinstance(cause, ConfigError | RunError):
             raise cause from None
         if isinstance(cause, ObjectLostError):
-            raise WorkerLost(f"what the {who} was to read was stored on a machine that is lost") from error
+            raise PayloadLost(f"what the {who} was to read was stored on a machine that is lost") from error
         raise WorkerError(f"the {who} failed: {type(cause).__name__}: {cause}") from error
     except RayActorError as error:
         raise _lost(who, error) from error
     except ObjectLostError as error:
-        raise WorkerLost(f"what the {who} answered was stored on a machine that is lost") from error
+        raise PayloadLost(f"what the {who} answered was stored on a machine that is lost") from error
     except RayError as error:
         raise WorkerError(f"a call to the {who} was lost: {first_line(error)}") from error
     finally:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import ray
 
 from rlflow.cluster.calls import ended
-from rlflow.errors import WorkerError, WorkerLost
+from rlflow.errors import PayloadLost, WorkerError, WorkerLost
 
 if TYPE_CHECKING:
     from rlflow.cluster.start import Fleet
@@ -23,7 +23,8 @@ NOTICE_S = 60.0
 async def unless_lost(fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`.
 
-    Raises WorkerLost, with the fleet and the work ended, when a process of `fleet.vital` is lost before.
+    Raises WorkerLost, with the fleet and the work ended, when a process of `fleet.vital` is lost before; so does a
+    PayloadLost of the work end the fleet.
     """
     working, watching = asyncio.create_task(work), asyncio.create_task(_first_lost(fleet))
     try:
@@ -31,9 +32,10 @@ async def unless_lost(fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
         error = working.exception() if working.done() else None
         if working.done() and error is None:
             return working.result()
-        if isinstance(error, WorkerError) and not isinstance(error, WorkerLost) and fleet.is_joined:
+        is_lost = isinstance(error, WorkerLost | PayloadLost)
+        if isinstance(error, WorkerError) and not is_lost and fleet.is_joined:
             await asyncio.wait((watching,), timeout=NOTICE_S)
-        if watching.done() or isinstance(error, WorkerLost):
+        if watching.done() or is_lost:
             await end_fleet(fleet)  # before the work, so that nothing that it waits for is still to come
         return watching.result() if watching.done() else working.result()
     finally:

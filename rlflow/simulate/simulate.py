@@ -130,6 +130,9 @@ class _Watcher:
     def saved(self, folder: Path) -> None:
         pass
 
+    def given_up(self, step: int, why: str) -> None:
+        pass
+
 
 def simulate(plan: Plan) -> Figures:
     """Run a plan that has been checked; RunError when the simulated run stops, as a real one would."""

@@ -107,6 +107,9 @@ class RunObserver:
     def saved(self, folder: Path) -> None:
         self._console.message(f"saved {folder}")
 
+    def given_up(self, step: int, why: str) -> None:
+        self._console.alarm(f"the checkpoint of step {step} is given up, since ready groups were lost: {why}")
+
     async def step(self, report: StepReport) -> None:
         self.num_steps = report.step
         since_s = report.start_s if self._since_s is None else self._since_s

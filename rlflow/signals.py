@@ -1,0 +1,73 @@
+"""What SIGINT and SIGTERM do to a run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopper:
+    """The first SIGINT or SIGTERM asks to stop; another SIGINT, from somebody who has read that, leaves at once.
+
+    Another SIGTERM changes nothing: a job is often asked by several at the same time.
+    """
+
+    def __init__(self, what_is_kept: Callable[[], str]) -> None:
+        """Of the running event loop. `what_is_kept` is told to people when no step is in hand."""
+        self.signal: signal.Signals | None = None
+        """The first one."""
+        self._what_is_kept = what_is_kept
+        self._on_stop: Callable[[], None] | None = None
+        self._tell: Callable[[str], None] = print
+        self._stopped = asyncio.Event()
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._handle, number)
+
+    def restore(self) -> None:
+        """Leave signals to Python; but not SIGTERM after a first signal, for the process is about to end by itself."""
+        for number in SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(number)
+        if self.signal is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    async def until_stopped(self, starting: Coroutine[Any, Any, T], tell: Callable[[str], None]) -> T | None:
+        """What is started, or None when a signal came before; from now on, people are told through `tell`."""
+        self._tell = tell
+        start = asyncio.create_task(starting)
+        stopped = asyncio.create_task(self._stopped.wait())
+        await asyncio.wait((start, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if start.done():
+            return start.result()
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+        return None
+
+    def hand_to(self, on_stop: Callable[[], None] | None) -> None:
+        """From now on a signal calls `on_stop`, and so does one that came before; None takes that back."""
+        self._on_stop = on_stop
+        if on_stop is not None and self.signal is not None:
+            on_stop()
+
+    def _handle(self, number: signal.Signals) -> None:
+        if self.signal is not None:
+            if number == signal.SIGINT:
+                sys.stderr.write("rlflow: stopped at once; the last complete checkpoint is kept\n")
+                sys.stderr.flush()
+                os._exit(128 + signal.SIGINT)
+            return
+        self.signal = number
+        self._stopped.set()
+        if self._on_stop is None:
+            self._tell(f"stopping; {self._what_is_kept()}")
+            return
+        self._tell("stopping: finishing the step and saving; Ctrl-C once more to leave at once")
+        self._on_stop()

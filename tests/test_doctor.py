@@ -34,12 +34,11 @@ from rlflow.doctor.facts import (
     Tried,
     VllmFacts,
 )
-from rlflow.doctor.findings import Finding, Level, of_config_error
-from rlflow.doctor.limits import Limits, read_limits, read_memory
+from rlflow.doctor.findings import Finding, Level, as_json, as_text, of_config_error
 from rlflow.doctor.machine import is_proxied, probe_space, ray_folder
 from rlflow.doctor.needs import Needs, needs_of
 from rlflow.doctor.packages import probe_packages
-from rlflow.doctor.render import as_json, as_text
+from rlflow.limits import Limits, memory_bytes, read_limits, read_memory
 from rlflow.models import resolve_model
 
 GIB = 2**30
@@ -527,6 +526,10 @@ def test_limits_of_control_groups_version_1(tmp_path: Path) -> None:
 def test_memory_of_the_machine(tmp_path: Path) -> None:
     root = write_tree(tmp_path, {"proc/meminfo": "MemTotal:  100 kB\nMemFree: 5 kB\nMemAvailable:  40 kB\n"})
     assert read_memory(root) == (102_400, 40_960)
+    assert memory_bytes(root) == 102_400
+    write_tree(root, {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "5000\n"})
+    write_tree(root, {"sys/fs/cgroup/a/memory.current": "10\n"})
+    assert memory_bytes(root) == 5000
 
 
 @pytest.mark.parametrize(

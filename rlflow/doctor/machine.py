@@ -16,8 +16,8 @@ from pathlib import Path
 
 import rlflow
 from rlflow.doctor.facts import MachineFacts, Space
-from rlflow.doctor.limits import read_limits, read_memory
 from rlflow.doctor.packages import installed, probe_packages
+from rlflow.limits import read_limits, read_memory
 
 SHARED_MEMORY = Path("/dev/shm")
 CONNECT_TIMEOUT_S = 5.0

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rlflow.child import Child
 from rlflow.config import Config
 from rlflow.deadlines import within
 from rlflow.doctor.answering import Question
-from rlflow.doctor.facts import ModelReport, ModelSize, Problem, RayFacts, TorchFacts, Tried, VllmFacts
+from rlflow.doctor.facts import ModelReport, ModelSize, Problem, RayFacts, Seen, TorchFacts, Tried, VllmFacts
+from rlflow.doctor.machine import Stopwatch, probe_machine
 from rlflow.errors import ConfigError, DeadlineError, SandboxError
 from rlflow.rundir import plain
 from rlflow.sandbox import describe
@@ -18,6 +21,16 @@ from rlflow.sandbox import describe
 TRIAL_TIMEOUT_S = 180.0
 """For each process. Importing vLLM takes up to a minute from a cold network disk."""
 _TYPES = {"torch": TorchFacts, "vllm": VllmFacts, "size": ModelSize, "model": ModelReport, "ray": RayFacts}
+
+
+def look(
+    config: Config, run_dir: Path, environment: Mapping[str, str], *, is_run: bool, computes: bool, with_ray: bool
+) -> Seen:
+    """`is_run`: whether the settings are those of a run; `computes`: whether engines or trainers may be here;
+    `with_ray`: whether to start Ray, or join it. `environment` is what the processes of a run start with."""
+    stopwatch = Stopwatch()
+    tried = asyncio.run(try_all(config, is_run=is_run, computes=computes, with_ray=with_ray))
+    return Seen(facts=probe_machine(run_dir, stopwatch, environment), tried=tried)
 
 
 async def try_all(config: Config, *, is_run: bool, computes: bool, with_ray: bool) -> Tried:

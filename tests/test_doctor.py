@@ -21,6 +21,7 @@ from rlflow.doctor.check_machine import check_machine
 from rlflow.doctor.check_run import check_address, check_placement, check_run
 from rlflow.doctor.check_software import check_software, is_in_range
 from rlflow.doctor.facts import (
+    Fine,
     Link,
     MachineFacts,
     ModelReport,
@@ -70,6 +71,7 @@ FACTS = MachineFacts(
     shared=Space(path="/dev/shm", total=32 * GIB, free=30 * GIB),
     run_dir=ROOMY,
     ray_dir=replace(ROOMY, path="/tmp/ray"),
+    hub_dir=replace(ROOMY, path="/data/hub"),
     open_files=(1024, 65536),
     loopback_problem="",
     hostname_problem="",
@@ -101,6 +103,8 @@ TRIED = Tried(
     vllm=VLLM,
     size=ModelSize(num_parameters=1000, num_trained=1000, memory={"engine": 5, "trainer": 7}, fullest_gpu=40 * GIB),
     model=ModelReport(folder="/models/small", template=(("plain", 0, ""), ("tools", 0, ""))),
+    engine=Fine(),
+    environment=Fine(),
     ray=RAY,
     sandbox="namespaces",
 )
@@ -112,7 +116,7 @@ def faults(findings: Sequence[Finding]) -> list[tuple[str, str, str, str]]:
 
 
 def test_a_machine_that_is_fit() -> None:
-    findings = [*check_software(FACTS, TRIED, NEEDS), *check_machine(FACTS, NEEDS, computes=True)]
+    findings = [*check_software(FACTS, TRIED, NEEDS), *check_machine(FACTS, TRIED, NEEDS, computes=True)]
     findings += check_run(Config(), FACTS, TRIED)
     assert faults(findings) == []
     assert [each.name for each in findings] == [
@@ -123,7 +127,7 @@ def test_a_machine_that_is_fit() -> None:
 
 
 def test_a_head_that_computes_nothing_has_no_lines_about_computing() -> None:
-    findings = check_machine(replace(FACTS, memory_available=GIB), NEEDS, computes=False)
+    findings = check_machine(replace(FACTS, memory_available=GIB), TRIED, NEEDS, computes=False)
     assert faults(findings) == []
     assert {"processors", "memory", "shared memory"}.isdisjoint(each.name for each in findings)
 
@@ -207,7 +211,7 @@ def test_a_head_that_computes_nothing_has_no_lines_about_computing() -> None:
     ],
 )
 def test_a_machine_with_one_fault(changes: dict[str, Any], level: str, name: str, found: str, cure: str) -> None:
-    [fault] = faults(check_machine(replace(FACTS, **changes), NEEDS, computes=True))
+    [fault] = faults(check_machine(replace(FACTS, **changes), TRIED, NEEDS, computes=True))
     assert fault[:2] == (level, name)
     assert found in fault[2]
     assert cure in fault[3]
@@ -222,7 +226,7 @@ def test_a_machine_with_one_fault(changes: dict[str, Any], level: str, name: str
     ],
 )
 def test_variables_that_do_no_harm_here(environment: dict[str, str]) -> None:
-    assert faults(check_machine(replace(FACTS, environment=environment), NEEDS, computes=True)) == []
+    assert faults(check_machine(replace(FACTS, environment=environment), TRIED, NEEDS, computes=True)) == []
 
 
 ON_GPUS = {"gpu_devices": 2, "vllm": "vllm", "driver": "590.44.01"}

@@ -31,6 +31,7 @@ def doctor(config: Config, *, is_run: bool, cluster: bool, json_wanted: bool) ->
     """Print what was found; the exit code is 1 when something of it is an error. Raises ConfigError."""
     run_dir = Path(config.run.dir or "runs").absolute()
     if cluster:
+        _check_is_inside(config)
         from rlflow.doctor.cluster import examine_cluster  # imports Ray
 
         places = examine_cluster(config, run_dir, is_run=is_run)
@@ -40,10 +41,20 @@ def doctor(config: Config, *, is_run: bool, cluster: bool, json_wanted: bool) ->
     return int(has_error(places))
 
 
+def _check_is_inside(config: Config) -> None:
+    """Raises ConfigError where the settings describe pods, which have a cluster once they run."""
+    if config.cluster.kubernetes.image is not None:
+        raise ConfigError(
+            "--cluster looks at the nodes of a cluster that runs, from inside of it, and cluster.kubernetes describes "
+            "pods to come; leave it out, or run in the head's pod of a job: "
+            "kubectl exec -it POD -- rlflow doctor cluster=ray --cluster"
+        )
+
+
 def judge(config: Config, seen: Seen, needs: Needs, *, is_run: bool, computes: bool) -> list[Finding]:
     """Software, machine and, where `is_run`, the run; `computes`: whether engines or trainers may be here."""
     findings = check_software(seen.facts, seen.tried, needs)
-    findings += check_machine(seen.facts, needs, computes=computes)
+    findings += check_machine(seen.facts, seen.tried, needs, computes=computes)
     findings += check_address(config, seen.facts.environment)
     return [*findings, *check_run(config, seen.facts, seen.tried)] if is_run else findings
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from rlflow.doctor.facts import Problem
 from rlflow.errors import ConfigError
 
 
@@ -48,6 +49,10 @@ def of_config_error(name: str, problem: ConfigError | str) -> Finding:
     """A ConfigError ends with what to do, after its last semicolon."""
     found, separator, cure = str(problem).rpartition("; ")
     return error(name, found, cure) if separator else error(name, cure, "change that setting")
+
+
+def untried(name: str, problem: Problem) -> Finding:
+    return warning(name, problem.text, "mend what is wrong above, and look again")
 
 
 def as_text(places: Mapping[str, Sequence[Finding]]) -> str:

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import pickle
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 
 from rlflow.environment_remote import RemoteHost
 from rlflow.envs.base import Environment, Program
 from rlflow.errors import ConfigError, DeadlineError, EnvironmentFailure, EnvironmentLost
+from rlflow.limits import memory_bytes
 
 MAX_RESTART_WAIT_S = 60.0
 _CLOSED = "the environment processes were closed"
@@ -187,16 +186,6 @@ class _Slot:
     @property
     def is_open(self) -> bool:
         return self.host is not None and not self.host.refuses.is_set()
-
-
-def memory_bytes() -> int:
-    """Of this machine, or of the control group (version 2) that this process is in, if that has less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total
 
 
 def _pickled(build: Callable[..., Environment | Program]) -> bytes:

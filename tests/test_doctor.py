@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -16,11 +17,13 @@ import pytest
 import rlflow
 from rlflow.cli import main
 from rlflow.config import Config, Placement, Transport
+from rlflow.doctor.answering import Question, topics_of
 from rlflow.doctor.check_cluster import check_links, check_nodes, pairs_of
 from rlflow.doctor.check_machine import check_machine
 from rlflow.doctor.check_run import check_address, check_placement, check_run
 from rlflow.doctor.check_software import check_software, is_in_range
 from rlflow.doctor.facts import (
+    Fine,
     Link,
     MachineFacts,
     ModelReport,
@@ -34,12 +37,12 @@ from rlflow.doctor.facts import (
     Tried,
     VllmFacts,
 )
-from rlflow.doctor.findings import Finding, Level, of_config_error
-from rlflow.doctor.limits import Limits, read_limits, read_memory
-from rlflow.doctor.machine import is_proxied, probe_space, ray_folder
+from rlflow.doctor.findings import Finding, Level, as_json, as_text, of_config_error
+from rlflow.doctor.machine import hub_folder, is_proxied, probe_space, ray_folder
 from rlflow.doctor.needs import Needs, needs_of
 from rlflow.doctor.packages import probe_packages
-from rlflow.doctor.render import as_json, as_text
+from rlflow.doctor.trials import ask
+from rlflow.limits import Limits, memory_bytes, read_limits, read_memory
 from rlflow.models import resolve_model
 
 GIB = 2**30
@@ -71,6 +74,7 @@ FACTS = MachineFacts(
     shared=Space(path="/dev/shm", total=32 * GIB, free=30 * GIB),
     run_dir=ROOMY,
     ray_dir=replace(ROOMY, path="/tmp/ray"),
+    hub_dir=replace(ROOMY, path="/data/hub"),
     open_files=(1024, 65536),
     loopback_problem="",
     hostname_problem="",
@@ -102,6 +106,8 @@ TRIED = Tried(
     vllm=VLLM,
     size=ModelSize(num_parameters=1000, num_trained=1000, memory={"engine": 5, "trainer": 7}, fullest_gpu=40 * GIB),
     model=ModelReport(folder="/models/small", template=(("plain", 0, ""), ("tools", 0, ""))),
+    engine=Fine(),
+    environment=Fine(),
     ray=RAY,
     sandbox="namespaces",
 )
@@ -113,7 +119,7 @@ def faults(findings: Sequence[Finding]) -> list[tuple[str, str, str, str]]:
 
 
 def test_a_machine_that_is_fit() -> None:
-    findings = [*check_software(FACTS, TRIED, NEEDS), *check_machine(FACTS, NEEDS, computes=True)]
+    findings = [*check_software(FACTS, TRIED, NEEDS), *check_machine(FACTS, TRIED, NEEDS, computes=True)]
     findings += check_run(Config(), FACTS, TRIED)
     assert faults(findings) == []
     assert [each.name for each in findings] == [
@@ -124,7 +130,7 @@ def test_a_machine_that_is_fit() -> None:
 
 
 def test_a_head_that_computes_nothing_has_no_lines_about_computing() -> None:
-    findings = check_machine(replace(FACTS, memory_available=GIB), NEEDS, computes=False)
+    findings = check_machine(replace(FACTS, memory_available=GIB), TRIED, NEEDS, computes=False)
     assert faults(findings) == []
     assert {"processors", "memory", "shared memory"}.isdisjoint(each.name for each in findings)
 
@@ -208,7 +214,7 @@ def test_a_head_that_computes_nothing_has_no_lines_about_computing() -> None:
     ],
 )
 def test_a_machine_with_one_fault(changes: dict[str, Any], level: str, name: str, found: str, cure: str) -> None:
-    [fault] = faults(check_machine(replace(FACTS, **changes), NEEDS, computes=True))
+    [fault] = faults(check_machine(replace(FACTS, **changes), TRIED, NEEDS, computes=True))
     assert fault[:2] == (level, name)
     assert found in fault[2]
     assert cure in fault[3]
@@ -223,9 +229,10 @@ def test_a_machine_with_one_fault(changes: dict[str, Any], level: str, name: str
     ],
 )
 def test_variables_that_do_no_harm_here(environment: dict[str, str]) -> None:
-    assert faults(check_machine(replace(FACTS, environment=environment), NEEDS, computes=True)) == []
+    assert faults(check_machine(replace(FACTS, environment=environment), TRIED, NEEDS, computes=True)) == []
 
 
+UNTRIED = Problem(text="not tried: the process had ended before", is_untried=True)
 ON_GPUS = {"gpu_devices": 2, "vllm": "vllm", "driver": "590.44.01"}
 
 
@@ -264,6 +271,17 @@ ON_GPUS = {"gpu_devices": 2, "vllm": "vllm", "driver": "590.44.01"}
             "too old",
             "driver for CUDA 13.0 or later (here is 590.44.01)",
         ),
+        (
+            {},
+            {"torch": replace(CUDA, gpus=(), cuda_problem="no driver")},
+            "error",
+            "GPUs",
+            "there are none (no driver), and this torch is built for CUDA 13.0",
+            "docker run --gpus all; a limit nvidia.com/gpu), or install the CPU build",
+        ),
+        ({"vllm": "vllm"}, {"vllm": Problem(text="no libcuda")}, "error", "vLLM", "needs a GPU", "nvidia.com/gpu"),
+        ({}, {"vllm": UNTRIED}, "warning", "vLLM", "not tried: the process had ended before", "look again"),
+        ({}, {"torch": UNTRIED}, "warning", "torch", "not tried: the process had ended before", "look again"),
         (ON_GPUS, {"torch": replace(CUDA, gpus=())}, "warning", "GPUs", "sees none", "--gpus all"),
         (
             ON_GPUS,
@@ -306,6 +324,16 @@ def test_gpus_are_named_and_nccl_has_a_line_with_them_only() -> None:
     assert "NCCL" not in found
 
 
+def test_gpus_without_device_files_are_those_that_torch_sees() -> None:
+    facts = replace(FACTS, vllm="vllm", environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    tried = replace(TRIED, torch=CUDA, vllm=replace(VLLM, platform="cuda"))
+    assert faults(check_software(facts, tried, NEEDS)) == []
+    needs = replace(NEEDS, memory=1000 * GIB)  # of GPUs
+    assert [fault[:2] for fault in faults(check_machine(facts, tried, needs, computes=True))] == [
+        ("error", "environment")
+    ]
+
+
 def test_what_only_some_runs_need_is_an_error_for_them() -> None:
     needs = replace(NEEDS, extras=("lora",), runs_programs=True)
     findings = check_software(FACTS, replace(TRIED, sandbox=Problem(text="refused")), needs)
@@ -320,6 +348,10 @@ ABSENT = Problem(text="not here", is_absent=True)
     ("tried", "environment", "level", "name", "found", "cure"),
     [
         ({"size": ABSENT, "model": ABSENT}, {}, "warning", "model", "downloads it first", "hf download a/b"),
+        ({"size": ABSENT, "model": ABSENT}, {}, "warning", "model", "50.00 GiB free in /data/hub", "hf download a/b"),
+        ({"engine": UNTRIED}, {}, "warning", "engine", "not tried", "look again"),
+        ({"environment": UNTRIED}, {}, "warning", "tasks", "not tried", "look again"),
+        ({"model": UNTRIED}, {}, "warning", "model", "not tried", "look again"),
         ({"size": ABSENT, "model": ABSENT}, {"HF_HUB_OFFLINE": "1"}, "error", "model", "HF_HUB_OFFLINE", "unset"),
         (
             {"model": Problem(text="model.path: /m has no tokenizer; save it there", is_setting=True)},
@@ -375,6 +407,65 @@ def test_a_run_with_one_fault(
     assert cure in fault[3]
 
 
+@pytest.mark.parametrize(
+    ("hub_dir", "found"),
+    [
+        (Space(path="/hub", total=0, free=0, problem="Read-only file system"), "/hub cannot be written (Read-only"),
+        (Space(path="/hub", total=GIB, free=10 << 20), "10.00 MiB free in /hub"),
+    ],
+)
+def test_where_a_model_cannot_be_downloaded_to(hub_dir: Space, found: str) -> None:
+    facts = replace(FACTS, hub_dir=hub_dir)
+    [fault] = faults(check_run(Config(), facts, replace(TRIED, size=ABSENT, model=ABSENT)))
+    assert fault[:2] == ("error", "model")
+    assert found in fault[2]
+    assert "HF_HOME" in fault[3]
+    assert faults(check_run(Config(), facts, TRIED)) == []  # the model is here
+
+
+def test_what_was_not_tried_has_no_line() -> None:
+    config = Config()
+    config.reward.model = "/judge"
+    names = [each.name for each in check_run(config, FACTS, replace(TRIED, environment=None))]
+    assert names == ["model", "chat template"]
+    names = [each.name for each in check_run(config, FACTS, replace(TRIED, reward_model=Fine()))]
+    assert names == ["model", "chat template", "reward model", "tasks"]
+
+
+DIES = """
+import json, os, socket, sys
+connection = socket.socket(fileno=int(sys.argv[1]))
+with connection.makefile("rb") as stream:
+    first, *_ = json.loads(stream.read(int.from_bytes(stream.read(4), "big")))["topics"]
+content = json.dumps([first, None]).encode()
+connection.sendall(len(content).to_bytes(4, "big") + content)
+os._exit(3)
+"""
+
+
+def test_what_comes_after_the_end_of_a_process_was_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tree(tmp_path, {"dies_after_one.py": DIES})
+    monkeypatch.syspath_prepend(tmp_path)
+    config = Config()
+    config.reward.model = "/judge"
+    topics = topics_of(config, is_run=True, computes=True)
+    assert topics == ["torch", "vllm", "size", "model", "reward_model", "engine", "environment"]
+    question = Question(config={}, is_run=True, topics=topics[3:], environment={})
+    answers = asyncio.run(ask("dies_after_one", "the process", question))
+    assert answers == {
+        "model": Fine(),
+        "reward_model": Problem(text="the process exited with code 3"),
+        "engine": UNTRIED,
+        "environment": UNTRIED,
+    }
+
+
+def test_only_what_there_is_to_try() -> None:
+    assert topics_of(Config(), is_run=False, computes=False) == []
+    assert topics_of(Config(), is_run=False, computes=True) == ["torch", "vllm"]
+    assert topics_of(Config(), is_run=True, computes=False) == ["size", "model", "environment"]
+
+
 def test_what_goes_where_has_a_line_for_each_machine() -> None:
     lines = check_placement(("a: 1 of 2 GPUs; engine 0", "b: 1 of 2 GPUs; trainer 0"), "")
     assert [each.found for each in lines] == ["a: 1 of 2 GPUs; engine 0", "b: 1 of 2 GPUs; trainer 0"]
@@ -401,6 +492,7 @@ def test_what_a_run_needs() -> None:
     needs = needs_of(config, size, is_run=True)
     assert (needs.weights, needs.object_store, needs.checkpoints, needs.memory) == (0, 0, 12_000, 0)
     assert (needs.sleeps, needs.runs_programs, needs.extras) == (True, True, ("deepspeed",))
+    assert Config().weights.transport is None
     assert needs_of(Config(), ABSENT, is_run=False).weights == 512 << 20
 
 
@@ -527,6 +619,10 @@ def test_limits_of_control_groups_version_1(tmp_path: Path) -> None:
 def test_memory_of_the_machine(tmp_path: Path) -> None:
     root = write_tree(tmp_path, {"proc/meminfo": "MemTotal:  100 kB\nMemFree: 5 kB\nMemAvailable:  40 kB\n"})
     assert read_memory(root) == (102_400, 40_960)
+    assert memory_bytes(root) == 102_400
+    write_tree(root, {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "5000\n"})
+    write_tree(root, {"sys/fs/cgroup/a/memory.current": "10\n"})
+    assert memory_bytes(root) == 5000
 
 
 @pytest.mark.parametrize(
@@ -549,6 +645,13 @@ def test_where_ray_writes() -> None:
     assert ray_folder({"RAY_TMPDIR": "/a", "TMPDIR": "/b"}) == Path("/a/ray")
     assert ray_folder({"TMPDIR": "/b"}) == Path("/b/ray")
     assert ray_folder({}) == Path("/tmp/ray")
+
+
+def test_where_models_of_the_hub_are() -> None:
+    assert hub_folder({"HF_HUB_CACHE": "/c", "HF_HOME": "/h"}) == Path("/c")
+    assert hub_folder({"HF_HOME": "/h", "XDG_CACHE_HOME": "/x"}) == Path("/h/hub")
+    assert hub_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/huggingface/hub")
+    assert hub_folder({}) == Path.home() / ".cache/huggingface/hub"
 
 
 def test_room_is_that_of_the_nearest_folder_that_exists(tmp_path: Path) -> None:
@@ -624,6 +727,10 @@ def test_lines_are_aligned_and_further_machines_are_short() -> None:
     [
         (["doctor", "run.stepz=3"], "stepz"),
         (["doctor", "--cluster"], "--cluster has no effect without cluster.address; add cluster=ray"),
+        (
+            ["doctor", "cluster=kuberay", "--cluster"],
+            "kubectl exec -it POD -- rlflow doctor cluster=ray --cluster",
+        ),
     ],
 )
 def test_a_wrong_command(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What `libraries` and `ray_trial` have in common: one question comes, an answer for each topic goes.
+"""What a process of `libraries` is asked, and how it answers: one question comes, an answer for each topic goes.
 
 Both are frames of JSON (`rlflow.child`): a Question -> [topic, null | {"found": ...} | {"problem": ...}] ...
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, TypedDict
 
@@ -18,7 +18,7 @@ from rlflow.doctor.facts import Problem
 from rlflow.errors import ConfigError, describe_failure
 
 Probe = Callable[[], Any]
-"""Returns a data class, None where there is nothing to say, or a Problem; or raises."""
+"""Returns a data class, None where all is fine and there is no more to say, or a Problem; or raises."""
 
 
 class Question(TypedDict):
@@ -26,12 +26,28 @@ class Question(TypedDict):
     """As `rundir.plain` writes it."""
     is_run: bool
     """Whether these are the settings of a run, rather than none in particular."""
-    computes: bool
-    """Whether engines or trainers may be on this machine."""
+    topics: list[str]
+    """In the order in which they are tried."""
+    environment: dict[str, str]
+    """What `Child` gives to no process, and this one needs: the keys of the Ray cluster that it joins."""
 
 
-def config_of(question: Question) -> Config:
-    """The settings of a question."""
+def topics_of(config: Config, *, is_run: bool, computes: bool) -> list[str]:
+    """`is_run`: whether the settings are those of a run; `computes`: whether engines or trainers may be on this
+    machine."""
+    topics = {
+        "torch": computes,
+        "vllm": computes,
+        "size": is_run,
+        "model": is_run,
+        "reward_model": is_run and config.reward.model is not None,
+        "engine": is_run and computes,
+        "environment": is_run,
+    }
+    return [topic for topic, is_wanted in topics.items() if is_wanted]
+
+
+def _config_of(question: Question) -> Config:
     from omegaconf import OmegaConf
 
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), question["config"]))
@@ -39,15 +55,17 @@ def config_of(question: Question) -> Config:
     return config
 
 
-def serve(socket_fd: int, probes: Callable[[Question], list[tuple[str, Probe]]]) -> None:
+def serve(socket_fd: int, probes: Callable[[Config, bool], Mapping[str, Probe]]) -> None:
     """Answer one question, and end this process with all that it has started."""
     # The doctor downloads nothing.
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", TOKENIZERS_PARALLELISM="false")
     _silence()
     with socket.socket(fileno=socket_fd) as connection:
-        question = json.loads(_read_frame(connection))
-        for topic, probe in probes(question):
-            connection.sendall(frame_of(json.dumps([topic, _answer(probe)]).encode()))
+        question: Question = json.loads(_read_frame(connection))
+        os.environ.update(question["environment"])
+        by_topic = probes(_config_of(question), question["is_run"])
+        for topic in question["topics"]:
+            connection.sendall(frame_of(json.dumps([topic, _answer(by_topic[topic])]).encode()))
     os._exit(0)  # nobody waits for threads of a library
 
 

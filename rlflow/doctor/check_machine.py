@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlflow.doctor.facts import MachineFacts, Space
+from rlflow.doctor.facts import MachineFacts, Space, Tried, count_gpus
 from rlflow.doctor.findings import Finding, error, ok, warning
 from rlflow.doctor.needs import Needs
 from rlflow.dry_run.memory import size
@@ -24,12 +24,13 @@ SOCKET_PATH = 107
 RAY_SOCKET = "/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
 
 
-def check_machine(facts: MachineFacts, needs: Needs, *, computes: bool) -> list[Finding]:
+def check_machine(facts: MachineFacts, tried: Tried, needs: Needs, *, computes: bool) -> list[Finding]:
     """`computes`: whether engines or trainers may be here."""
+    num_gpus = count_gpus(facts, tried)
     findings = [_clock(facts), _open_files(facts), *_loopback(facts)]
     if computes:
-        findings += [_cpus(facts), _memory(facts, needs), _shared(facts.shared, needs)]
-    return [*findings, _run_dir(facts.run_dir, needs), *_ray_dir(facts.ray_dir), *_environment(facts, needs)]
+        findings += [_cpus(facts), _memory(facts, needs, num_gpus), _shared(facts.shared, needs)]
+    return [*findings, _run_dir(facts.run_dir, needs), *_ray_dir(facts.ray_dir), *_environment(facts, needs, num_gpus)]
 
 
 def _clock(facts: MachineFacts) -> Finding:
@@ -60,13 +61,13 @@ def _cpus(facts: MachineFacts) -> Finding:
     return ok("processors", f"{facts.cpus}")
 
 
-def _memory(facts: MachineFacts, needs: Needs) -> Finding:
+def _memory(facts: MachineFacts, needs: Needs, num_gpus: int) -> Finding:
     free = facts.memory_available
     of = f"of {size(facts.memory_total)}"
     if facts.memory_limit is not None and facts.memory_left is not None and facts.memory_left < free:
         free, of = facts.memory_left, f"of the {size(facts.memory_limit)} that the control group grants"
     text = f"{size(free)} free {of}"
-    if not facts.gpu_devices and needs.memory > free:
+    if not num_gpus and needs.memory > free:
         return warning(
             "memory",
             f"{text}; the processes of the run may take up to {size(needs.memory)}",
@@ -171,9 +172,9 @@ def _loopback(facts: MachineFacts) -> Iterator[Finding]:
         yield ok("host name", f"{facts.hostname} resolves")
 
 
-def _environment(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
+def _environment(facts: MachineFacts, needs: Needs, num_gpus: int) -> Iterator[Finding]:
     name = "environment"
-    found = [*_hidden_gpus(facts), *_memory_of_cuda(facts, needs), *_threads(facts), *_proxies(facts)]
+    found = [*_hidden_gpus(facts), *_memory_of_cuda(facts, needs, num_gpus), *_threads(facts), *_proxies(facts)]
     mode = facts.environment.get("RAY_AUTH_MODE", "")
     if mode.lower() == "token" and not facts.has_token:
         found.append(
@@ -196,10 +197,10 @@ def _hidden_gpus(facts: MachineFacts) -> Iterator[Finding]:
         )
 
 
-def _memory_of_cuda(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
+def _memory_of_cuda(facts: MachineFacts, needs: Needs, num_gpus: int) -> Iterator[Finding]:
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         value = facts.environment.get(variable, "")
-        if facts.gpu_devices and needs.sleeps and "expandable_segments:true" in value.lower().replace(" ", ""):
+        if num_gpus and needs.sleeps and "expandable_segments:true" in value.lower().replace(" ", ""):
             yield error(
                 "environment",
                 f"{variable}={value}, with which engines cannot sleep (cluster.placement=colocated)",

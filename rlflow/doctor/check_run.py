@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from rlflow.config import Config
-from rlflow.doctor.facts import MachineFacts, ModelReport, ModelSize, Problem, RayFacts, Tried
-from rlflow.doctor.findings import Finding, error, of_config_error, ok, warning
+from rlflow.doctor.facts import Fine, MachineFacts, ModelReport, ModelSize, Problem, RayFacts, Tried
+from rlflow.doctor.findings import Finding, error, of_config_error, ok, untried, warning
+from rlflow.doctor.needs import SMALLEST_WEIGHTS
+from rlflow.dry_run.memory import size
 
 
 def check_run(config: Config, facts: MachineFacts, tried: Tried) -> list[Finding]:
     """Findings about the settings of a run."""
     findings = check_placement(tried.ray.placed, tried.ray.misfit) if isinstance(tried.ray, RayFacts) else []
-    findings += [*_model(config.model.path, tried, facts.environment)]
-    if config.reward.model is not None:
-        findings += [*_reward_model(config.reward.model, tried.reward_model, facts.environment)]
+    findings += [*_model(config.model.path, tried, facts)]
+    if config.reward.model is not None and tried.reward_model is not None:
+        findings.append(_reward_model(config.reward.model, tried.reward_model, facts))
     if isinstance(tried.engine, Problem):
         findings.append(_problem("engine", tried.engine))
     if isinstance(tried.environment, Problem):
         findings.append(_problem("tasks", tried.environment))
-    else:
+    elif isinstance(tried.environment, Fine):
         findings.append(ok("tasks", f"env.name={config.env.name} and its reward load"))
     return findings
 
@@ -43,17 +45,17 @@ def check_address(config: Config, environment: Mapping[str, str]) -> list[Findin
     ]
 
 
-def _model(path: str, tried: Tried, environment: Mapping[str, str]) -> Iterator[Finding]:
-    model, size = tried.model, tried.size
-    if isinstance(size, Problem) and not size.is_absent:
-        yield _problem("model", size)
+def _model(path: str, tried: Tried, facts: MachineFacts) -> Iterator[Finding]:
+    model, config_json = tried.model, tried.size
+    if isinstance(config_json, Problem) and not config_json.is_absent:
+        yield _problem("model", config_json)
     if isinstance(model, Problem):
         if model.is_absent:
-            yield _absent("model", path, environment)
-        elif model != size:  # where config.json is missing, both say so
+            yield _absent("model", path, facts)
+        elif model != config_json:  # where config.json is missing, both say so
             yield _problem("model", model)
     elif model is not None:
-        parameters = f"{size.num_parameters:,} parameters, " if isinstance(size, ModelSize) else ""
+        parameters = f"{config_json.num_parameters:,} parameters, " if isinstance(config_json, ModelSize) else ""
         yield ok("model", f"{path}: {parameters}{model.folder}")
         yield from _template(model)
 
@@ -79,26 +81,34 @@ def _takes(model: ModelReport, refused: Mapping[str, str]) -> str:
     return f"keeps what was sampled: {', '.join(kept)}{not_taken}"
 
 
-def _reward_model(path: str, problem: Problem | None, environment: Mapping[str, str]) -> Iterator[Finding]:
-    if problem is None:
-        yield ok("reward model", path)
-    elif problem.is_absent:
-        yield _absent("reward model", path, environment)
-    else:
-        yield _problem("reward model", problem)
+def _reward_model(path: str, answer: Fine | Problem, facts: MachineFacts) -> Finding:
+    if isinstance(answer, Fine):
+        return ok("reward model", path)
+    if answer.is_absent:
+        return _absent("reward model", path, facts)
+    return _problem("reward model", answer)
 
 
-def _absent(name: str, path: str, environment: Mapping[str, str]) -> Finding:
-    if environment.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+def _absent(name: str, path: str, facts: MachineFacts) -> Finding:
+    folder = facts.hub_dir
+    if facts.environment.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         return error(
             name,
             f"{path} is not in the hub's cache, and HF_HUB_OFFLINE forbids to download it",
             f"unset HF_HUB_OFFLINE, or bring it: hf download {path}",
         )
-    return warning(name, f"{path} is not in the hub's cache: a run downloads it first", f"hf download {path}")
+    cure = "set HF_HOME to a folder on a file system with room"
+    if folder.problem:
+        return error(name, f"{path} is to be downloaded, and {folder.path} cannot be written ({folder.problem})", cure)
+    room = f"{size(folder.free)} free in {folder.path}"
+    if folder.free < SMALLEST_WEIGHTS:
+        return error(name, f"{path} is to be downloaded: {room}", cure)
+    return warning(name, f"{path} is not in the hub's cache: a run downloads it first; {room}", f"hf download {path}")
 
 
 def _problem(name: str, problem: Problem) -> Finding:
+    if problem.is_untried:
+        return untried(name, problem)
     if problem.is_setting:
         return of_config_error(name, problem.text)
     return error(

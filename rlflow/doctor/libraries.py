@@ -1,20 +1,21 @@
-"""The process that tries what a run would load: `python -m rlflow.doctor.libraries SOCKET_FD LIFE_FD`.
+"""The process that tries what a run would load, or Ray as a run would start or join it.
 
-A library that crashes or hangs costs only what comes after it. Messages are those of `answering`.
+`python -m rlflow.doctor.libraries SOCKET_FD LIFE_FD`; a library that crashes or hangs costs only what comes after it.
+Messages are those of `answering`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from rlflow.supervisor import supervise
 
 if TYPE_CHECKING:
     from rlflow.config import Config
-    from rlflow.doctor.answering import Probe, Question
-    from rlflow.doctor.facts import ModelReport, ModelSize, Problem, TorchFacts, VllmFacts
+    from rlflow.doctor.answering import Probe
+    from rlflow.doctor.facts import ModelReport, ModelSize, Problem, RayFacts, TorchFacts, VllmFacts
 
 
 def main(socket_fd: int, life_fd: int) -> None:
@@ -25,23 +26,19 @@ def main(socket_fd: int, life_fd: int) -> None:
     serve(socket_fd, _probes)
 
 
-def _probes(question: Question) -> list[tuple[str, Probe]]:
+def _probes(config: Config, is_run: bool) -> Mapping[str, Probe]:
     from functools import partial
 
-    from rlflow.doctor.answering import config_of
-
-    probes: list[tuple[str, Probe]] = []
-    if question["computes"]:
-        probes += [("torch", _torch), ("vllm", _vllm)]
-    if not question["is_run"]:
-        return probes
-    config = config_of(question)
-    probes += [("size", partial(_size, config)), ("model", partial(_model, config))]
-    if config.reward.model is not None:
-        probes += [("reward_model", partial(_reward_model, config))]
-    if question["computes"]:
-        probes += [("engine", partial(_engine, config))]
-    return [*probes, ("environment", partial(_environment, config))]
+    return {
+        "torch": _torch,
+        "vllm": _vllm,
+        "size": partial(_size, config),
+        "model": partial(_model, config),
+        "reward_model": partial(_reward_model, config),
+        "engine": partial(_engine, config),
+        "environment": partial(_environment, config),
+        "ray": partial(_ray, config, is_run=is_run),
+    }
 
 
 def _torch() -> TorchFacts:
@@ -184,6 +181,21 @@ def _environment(config: Config) -> None:
     from rlflow.environments import load_environment
 
     load_environment(config.env, config.reward)
+
+
+def _ray(config: Config, *, is_run: bool) -> RayFacts:
+    import ray
+
+    from rlflow.cluster.start import ray_cluster
+    from rlflow.doctor.nodes import read_cluster
+
+    with ray_cluster(config):
+        ray.get(ray.remote(_nothing).options(num_cpus=0).remote())
+        return read_cluster(config, is_run=is_run)
+
+
+def _nothing() -> None:
+    """What a worker does to show that it can be started."""
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import rlflow
 from rlflow.doctor.facts import MachineFacts, Space
-from rlflow.doctor.limits import read_limits, read_memory
 from rlflow.doctor.packages import installed, probe_packages
+from rlflow.limits import read_limits, read_memory
 
 SHARED_MEMORY = Path("/dev/shm")
 CONNECT_TIMEOUT_S = 5.0
@@ -77,6 +77,7 @@ def probe_machine(run_dir: Path, stopwatch: Stopwatch, environment: Mapping[str,
         shared=probe_space(SHARED_MEMORY),
         run_dir=probe_space(run_dir),
         ray_dir=probe_space(ray_folder(environment)),
+        hub_dir=probe_space(hub_folder(environment)),
         open_files=(soft, hard),
         loopback_problem=_loopback_problem(),
         hostname_problem=_hostname_problem(),
@@ -94,6 +95,13 @@ def ray_folder(environment: Mapping[str, str]) -> Path:
     """Where Ray keeps its sessions."""
     root = environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or "/tmp"
     return Path(root) / "ray"
+
+
+def hub_folder(environment: Mapping[str, str]) -> Path:
+    """Where huggingface_hub keeps models, in the order in which it looks."""
+    caches = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    home = environment.get("HF_HOME") or f"{caches}/huggingface"
+    return Path(environment.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
 
 
 def probe_space(folder: Path) -> Space:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlflow.algorithms.chosen import needs_critic
 from rlflow.cluster.gpus import gpu_plan
-from rlflow.config import Backend, Config, Placement, Transport, object_store_bytes, sends_adapters
+from rlflow.config import Backend, Config, Placement, Transport, object_store_bytes, sends_adapters, transport_of
 from rlflow.doctor.facts import ModelSize, Problem
 from rlflow.rollout.engine_setup import BYTES_PER_ELEMENT
 
@@ -59,7 +59,7 @@ def _memory(config: Config, model: ModelSize) -> int:
 
 
 def _weights(config: Config, model: ModelSize | None) -> int:
-    if config.weights.transport is not Transport.shm or sends_adapters(config):
+    if transport_of(config) is not Transport.shm or sends_adapters(config):
         return 0
     if model is None:
         return SMALLEST_WEIGHTS

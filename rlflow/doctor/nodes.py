@@ -56,7 +56,7 @@ class Visitor:
 
     def look(self, config: Config, run_dir: str, computes: bool) -> Seen:
         """All that can be found out without the settings of a run, which are for the driver to check."""
-        from rlflow.doctor.look import look
+        from rlflow.doctor.trials import look
 
         environment = _environment_of_node()
         # Ray hides the GPUs from this actor, which asked for none.

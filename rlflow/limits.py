@@ -30,7 +30,8 @@ def read_limits(root: Path = Path("/")) -> Limits:
     """The tightest limits of the groups from this process's own up to the top, for both versions of control groups."""
     cpus: list[float] = []
     memory: list[tuple[int, int]] = []
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.is_file() else []:
         _, controllers, path = line.split(":", 2)
         for folder in _folders(root / "sys/fs/cgroup", controllers, path):
             cpus += _quota(folder)
@@ -40,6 +41,13 @@ def read_limits(root: Path = Path("/")) -> Limits:
         memory=min((limit for limit, _ in memory), default=None),
         memory_left=min((max(0, limit - used) for limit, used in memory), default=None),
     )
+
+
+def memory_bytes(root: Path = Path("/")) -> int:
+    """Of this machine, or of the control groups that this process is in, if they grant less."""
+    total, _ = read_memory(root)
+    limit = read_limits(root).memory
+    return total if limit is None else min(total, limit)
 
 
 def _folders(top: Path, controllers: str, path: str) -> Iterator[Path]:

@@ -135,12 +135,7 @@ def _last_saved(run_dir: RunDir) -> str:
     return f"step {steps[-1]} is the last that was saved" if steps else "nothing has been saved yet"
 
 
-def _after(
-    error: WorkerLost | PayloadLost,
-    run: _Run,
-    observer: RunObserver,
-    restarts: Restarts,
-) -> _Run:
+def _after(error: WorkerLost | PayloadLost, run: _Run, observer: RunObserver, restarts: Restarts) -> _Run:
     """The run from its newest checkpoint on; raises the error when it has been there too often."""
     run_dir = rewound(run.run_dir)
     state = _state_of(run_dir)

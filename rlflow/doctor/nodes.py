@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlflow.cluster.devices import machines_of_nodes, nodes_there
 from rlflow.cluster.gpus import check_gpus
+from rlflow.cluster.misfit import check_counts
 from rlflow.cluster.placement import describe, fit
 from rlflow.config import Config
 from rlflow.doctor.facts import Link, RayFacts, Seen
@@ -116,6 +117,7 @@ def _placed(config: Config, nodes: Mapping[str, Any]) -> tuple[str, ...]:
     machines = machines_of_nodes(nodes, is_joined=is_joined)
     num_gpus = sum(machine.gpus for machine in machines)
     check_gpus(config, num_gpus)
+    check_counts(config.cluster.pools, machines)
     return tuple(describe(fit(config, machines), machines)) if is_joined or num_gpus else ()
 
 

@@ -13,12 +13,12 @@ from typing import Any, cast
 import pytest
 import ray
 from ray import cloudpickle
-from ray.exceptions import TaskCancelledError
+from ray.exceptions import ObjectLostError, RayError, RayTaskError, TaskCancelledError
 
 from rlflow.cluster.calls import DISK, WATCH, RayTrainer, answer, ended, open_calls
 from rlflow.cluster.start import ray_cluster
 from rlflow.config import Config, TrainerConfig
-from rlflow.errors import ConfigError, DeadlineError, RunError, WorkerError, WorkerLost
+from rlflow.errors import ConfigError, DeadlineError, PayloadLost, RunError, WorkerError, WorkerLost
 from rlflow.roles import StepOutcome
 
 pytestmark = pytest.mark.slow
@@ -78,6 +78,24 @@ async def test_open_calls_are_told_by_kind() -> None:
         future.set_result(7)
     assert await asyncio.gather(*calls) == [7, 7]
     assert open_calls() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ObjectLostError("00", b"", ""), "^what the clerk answered was stored on a machine that is lost$"),
+        (
+            RayTaskError("file", "", ObjectLostError("00", b"", "")),
+            "^what the clerk was to read was stored on a machine that is lost$",
+        ),
+    ],
+)
+async def test_what_is_lost_with_a_machine_is_no_lost_worker(error: RayError, message: str) -> None:
+    reference = asyncio.get_running_loop().create_future()
+    reference.set_exception(error)
+    with pytest.raises(PayloadLost, match=message) as raised:
+        await answer("clerk", reference)
+    assert not isinstance(raised.value, WorkerLost)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ NOTICE_S = 60.0
 async def unless_lost(fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`.
 
-    Raises WorkerLost, with the fleet and the work ended, when a process of `fleet.vital` is lost before; so does a
-    PayloadLost of the work end the fleet.
+    Raises WorkerLost, with the fleet and the work ended, when a process of `fleet.vital` is lost before; a PayloadLost
+    of the work is raised as it is, with the fleet ended too.
     """
     working, watching = asyncio.create_task(work), asyncio.create_task(_first_lost(fleet))
     try:

@@ -117,8 +117,11 @@ class Devices:
     def _names(self, nodes: Mapping[str, Any]) -> list[str]:
         """The machine that each slot got."""
         names = {node["NodeID"]: name for name, node in nodes.items()}
-        tables = {group.id: placement_group_table(group)["bundles_to_node_id"] for group in self._groups}
-        found = (tables[group.id][index] for group, index in map(self._bundles.__getitem__, range(len(self._bundles))))
+        nodes_of: dict[Any, dict[int, str]] = {
+            group.id: placement_group_table(group)["bundles_to_node_id"] for group in self._groups
+        }
+        places = [self._bundles[number] for number in range(len(self._bundles))]
+        found = [nodes_of[group.id][index] for group, index in places]
         return [names.get(node, node) for node in found]
 
     def machines(self) -> dict[Process, dict[str, str]]:

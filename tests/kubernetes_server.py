@@ -78,7 +78,7 @@ def serving(server: Server) -> Iterator[Server]:
         server.port = runner.addresses[0][1]
 
     loop.run_until_complete(start())
-    thread = threading.Thread(target=loop.run_forever)
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     try:
         yield server

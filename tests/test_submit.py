@@ -20,10 +20,11 @@ from ray.job_submission import JobDetails, JobStatus, JobType
 
 from rlflow.cli import main
 from rlflow.config import Config
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, RunError
 from rlflow.submit.check import check_run
-from rlflow.submit.command import parse
+from rlflow.submit.command import _hand_over, parse
 from rlflow.submit.following import ConnectionLost, Follower, Waits
+from rlflow.submit.job import MaybeStarted
 from rlflow.submit.package import Package, Source, collect, write
 from rlflow.submit.ray_client import UnknownJob, open_client
 from rlflow.submit.ray_job import tell_end
@@ -461,6 +462,10 @@ def dashboard(status: int, body: str) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(body.encode())
 
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
         def log_message(self, format: str, *args: object) -> None:
             pass
 
@@ -500,3 +505,28 @@ def test_an_unknown_job_is_said_to_be_unknown() -> None:
         client._address = address
         with pytest.raises(UnknownJob, match="has no job a"):
             client.get_job_info("a")
+
+
+def test_a_start_without_an_answer_may_have_been_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with dashboard(200, json.dumps({"ray_version": "2.60.0"})) as address:
+        client = open_client(address)
+    with pytest.raises(MaybeStarted, match="did not answer: "):  # nobody listens there any more
+        client.submit_job(entrypoint="x")
+    with dashboard(503, "busy") as address:
+        client._address = address
+        with pytest.raises(MaybeStarted, match="answers 503: busy"):
+            client.submit_job(entrypoint="x")
+    with dashboard(400, "no") as address:
+        client._address = address
+        with pytest.raises(RunError, match="refuses: no"):
+            client.submit_job(entrypoint="x")
+
+    def start() -> None:
+        raise MaybeStarted("no answer")
+
+    config = on_ray()
+    assert _hand_over(config, parse([]), make_job(config, [], TIME), start, len) == 75
+    said = capsys.readouterr().err
+    assert (
+        f"no answer; it may have been started all the same:\njob smoke-{TIME}, run.dir /shared/run\nfollow it: " in said
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rlflow.config import Config, KubernetesConfig, PoolConfig, Process, Scheduler
+from rlflow.config import Config, KubernetesConfig, OnExists, PoolConfig, Process, Scheduler
 from rlflow.errors import ConfigError
 
 _SIZES = ("machines", "cpus", "gpus", "memory_gb")
@@ -88,6 +88,11 @@ def _check_kubernetes(config: Config) -> None:
         raise ConfigError(
             f"cluster.address={config.cluster.address} contradicts cluster.kubernetes.image: the job joins the cluster "
             "that it was given; set it to auto, or the image to null"
+        )
+    if config.run.on_exists is not OnExists.resume:
+        raise ConfigError(
+            f"run.on_exists={config.run.on_exists.value} contradicts cluster.kubernetes, where a job that failed is "
+            "started again with the same run.dir; set it to resume, and choose another run.dir to start over"
         )
     if not config.cluster.pools:
         raise ConfigError("cluster.kubernetes needs cluster.pools, of which its pods are made; give at least one")

@@ -416,7 +416,8 @@ class KubernetesConfig:
     head_cpus: int = 4
     head_memory_gb: float = 16.0
     retries: int = 3
-    """How often the job is started again, from its last checkpoint, when its head or its trainer was lost."""
+    """How often the job is started again, from its last checkpoint, when it failed, of whatever; KubeRay cannot tell a
+    lost head from an error. A lost trainer alone counts only when the driver could not make up for it."""
     scheduler: Scheduler = Scheduler.default
     queue: str | None = None
     """The scheduler's; for kueue, volcano and kai."""

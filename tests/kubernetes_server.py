@@ -78,7 +78,7 @@ def serving(server: Server) -> Iterator[Server]:
         server.port = runner.addresses[0][1]
 
     loop.run_until_complete(start())
-    thread = threading.Thread(target=loop.run_forever)
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     try:
         yield server
@@ -231,7 +231,9 @@ async def _stream(request: web.Request, lines: list[str], *, cut: bool = False) 
 async def _list_workloads(request: web.Request) -> web.Response:
     server = request.app[_SERVER]
     assert request.query["labelSelector"] == "kueue.x-k8s.io/job-uid=job-1"
-    return web.json_response({"items": [{"metadata": {"name": name}} for name in server.workloads]})
+    return web.json_response(
+        {"items": [{"metadata": {"name": name}} | found for name, found in server.workloads.items()]}
+    )
 
 
 async def _patch_workload(request: web.Request) -> web.Response:

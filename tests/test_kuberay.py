@@ -106,14 +106,15 @@ def test_the_api_server_would_refuse_a_field_that_does_not_exist() -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_an_overlay_is_what_the_command_at_its_top_prints(overlay: str) -> None:
-    built = kustomize(ROOT / "k8s" / "overlays" / overlay)
-    assert built["RayJob"] == rendered(*overlay_words(overlay), name=overlay)
-    assert built["PersistentVolumeClaim"]["metadata"]["name"] == "rlflow"
+    file = ROOT / "k8s" / "overlays" / overlay / "rayjob.yaml"
+    assert yaml.safe_load(file.read_text()) == rendered(*overlay_words(overlay), name=overlay)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_other_parts_of_an_overlay_are_what_the_api_server_takes(overlay: str) -> None:
     built = kustomize(ROOT / "k8s" / "overlays" / overlay)
+    assert built["RayJob"]["metadata"]["name"] == overlay
+    assert built["PersistentVolumeClaim"]["metadata"]["name"] == "rlflow"
     for kind in ("PersistentVolumeClaim", "NetworkPolicy"):
         check_kubernetes(built[kind])
 
@@ -267,11 +268,11 @@ def test_pods_end_when_the_run_is_saved() -> None:
     rayjob = rendered("recipe=smoke", "cluster=kuberay", "deadlines.checkpoint_s=90.5", "run.dir=/rlflow/runs/smoke-1")
     head, worker, _ = (template["spec"] for template in pod_templates(rayjob))
     stop = head["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-    assert stop == ["rlflow", "stop", "/rlflow/runs/smoke-1", "--timeout", "91"]
+    assert stop == ["rlflow", "stop", "/rlflow/runs/smoke-1", "--timeout", "3391"]
     wait = worker["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-    assert wait == ["flock", "--shared", "--wait", "91", "/rlflow/runs/smoke-1/.lock", "true"]
-    assert head["terminationGracePeriodSeconds"] == worker["terminationGracePeriodSeconds"] == 151
-    assert {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": "91"} in head["containers"][0]["env"]
+    assert wait == ["flock", "--shared", "--wait", "3391", "/rlflow/runs/smoke-1/.lock", "true"]
+    assert head["terminationGracePeriodSeconds"] == worker["terminationGracePeriodSeconds"] == 3451
+    assert {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": "3391"} in head["containers"][0]["env"]
 
 
 def test_other_pods_wait_for_the_lock_of_the_run(tmp_path: Path) -> None:
@@ -280,7 +281,7 @@ def test_other_pods_wait_for_the_lock_of_the_run(tmp_path: Path) -> None:
     head, worker, _ = (template["spec"] for template in pod_templates(rayjob))
     folder, here = "/rlflow/runs/smoke-1", str(tmp_path / "smoke-1")
     make, wait = (
-        [word.replace(folder, here).replace("1800", "0") for word in command]
+        [word.replace(folder, here).replace("5100", "0") for word in command]
         for command in (
             head["initContainers"][0]["command"],
             worker["containers"][0]["lifecycle"]["preStop"]["exec"]["command"],
@@ -330,6 +331,12 @@ def test_yaml_says_the_same() -> None:
     text = to_yaml(rayjob)
     assert yaml.safe_load(text) == rayjob
     assert "&id" not in text and text.startswith("apiVersion: ray.io/v1\nkind: RayJob\n")
+
+
+@pytest.mark.parametrize("on_exists", ["fresh", "fail"])
+def test_a_retry_can_only_go_on(on_exists: str) -> None:
+    with pytest.raises(ConfigError, match=f"run.on_exists={on_exists} contradicts .*; set it to resume"):
+        checked("recipe=smoke", "cluster=kuberay", f"run.on_exists={on_exists}")
 
 
 def test_names_that_kubernetes_would_refuse_are_refused_first() -> None:

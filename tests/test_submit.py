@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import sys
 import threading
 import zipfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 import yaml
@@ -18,14 +20,15 @@ from ray.job_submission import JobDetails, JobStatus, JobType
 
 from rlflow.cli import main
 from rlflow.config import Config
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, RunError
 from rlflow.submit.check import check_run
-from rlflow.submit.command import parse
+from rlflow.submit.command import _hand_over, parse
 from rlflow.submit.following import ConnectionLost, Follower, Waits
+from rlflow.submit.job import MaybeStarted
 from rlflow.submit.package import Package, Source, collect, write
 from rlflow.submit.ray_client import UnknownJob, open_client
 from rlflow.submit.ray_job import tell_end
-from rlflow.submit.words import driver_words, how_to_go_on, job_name, make_job, run_dir_of
+from rlflow.submit.words import config_folder, driver_words, how_to_go_on, job_name, make_job, run_dir_of, where
 
 TIME = "20260102-030405"
 Cli = Callable[..., tuple[int, str, str]]
@@ -100,13 +103,13 @@ def test_where_the_run_directory_is() -> None:
 
 
 def test_the_words_that_lead_back() -> None:
-    assert how_to_go_on("smoke-1", on_ray().cluster).splitlines() == [
+    assert how_to_go_on("smoke-1", where(on_ray().cluster)).splitlines() == [
         "follow it: rlflow submit --attach smoke-1 cluster=ray cluster.address=http://head:8265",
         "stop it:   rlflow submit --stop smoke-1 cluster=ray cluster.address=http://head:8265",
     ]
     config = on_kubernetes()
     config.cluster.kubernetes.namespace = "team"
-    assert "--stop smoke-1 cluster=kuberay cluster.kubernetes.namespace=team" in how_to_go_on("smoke-1", config.cluster)
+    assert where(config.cluster) == "cluster=kuberay cluster.kubernetes.namespace=team"
 
 
 def test_submits_options_are_not_the_drivers() -> None:
@@ -180,6 +183,15 @@ def test_a_dry_run_for_kubernetes(cli: Cli) -> None:
     assert rayjob["spec"]["entrypoint"] == (
         f"python -m rlflow train recipe=smoke cluster=kuberay_cpu run.dir=/rlflow/runs/{name} cluster.address=auto"
     )
+
+
+def test_nobody_reads_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        assert main(["submit", "recipe=smoke", "cluster=kuberay_cpu", "--dry-run"]) == 141
 
 
 @pytest.mark.parametrize(
@@ -316,6 +328,19 @@ def test_on_kubernetes_files_are_on_the_claim(tmp_path: Path, monkeypatch: pytes
         check_run(config, ())
 
 
+def test_the_folder_of_settings_goes_along_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert config_folder(["recipe=smoke", "x=1"]) is None
+    for words in (["--config-dir", "mine"], ["--config-dir=mine"], ["-cd", "mine"]):
+        assert config_folder(["recipe=smoke", *words, "x=1"]) == PurePosixPath("mine")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    assert check_run(on_ray(), packaged("mine/cluster/big.yaml"), Path("mine")) == []
+    assert check_run(on_ray(), packaged("cluster/big.yaml"), Path()) == []
+    with pytest.raises(ConfigError, match="--config-dir names mine, which does not go along"):
+        check_run(on_ray(), packaged("my.py"), Path("mine"))
+    assert check_run(on_kubernetes(), (), Path("mine")) == ["--config-dir: the job looks for /rlflow/mine"]
+
+
 # -- following
 
 
@@ -390,6 +415,13 @@ async def test_no_answer_is_no_failure_of_the_job() -> None:
         await follow(ScriptedJobs([["one\n", BROKEN]], [UnknownJob("no job a")]))
 
 
+async def test_a_log_that_cannot_be_read_is_said_once() -> None:
+    jobs = ScriptedJobs([[BROKEN], [BROKEN], [BROKEN], ["one\n"]], [JobStatus.PENDING] + [JobStatus.RUNNING] * 2)
+    assert await follow(jobs) == ("one\n", [f"the job runs, but its log cannot be read ({BROKEN}); trying again"])
+    starting = ScriptedJobs([[BROKEN], [BROKEN], ["one\n"]], [JobStatus.PENDING] * 2)
+    assert await follow(starting) == ("one\n", [])
+
+
 async def test_a_reader_who_has_left_is_no_lost_connection() -> None:
     def show(text: str) -> None:
         raise BrokenPipeError
@@ -406,6 +438,7 @@ async def test_a_reader_who_has_left_is_no_lost_connection() -> None:
         (JobStatus.FAILED, 143, 143, "was stopped"),  # by `rlflow stop`, or a node that was taken away
         (JobStatus.FAILED, 2, 2, "failed with exit code 2; the lines above say why; submit again with run.dir=/r"),
         (JobStatus.FAILED, -9, 137, "failed by signal 9"),
+        (JobStatus.FAILED, 127, 127, "no such command: `python` must be on the PATH of the cluster's Ray processes"),
         (JobStatus.FAILED, None, 1, "failed; submit again with run.dir=/r .*\nRay says"),
     ],
 )
@@ -428,6 +461,10 @@ def dashboard(status: int, body: str) -> Iterator[str]:
             self.send_response(status)
             self.end_headers()
             self.wfile.write(body.encode())
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -468,3 +505,28 @@ def test_an_unknown_job_is_said_to_be_unknown() -> None:
         client._address = address
         with pytest.raises(UnknownJob, match="has no job a"):
             client.get_job_info("a")
+
+
+def test_a_start_without_an_answer_may_have_been_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with dashboard(200, json.dumps({"ray_version": "2.60.0"})) as address:
+        client = open_client(address)
+    with pytest.raises(MaybeStarted, match="did not answer: "):  # nobody listens there any more
+        client.submit_job(entrypoint="x")
+    with dashboard(503, "busy") as address:
+        client._address = address
+        with pytest.raises(MaybeStarted, match="answers 503: busy"):
+            client.submit_job(entrypoint="x")
+    with dashboard(400, "no") as address:
+        client._address = address
+        with pytest.raises(RunError, match="refuses: no"):
+            client.submit_job(entrypoint="x")
+
+    def start() -> None:
+        raise MaybeStarted("no answer")
+
+    config = on_ray()
+    assert _hand_over(config, parse([]), make_job(config, [], TIME), start, len) == 75
+    said = capsys.readouterr().err
+    assert (
+        f"no answer; it may have been started all the same:\njob smoke-{TIME}, run.dir /shared/run\nfollow it: " in said
+    )

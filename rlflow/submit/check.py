@@ -22,13 +22,15 @@ _MODELS = ("model.path", "reward.model")
 MAX_PATH = 1000
 
 
-def check_run(config: Config, packaged: Collection[str]) -> list[str]:
+def check_run(config: Config, packaged: Collection[str], config_folder: Path | None = None) -> list[str]:
     """Raise ConfigError for what would end the run on the cluster; what could not be checked here, for a person.
 
     `packaged` are the files that go along to a Ray cluster, relative to the current directory. None go to Kubernetes.
+    `config_folder` is what --config-dir names.
     """
     on_kubernetes = config.cluster.kubernetes.image is not None
-    files = list(_files(config))
+    files = [("--config-dir", config_folder)] if config_folder else []
+    files += _files(config)
     if not on_kubernetes:
         for key, path in files:
             if not path.is_absolute() and path.exists():
@@ -66,8 +68,7 @@ def _check_code(config: Config) -> list[str]:
 
 def _check_goes_along(key: str, path: Path, packaged: Collection[str]) -> None:
     """Of a file or folder that is here and is named from the current directory."""
-    name = str(path)
-    if not any(each == name or each.startswith(f"{name}/") for each in packaged):
+    if not any(Path(each).is_relative_to(path) for each in packaged):
         raise ConfigError(
             f"{key} names {path}, which does not go along with the job: it is outside of the working directory, or "
             ".gitignore, .rayignore or rlflow leaves it out; move it, or give an absolute path that the cluster sees"

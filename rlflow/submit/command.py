@@ -6,14 +6,16 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from rlflow.compose import Report, train
 from rlflow.config import Config
 from rlflow.errors import ConfigError
-from rlflow.submit.words import how_to_go_on, make_job
+from rlflow.submit.exit_codes import LOST, UNREAD
+from rlflow.submit.job import Job, MaybeStarted
+from rlflow.submit.words import config_folder, how_to_go_on, make_job, where
 
 _SWEEPS = ("-m", "--multirun")
 
@@ -33,6 +35,8 @@ class _Options(argparse.Namespace):
 def submit(arguments: Sequence[str], report: Report) -> int:
     """Run `rlflow submit ARGUMENTS`; the exit code: the job's, or 0 with --detach, --dry-run and --stop.
 
+    LOST when the cluster does not answer, UNREAD when nobody reads what is shown.
+
     Raises ConfigError when nothing can be composed.
     """
     options = parse(arguments)
@@ -45,7 +49,13 @@ def submit(arguments: Sequence[str], report: Report) -> int:
             raise ConfigError(f"--working-dir {options.working_dir} is not a folder; give the one with your code")
         options.wheel = [wheel.absolute() for wheel in options.wheel]
         os.chdir(options.working_dir)  # relative paths mean what they will mean in the job
-    return train(words, report, partial(_run, options=options), needs_recipe=not is_there)
+    try:
+        code = train(words, report, partial(_run, options=options), needs_recipe=not is_there)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # Python would complain when it flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
 
 
 def parse(arguments: Sequence[str]) -> _Options:
@@ -118,13 +128,11 @@ def _on_ray(config: Config, options: _Options) -> int:
     job = make_job(config, options.words, time.strftime("%Y%m%d-%H%M%S"))
     machines = machines_taken(config)
     package = collect(None if options.wheel and options.working_dir is None else Path.cwd(), options.wheel)
-    _note(check_run(config, package))
+    _note(check_run(config, package, _config_folder(options)))
     if options.dry_run:
         _show_plan(machines, jobs.plan(job, package))
         return 0
-    jobs.start(job, package)
-    print(f"job {job.name}, run.dir {job.run_dir}\n{how_to_go_on(job.name, config.cluster)}", flush=True)
-    return 0 if options.detach else jobs.follow(job.name)
+    return _hand_over(config, options, job, partial(jobs.start, job, package), jobs.follow)
 
 
 def _on_kubernetes(config: Config, options: _Options) -> int:
@@ -145,14 +153,30 @@ def _on_kubernetes(config: Config, options: _Options) -> int:
         return Kubernetes(namespace).follow(options.attach)
     job = make_job(config, options.words, time.strftime("%Y%m%d-%H%M%S"))
     rayjob, machines = render(config, job), machines_taken(config)
-    _note(check_run(config, ()))
+    _note(check_run(config, (), _config_folder(options)))
     if options.dry_run:
         _show_plan(machines, to_yaml(rayjob))
         return 0
     cluster = Kubernetes(namespace)
-    cluster.apply(rayjob)
-    print(f"run.dir {job.run_dir}, on the claim\n{how_to_go_on(job.name, config.cluster)}", flush=True)
-    return 0 if options.detach else cluster.follow(job.name)
+    return _hand_over(config, options, job, partial(cluster.apply, rayjob), cluster.follow)
+
+
+def _hand_over(
+    config: Config, options: _Options, job: Job, start: Callable[[], None], follow: Callable[[str], int]
+) -> int:
+    what = f"job {job.name}, run.dir {job.run_dir}\n{how_to_go_on(job.name, where(config.cluster))}"
+    try:
+        start()
+    except MaybeStarted as error:
+        print(f"rlflow: {error}; it may have been started all the same:\n{what}", file=sys.stderr)
+        return LOST
+    print(what, flush=True)
+    return 0 if options.detach else follow(job.name)
+
+
+def _config_folder(options: _Options) -> Path | None:
+    folder = config_folder(options.words)
+    return None if folder is None else Path(folder)
 
 
 def _show_plan(machines: Sequence[str], plan: str) -> None:

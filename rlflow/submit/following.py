@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+from ray.job_submission import JobDetails, JobStatus
 
 from rlflow.errors import RunError, first_line
 from rlflow.submit.ray_client import UNREACHABLE
-
-if TYPE_CHECKING:
-    from ray.job_submission import JobDetails
 
 
 class Jobs(Protocol):
@@ -33,6 +32,14 @@ class Waits:
     """After which a log without new lines makes us ask whether the cluster is still there."""
     reconnect_s: float = 300.0
     """After which such a log is asked for anew: connections are dropped without a word."""
+
+
+_UNREAD = 2
+"""A log that could not be read so many times in a row is worth a word."""
+
+
+class _NothingComes(ConnectionError):
+    """The log may be dead, or have nothing to say."""
 
 
 class ConnectionLost(RunError):
@@ -61,6 +68,8 @@ class Follower:
         self._tell = tell
         self._shown = shown
         self._waits = waits or Waits()
+        self._unread = 0
+        """How often in a row the log broke off before its first line."""
 
     async def ended(self) -> JobDetails:
         """How the job ended, once its log was shown.
@@ -78,6 +87,8 @@ class Follower:
                     return details
                 ended = details.status.is_terminal()  # then once more, for the rest of the log
                 answered_s, is_lost = clock(), False
+                if details.status is JobStatus.RUNNING and self._unread == _UNREAD:
+                    self._tell(f"the job runs, but its log cannot be read ({problem}); trying again")
             except UNREACHABLE as error:
                 if clock() - answered_s > self._waits.give_up_s:
                     reason = first_line(error)
@@ -100,6 +111,7 @@ class Follower:
                 except RunError:
                     raise
                 except (*UNREACHABLE, RuntimeError) as error:  # the latter is Ray's client's for a broken connection
+                    self._unread = 0 if seen or isinstance(error, _NothingComes) else self._unread + 1
                     return first_line(error)
                 if text is None:
                     return None
@@ -119,7 +131,7 @@ class Follower:
             while not (await asyncio.wait([coming], timeout=self._waits.quiet_s))[0]:
                 quiet_s += self._waits.quiet_s
                 if (await self._details()).status.is_terminal() or quiet_s >= self._waits.reconnect_s:
-                    raise ConnectionError("nothing comes any more")
+                    raise _NothingComes("nothing comes any more")
             return coming.result()
         finally:
             if not coming.done():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from rlflow.errors import RunError
+
 CLAIM = PurePosixPath("/rlflow")
 """Where all pods see cluster.kubernetes.claim; also where they work, so that `reward.py:score` is a file on it."""
 RUNS = CLAIM / "runs"
@@ -19,3 +21,7 @@ class Job:
     run of the first."""
     words: tuple[str, ...]
     """The command that the driver is started with: rlflow train recipe=... run.dir=..."""
+
+
+class MaybeStarted(RunError):
+    """A job was asked for, and there was no answer that says whether there is one now."""

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NoReturn
 
-from rlflow.errors import ConfigError, RunError
+from rlflow.errors import ConfigError
+from rlflow.submit.exit_codes import LOST
+from rlflow.submit.job import MaybeStarted
 from rlflow.submit.kubernetes_client import Client, Refused, Unreachable
 from rlflow.submit.pods import Tree
 from rlflow.submit.rayjob_state import State, log_place, newest_with_log, state_of, waiting_for
 from rlflow.submit.timestamps import Position
+from rlflow.submit.words import how_to_go_on, on_kubernetes
 
 _RAYJOBS = "/apis/ray.io/v1/namespaces/{namespace}/rayjobs"
 _KUEUE = "/apis/kueue.x-k8s.io"
@@ -41,7 +45,7 @@ class Kubernetes:
 
     def apply(self, rayjob: Tree) -> None:
         """Make a RayJob. Raises ConfigError when KubeRay, the claim or a secret is missing, when there is a RayJob of
-        that name, and for what else the API server refuses."""
+        that name, and for what else the API server refuses, MaybeStarted when it does not say so."""
         self._check_kuberay()
         pod = rayjob["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
         for volume in pod["volumes"]:
@@ -53,37 +57,43 @@ class Kubernetes:
         try:
             # Strict: an operator that is too old to know a field would otherwise drop it, authentication for example.
             self._client.post(self._rayjobs, rayjob, {"fieldValidation": "Strict"})
+        except Unreachable as error:
+            raise MaybeStarted(str(error)) from error
         except Refused as refusal:
+            if refusal.status >= 500:
+                raise MaybeStarted(f"the API server said {refusal.status}: {refusal.message}") from refusal
             self._explain(refusal, name)
         self._show(f"RayJob {name} is in namespace {self._namespace}")
 
     def follow(self, name: str) -> int:
         """Show what becomes of a RayJob and the log of its driver, until it ends; the exit code that it stands for.
 
-        Ctrl-C only ends the following: 0. Raises ConfigError when there is no such RayJob, RunError when the API server
-        cannot be reached for minutes or no longer answers.
+        Ctrl-C only ends the following: 0. LOST when the API server cannot be reached for minutes, or does not let us
+        look. Raises ConfigError when there is no such RayJob.
         """
         try:
             return self._follow(name)
         except KeyboardInterrupt:
-            self._show(f"\nno longer following; {name} goes on. {self._hints(name)}")
+            self._show(f"\nno longer following; {name} goes on\n{self._how_to_go_on(name)}")
             return 0
         except Unreachable as error:
-            raise RunError(f"{error}; {name} goes on. {self._hints(name)}") from error
+            self._show(f"{error}; {name} may well go on\n{self._how_to_go_on(name)}")
+            return LOST
         except Refused as refusal:
             said = f"the API server said {refusal.status}: {refusal.message}"
-            raise RunError(f"{name} cannot be followed, but goes on; {said}. {self._hints(name)}") from refusal
+            self._show(f"{name} cannot be followed, and may well go on; {said}\n{self._how_to_go_on(name)}")
+            return LOST
 
     def stop(self, name: str) -> str:
         """Have a RayJob end its pods, which save first; says what was done. It can be let go again.
 
         Raises ConfigError when there is no such RayJob.
         """
-        rayjob = self._get(name)
-        state = state_of(rayjob)
-        if state.exit_code is not None:
-            return f"{name} has ended already: {state}"
         try:
+            rayjob = self._get(name)
+            state = self._state(rayjob)
+            if state.exit_code is not None:
+                return f"{name} has ended already: {state}"
             again = self._deactivate(rayjob) if state.queued_by_kueue else self._suspend(name)
         except Refused as refusal:
             self._explain(refusal, name)
@@ -138,7 +148,7 @@ class Kubernetes:
         if refusal.status == 409:
             said = (
                 f"there is a RayJob {name} in namespace {self._namespace} already; it is left as it is: submit "
-                f"again under another name, or: {self._hints(name)}"
+                f"again under another name, or\n{self._how_to_go_on(name)}"
             )
         elif refusal.status in (401, 403):
             said = f"this is not allowed in namespace {self._namespace}; {said}"
@@ -146,19 +156,16 @@ class Kubernetes:
             said = f"the RayJob was refused, by an operator older than KubeRay 1.6 or a rule of the cluster; {said}"
         raise ConfigError(said) from refusal
 
-    def _hints(self, name: str) -> str:
-        where = f"cluster=kuberay cluster.kubernetes.namespace={self._namespace}"
-        return (
-            f"To follow it: rlflow submit --attach {name} {where}; to have it save and stop: "
-            f"rlflow submit --stop {name} {where}"
-        )
+    def _how_to_go_on(self, name: str) -> str:
+        return how_to_go_on(name, on_kubernetes(self._namespace))
 
     def _get(self, name: str) -> Tree:
+        """Raises ConfigError when there is no such RayJob, Refused for all else."""
         try:
             return self._client.get(f"{self._rayjobs}/{name}")
         except Refused as refusal:
             if refusal.status != 404:
-                self._explain(refusal, name)
+                raise
             raise ConfigError(
                 f"there is no RayJob {name} in namespace {self._namespace}; kubectl get rayjobs lists those there are"
             ) from refusal
@@ -170,21 +177,39 @@ class Kubernetes:
 
     def _deactivate(self, rayjob: Tree) -> str:
         """Kueue lets a job go again that was suspended by somebody else; its Workload is what it looks at."""
-        version = self._client.get(_KUEUE)["preferredVersion"]["version"]
-        workloads = f"{_KUEUE}/{version}/namespaces/{self._namespace}/workloads"
-        selector = {"labelSelector": f"kueue.x-k8s.io/job-uid={rayjob['metadata']['uid']}"}
-        names = [workload["metadata"]["name"] for workload in self._client.get(workloads, selector)["items"]]
+        path, workloads = self._workloads(rayjob)
+        names = [workload["metadata"]["name"] for workload in workloads]
         for name in names:
-            self._client.patch(f"{workloads}/{name}", {"spec": {"active": False}})
+            self._client.patch(f"{path}/{name}", {"spec": {"active": False}})
         active = json.dumps({"spec": {"active": True}})
         return f"kubectl patch workload {' '.join(names)} --type merge -p '{active}'"
+
+    def _workloads(self, rayjob: Tree) -> tuple[str, list[Tree]]:
+        """Where Kueue's Workloads are, and those of a RayJob: one, as soon as Kueue has seen it."""
+        version = self._client.get(_KUEUE)["preferredVersion"]["version"]
+        path = f"{_KUEUE}/{version}/namespaces/{self._namespace}/workloads"
+        selector = {"labelSelector": f"kueue.x-k8s.io/job-uid={rayjob['metadata']['uid']}"}
+        return path, self._client.get(path, selector)["items"]
+
+    def _state(self, rayjob: Tree) -> State:
+        state = state_of(rayjob)
+        if not state.waits_in_queue:
+            return state
+        try:
+            _, workloads = self._workloads(rayjob)
+        except Refused as refusal:
+            if refusal.status not in (403, 404):
+                raise
+            return state  # who may not look at Workloads sees it wait
+        active = [workload.get("spec", {}).get("active", True) for workload in workloads]
+        return replace(state, deactivated=bool(active) and not any(active))
 
     def _follow(self, name: str) -> int:
         shown: State | None = None
         log = _Log()
         pending = ""
         for rayjob in self._states(name):
-            state = state_of(rayjob)
+            state = self._state(rayjob)
             if state.exit_code is not None:
                 self._show_log(rayjob, log)
                 self._show(f"{name}: {state}")
@@ -215,7 +240,7 @@ class Kubernetes:
                     next(lines, None)
             except Refused as refusal:
                 if refusal.status != 410:  # that version is too long ago
-                    self._explain(refusal, name)
+                    raise
             except Unreachable:
                 continue  # whether it can be reached at all, the next look tells
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlflow.config import Config, PoolConfig
 from rlflow.run_lock import NAME as LOCK
+from rlflow.stopping import seconds_to_stop
 from rlflow.submit.job import CLAIM, Job
 
 PART_OF = {"app.kubernetes.io/part-of": "rlflow"}
@@ -81,7 +82,7 @@ def labels(job: Job) -> dict[str, str]:
 
 def stop_seconds(config: Config) -> int:
     """How long a pod may take to end: the step in hand is finished and saved."""
-    return math.ceil(config.deadlines.checkpoint_s)
+    return math.ceil(seconds_to_stop(config.deadlines))
 
 
 def _ray_container(config: Config, name: str, resources: Tree) -> Tree:

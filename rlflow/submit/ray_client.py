@@ -15,7 +15,8 @@ from ray.dashboard.modules.job import sdk
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
-from rlflow.errors import ConfigError, RunError
+from rlflow.errors import ConfigError, RunError, first_line
+from rlflow.submit.job import MaybeStarted
 
 CONNECT_S = 10.0
 ANSWER_S = 120.0
@@ -33,16 +34,27 @@ class JobClient(JobSubmissionClient):
     """Ray's own waits for an answer for as long as it takes."""
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> requests.Response:
-        response = super()._do_request(method, endpoint, timeout=(CONNECT_S, ANSWER_S), **options)
+        starts_job = (method, endpoint) == ("POST", "/api/jobs/")
+        try:
+            response = super()._do_request(method, endpoint, timeout=(CONNECT_S, ANSWER_S), **options)
+        except UNREACHABLE as error:
+            if starts_job:
+                raise MaybeStarted(f"the cluster at {self._address} did not answer: {first_line(error)}") from error
+            raise
+        if starts_job and response.status_code >= 500:
+            raise MaybeStarted(f"the cluster at {self._address} answers {response.status_code}: {_reason(response)}")
         if response.status_code == 404 and endpoint.startswith("/api/jobs/"):
             raise UnknownJob(f"the cluster at {self._address} has no job {endpoint.split('/')[3]}")
         return response
 
     def _raise_error(self, r: requests.Response) -> NoReturn:
-        reason = r.text.strip().splitlines()[-1:] or [r.reason]
         if r.status_code >= 500:  # such as no agent that answers yet, or any more
-            raise ConnectionError(f"the cluster at {self._address} answers {r.status_code}: {reason[0]}")
-        raise RunError(f"the cluster at {self._address} refuses: {reason[0]}")
+            raise ConnectionError(f"the cluster at {self._address} answers {r.status_code}: {_reason(r)}")
+        raise RunError(f"the cluster at {self._address} refuses: {_reason(r)}")
+
+
+def _reason(response: requests.Response) -> str:
+    return (response.text.strip().splitlines()[-1:] or [response.reason])[0]
 
 
 def open_client(address: str) -> JobClient:

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import shlex
-import signal
 import sys
 import tempfile
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
+from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus
 
 from rlflow.config import Config
-from rlflow.errors import ConfigError, RunError
+from rlflow.errors import ConfigError, RunError, first_line
 from rlflow.stopping import seconds_to_stop
+from rlflow.submit.exit_codes import INTERRUPTED, LOST, STOPPED
 from rlflow.submit.following import ConnectionLost, Follower
 from rlflow.submit.job import Job
 from rlflow.submit.package import Package, describe, write
 from rlflow.submit.ray_client import JobClient, UnknownJob, open_client, understood
-from rlflow.submit.words import how_to_go_on
+from rlflow.submit.words import how_to_go_on, where
 
-LOST = 75
-"""Exit code when the cluster does not answer any more: that of a failure which may pass (EX_TEMPFAIL)."""
-INTERRUPTED, STOPPED = 128 + signal.SIGINT, 128 + signal.SIGTERM
-"""As of a run that these have ended before its last step."""
-UNREAD = 128 + signal.SIGPIPE
+_NOT_FOUND = 127
+"""Of a shell that has no such command."""
 _RUN_DIR = "run.dir"
 _STOP_S = "seconds_to_stop"
 
@@ -53,8 +51,11 @@ class RayJobs:
         return yaml.safe_dump(asked, sort_keys=False, width=10_000)
 
     def start(self, job: Job, package: Package) -> None:
-        """Send the code and start the job. Raises ConfigError when the cluster does not take it."""
-        client = open_client(self._address)
+        """Send the code and start the job.
+
+        Raises ConfigError when the cluster does not take it, MaybeStarted when it does not say so.
+        """
+        client = self._client
         with understood(self._address), tempfile.TemporaryDirectory() as folder:
             archive = None
             if package:
@@ -69,37 +70,36 @@ class RayJobs:
 
     def follow(self, name: str) -> int:
         """Show a job's log until it ends; exit code: its own, LOST, or 0 after Ctrl-C, when it goes on."""
-        client = open_client(self._address)
-        with understood(self._address):
-            return self._follow(client, name, shown=0)
+        return self._follow(name, shown=0)
 
     def stop(self, name: str) -> int:
         """Have a job finish its step, save and end, and wait for that; exit code 0 when it has ended so."""
-        client = open_client(self._address)
+        shown, client = 0, self._client
         with understood(self._address):
             details = client.get_job_info(name)
-            if details.status.is_terminal():
-                print(f"job {name} had already ended: {details.status.value}")
-                return 0
-            shown = len(client.get_job_logs(name))
-            client.stop_job(name)
-            _tell(f"job {name} finishes its step and saves; Ctrl-C leaves it to that")
-            seconds = float((details.metadata or {}).get(_STOP_S, self._stop_s))
-            code = self._follow(client, name, shown=shown, seconds=seconds)
+            if not details.status.is_terminal():
+                shown = len(client.get_job_logs(name))
+                client.stop_job(name)
+        if details.status.is_terminal():
+            print(f"job {name} had already ended: {details.status.value}")
+            return 0
+        _tell(f"job {name} finishes its step and saves; Ctrl-C leaves it to that")
+        code = self._follow(name, shown=shown, seconds=float((details.metadata or {}).get(_STOP_S, self._stop_s)))
         return 0 if code == STOPPED else code
 
-    def _follow(self, client: JobClient, name: str, *, shown: int, seconds: float | None = None) -> int:
-        follower = Follower(client, name, _show, _tell, shown=shown)
+    @cached_property
+    def _client(self) -> JobClient:
+        return open_client(self._address)
+
+    def _follow(self, name: str, *, shown: int, seconds: float | None = None) -> int:
+        follower = Follower(self._client, name, _show, _tell, shown=shown)
         try:
             details = asyncio.run(_within(follower, name, seconds))
         except KeyboardInterrupt:
-            _tell(f"\nthe job goes on\n{how_to_go_on(name, self._cluster)}")
+            _tell(f"\nthe job goes on\n{how_to_go_on(name, where(self._cluster))}")
             return 0
-        except BrokenPipeError:  # nobody reads on, as behind `| head`; Python would complain when it flushes at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return UNREAD
-        except ConnectionLost as error:
-            _tell(f"{error}; the job may well go on\n{how_to_go_on(name, self._cluster)}")
+        except (ConnectionLost, AuthenticationError) as error:
+            _tell(f"{first_line(error)}; the job may well go on\n{how_to_go_on(name, where(self._cluster))}")
             return LOST
         except UnknownJob as error:
             raise RunError(
@@ -155,6 +155,8 @@ def tell_end(details: JobDetails) -> int:
         _tell(f"job {name} failed; {again}\n{details.message}")
         return 1
     ended_by = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+    if code == _NOT_FOUND:
+        ended_by += ", as of no such command: `python` must be on the PATH of the cluster's Ray processes"
     _tell(f"job {name} failed {ended_by}; the lines above say why; {again}")
     return 128 - code if code < 0 else code
 

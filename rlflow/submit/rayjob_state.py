@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlflow.submit.exit_codes import INTERRUPTED, STOPPED
 from rlflow.submit.pods import Tree
-
-_STOPPED = 143
-"""That of a driver that was asked to end: 128 + SIGTERM."""
 
 _SUBMITTER = "ray-job-submitter"
 _MEANINGS = {
@@ -23,6 +22,9 @@ _MEANINGS = {
     "Failed": "failed",
 }
 
+_ENDED_BY_SIGNAL = re.compile(rf"Job entrypoint command failed with exit code ({INTERRUPTED:d}|{STOPPED:d})\b")
+"""As Ray says it, and KubeRay passes it on."""
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class State:
@@ -35,19 +37,27 @@ class State:
     """Name of its RayCluster; empty while it has none."""
     message: str
     queued_by_kueue: bool
+    deactivated: bool = False
+    """In its queue, so that Kueue lets it go no more by itself; its Workload says so."""
 
     @property
     def exit_code(self) -> int | None:
         """None while it goes on."""
-        if self.deployment == "Suspended" and not self.queued_by_kueue:
-            return _STOPPED
+        if self.deployment == "Suspended" and not self.waits_in_queue:
+            return STOPPED
         if self.deployment not in ("Complete", "Failed"):
             return None
-        return {"SUCCEEDED": 0, "STOPPED": _STOPPED}.get(self.job, 1)
+        if self.job == "FAILED" and (ended := _ENDED_BY_SIGNAL.match(self.message)):
+            return int(ended[1])
+        return {"SUCCEEDED": 0, "STOPPED": STOPPED}.get(self.job, 1)
+
+    @property
+    def waits_in_queue(self) -> bool:
+        return self.deployment == "Suspended" and self.queued_by_kueue and not self.deactivated
 
     def __str__(self) -> str:
         meaning = _MEANINGS.get(self.deployment, "")
-        if self.deployment == "Suspended" and self.queued_by_kueue:
+        if self.waits_in_queue:
             meaning = "waits in its queue"
         words = [meaning, f"job {self.job}" if self.job else ""]
         if self.failures:

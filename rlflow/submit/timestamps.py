@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable
 
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?Z ?(.*)", re.DOTALL)
-_MARGIN_SECONDS = 60
-"""For clocks that differ, and for what the way takes; what was seen already is left out by its timestamp."""
 
 
 class Position:
     """The place after the last line that was read."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
+    def __init__(self) -> None:
         self._last = ("", "")
-        self._read_at: float | None = None
         self._catching_up = False
 
     def advance(self, line: str) -> str | None:
@@ -29,12 +23,16 @@ class Position:
         self._catching_up = self._catching_up and moment <= self._last
         if self._catching_up:
             return None
-        self._last, self._read_at = moment, self._now()
+        self._last = moment
         return match[3]
 
     def query(self) -> dict[str, str]:
-        """What to ask the API server for, so that it need not send everything again."""
-        if self._read_at is None:
+        """What to ask the API server for, so that it need not send everything again.
+
+        It takes whole seconds; what was seen of the first one is left out by its timestamp.
+        """
+        second, _ = self._last
+        if not second:
             return {}
         self._catching_up = True
-        return {"sinceSeconds": str(int(self._now() - self._read_at) + _MARGIN_SECONDS)}
+        return {"sinceTime": f"{second}Z"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 from collections.abc import Sequence
@@ -65,20 +66,28 @@ def driver_words(words: Sequence[str], run_dir: str) -> tuple[str, ...]:
     return (*kept, f"run.dir={_quoted(run_dir)}", "cluster.address=auto")
 
 
+def config_folder(words: Sequence[str]) -> PurePosixPath | None:
+    """The folder with configuration files of the user's own."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", type=PurePosixPath)
+    return parser.parse_known_args(words)[0].config_dir
+
+
 def where(cluster: ClusterConfig) -> str:
     """The words that lead back to the same cluster."""
     if cluster.kubernetes.image is None:
         return shlex.join(["cluster=ray", f"cluster.address={cluster.address}"])
-    namespace = cluster.kubernetes.namespace
+    return on_kubernetes(cluster.kubernetes.namespace)
+
+
+def on_kubernetes(namespace: str | None) -> str:
+    """As `where`; None is the kubeconfig's own namespace."""
     return shlex.join(["cluster=kuberay", *([f"cluster.kubernetes.namespace={namespace}"] if namespace else [])])
 
 
-def how_to_go_on(name: str, cluster: ClusterConfig) -> str:
-    """For somebody who leaves a job alone."""
-    return (
-        f"follow it: rlflow submit --attach {name} {where(cluster)}\n"
-        f"stop it:   rlflow submit --stop {name} {where(cluster)}"
-    )
+def how_to_go_on(name: str, where: str) -> str:
+    """For somebody who leaves a job alone; `where` are the words that lead back to its cluster."""
+    return f"follow it: rlflow submit --attach {name} {where}\nstop it:   rlflow submit --stop {name} {where}"
 
 
 def _quoted(value: str) -> str:

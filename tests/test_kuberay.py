@@ -268,11 +268,11 @@ def test_pods_end_when_the_run_is_saved() -> None:
     rayjob = rendered("recipe=smoke", "cluster=kuberay", "deadlines.checkpoint_s=90.5", "run.dir=/rlflow/runs/smoke-1")
     head, worker, _ = (template["spec"] for template in pod_templates(rayjob))
     stop = head["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-    assert stop == ["rlflow", "stop", "/rlflow/runs/smoke-1", "--timeout", "3391"]
+    assert stop == ["rlflow", "stop", "/rlflow/runs/smoke-1", "--timeout", "3481"]
     wait = worker["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-    assert wait == ["flock", "--shared", "--wait", "3391", "/rlflow/runs/smoke-1/.lock", "true"]
-    assert head["terminationGracePeriodSeconds"] == worker["terminationGracePeriodSeconds"] == 3451
-    assert {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": "3391"} in head["containers"][0]["env"]
+    assert wait == ["flock", "--shared", "--wait", "3481", "/rlflow/runs/smoke-1/.lock", "true"]
+    assert head["terminationGracePeriodSeconds"] == worker["terminationGracePeriodSeconds"] == 3541
+    assert {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": "3481"} in head["containers"][0]["env"]
 
 
 def test_other_pods_wait_for_the_lock_of_the_run(tmp_path: Path) -> None:
@@ -281,17 +281,17 @@ def test_other_pods_wait_for_the_lock_of_the_run(tmp_path: Path) -> None:
     head, worker, _ = (template["spec"] for template in pod_templates(rayjob))
     folder, here = "/rlflow/runs/smoke-1", str(tmp_path / "smoke-1")
     make, wait = (
-        [word.replace(folder, here).replace("5100", "0") for word in command]
+        [word.replace(folder, here).replace("6900", "0") for word in command]
         for command in (
             head["initContainers"][0]["command"],
             worker["containers"][0]["lifecycle"]["preStop"]["exec"]["command"],
         )
     )
-    assert subprocess.run(make, check=False).returncode == 0
-    assert subprocess.run(wait, check=False).returncode == 0
+    assert subprocess.run(make, check=False, timeout=60).returncode == 0
+    assert subprocess.run(wait, check=False, timeout=60).returncode == 0
     with claim_of(here):
-        assert subprocess.run(wait, check=False).returncode == 1
-        assert subprocess.run(make, check=False).returncode == 0  # the driver says who holds it
+        assert subprocess.run(wait, check=False, timeout=60).returncode == 1
+        assert subprocess.run(make, check=False, timeout=60).returncode == 0  # the driver says who holds it
 
 
 @contextmanager

@@ -169,7 +169,7 @@ def test_a_dry_run_for_a_ray_cluster(cli: Cli, tmp_path: Path) -> None:
         "run_dir": "/shared/run",
         "entrypoint": "exec python -m rlflow train recipe=smoke cluster=ray reward.function=my.py:score "
         "deadlines.group_s=0.5 run.dir=/shared/run cluster.address=auto",
-        "runtime_env": {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "4201"}, "working_dir": "1 file(s), 0.0 MiB"},
+        "runtime_env": {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "6001"}, "working_dir": "1 file(s), 0.0 MiB"},
     }
 
 

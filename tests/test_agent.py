@@ -34,7 +34,7 @@ async def run(script: str, *words: str) -> Result:
 def is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second where it ends between opening and reading
         return False
     return state != "Z"
 

@@ -25,7 +25,7 @@ from rlflow.envs.openenv.env import ActionForm, form_of, observation_text
 from rlflow.envs.openenv.session import OpenEnvError, ServerFull, ServerLost, ServerSlow
 from rlflow.errors import ConfigError
 
-PYTHON = os.environ.get("RLFLOW_TEST_OPENENV_PYTHON", sys.executable)
+PYTHON = os.environ.get("RLFLOW_TEST_OPENENV_PYTHON") or sys.executable
 
 
 @contextmanager

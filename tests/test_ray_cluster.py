@@ -48,8 +48,13 @@ def _join(address: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
+def _what_ray_is_told() -> dict[str, str]:
+    """What would keep a later cluster of this process from having other machines, or tokens of its own."""
+    return {name: value for name, value in os.environ.items() if name.startswith(("RAY_AUTH_", "RAY_ENABLE_"))}
+
+
 def test_ray_on_this_machine_is_for_this_run_alone() -> None:
-    before = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
+    before = _what_ray_is_told()
     with ray_cluster(Config()):
         assert [node["NodeManagerAddress"] for node in ray.nodes()] == ["127.0.0.1"]
         found = listeners(os.getpid())
@@ -66,7 +71,7 @@ def test_ray_on_this_machine_is_for_this_run_alone() -> None:
     assert "asks for a token, and this process showed none, as RAY_AUTH_MODE is not token" in with_none.stderr
     assert "asks for a token, and this process showed the one of RAY_AUTH_TOKEN;" in with_another.stderr
     assert not token.parent.exists()
-    assert {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")} == before
+    assert _what_ray_is_told() == before
 
 
 def test_what_rays_processes_logged_is_kept_when_a_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

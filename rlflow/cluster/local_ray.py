@@ -29,11 +29,10 @@ def private_ray() -> Iterator[dict[str, Any]]:
     Sockets, logs, token and what Ray moves out of memory are in a folder that only this user can enter; Ray's own
     choice can be written by every user. The folder goes with the block, unless the run failed: its logs may tell why.
     """
-    _stay_on_loopback()
     folder = Path(tempfile.mkdtemp(prefix="rlflow-ray-", dir=TEMPORARY))
     failed = False
     try:
-        with _own_token(folder / "token"):
+        with _on_loopback(), _own_token(folder / "token"):
             # "local" also where a Ray cluster happens to run on this machine: a run joins one only when told to.
             yield {
                 "address": "local",
@@ -53,14 +52,24 @@ def private_ray() -> Iterator[dict[str, Any]]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _stay_on_loopback() -> None:
-    """Have Ray keep the loopback address that it is given.
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Have Ray keep the loopback address that it is given, for the block.
 
     It takes it for a mistake and looks for one that others can reach, unless it believes to be on a machine that cannot
     be part of a cluster. It has read that when it was imported; its processes read it from the environment.
     """
-    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
-    ray_constants.ENABLE_RAY_CLUSTER = False
+    name, is_enabled = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    before = os.environ.get(name)
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = is_enabled
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 @contextmanager

@@ -59,17 +59,12 @@ def _on_loopback() -> Iterator[None]:
     It takes it for a mistake and looks for one that others can reach, unless it believes to be on a machine that cannot
     be part of a cluster. It has read that when it was imported; its processes read it from the environment.
     """
-    name, is_enabled = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
-    before = os.environ.get(name)
-    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    is_enabled, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
-        yield
+        with _environment({ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
+            yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = is_enabled
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 @contextmanager
@@ -87,7 +82,7 @@ def _own_token(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _environment(changes: dict[str, str | None]) -> Iterator[None]:
-    """These variables of Ray's authentication for the block; None takes one out."""
+    """These variables, which Ray reads anew, for the block; None takes one out."""
     before = {name: os.environ.get(name) for name in changes}
     _set(changes)
     try:
@@ -101,6 +96,6 @@ def _set(variables: dict[str, str | None]) -> None:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
-    # Ray has read them when it was imported, or when it was last asked for a token.
+    # Ray has read those of its tokens when it was imported, or when it was last asked for a token.
     RayConfig.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()

@@ -6,7 +6,9 @@ The variables are set before any test module is imported, so that child processe
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 _ENVIRONMENT = {
@@ -24,3 +26,15 @@ os.environ.update(_ENVIRONMENT)
 
 settings.register_profile("default", max_examples=100)
 settings.register_profile("many", max_examples=2000)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment_of_the_file() -> Iterator[None]:
+    """What a file's tests set ends with them: an engine in this process keeps torch on loopback, say, and a cluster
+    that a later file starts would have been kept there too."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -292,11 +292,18 @@ async def test_who_waits_for_a_lease_in_vain_is_told() -> None:
 @pytest.mark.slow
 async def test_an_opening_that_is_cancelled_leaves_nothing_open() -> None:
     async with pool_of() as pool:
+        openings = []
         for turns in range(8):
-            opening = asyncio.create_task(pool.open(0))
+            openings.append(asyncio.create_task(pool.open(0)))
             for _ in range(turns):
                 await asyncio.sleep(0)
-            opening.cancel()
+            openings[-1].cancel()
+        await asyncio.wait(openings)
+        # The process may have been quick enough to open the last one before.
+        for opening in openings:
+            if not opening.cancelled():
+                await opening.result().close()
+        assert openings[0].cancelled()
         await emptied(pool)
         assert (await play(pool, task_of())).reward == 0.5
 

@@ -8,7 +8,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from children import TIMEOUT_S, ended_after, wait_for
 from ray_nodes import Node, RayNodes, has_networks
 
 from rlflow.ledger import counts_by_state
@@ -23,7 +23,6 @@ from rlflow.telemetry import metrics
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 300
 ENGINES = "{processes: [engine]}"
 
 
@@ -36,33 +35,6 @@ def running(nodes: RayNodes, run: Path, *settings: str) -> Iterator[subprocess.P
     ]  # fmt: skip
     with ended_after(nodes.on_head(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)) as process:
         yield process
-
-
-@contextmanager
-def ended_after(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate(timeout=TIMEOUT_S)
-
-
-def wait_for(process: subprocess.Popen[str], text: str) -> str:
-    """Read its output up to the line that has the text, and return that line; kills it when that takes too long."""
-    assert process.stdout is not None
-    seen = []
-    deadline = threading.Timer(TIMEOUT_S, process.kill)
-    deadline.start()
-    try:
-        for line in process.stdout:
-            print(line, end="")
-            seen.append(line)
-            if text in line:
-                return line
-    finally:
-        deadline.cancel()
-    raise AssertionError(f"the run ended, or was killed, without printing {text!r}: {''.join(seen[-20:])}")
 
 
 def slow_reward(folder: Path) -> str:

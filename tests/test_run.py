@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from children import TIMEOUT_S, ended_after, wait_for
 from listening import is_loopback, listeners
 from safetensors.torch import load_file
 from training import plain_score, save_reward_model
@@ -28,8 +29,6 @@ from rlflow.telemetry.samples import read_samples
 from rlflow.workers.trainer.shards import ShardReader, read_full
 
 pytestmark = pytest.mark.slow
-
-TIMEOUT_S = 400
 
 
 def command(run: Path, *overrides: str) -> list[str]:
@@ -47,21 +46,8 @@ def train(run: Path, *overrides: str) -> str:
 def running(run: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
     """A run in a session of its own, so that a signal to it reaches nothing else."""
     process = subprocess.Popen(command(run, *overrides), stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
+    with ended_after(process):
         yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate(timeout=TIMEOUT_S)
-
-
-def wait_for(process: subprocess.Popen[str], start: str) -> None:
-    """Read its output up to the line that begins so."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(start):
-            return
-    raise AssertionError(f"the run ended without printing {start!r}")
 
 
 def trained_tasks(run: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Files that last, and what a person is told when the disk is full."""
+"""Where files go, how they last, and what a person is told when the disk is full."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from safetensors import SafetensorError
 
 from rlflow.errors import RunError
 
+TEMPORARY = "/tmp"
+"""For folders with sockets, whatever TMPDIR says: the path of a socket has room for 107 bytes."""
 RESUMES = "run the same command again: it resumes from the last complete checkpoint"
 
 

@@ -7,6 +7,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 _LISTENS = "0A"
 _UDP_UNCONNECTED = "07"
 
@@ -70,3 +72,13 @@ def _address(text: str) -> str:
     """The kernel writes 32-bit words in the machine's own order of bytes."""
     words = [bytes.fromhex(text[start : start + 8])[::-1] for start in range(0, len(text), 8)]
     return str(ipaddress.ip_address(b"".join(words)))
+
+
+def socket_files(pid: int) -> set[Path]:
+    """Where the sockets of a process, and of all that it started, are in the file system."""
+    found = set()
+    for each in _tree(pid):
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            sockets = psutil.Process(each).net_connections("unix")
+            found |= {Path(str(socket.laddr)) for socket in sockets if str(socket.laddr).startswith("/")}
+    return found

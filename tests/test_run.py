@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from children import TIMEOUT_S, ended_after, wait_for
-from listening import is_loopback, listeners
+from listening import is_loopback, listeners, socket_files
 from safetensors.torch import load_file
 from training import plain_score, save_reward_model
 
@@ -91,7 +92,6 @@ def test_adapters_are_trained_beside_a_reference_and_a_critic_without_one_more_p
     run = tmp_path / "run"
     settings = ["lora.rank=4", "trainer.learning_rate=1e-2", "algorithm.advantage=gae", "critic.learning_rate=1e-2"]
     settings += ["algorithm.kl_coefficient=0.05", "algorithm.kl_in_reward=true"]
-    train(run, "run.steps=2", *settings)
     train(run, "run.steps=4", *settings)
     records = metrics.read(run / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4]
@@ -168,8 +168,11 @@ def test_the_driver_makes_the_updates_of_the_twin(tmp_path: Path) -> None:
     assert max(differences.values()) < 1e-4
 
 
-def test_a_killed_run_resumes_and_trains_every_task_once(tmp_path: Path) -> None:
-    """Also: one version of staleness, the truncated correction, two ranks, KL to a reference."""
+def test_a_killed_run_resumes_and_outlives_its_trainer_and_trains_every_task_once(tmp_path: Path) -> None:
+    """Also: one version of staleness, the truncated correction, two ranks, KL to a reference.
+
+    The trainer is lost as when the system ends a process for its memory.
+    """
     run = tmp_path / "run"
     settings = [
         "run.steps=8", "run.checkpoint_every=3", "env.args.size=16", "staleness.max_versions=1", "algorithm=tis",
@@ -179,7 +182,16 @@ def test_a_killed_run_resumes_and_trains_every_task_once(tmp_path: Path) -> None
         wait_for(process, "step 5/8")
         process.kill()
         assert process.wait(timeout=TIMEOUT_S) == -signal.SIGKILL
-    assert "resumed at step 3 of 8, version 3" in train(run, *settings)
+    with running(run, *settings) as process:
+        wait_for(process, "resumed at step 3 of 8, version 3")
+        wait_for(process, "step 4/8")
+        children = psutil.Process(process.pid).children(recursive=True)
+        next(child for child in children if child.name().startswith("ray::TrainerWor")).kill()
+        wait_for(process, "ALARM: the trainer rank ")
+        wait_for(process, "resumed at step 3 of 8, version 3")
+        wait_for(process, " is done again, ")
+        wait_for(process, "report: ")
+        assert process.wait(timeout=TIMEOUT_S) == 0
     counts = counts_by_state(run / "ledger.db")
     total = counts.pop("admitted_total")
     assert sum(counts.values()) == total
@@ -194,7 +206,8 @@ def test_a_killed_run_resumes_and_trains_every_task_once(tmp_path: Path) -> None
 
 
 def test_a_signal_finishes_the_step_and_saves(tmp_path: Path) -> None:
-    """Also: weights go from two ranks to two engines, all of which is compared; all that listens is on loopback."""
+    """Also: weights go from two ranks to two engines, all of which is compared; all that listens is on loopback, and no
+    socket is left behind."""
     run = tmp_path / "run"
     settings = ["run.steps=100000", "run.checkpoint_every=0", "trainer.ranks=2", "rollout.engines=2"]
     settings += ["weights.transport=p2p", "weights.verify=full"]
@@ -203,8 +216,11 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path: Path) -> None:
         found = listeners(process.pid)
         assert {"gcs_server", "raylet", "ray::TrainerWor", "VLLM::EngineCor"} <= found.keys()
         assert all(is_loopback(address) for addresses in found.values() for address in addresses), found
+        sockets = socket_files(process.pid)
+        assert any(path.is_socket() for path in sockets)
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(timeout=TIMEOUT_S) == 128 + signal.SIGINT
+    assert not [path for path in sockets if path.exists()]
     records = metrics.read(run / "metrics.jsonl")
     assert all(record["sampling/logp_difference_mean"] < 1e-4 for record in records)
     step = records[-1]["step"]

@@ -8,6 +8,8 @@ A plain class; a run wraps it in a Ray actor with many concurrent calls, a test 
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
 import time
 import uuid
 from collections.abc import Awaitable, Iterator
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlflow.config import Config, Placement, Verify, sends_adapters
 from rlflow.deadlines import within
+from rlflow.disk import TEMPORARY
 from rlflow.errors import ConfigError, EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
 from rlflow.rollout.engine_setup import (
@@ -96,12 +99,15 @@ class RolloutEngine:
 
         from rlflow.rollout.pressure import pressure_gauge
 
-        try:
-            self._llm = AsyncLLM.from_engine_args(
-                AsyncEngineArgs(**self._arguments()), stat_loggers=[pressure_gauge(self._gate)]
-            )
-        except RuntimeError as error:
-            raise RunError(f"vLLM did not start in rollout engine {self._index}; {log_hint()}: {error}") from error
+        # vLLM leaves the files of its sockets behind. Once it has started, all who will ever meet there have.
+        with tempfile.TemporaryDirectory(prefix="rlflow-vllm-", dir=TEMPORARY) as sockets:
+            os.environ["VLLM_RPC_BASE_PATH"] = sockets
+            try:
+                self._llm = AsyncLLM.from_engine_args(
+                    AsyncEngineArgs(**self._arguments()), stat_loggers=[pressure_gauge(self._gate)]
+                )
+            except RuntimeError as error:
+                raise RunError(f"vLLM did not start in rollout engine {self._index}; {log_hint()}: {error}") from error
 
     def _arguments(self) -> dict[str, Any]:
         return engine_arguments(self._config, self._model_path, self._index, self._on_gpu)

@@ -15,11 +15,10 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
 from ray._raylet import Config as RayConfig  # pyright: ignore[reportAttributeAccessIssue]
 
+from rlflow.disk import TEMPORARY
 from rlflow.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-TEMPORARY = "/tmp"
-"""Ray's folder is here whatever TMPDIR says: the path of a socket has room for 107 bytes."""
 
 
 @contextmanager

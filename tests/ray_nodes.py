@@ -73,6 +73,16 @@ class Node:
         except psutil.NoSuchProcess:
             return []
 
+    def titles(self) -> list[str]:
+        """What the processes call themselves; the actors of Ray "ray::", their class, and what they do."""
+        found = []
+        for process in self.processes():
+            try:
+                found.append(" ".join(process.cmdline()))
+            except psutil.NoSuchProcess:
+                continue  # it ended meanwhile
+        return found
+
     def kill(self) -> None:
         """Everything at once, as when a machine loses its power."""
         found: set[psutil.Process] = set()

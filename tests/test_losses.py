@@ -68,9 +68,7 @@ def test_a_loss_after_a_signal_ends_the_run_as_the_signal_does(tmp_path: Path, m
     for name, fake in (("_start", start), ("_drive", drive), ("unless_lost", as_it_is), ("stop_fleet", stop)):
         monkeypatch.setattr(running, name, fake)
     monkeypatch.setattr(running, "RunObserver", lambda *arguments: nullcontext(observer))
-    run = SimpleNamespace(
-        config=Config(), run_dir=SimpleNamespace(checkpoints=checkpoints), state=None, loss=None, lost=None
-    )
+    run = SimpleNamespace(config=Config(), run_dir=SimpleNamespace(checkpoints=checkpoints), state=None, loss=None)
     try:
         assert asyncio.run(running._train(cast(Any, run))) is signal.SIGTERM
     finally:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import psutil
 import pytest
 import torch
 from children import TIMEOUT_S, ended_after, wait_for
+from ledgers import trained_tasks
 from listening import is_loopback, listeners, socket_files
 from safetensors.torch import load_file
 from training import plain_score, save_reward_model
@@ -49,13 +49,6 @@ def running(run: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(command(run, *overrides), stdout=subprocess.PIPE, text=True, start_new_session=True)
     with ended_after(process):
         yield process
-
-
-def trained_tasks(run: Path) -> list[str]:
-    database = sqlite3.connect(run / "ledger.db")
-    rows = database.execute("SELECT task FROM groups WHERE state = 'trained'").fetchall()
-    database.close()
-    return [task for (task,) in rows]
 
 
 def test_the_reward_rises(tmp_path: Path) -> None:

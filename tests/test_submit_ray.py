@@ -9,7 +9,6 @@ import secrets
 import shutil
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import pytest
+from ledgers import trained_tasks
 from ray._private.ray_constants import ENABLE_RAY_CLUSTERS_ENV_VAR
 
 from rlflow.ledger import counts_by_state
@@ -192,13 +192,6 @@ def submit(cluster: Cluster, tmp_path: Path) -> Submit:
             process.communicate(timeout=TIMEOUT_S)
 
     return run
-
-
-def trained_tasks(run: Path) -> list[str]:
-    database = sqlite3.connect(run / "ledger.db")
-    rows = database.execute("SELECT task FROM groups WHERE state = 'trained'").fetchall()
-    database.close()
-    return [task for (task,) in rows]
 
 
 def test_a_job_is_followed_left_found_killed_resumed_and_stopped(

@@ -8,7 +8,6 @@ A plain class; a run wraps it in a Ray actor with many concurrent calls, a test 
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 import time
 import uuid
@@ -33,6 +32,7 @@ from rlflow.rollout.engine_setup import (
 from rlflow.rollout.limit import Gate, RunningLimit
 from rlflow.rollout.loading import Loading, loading_of
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
+from rlflow.variables import variables
 from rlflow.weights.messages import ADAPTER_ID, WeightReport
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ class RolloutEngine:
         from rlflow.rollout.pressure import pressure_gauge
 
         # vLLM leaves the files of its sockets behind. Once it has started, all who will ever meet there have.
-        with tempfile.TemporaryDirectory(prefix="rlflow-vllm-", dir=TEMPORARY) as sockets:
-            os.environ["VLLM_RPC_BASE_PATH"] = sockets
+        folder = tempfile.TemporaryDirectory(prefix="rlflow-vllm-", dir=TEMPORARY)
+        with folder as sockets, variables({"VLLM_RPC_BASE_PATH": sockets}):
             try:
                 self._llm = AsyncLLM.from_engine_args(
                     AsyncEngineArgs(**self._arguments()), stat_loggers=[pressure_gauge(self._gate)]

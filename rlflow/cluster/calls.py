@@ -6,13 +6,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlflow.batching import in_order_of_training, plan_micro_batches
 from rlflow.concurrency import all_ended
@@ -87,6 +88,12 @@ async def ended(who: str, actor: Any) -> NoReturn:
     except RayActorError as error:
         raise _lost(who, error) from error
     raise AssertionError("this call never returns")
+
+
+def call_on(node: str, function: Callable[..., Any], *arguments: object) -> Any:
+    """The answer to come of a call that only this machine may take, however busy it is; `node` is Ray's id of it."""
+    where = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(*arguments)
 
 
 def _linger(_: object) -> None:

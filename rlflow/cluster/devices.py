@@ -16,9 +16,9 @@ from typing import Any
 import ray
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlflow.cluster.calls import answer
+from rlflow.cluster.calls import answer, call_on
 from rlflow.cluster.gpus import check_gpus
 from rlflow.cluster.misfit import check_counts
 from rlflow.cluster.placement import Placed, describe, fit
@@ -183,10 +183,8 @@ async def _until_it_fits(config: Config) -> None:
 
 async def _until_known(name: str, node: str) -> None:
     """Wait until Ray has found out that a machine is lost, or has seen that it is not."""
-    where = NodeAffinitySchedulingStrategy(node, soft=False)
-    call = ray.remote(_nothing).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote()
     with contextlib.suppress(WorkerError):  # it is lost
-        await answer(f"machine {name}", call)
+        await answer(f"machine {name}", call_on(node, _nothing))
 
 
 def _nothing() -> None:

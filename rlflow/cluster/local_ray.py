@@ -17,6 +17,7 @@ from ray._raylet import Config as RayConfig  # pyright: ignore[reportAttributeAc
 
 from rlflow.disk import TEMPORARY
 from rlflow.errors import ConfigError
+from rlflow.variables import variables
 
 LOOPBACK = "127.0.0.1"
 
@@ -82,19 +83,15 @@ def _own_token(path: Path) -> Iterator[None]:
 @contextmanager
 def _environment(changes: dict[str, str | None]) -> Iterator[None]:
     """These variables, which Ray reads anew, for the block; None takes one out."""
-    before = {name: os.environ.get(name) for name in changes}
-    _set(changes)
     try:
-        yield
+        with variables(changes):
+            _read_anew()
+            yield
     finally:
-        _set(before)
+        _read_anew()
 
 
-def _set(variables: dict[str, str | None]) -> None:
-    for name, value in variables.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
-    # Ray has read those of its tokens when it was imported, or when it was last asked for a token.
+def _read_anew() -> None:
+    # Ray has read the variables of its tokens when it was imported, or when it was last asked for a token.
     RayConfig.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from rlflow.cluster.gpus import gpu_plan
-from rlflow.cluster.slots import Block, Machine, Slot, cpus_of, other_way
-from rlflow.config import POOL_LABEL, Config, PoolConfig, Process, Roles, sends_adapters, transport_of
+from rlflow.cluster.slots import Block, Machine, Slot, cpus_of, other_way, way_of
+from rlflow.config import POOL_LABEL, Config, PoolConfig, Process, Roles
 from rlflow.errors import ConfigError
 
 
@@ -111,10 +111,9 @@ def too_scattered(config: Config, blocks: Sequence[Block], machines: Sequence[Ma
     sizes = _sizes(here, _gpus if on_gpus else _cpus)
     amount = largest.gpus if on_gpus else largest.cpus
     if is_one_machine and Process.trainer in largest.kinds:
-        way = "lora.send=adapters" if sends_adapters(config) else f"weights.transport={transport_of(config).value}"
         return (
-            f"{way} needs the trainer and all engines on one machine, with {amount:g} {unit}; of the cluster's "
-            f"machines, {sizes}; set {other_way(config)}"
+            f"{way_of(config)} needs the trainer and all engines on one machine, with {amount:g} {unit}; of the "
+            f"cluster's machines, {sizes}; set {other_way(config)}"
         )
     parts = ", ".join(f"{_NAMES[kind]} {amount:g}" for kind, amount in _largest(blocks, on_gpus=on_gpus).items())
     return (

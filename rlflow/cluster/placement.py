@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.cluster.misfit import check_sizes, check_sums, too_scattered
-from rlflow.cluster.slots import Block, Machine, Slot, blocks_of, cpus_of, needs_one_machine, slots_of
+from rlflow.cluster.slots import Block, Machine, Slot, blocks_of, cpus_of, machines_of, needs_one_machine, slots_of
 from rlflow.config import Config, Placement, Process, Transport
 from rlflow.errors import ConfigError
 
@@ -61,6 +61,15 @@ def _fit(config: Config, machines: Sequence[Machine]) -> Placed:
         is_pinned=tuple(slot.kind in pinned for slot in slots),
         config=config,
     )
+
+
+def machines_taken(config: Config) -> list[str]:
+    """One line a machine of cluster.pools; none where they leave it to the cluster how many there are.
+
+    Raises ConfigError, with the arithmetic, when the run does not fit on them.
+    """
+    machines = machines_of(config.cluster.pools)
+    return [] if machines is None else describe(fit(config, machines), machines)
 
 
 def describe(placed: Placed, machines: Sequence[Machine]) -> list[str]:

@@ -7,12 +7,8 @@ import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from rlflow.cluster.calls import answer
+from rlflow.cluster.calls import answer, call_on
 from rlflow.config import Config, Process, Transport
 from rlflow.deadlines import within
 from rlflow.errors import ConfigError
@@ -52,8 +48,8 @@ def _joint(machines: Mapping[Process, Mapping[str, str]], kinds: set[Process]) -
 
 async def _check(path: Path, machines: Mapping[str, str], what: str) -> None:
     looks = [
-        within(f"looking for files on the machine {name}", LOOK_S, answer(f"machine {name}", _look(path, node)))
-        for name, node in machines.items()
+        within(f"looking for files on the machine {name}", LOOK_S, answer(f"machine {name}", look))
+        for name, look in ((name, call_on(node, _exists, str(path))) for name, node in machines.items())
     ]
     for name, is_there in zip(machines, await asyncio.gather(*looks), strict=True):
         if not is_there:
@@ -65,8 +61,3 @@ async def _check(path: Path, machines: Mapping[str, str], what: str) -> None:
 
 def _exists(path: str) -> bool:
     return os.path.exists(path)
-
-
-def _look(path: Path, node: str) -> Any:
-    where = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(_exists).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(str(path))

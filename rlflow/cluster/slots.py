@@ -126,6 +126,11 @@ def needs_one_machine(config: Config, *, on_gpus: bool) -> bool:
     return transport is Transport.ipc
 
 
+def way_of(config: Config) -> str:
+    """The setting by which weights get to the engines."""
+    return "lora.send=adapters" if sends_adapters(config) else f"weights.transport={transport_of(config).value}"
+
+
 def other_way(config: Config) -> str:
     """The setting with which weights get to the engines of other machines."""
     if sends_adapters(config):
@@ -149,10 +154,9 @@ def blocks_of(config: Config, slots: Sequence[Slot], *, is_one_machine: bool) ->
         members[key(number)].append(number)
     pools = {slots[number].kind: slots[number].pool for number in members.get(("", 0), ())}
     if len(set(pools.values())) > 1:
-        way = "lora.send=adapters" if sends_adapters(config) else f"weights.transport={transport_of(config).value}"
         raise ConfigError(
-            f"cluster.pools keeps {_where(pools)} apart, but {way} needs them on one machine; have them in one pool, "
-            f"or set {other_way(config)}"
+            f"cluster.pools keeps {_where(pools)} apart, but {way_of(config)} needs them on one machine; have them in "
+            f"one pool, or set {other_way(config)}"
         )
     return [
         Block(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 
-from rlflow.doctor.facts import Link, NodeReport, TorchFacts, VllmFacts
+from rlflow.doctor.facts import Link, NodeReport, TorchFacts, VllmFacts, installed_version
 from rlflow.doctor.findings import Finding, error, ok, warning
 
 MAX_SKEW_S = 1.0
@@ -57,8 +57,8 @@ def _versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     kinds: list[tuple[str, Sequence[NodeReport], Callable[[NodeReport], str | None]]] = [
         ("Python", reports, lambda report: report.facts.python),
         ("rlflow", reports, lambda report: report.facts.rlflow),
-        ("Ray", reports, lambda report: _package(report, "ray")),
-        ("transformers", reports, lambda report: _package(report, "transformers")),
+        ("Ray", reports, lambda report: installed_version(report.facts, "ray")),
+        ("transformers", reports, lambda report: installed_version(report.facts, "transformers")),
         ("torch", computing, _torch),
         ("vLLM", computing, _vllm),
         ("driver", computing, lambda report: report.facts.driver or None),
@@ -121,10 +121,6 @@ def _files(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 def _names(names: Sequence[str]) -> str:
     shown = ", ".join(names[:4])
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
-
-
-def _package(report: NodeReport, name: str) -> str | None:
-    return next((each.installed for each in report.facts.packages or () if each.name == name), None)
 
 
 def _torch(report: NodeReport) -> str | None:

@@ -16,6 +16,7 @@ from rlflow.doctor.facts import (
     Tried,
     VllmFacts,
     count_gpus,
+    installed_version,
 )
 from rlflow.doctor.findings import Finding, error, of_config_error, ok, untried, warning
 from rlflow.doctor.needs import Needs
@@ -42,8 +43,7 @@ def check_software(facts: MachineFacts, tried: Tried, needs: Needs) -> list[Find
     if tried.vllm is not None:
         findings.append(_vllm(facts, tried.vllm, num_gpus, extra))
     if tried.ray is not None:
-        version = next((each.installed for each in facts.packages or () if each.name == "ray"), None)
-        findings.append(_ray(tried.ray, version))
+        findings.append(_ray(tried.ray, installed_version(facts, "ray")))
     if tried.sandbox is not None:
         findings.append(_sandbox(tried.sandbox, needs))
     return findings

@@ -7,8 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlflow.cluster.placement import describe, fit
-from rlflow.cluster.slots import machines_of
+from rlflow.cluster.placement import machines_taken
 from rlflow.config import Config
 from rlflow.doctor.check_machine import check_machine
 from rlflow.doctor.check_run import check_address, check_placement, check_run
@@ -77,9 +76,7 @@ def _examine(config: Config, run_dir: Path, *, is_run: bool) -> list[Finding]:
 
 def _in_pods(config: Config) -> list[Finding]:
     """Whether the run fits into the pods that the settings describe."""
-    machines = machines_of(config.cluster.pools)
-    assert machines is not None, "config_checks has seen to it"
     try:
-        return check_placement(describe(fit(config, machines), machines), "")
+        return check_placement(machines_taken(config), "")
     except ConfigError as error:
         return check_placement((), str(error))

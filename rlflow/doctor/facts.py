@@ -186,6 +186,11 @@ def count_gpus(facts: MachineFacts, tried: Tried) -> int:
     return seen or facts.gpu_devices
 
 
+def installed_version(facts: MachineFacts, name: str) -> str | None:
+    """Of a package that rlflow requires."""
+    return next((each.installed for each in facts.packages or () if each.name == name), None)
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class NodeReport:
     """One node of a Ray cluster."""

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.algorithms.chosen import check_functions
-from rlflow.cluster.placement import describe, fit
-from rlflow.cluster.slots import machines_of
 from rlflow.config import Config
 from rlflow.environments import held_out_tasks, load_environment
 from rlflow.errors import ConfigError
@@ -38,24 +36,16 @@ def check_run(config: Config, packaged: Collection[str], config_folder: Path | N
     away = [(key, path) for key, path in files if not path.exists() and (on_kubernetes or path.is_absolute())]
     unchecked = [f"{key}: the job looks for {Path(CLAIM, path)}" for key, path in (files if on_kubernetes else away)]
     if all(key in _MODELS for key, _ in away):
-        unchecked += _check_code(config)
+        unchecked += _check_code(config, has_files=any(key.startswith("env.args") for key, _ in files))
     return unchecked
 
 
-def machines_taken(config: Config) -> list[str]:
-    """One line a machine of cluster.pools; none where they leave it to the cluster how many there are.
-
-    Raises ConfigError, with the arithmetic, when the run does not fit on them.
-    """
-    machines = machines_of(config.cluster.pools)
-    return [] if machines is None else describe(fit(config, machines), machines)
-
-
-def _check_code(config: Config) -> list[str]:
+def _check_code(config: Config, *, has_files: bool) -> list[str]:
+    """`has_files`: whether env.args names files, of which the tasks are made."""
     try:
         check_functions(config)
         spec = load_environment(config.env, config.reward)
-        if any(key.startswith("env.args") for key, _ in _files(config)):  # others may have to be downloaded
+        if has_files:  # others may have to be downloaded
             spec.tasks()
             held_out_tasks(config, spec)
     except (ConfigError, ModuleNotFoundError) as error:

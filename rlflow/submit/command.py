@@ -116,7 +116,8 @@ def _run(config: Config, *, options: _Options) -> int:
 
 
 def _on_ray(config: Config, options: _Options) -> int:
-    from rlflow.submit.check import check_run, machines_taken
+    from rlflow.cluster.placement import machines_taken
+    from rlflow.submit.check import check_run
     from rlflow.submit.package import collect
     from rlflow.submit.ray_job import RayJobs
 
@@ -136,7 +137,8 @@ def _on_ray(config: Config, options: _Options) -> int:
 
 
 def _on_kubernetes(config: Config, options: _Options) -> int:
-    from rlflow.submit.check import check_run, machines_taken
+    from rlflow.cluster.placement import machines_taken
+    from rlflow.submit.check import check_run
     from rlflow.submit.kuberay import render, to_yaml
     from rlflow.submit.kubernetes_api import Kubernetes
 

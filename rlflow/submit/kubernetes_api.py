@@ -61,7 +61,7 @@ class Kubernetes:
             raise MaybeStarted(str(error)) from error
         except Refused as refusal:
             if refusal.status >= 500:
-                raise MaybeStarted(f"the API server said {refusal.status}: {refusal.message}") from refusal
+                raise MaybeStarted(str(refusal)) from refusal
             self._explain(refusal, name)
         self._show(f"RayJob {name} is in namespace {self._namespace}")
 
@@ -80,8 +80,7 @@ class Kubernetes:
             self._show(f"{error}; {name} may well go on\n{self._how_to_go_on(name)}")
             return LOST
         except Refused as refusal:
-            said = f"the API server said {refusal.status}: {refusal.message}"
-            self._show(f"{name} cannot be followed, and may well go on; {said}\n{self._how_to_go_on(name)}")
+            self._show(f"{name} cannot be followed, and may well go on; {refusal}\n{self._how_to_go_on(name)}")
             return LOST
 
     def stop(self, name: str) -> str:
@@ -144,7 +143,7 @@ class Kubernetes:
             self._explain(refusal, path)
 
     def _explain(self, refusal: Refused, name: str) -> NoReturn:
-        said = f"the API server said {refusal.status}: {refusal.message}"
+        said = str(refusal)
         if refusal.status == 409:
             said = (
                 f"there is a RayJob {name} in namespace {self._namespace} already; it is left as it is: submit "

@@ -29,6 +29,9 @@ class Refused(Exception):
         self.status = status
         self.message = message
 
+    def __str__(self) -> str:
+        return f"the API server said {self.status}: {self.message}"
+
 
 class Unreachable(RunError):
     """No answer of the API server, or its end came too early."""

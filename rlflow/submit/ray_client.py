@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -17,13 +16,15 @@ from ray.job_submission import JobSubmissionClient
 
 from rlflow.errors import ConfigError, RunError, first_line
 from rlflow.submit.job import MaybeStarted
+from rlflow.variables import variables
 
 CONNECT_S = 10.0
 ANSWER_S = 120.0
 """An upload of some hundred megabytes is answered when it is stored."""
 UNREACHABLE = (ConnectionError, requests.RequestException, aiohttp.ClientError, TimeoutError)
 """What says nothing about a job."""
-_ADDRESSES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
+_OTHER_ADDRESSES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
+"""Ray's client prefers what the environment says to the address that it is given."""
 
 
 class UnknownJob(RunError):
@@ -61,7 +62,7 @@ def open_client(address: str) -> JobClient:
     """Raises ConfigError when no Ray dashboard answers at http(s)://host:port, or none that lets us in."""
     for chatty in (sdk, dashboard_sdk):
         chatty.logger.setLevel(logging.WARNING)
-    with understood(address), _without_other_addresses():
+    with understood(address), variables(dict.fromkeys(_OTHER_ADDRESSES)):
         try:
             return JobClient(address)
         except RuntimeError as error:  # something answers, and has no job API
@@ -85,13 +86,3 @@ def understood(address: str) -> Iterator[None]:
             f"cluster.address is {address}, but no Ray dashboard answers there: {error}; give the address that "
             "`ray start --head` prints for its dashboard, or forward its port: ssh -L 8265:127.0.0.1:8265 HEAD"
         ) from error
-
-
-@contextmanager
-def _without_other_addresses() -> Iterator[None]:
-    """Ray's client prefers what the environment says to the address that it is given."""
-    hidden = {name: os.environ.pop(name) for name in _ADDRESSES if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)

@@ -27,6 +27,8 @@ from torch.distributed import (
     Work,
 )
 
+from rlflow.variables import variables
+
 
 class Deadline:
     """For several waits that together may take so long."""
@@ -99,16 +101,8 @@ _ENVIRONMENT = threading.Lock()
 @contextmanager
 def _waits_block() -> Iterator[None]:
     """So that a wait of a group made here ends at its deadline with an error; else torch ends the whole process."""
-    name = "TORCH_NCCL_BLOCKING_WAIT"
-    with _ENVIRONMENT:
-        before = os.environ.get(name)
-        os.environ[name] = "1"
-        try:
-            yield
-        finally:
-            del os.environ[name]
-            if before is not None:
-                os.environ[name] = before
+    with _ENVIRONMENT, variables({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
+        yield
 
 
 def own_address(host: str) -> str:

@@ -44,8 +44,9 @@ def join(rendezvous: str, rank: int, world_size: int, device: torch.device, time
     else:
         raise ValueError(f"rendezvous must be tcp://host:port or file:///path; got {rendezvous}")
     # Otherwise the transports listen on the address of the machine's name, which others may not reach.
+    interface = _interface_of(own)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, _interface_of(own))
+        os.environ.setdefault(variable, interface)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 

@@ -778,8 +778,10 @@ def test_a_machine_broken_in_seven_ways(tmp_path: Path) -> None:
         "recipe=smoke",
         f"model.path={model}",
         f"run.dir={full}",
+        # What is not broken is the same on each machine: Ray's folder has room, however full the disk is.
         before=f"mount -t tmpfs -o size=64m tmpfs /dev/shm; mount -t tmpfs -o size=64k tmpfs {full}; "
-        "hostname no-such-host.invalid; ulimit -n 256;",
+        "mount -t tmpfs -o size=2g tmpfs /mnt; hostname no-such-host.invalid; ulimit -n 256;",
+        RAY_TMPDIR="/mnt",
         PYTHONPATH=str(metadata),
         http_proxy="http://192.0.2.1:3128",
         RAY_ADDRESS="192.0.2.1:6379",

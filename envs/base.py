@@ -18,7 +18,7 @@ ToolSchema = dict[str, Json]
 """{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}"""
 
 RewardFunction = Callable[..., object]
-"""In any shape that `rlflow.reward_call` knows. Runs in a killable process."""
+"""In any shape that `rlflow.rewards.call` knows. Runs in a killable process."""
 
 POLICY = "policy"
 """The agent whose replies `step` is given."""

@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from rlflow.concurrency import all_or_none
 from rlflow.envs.base import Environment, Prompt, Step, ToolSchema
 from rlflow.envs.texts import json_object, text_of
 from rlflow.envs.tool_schema import signature_of
 from rlflow.errors import ConfigError
+from rlflow.runtime.concurrency import all_or_none
 from rlflow.types import Message, Task, ToolCall
 
 Tool = Callable[..., object]

@@ -20,18 +20,18 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlflow.config import AlgorithmConfig, Config, CurriculumConfig, RewardConfig
-from rlflow.config_checks import check
-from rlflow.environments import load_environment
+from rlflow.environments.find import load_environment
 from rlflow.envs.base import EnvironmentSpec, RewardFunction
-from rlflow.intake import group_seed
-from rlflow.models import resolve_model
-from rlflow.reward_choice import choose_rewards, load
+from rlflow.groups.intake import group_seed
+from rlflow.groups.sampler import TaskSampler
+from rlflow.models.resolve import resolve_model
+from rlflow.rewards.choose import choose_rewards, load
 from rlflow.rollout.chat import episode_seed
 from rlflow.rollout.requests import Completion, GenerateRequest
-from rlflow.sampler import TaskSampler
+from rlflow.settings.checks import check
 from rlflow.types import Task
-from rlflow.weights.arena import Arena
-from rlflow.workers.rollout import RolloutEngine
+from rlflow.weights.shm.arena import Arena
+from rlflow.workers.engine.engine import RolloutEngine
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 

@@ -9,8 +9,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlflow.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from rlflow.config import Config
 
 _VERBS = {
     "train": "train a model: rlflow train recipe=NAME [key=value ...] [--dry-run]",
@@ -46,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words[:1] == ["train"]:
             return _train(words[1:])
         if words[:1] == ["submit"]:
-            from rlflow.submit.command import submit
+            from rlflow.tools.submit.command import submit
 
             return submit(words[1:], _report)
         if words[:1] == ["doctor"]:
@@ -83,16 +87,22 @@ def _report(error: ConfigError | RunError) -> int:
 
 def _train(arguments: Sequence[str]) -> int:
     """Hydra reads the arguments, except for the two that it does not know."""
-    from rlflow.compose import train
+    from rlflow.settings.compose import train
 
     for_hydra = [each for each in arguments if each not in ("--dry-run", "--json")]
     if "--dry-run" in arguments:
-        from rlflow.dry_run.command import dry_run
+        from rlflow.tools.dry_run.command import dry_run
 
         return train(for_hydra, _report, partial(dry_run, as_json="--json" in arguments))
     if "--json" in arguments:
         raise ConfigError("--json has no effect without --dry-run; leave it out: a run writes metrics.jsonl")
-    return train(for_hydra, _report)
+    return train(for_hydra, _report, _start)
+
+
+def _start(config: Config) -> int:
+    from rlflow.run import train  # imports Ray
+
+    return train(config)
 
 
 def _doctor(arguments: Sequence[str]) -> int:
@@ -104,8 +114,8 @@ def _doctor(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     options = parser.parse_intermixed_args(arguments)
-    from rlflow.compose import train
-    from rlflow.doctor.command import doctor, names_run
+    from rlflow.settings.compose import train
+    from rlflow.tools.doctor.command import doctor, names_run
 
     settings: list[str] = options.settings
     if unknown := [word for word in settings if "=" not in word or word.startswith("-")]:
@@ -133,12 +143,12 @@ def _env(arguments: Sequence[str]) -> int:
     check.add_argument("--json", action="store_true", help="as one JSON object")
     options = parser.parse_args(arguments)
     if options.verb == "new":
-        from rlflow.env_tools.new import env_new
+        from rlflow.tools.env_tools.new import env_new
 
         print("\n".join(str(path) for path in env_new(options.path)))
         return 0
-    from rlflow.compose import train
-    from rlflow.env_tools.check import env_check
+    from rlflow.settings.compose import train
+    from rlflow.tools.env_tools.check import env_check
 
     if options.tasks < 1:
         raise ConfigError(f"--tasks must be at least 1; got {options.tasks}")
@@ -151,7 +161,7 @@ def _env(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from rlflow import __version__
-    from rlflow.simulate import command as simulate
+    from rlflow.tools.simulate import command as simulate
 
     parser = argparse.ArgumentParser(prog="rlflow", description="Reinforcement learning for language models, on Ray.")
     parser.add_argument("--version", action="version", version=f"rlflow {__version__}")
@@ -197,23 +207,23 @@ def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         _print_figures(figures, as_json=options.json)
         return int(figures.get("verify/different", 0) != 0)
     if options.verb == "simulate":
-        from rlflow.simulate import command
+        from rlflow.tools.simulate import command
 
         command.run(options)
         return 0
     if not options.run.is_dir():
         raise ConfigError(f"{options.run} is not a run's directory; give the run.dir that `rlflow train` printed")
     if options.verb == "stop":
-        from rlflow.stopping import stop_run
+        from rlflow.rundir.stopping import stop_run
 
         print(stop_run(options.run, options.timeout))
     elif options.verb == "export":
-        from rlflow.export import export
+        from rlflow.tools.export import export
 
         found = export(options.run, options.out, step=options.step, dtype=options.dtype, adapter_only=options.adapter)
         print(found)
     elif options.verb == "report":
-        from rlflow.telemetry.report import write_report
+        from rlflow.telemetry.report.report import write_report
 
         print(write_report(options.run) or options.run / "report.html")
     else:
@@ -223,7 +233,7 @@ def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _bench(name: str, overrides: Sequence[str], *, verify: bool) -> Mapping[str, float | list[float]]:
     if name == "weights":
-        from rlflow.bench.weights import weights
+        from rlflow.tools.bench.weights import weights
 
         return weights(overrides, verify=verify)
     if verify:
@@ -231,28 +241,28 @@ def _bench(name: str, overrides: Sequence[str], *, verify: bool) -> Mapping[str,
     if name in ("queue", "train", "envs") and overrides:
         raise ConfigError(f"bench {name} takes no settings; got {' '.join(overrides)}; leave them out")
     if name == "queue":
-        from rlflow.bench.queue import queue
+        from rlflow.tools.bench.queue import queue
 
         return queue()
     if name == "train":
-        from rlflow.bench.training import training
+        from rlflow.tools.bench.training import training
 
         return training()
     if name == "envs":
-        from rlflow.bench.envs import environments
+        from rlflow.tools.bench.envs import environments
 
         return environments()
     if name == "async":
-        from rlflow.bench.asynchrony import asynchrony
+        from rlflow.tools.bench.asynchrony import asynchrony
 
         return asynchrony(overrides)
-    from rlflow.bench.end_to_end import end_to_end
+    from rlflow.tools.bench.end_to_end import end_to_end
 
     return end_to_end(overrides)
 
 
 def _recipes(name: str | None) -> None:
-    from rlflow.recipe_files import recipe_names, recipe_summary, recipe_text
+    from rlflow.settings.recipe_files import recipe_names, recipe_summary, recipe_text
 
     if name is not None:
         print(recipe_text(name), end="")
@@ -263,7 +273,7 @@ def _recipes(name: str | None) -> None:
 
 
 def _ledger(run: Path, *, as_json: bool) -> None:
-    from rlflow.ledger import counts_by_state
+    from rlflow.groups.ledger import counts_by_state
 
     path = run / "ledger.db"
     if not path.is_file():
@@ -287,7 +297,7 @@ def _complete(words: list[str]) -> int:
     if typed not in (["train"], ["submit"]) or line.endswith(typed[0]):
         print(" ".join(name for name in _VERBS if name.startswith(typed[0] if typed else "")))
         return 0
-    from rlflow.compose import train
+    from rlflow.settings.compose import train
 
     os.environ["COMP_LINE"] = line.replace(f"{typed[0]} ", "", 1) if program else line
-    return train(words, _report)
+    return train(words, _report, _start)

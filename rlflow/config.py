@@ -289,6 +289,10 @@ class TrainerConfig:
     save_optimizer: bool = True
 
 
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks of adapters that vLLM can be started with; smaller ones fit in."""
+
+
 @dataclass
 class LoraConfig:
     """Low-rank adapters on all linear layers of the decoder layers; everything else of the model is frozen

@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from rlflow import staleness
-from rlflow.checkpoint import CheckpointStore, RunState
 from rlflow.config import Config, Late, Placement
-from rlflow.deadlines import within
 from rlflow.errors import ConfigError, DeadlineError, PayloadLost, RunError, WorkerLost
-from rlflow.evaluation import Evaluation, evaluate
-from rlflow.intake import Intake, Listener, Progress
-from rlflow.ledger import GroupState, Ledger
+from rlflow.groups import staleness
+from rlflow.groups.evaluation import Evaluation, evaluate
+from rlflow.groups.intake import Intake, Listener, Progress
+from rlflow.groups.ledger import GroupState, Ledger
+from rlflow.groups.sampler import TaskSampler
 from rlflow.publisher import Publisher, PublishListener
 from rlflow.roles import StepOutcome, Workers
-from rlflow.sampler import TaskSampler
+from rlflow.rundir.store import CheckpointStore, RunState
+from rlflow.runtime.deadlines import within
 from rlflow.saver import SaveListener, Saver
 from rlflow.types import EpisodeSummary, PayloadRef, ReadyGroup, Span, Task
 

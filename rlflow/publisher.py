@@ -9,11 +9,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from rlflow import staleness
 from rlflow.config import Config, Late, Placement
-from rlflow.deadlines import within
-from rlflow.intake import Intake, Progress
+from rlflow.groups import staleness
+from rlflow.groups.intake import Intake, Progress
 from rlflow.roles import LoadOutcome, StagedWeights, Workers
+from rlflow.runtime.deadlines import within
 from rlflow.types import Span
 
 

@@ -8,22 +8,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.algorithms.chosen import check_functions
-from rlflow.checkpoint import RunState, read_state
 from rlflow.cluster.devices import wait_for_room
 from rlflow.cluster.loss import unless_lost
 from rlflow.cluster.start import Fleet, ray_cluster, start_fleet, stop_fleet
 from rlflow.config import Config
-from rlflow.config_checks import check
 from rlflow.driver import Driver
-from rlflow.environments import held_out_tasks, load_environment
+from rlflow.environments.find import held_out_tasks, load_environment
 from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import PayloadLost, RunError, WorkerLost
-from rlflow.ledger import Ledger
-from rlflow.models import resolve_model, resolve_reward_model
-from rlflow.restarts import MAX_RESTARTS, Loss, Restarts, still_to_make_up
-from rlflow.rundir import RunDir, claim, rewound
-from rlflow.sampler import TaskSampler
-from rlflow.signals import Stopper
+from rlflow.groups.ledger import Ledger
+from rlflow.groups.sampler import TaskSampler
+from rlflow.models.resolve import resolve_model, resolve_reward_model
+from rlflow.rundir.directory import RunDir, claim, rewound
+from rlflow.rundir.restarts import MAX_RESTARTS, Loss, Restarts, still_to_make_up
+from rlflow.rundir.store import RunState, read_state
+from rlflow.runtime.signals import Stopper
+from rlflow.settings.checks import check
 from rlflow.telemetry.observer import RunObserver
 from rlflow.types import Task
 

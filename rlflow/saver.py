@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlflow.checkpoint import CheckpointStore, RunState, state_to_json
 from rlflow.config import Config
-from rlflow.deadlines import within
-from rlflow.disk import disk_errors
 from rlflow.errors import PayloadLost, WorkerLost
-from rlflow.intake import Intake, Progress
-from rlflow.ledger import Ledger
+from rlflow.groups.intake import Intake, Progress
+from rlflow.groups.ledger import Ledger
 from rlflow.roles import Workers
+from rlflow.rundir.store import CheckpointStore, RunState, state_to_json
+from rlflow.runtime.deadlines import within
+from rlflow.runtime.disk import disk_errors
 from rlflow.types import PayloadRef, Span
 
 

@@ -13,12 +13,12 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from rlflow.checkpoint import CheckpointStore, RunState, state_to_json
 from rlflow.cli import main
 from rlflow.errors import ConfigError
-from rlflow.export import export
-from rlflow.models import check_folder, resolve_model
-from rlflow.sampler import SamplerState
+from rlflow.groups.sampler import SamplerState
+from rlflow.models.resolve import check_folder, resolve_model
+from rlflow.rundir.store import CheckpointStore, RunState, state_to_json
+from rlflow.tools.export import export
 
 Cli = Callable[..., tuple[int, str, str]]
 SAMPLER = SamplerState(kind="uniform", tasks="", put_back=[], curriculum={})
@@ -188,7 +188,7 @@ def test_a_run_that_does_not_exist(verb: str, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_ledger_counts_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from rlflow.ledger import Ledger
+    from rlflow.groups.ledger import Ledger
 
     assert main(["ledger", str(tmp_path)]) == 2
     assert "has no ledger.db" in capsys.readouterr().err
@@ -202,7 +202,7 @@ def write_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of the tiny model with a checkpoint of step 2, written by two ranks; returns the model's folder."""
     import torch
 
-    from rlflow.weights.layout import chunk_of
+    from rlflow.weights.shape.layout import chunk_of
     from rlflow.workers.trainer.shards import PARAMETER, Shard, write_shards
 
     monkeypatch.setenv("RLFLOW_CACHE", str(folder / "cache"))
@@ -251,7 +251,7 @@ def test_export_in_float32_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_export_splits_a_large_model_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path, monkeypatch)
-    monkeypatch.setattr("rlflow.export._MAX_FILE_BYTES", 200_000)
+    monkeypatch.setattr("rlflow.tools.export._MAX_FILE_BYTES", 200_000)
     out = export(tmp_path / "run", tmp_path / "out", step=None, dtype="float32")
     check_folder(out)
     files = sorted(path.name for path in out.glob("*.safetensors"))
@@ -275,7 +275,7 @@ def test_export_refuses_what_it_cannot_write(tmp_path: Path) -> None:
 
 def test_figures_are_printed_for_people_too(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {"seeds": 3, "4/speed_up": 2.51234, "4/final_reward": [0.5, 0.61234]}
-    monkeypatch.setattr("rlflow.bench.asynchrony.asynchrony", lambda overrides: figures)
+    monkeypatch.setattr("rlflow.tools.bench.asynchrony.asynchrony", lambda overrides: figures)
     assert cli("bench", "async")[1].splitlines() == [
         "seeds                    3",
         "4/speed_up               2.512",

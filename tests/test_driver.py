@@ -18,14 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlflow.algorithms.chosen import check_functions
-from rlflow.checkpoint import RunState, read_state
 from rlflow.config import Config, Late, Order, Placement
-from rlflow.config_checks import check
 from rlflow.driver import StepReport
 from rlflow.errors import ConfigError, DeadlineError, PayloadLost, RunError, WorkerError, WorkerLost
-from rlflow.ledger import DropReason, Ledger, counts_by_state
+from rlflow.groups.ledger import DropReason, Ledger, counts_by_state
+from rlflow.groups.sampler import TaskSampler
 from rlflow.roles import StepOutcome
-from rlflow.sampler import TaskSampler
+from rlflow.rundir.store import RunState, read_state
+from rlflow.settings.checks import check
 from rlflow.types import EpisodeEnd, GroupOrder, PayloadRef, PlayedGroup, ReadyGroup, Span
 
 

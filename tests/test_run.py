@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from training import plain_score, save_reward_model
 
 from rlflow.config import Config
-from rlflow.ledger import counts_by_state
+from rlflow.groups.ledger import counts_by_state
 from rlflow.recipes.minimal_grpo import MinimalGrpo
 from rlflow.telemetry import metrics
 from rlflow.telemetry.metrics import REQUIRED

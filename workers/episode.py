@@ -10,11 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
-from rlflow.concurrency import all_or_none
 from rlflow.config import Config
-from rlflow.disk import disk_errors
 from rlflow.errors import EngineLost, StaleGroup, WorkerLost
-from rlflow.reward_client import Scorer
+from rlflow.rewards.client import Scorer
 from rlflow.rollout import payloads as payload_files
 from rlflow.rollout.chat import Chat, episode_seed
 from rlflow.rollout.client import EngineClient, EngineHandle, Transport
@@ -22,6 +20,8 @@ from rlflow.rollout.episode import Door, PlayedEpisode, Worlds, play_episode, su
 from rlflow.rollout.limits import EpisodeLimits
 from rlflow.rollout.render import ChatRenderer, Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
+from rlflow.runtime.concurrency import all_or_none
+from rlflow.runtime.disk import disk_errors
 from rlflow.types import EpisodeEnd, EpisodePayload, EpisodeSummary, GroupOrder, Message, PlayedGroup, Span
 
 ACTOR = "runner"

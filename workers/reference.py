@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlflow.compute import keep_memory, share_cpu
 from rlflow.config import Config
+from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.types import EpisodePayload, FloatArray, TrainSample
 
 

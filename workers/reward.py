@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlflow.config import RewardConfig
-from rlflow.reward_call import ChosenReward
-from rlflow.rewards import ScorerPool
+from rlflow.rewards.call import ChosenReward
+from rlflow.rewards.pool import ScorerPool
 from rlflow.types import Transcript, Verdict
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlflow.batching import Conversation, row_tokens
-from rlflow.compute import keep_memory, share_cpu
 from rlflow.config import Config
+from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.types import EpisodeEnd, Transcript, Verdict
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from rlflow.envs.dataset.data import read_tasks
 from rlflow.envs.dataset.sources import find_source
 from rlflow.errors import ConfigError
-from rlflow.plugins import load_object
+from rlflow.plugins.loading import load_object
 from rlflow.types import Message, Task
 
 NUM_SUMS = 2000

@@ -21,7 +21,7 @@ from rlflow.envs.agent.data import task_source
 from rlflow.envs.agent.results import printed_result, result_of
 from rlflow.envs.base import Endpoint, EnvironmentSpec, Program, Result
 from rlflow.errors import ConfigError, EnvironmentFailure
-from rlflow.plugins import load_object
+from rlflow.plugins.loading import load_object
 from rlflow.types import Task
 
 SHOWN_CHARS = 2000

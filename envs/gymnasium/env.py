@@ -17,7 +17,7 @@ from rlflow.envs.extras import need
 from rlflow.envs.gymnasium.spaces import instructions_for, observation_text, parser_of
 from rlflow.envs.texts import answer_part, prompt_of, with_observation
 from rlflow.errors import ConfigError
-from rlflow.plugins import load_object
+from rlflow.plugins.loading import load_object
 from rlflow.types import Json, Message, Task
 
 EVALUATION_SEED = 1_000_003

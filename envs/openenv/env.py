@@ -16,7 +16,7 @@ from rlflow.envs.base import Environment, EnvironmentSpec, Prompt, Step, ToolSch
 from rlflow.envs.openenv.session import ActionRefused, Answer, OpenEnvError, Session, action_schema
 from rlflow.envs.texts import answer_part, json_object, prompt_of, text_of, with_observation
 from rlflow.errors import ConfigError
-from rlflow.plugins import load_object
+from rlflow.plugins.loading import load_object
 from rlflow.types import Json, Message, Task, ToolCall
 
 EVALUATION_SEED = 1_000_003

@@ -10,7 +10,7 @@ from rlflow.envs.python_repair.data import make_tasks
 from rlflow.envs.python_repair.reward import MAX_TURNS, worth
 from rlflow.envs.rewards.code import Tested, last_program, run_statements
 from rlflow.errors import ConfigError
-from rlflow.sandbox import SandboxLimits
+from rlflow.processes.sandbox.run import SandboxLimits
 from rlflow.types import Message, Task
 
 LIMITS = SandboxLimits(seconds=4.0, cpu_seconds=4, memory_mb=256)

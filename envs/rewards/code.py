@@ -1,4 +1,4 @@
-"""Does the reply's program pass its tests? It runs in a sandbox (`rlflow.sandbox`)."""
+"""Does the reply's program pass its tests? It runs in a sandbox (`rlflow.processes.sandbox.run`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from rlflow.sandbox import Outcome, SandboxLimits, SandboxResult, run
+from rlflow.processes.sandbox.run import Outcome, SandboxLimits, SandboxResult, run
 
 Pair = tuple[str, str]
 """What a program reads, and what it must print."""

@@ -15,7 +15,7 @@ from rlflow.envs.base import Environment, EnvironmentSpec, Prompt, Step
 from rlflow.envs.textarena.game import Game, GameSpec
 from rlflow.envs.texts import answer_part, prompt_of, with_observation
 from rlflow.errors import ConfigError
-from rlflow.plugins import load_object
+from rlflow.plugins.loading import load_object
 from rlflow.types import Message, Task
 
 EVALUATION_SEED = 1_000_003

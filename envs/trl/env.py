@@ -18,7 +18,7 @@ from rlflow.envs.dataset import load as load_rows
 from rlflow.envs.texts import with_observation
 from rlflow.envs.tools import Tool, ToolEnvironment, ToolSet
 from rlflow.errors import ConfigError
-from rlflow.plugins import load_object
+from rlflow.plugins.loading import load_object
 from rlflow.types import Message, Task
 
 NOT_TOOLS = ("reset", "get_reward", "close")

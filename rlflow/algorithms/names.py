@@ -17,8 +17,8 @@ import numpy as np
 
 from rlflow.algorithms.advantage.base import Scope
 from rlflow.errors import ConfigError
-from rlflow.hints import fits, hints_of, nearest, shown
-from rlflow.plugins import load_object
+from rlflow.plugins.loading import load_object
+from rlflow.plugins.names import fits, hints_of, nearest, shown
 
 Result = TypeVar("Result")
 

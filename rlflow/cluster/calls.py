@@ -16,10 +16,10 @@ from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlflow.batching import in_order_of_training, plan_micro_batches
-from rlflow.concurrency import all_ended
 from rlflow.config import TrainerConfig, num_shares
 from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerError, WorkerLost, first_line
 from rlflow.roles import StagedWeights, StepOutcome
+from rlflow.runtime.concurrency import all_ended
 from rlflow.types import PayloadRef, ReadyGroup, Span
 
 DISK = "disk"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlflow.cluster.calls import RayTrainer
-from rlflow.concurrency import all_ended
 from rlflow.roles import Mean, StagedWeights, StepOutcome
+from rlflow.runtime.concurrency import all_ended
 from rlflow.types import ReadyGroup, Span
 
 

@@ -24,8 +24,8 @@ from rlflow.cluster.misfit import check_counts
 from rlflow.cluster.placement import Placed, describe, fit
 from rlflow.cluster.slots import Machine, Slot
 from rlflow.config import POOL_LABEL, Config, Process
-from rlflow.deadlines import within
 from rlflow.errors import ConfigError, WorkerError
+from rlflow.runtime.deadlines import within
 
 NODE_LABEL = "ray.io/node-id"
 

@@ -16,10 +16,10 @@ from ray.exceptions import RayActorError
 
 from rlflow.cluster.calls import answer
 from rlflow.config import Config, DeadlinesConfig
-from rlflow.deadlines import within
 from rlflow.errors import DeadlineError, EngineLost, RunError, WeightsOvertaken, WorkerError
 from rlflow.roles import StagedWeights
-from rlflow.workers.rollout import RolloutEngine
+from rlflow.runtime.deadlines import within
+from rlflow.workers.engine.engine import RolloutEngine
 
 TELL_TIMEOUT_S = 30.0
 """For an episode runner to take in who serves; one that does not answer by then is ended, and told when it is back."""

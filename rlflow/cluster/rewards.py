@@ -12,9 +12,9 @@ from rlflow.cluster.devices import Devices
 from rlflow.config import Config, Process
 from rlflow.envs.base import RewardFunction
 from rlflow.errors import RewardLost, first_line
-from rlflow.reward_call import ChosenReward
-from rlflow.reward_choice import ENVIRONMENT, choose_rewards, is_environment_alone
-from rlflow.reward_client import EnvironmentScorer, RewardClient, Scorer
+from rlflow.rewards.call import ChosenReward
+from rlflow.rewards.choose import ENVIRONMENT, choose_rewards, is_environment_alone
+from rlflow.rewards.client import EnvironmentScorer, RewardClient, Scorer
 from rlflow.types import Transcript, Verdict
 from rlflow.workers.reward import RewardWorker
 from rlflow.workers.reward_model import RewardModelWorker

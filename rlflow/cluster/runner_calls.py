@@ -12,8 +12,8 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 from ray.experimental import get_local_object_locations
 
 from rlflow.cluster.calls import answer
-from rlflow.deadlines import within
 from rlflow.errors import WorkerError, WorkerLost
+from rlflow.runtime.deadlines import within
 from rlflow.types import GroupOrder, Message, PayloadRef, PlayedGroup
 
 _WHO = "episode runner"

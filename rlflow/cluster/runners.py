@@ -12,10 +12,10 @@ from rlflow.cluster.devices import Devices
 from rlflow.cluster.rewards import scorer_of
 from rlflow.cluster.slots import num_runners
 from rlflow.config import Config, Process
-from rlflow.environment_pool import EnvironmentPool
+from rlflow.environments.pool import EnvironmentPool
 from rlflow.envs.base import Environment, EnvironmentSpec, Program
 from rlflow.rollout.client import EngineHandle
-from rlflow.rollout.gateway import Gateway
+from rlflow.rollout.gateway.server import Gateway
 from rlflow.types import EpisodePayload, GroupOrder, PlayedGroup
 from rlflow.workers.episode import EpisodeRunner
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rlflow.cluster.calls import answer, call_on
 from rlflow.config import Config, Process, Transport
-from rlflow.deadlines import within
 from rlflow.errors import ConfigError
+from rlflow.runtime.deadlines import within
 
 LOOK_S = 120.0
 """For a machine to start a process that looks."""

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlflow.cluster.gpus import GpuPlan, gpu_plan
-from rlflow.cluster_checks import pool_of
 from rlflow.config import Config, Placement, PoolConfig, Process, Transport, sends_adapters, transport_of
 from rlflow.errors import ConfigError
+from rlflow.settings.cluster_checks import pool_of
 
 ENGINES_PER_RUNNER = 8
 SLIVER = 0.01

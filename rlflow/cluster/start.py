@@ -17,19 +17,19 @@ from rlflow.cluster.critic import RayActorCritic
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
 from rlflow.cluster.joined_ray import join_ray
-from rlflow.cluster.local_ray import private_ray
 from rlflow.cluster.loss import end_fleet
+from rlflow.cluster.ray import private_ray
 from rlflow.cluster.rewards import start_rewards
 from rlflow.cluster.runner_calls import RayRunners
 from rlflow.cluster.runners import start_runners
 from rlflow.cluster.shared_files import check_shared_files
-from rlflow.compute import ONE_ARENA
 from rlflow.config import Config, Placement, Process, needs_reference, object_store_bytes, refers_to_itself
-from rlflow.deadlines import within
 from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import ConfigError
 from rlflow.roles import Trainer, Workers
 from rlflow.rollout.fleet import EngineFleet
+from rlflow.runtime.deadlines import within
+from rlflow.runtime.environment import ONE_ARENA
 from rlflow.workers.reference import ReferenceWorker
 from rlflow.workers.trainer.actor import TrainerWorker
 

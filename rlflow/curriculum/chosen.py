@@ -12,7 +12,7 @@ from rlflow.curriculum.base import Curriculum
 from rlflow.curriculum.difficulty import Difficulty
 from rlflow.curriculum.uniform import Uniform
 from rlflow.errors import ConfigError
-from rlflow.plugins import load_object
+from rlflow.plugins.loading import load_object
 from rlflow.types import Task
 
 SHIPPED: dict[str, Callable[..., Curriculum]] = {"uniform": Uniform, "difficulty": Difficulty, "balanced": Balanced}

@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from rlflow.deadlines import within
 from rlflow.errors import EngineLost, RunError
 from rlflow.rollout.requests import Completion, GenerateRequest
+from rlflow.runtime.deadlines import within
 
 MAX_KEYS = 4096
 """Prefix keys remembered; the least recently used is forgotten first."""

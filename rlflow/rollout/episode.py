@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from rlflow.environment_wire import conversation_of, plain, prompt_of, result_of, step_of
+from rlflow.environments.wire import conversation_of, plain, prompt_of, result_of, step_of
 from rlflow.envs.base import POLICY, Endpoint, Environment, Program, Prompt, Result, Step, ToolSchema
 from rlflow.errors import EnvironmentFailure, EnvironmentLost, NoReply
 from rlflow.rollout.chat import Chat
@@ -26,7 +26,7 @@ Value = TypeVar("Value")
 
 
 class Worlds(Protocol):
-    """Where environments live; see `rlflow.environment_pool`."""
+    """Where environments live; see `rlflow.environments.pool`."""
 
     def lease(self) -> AbstractAsyncContextManager[None]:
         """Hold it around an episode: where the environment needs something for itself, it is free meanwhile."""
@@ -38,7 +38,7 @@ class Worlds(Protocol):
 
 
 class Door(Protocol):
-    """Lets a program speak to the policy; see `rlflow.rollout.gateway`."""
+    """Lets a program speak to the policy; see `rlflow.rollout.gateway.server`."""
 
     def open(self, chat: Chat) -> Endpoint: ...
 

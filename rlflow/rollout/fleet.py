@@ -9,11 +9,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn, Protocol
 
-from rlflow.concurrency import all_or_none
 from rlflow.config import Config, Update, samples_while_loading
 from rlflow.errors import ConfigError, EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import LoadOutcome, StagedWeights
 from rlflow.rollout.health import EngineState, Health, serving, waves
+from rlflow.runtime.concurrency import all_or_none
 
 
 class EngineProcess(Protocol):

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
-from rlflow.disk import disk_errors
 from rlflow.errors import RunError
-from rlflow.ledger import DropReason
+from rlflow.groups.ledger import DropReason
+from rlflow.runtime.disk import disk_errors
 
 StepRecord: TypeAlias = dict[str, float | int | None]
 """Numbers of one step by name; None where there was nothing to measure."""

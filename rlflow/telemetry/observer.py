@@ -7,21 +7,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rlflow.checkpoint import RunState
 from rlflow.config import Config
-from rlflow.deadlines import within
 from rlflow.driver import StepReport
 from rlflow.errors import WorkerError
-from rlflow.evaluation import Evaluation
-from rlflow.ledger import DropReason
-from rlflow.restarts import Loss
+from rlflow.groups.evaluation import Evaluation
+from rlflow.groups.ledger import DropReason
 from rlflow.roles import Runners
-from rlflow.rundir import RunDir, plain
+from rlflow.rundir.directory import RunDir, plain
+from rlflow.rundir.restarts import Loss
+from rlflow.rundir.store import RunState
+from rlflow.runtime.deadlines import within
 from rlflow.telemetry import metrics, samples
 from rlflow.telemetry.console import Console
 from rlflow.telemetry.metrics import MetricsFile, StepRecord
 from rlflow.telemetry.record import step_record
-from rlflow.telemetry.report import write_report
+from rlflow.telemetry.report.report import write_report
 from rlflow.telemetry.trace import Trace
 from rlflow.telemetry.trackers import open_trackers
 from rlflow.types import EpisodeSummary, PayloadRef

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlflow.driver import StepReport
-from rlflow.ledger import DropReason
+from rlflow.groups.ledger import DropReason
 from rlflow.telemetry.metrics import StepRecord
 from rlflow.telemetry.utilisation import busy_share
 from rlflow.types import EpisodeSummary

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlflow.disk import disk_errors
 from rlflow.errors import RunError
+from rlflow.runtime.disk import disk_errors
 from rlflow.telemetry.text import number, printable, shorten
 from rlflow.types import EpisodeEnd, Message
 

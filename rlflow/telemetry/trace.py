@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rlflow.disk import disk_errors
+from rlflow.runtime.disk import disk_errors
 from rlflow.types import Span
 
 MAX_BYTES = 32 * 2**20

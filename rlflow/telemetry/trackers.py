@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from rlflow.config import TrackersConfig
-from rlflow.disk import disk_errors
 from rlflow.errors import ConfigError
+from rlflow.runtime.disk import disk_errors
 from rlflow.telemetry.metrics import StepRecord, finite
 
 

@@ -19,8 +19,8 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 
-from rlflow.weights.arena_view import ArenaView
-from rlflow.weights.messages import ADAPTER_ID, WeightReport, slots_of
+from rlflow.weights.engine.messages import ADAPTER_ID, WeightReport, slots_of
+from rlflow.weights.shm.arena_view import ArenaView
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,13 +9,13 @@ import torch
 
 from rlflow.config import Config, Transport, sends_adapters, transport_of
 from rlflow.roles import StagedWeights
-from rlflow.weights.disk_sender import DiskSender
-from rlflow.weights.ipc import SharedSender
-from rlflow.weights.p2p import PeerSender
-from rlflow.weights.shm_sender import AdapterSender, SharedMemorySender
+from rlflow.weights.disk.sender import DiskSender
+from rlflow.weights.ipc.sender import SharedSender
+from rlflow.weights.p2p.sender import PeerSender
+from rlflow.weights.shm.sender import AdapterSender, SharedMemorySender
 
 if TYPE_CHECKING:
-    from rlflow.workers.trainer.base import TrainerBackend
+    from rlflow.weights.source import WeightSource
 
 
 class WeightSender(Protocol):
@@ -32,7 +32,7 @@ class WeightSender(Protocol):
     def close(self) -> None: ...
 
 
-def build_sender(config: Config, backend: TrainerBackend, rank: int, world_size: int, rendezvous: str) -> WeightSender:
+def build_sender(config: Config, backend: WeightSource, rank: int, world_size: int, rendezvous: str) -> WeightSender:
     """`rendezvous` is where these ranks met; no other trainer has met there."""
     if sends_adapters(config):
         return AdapterSender(backend, rank, world_size)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from rlflow.algorithms.advantage.gae import Moments
 from rlflow.algorithms.chosen import needs_critic, token_advantage_of
 from rlflow.batching import MicroBatchPlan, plan_micro_batches
-from rlflow.compute import keep_memory, share_cpu
 from rlflow.config import Config, num_shares
-from rlflow.disk import disk_errors
 from rlflow.roles import StagedWeights, StepOutcome
+from rlflow.runtime.disk import disk_errors
+from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.types import FloatArray, ReadyGroup, Span, TrainSample
 from rlflow.workers.trainer.fetch import Fetcher, moments_of, samples_in, whiten_all
 

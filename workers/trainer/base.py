@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlflow.roles import StepOutcome
 from rlflow.types import FloatArray, TrainSample
-from rlflow.weights.layout import Layout
+from rlflow.weights.shape.layout import Layout
 from rlflow.workers.trainer.shards import Snapshot
 
 MicroBatch = Sequence[Sequence[TrainSample]]

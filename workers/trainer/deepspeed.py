@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rlflow.config import Config, Dtype, Offload
 from rlflow.errors import ConfigError
-from rlflow.weights.layout import Layout, runs_layout
+from rlflow.weights.shape.layout import Layout, runs_layout
 from rlflow.workers.trainer.base import MicroBatch, Role
 from rlflow.workers.trainer.packed import PackedTrainer, adamw, fresh_moments, state_tensors
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader

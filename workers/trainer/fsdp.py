@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import DTensor
 
 from rlflow.config import Config, Offload
-from rlflow.weights.layout import Layout, chunk_of, fsdp_layout
+from rlflow.weights.shape.layout import Layout, chunk_of, fsdp_layout
 from rlflow.workers.trainer.base import MicroBatch, Role
 from rlflow.workers.trainer.packed import PackedTrainer, adamw, fresh_moments, state_tensors
 from rlflow.workers.trainer.policy import Policy, torch_dtype

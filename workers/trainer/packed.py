@@ -22,7 +22,7 @@ from rlflow.config import Config
 from rlflow.errors import RunError
 from rlflow.roles import StepOutcome
 from rlflow.types import FloatArray
-from rlflow.weights.layout import Layout
+from rlflow.weights.shape.layout import Layout
 from rlflow.workers.trainer.base import MicroBatch, Role, TrainerBackend
 from rlflow.workers.trainer.lora import add_adapters, is_adapter, merged, parts_of, peft_name, without_adapters
 from rlflow.workers.trainer.objective import Objective, PolicyObjective

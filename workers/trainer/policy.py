@@ -20,7 +20,7 @@ from rlflow.batching import PackedBatch, pack
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.types import FloatArray, TrainSample
-from rlflow.weights.layout import chunk_of
+from rlflow.weights.shape.layout import chunk_of
 from rlflow.workers.trainer.attention import ATTENTION, attention_layout, check_attention
 from rlflow.workers.trainer.tensor_parallel import TensorGroup
 

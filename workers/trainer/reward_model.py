@@ -17,7 +17,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from rlflow.batching import Conversation, pack_conversations
 from rlflow.config import Config
 from rlflow.errors import ConfigError
-from rlflow.models import REWARD
+from rlflow.models.resolve import REWARD
 from rlflow.types import EpisodeEnd, Message, Transcript, Verdict
 from rlflow.workers.trainer.attention import attention_window
 from rlflow.workers.trainer.policy import load_packed, torch_dtype

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlflow.weights.layout import chunk_of
+from rlflow.weights.shape.layout import chunk_of
 
 
 class Piece(NamedTuple):

@@ -1,0 +1,1 @@
+"""What runs in the processes of `processes.sandbox.run`. Standard library only: a bare interpreter imports it."""

@@ -1,0 +1,121 @@
+"""A world of its own: user, process, network, IPC, host name and mount namespaces.
+
+`leave` is called by the supervisor, whose next child is process 1 of the new world; that child calls `build_root`.
+When process 1 ends, the kernel kills every other process in there, however it detached itself.
+"""
+
+from __future__ import annotations
+
+import os
+
+from rlflow.processes.sandbox import linux
+
+HOME = "/sandbox"
+DEVICES = ("null", "zero", "full", "random", "urandom")
+NOBODY = 65534
+MAX_FILES = 16384
+
+
+def leave() -> None:
+    """Into new namespaces, all but the mounts. Root is mapped to itself, and `NOBODY` for the program besides."""
+    flags = linux.CLONE_NEWPID | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
+    user, group = os.geteuid(), os.getegid()
+    if user == 0:
+        _leave_as_root(flags)
+        return
+    linux.unshare(linux.CLONE_NEWUSER | flags)
+    _write("/proc/self/setgroups", "deny")
+    _write("/proc/self/uid_map", f"{user} {user} 1")
+    _write("/proc/self/gid_map", f"{group} {group} 1")
+
+
+def _leave_as_root(flags: int) -> None:
+    """Two users take a process outside of the namespace that writes the maps."""
+    target = os.getpid()
+    go_read, go_write = os.pipe()
+    helper = os.fork()
+    if helper == 0:
+        os.close(go_write)
+        os._exit(_write_maps(target) if os.read(go_read, 1) else 1)
+    os.close(go_read)
+    try:
+        linux.unshare(linux.CLONE_NEWUSER | flags)
+        os.write(go_write, b"g")
+    finally:
+        os.close(go_write)
+        _, status = os.waitpid(helper, 0)
+    if status != 0:
+        raise OSError(os.waitstatus_to_exitcode(status), "the user map of the namespace could not be written")
+
+
+def _write_maps(target: int) -> int:
+    """An errno, or 0."""
+    try:
+        for name in ("uid_map", "gid_map"):
+            _write(f"/proc/{target}/{name}", f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+    except OSError as error:
+        return error.errno or 1
+    return 0
+
+
+def build_root(readable: list[str], megabytes: int) -> None:
+    """Replace the file system by an empty one in memory with `readable` in it, and go to HOME.
+
+    HOME and /tmp can be written to, each up to `megabytes`; all else is read-only.
+    """
+    linux.unshare(linux.CLONE_NEWNS)
+    linux.mount("", "/", "", linux.MS_REC | linux.MS_PRIVATE)
+    _mount_memory("/tmp", 1, "755")
+    os.chdir("/tmp")
+    os.mkdir("old")
+    linux.pivot_root(".", "old")
+    os.chdir("/")
+    for folder in (HOME, "/tmp"):  # before what is shown: an environment of Python's may be below /tmp
+        os.mkdir(folder)
+        _mount_memory(folder, megabytes, "1777")
+    for path in readable:
+        _show(path)
+    for name in DEVICES:
+        _bind(f"/old/dev/{name}", f"/dev/{name}")
+    os.symlink("/tmp", "/dev/shm")
+    linux.unmount("/old")
+    os.rmdir("/old")
+    linux.make_read_only("/", with_mounts_below=False)
+    os.chdir(HOME)
+
+
+def _mount_memory(folder: str, megabytes: int, mode: str) -> None:
+    options = f"size={megabytes}m,nr_inodes={MAX_FILES},mode={mode}"
+    linux.mount("tmpfs", folder, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
+
+
+def _show(path: str) -> None:
+    source = f"/old{path}"
+    if os.path.islink(source):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.symlink(os.readlink(source), path)
+        return
+    _bind(source, path)
+    linux.make_read_only(path, with_mounts_below=True)
+
+
+def _bind(source: str, path: str) -> None:
+    if os.path.isdir(source):
+        os.makedirs(path, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
+    linux.mount(source, path, "", linux.MS_BIND | linux.MS_REC)
+
+
+def become_nobody() -> None:
+    """Root of the namespace leaves it to the program's own user; its processes are counted by that user."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)

@@ -1,0 +1,357 @@
+"""Running programs that a model wrote.
+
+    result = await run("print(1 + 1)", limits=SandboxLimits(seconds=5))
+    result.outcome, result.stdout  ->  Outcome.EXITED, "2\\n"
+
+Three methods; each program gets the first that works on this machine, and a ConfigError says why none does.
+
+- *bubblewrap* (an ordinary user who has `bwrap` 0.7 or later) and *namespaces* (root, or any user whom the kernel lets
+  make user namespaces) cover the same: a network that leads nowhere; process, IPC, mount and user namespaces, so that
+  the program sees no other process, and all that it started is dead when it ends, detached or not; a file system in
+  memory with nothing but /usr, the libraries, this Python and its packages, read-only, and an empty /sandbox (working
+  directory, HOME and TMPDIR) and /tmp, gone afterwards; no /proc. Root's programs run as nobody. `file_mb` bounds all
+  files of /sandbox together, and those of /tmp; `processes` all processes and threads.
+- *filters* (containers that refuse namespaces; Linux 6.2 or later, x86_64 or aarch64): seccomp and Landlock. One
+  process, with threads. No sockets but pairs, no signals to others. Files outside its own folder and the paths above
+  can be neither read nor changed, though the program can find out whether one exists. `chmod` and the like seem to
+  succeed and do nothing. `file_mb` bounds each file and nothing their number, `processes` has no effect.
+
+All methods: limits on wall-clock time, on CPU time and memory of each process (so `processes` times `memory_mb` in
+all), open files and output; no core files, no new privileges, no inherited descriptor, none of the caller's environment
+variables; first to go when the machine runs out of memory. The caller's end, however sudden, is the program's.
+
+Not covered: faults of the kernel; processor caches and timing; what is readable in this Python's own folders (so keep
+no secrets in a virtual environment). Against people rather than a model that games its reward, use a virtual machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path, PurePosixPath
+from typing import cast
+
+from rlflow.errors import ConfigError, SandboxError
+from rlflow.processes.sandbox.protocol import (
+    BUBBLEWRAP,
+    FILTERS,
+    NAMESPACES,
+    Report,
+    Request,
+    frame_of,
+    interpreter_arguments,
+)
+
+ANSWER_SECONDS = 180.0
+"""Beyond the program's own limit: set-up, the end of all its processes, the removal of its files."""
+PROGRAM_FILE = "program.py"
+TRIAL_SECONDS = 60.0
+"""For a program that does nothing, on a machine that may be very busy."""
+_SYSTEM = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/etc/alternatives",
+)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SandboxLimits:
+    """What a program may use."""
+
+    seconds: float = 10.0
+    """Wall-clock, from its start; all it started is killed then."""
+    cpu_seconds: int = 10
+    """Of each process, its threads together."""
+    memory_mb: int = 512
+    """Address space of each process."""
+    file_mb: int = 64
+    """What it may write, in each of its two folders; in each file where it has no file system of its own."""
+    processes: int = 16
+    """At a time, threads included."""
+    output_bytes: int = 65536
+    """Of standard output and of standard error; more ends the program."""
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "cpu_seconds", "memory_mb", "file_mb", "processes", "output_bytes"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"the limit {name} of a sandbox must be positive; got {getattr(self, name)}")
+
+
+class Outcome(StrEnum):
+    """How a program ended."""
+
+    EXITED = "exited"
+    """By itself; see `exit_code`."""
+    TIMED_OUT = "timed_out"
+    """Wall-clock or CPU time."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """A Python program's MemoryError ended it."""
+    TOO_MUCH_OUTPUT = "too_much_output"
+    KILLED = "killed"
+    """By a signal, such as that of a segmentation fault."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SandboxResult:
+    """What became of a program. Its outputs are cut at the limit; bytes that are not UTF-8 are replaced."""
+
+    outcome: Outcome
+    exit_code: int | None
+    """-N when signal N ended it; None when it had to be ended."""
+    stdout: str
+    stderr: str
+    seconds: float
+    """Wall-clock, without setting up and clearing away."""
+
+    @property
+    def is_success(self) -> bool:
+        return self.outcome is Outcome.EXITED and self.exit_code == 0
+
+
+_found: _Method | None = None
+_slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+
+
+async def run(
+    program: str | Sequence[str],
+    *,
+    files: Mapping[str, str | bytes] | None = None,
+    stdin: str = "",
+    limits: SandboxLimits | None = None,
+) -> SandboxResult:
+    """Run a program and wait for its end. As many run at a time as there are processor cores; the others wait.
+
+    program: Python source, or a command such as ["python3", "main.py"].
+    files: relative path -> content, put into its working directory; Python source can import them.
+
+    Raises:
+        SandboxError: it could not be run, through no fault of its own.
+        ConfigError: this machine has no way to run it safely.
+        ValueError: a path of `files` is absolute or leaves the folder.
+    """
+    method = await _method()
+    command, contents = _command_and_files(program, files or {})
+    async with _slot():
+        return await _run(method, command, contents, stdin, limits or SandboxLimits())
+
+
+async def describe() -> str:
+    """One line for people: the method that this machine gets, and why not the ones before it.
+
+    Raises:
+        ConfigError: no method works here; it says why.
+    """
+    method = await _method()
+    return "; ".join([f"sandbox: {method.name}", *method.refused])
+
+
+def command_of_python() -> list[str]:
+    """The interpreter for Python source: with the packages of this environment, without the user's own."""
+    return [sys.executable, "-s", "-B", PROGRAM_FILE]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Method:
+    name: str
+    bwrap: str = ""
+    refused: tuple[str, ...] = ()
+    """Why the methods before this one do not work here."""
+
+
+def _candidates() -> list[_Method]:
+    """In order of preference. Root does without bubblewrap, which cannot make it another user."""
+    candidates = [_Method(name=NAMESPACES), _Method(name=FILTERS)]
+    bwrap = shutil.which("bwrap")
+    return [_Method(name=BUBBLEWRAP, bwrap=bwrap), *candidates] if bwrap and os.geteuid() != 0 else candidates
+
+
+async def _method() -> _Method:
+    """The first that works; tried once in a process."""
+    global _found
+    if _found is None:
+        _found = await _find()
+    return _found
+
+
+async def _find() -> _Method:
+    if sys.platform != "linux":
+        raise ConfigError(f"programs of a model can be run on Linux only; this is {sys.platform}")
+    refused: list[str] = []
+    for candidate in _candidates():
+        try:
+            result = await _run(
+                candidate, command_of_python(), {PROGRAM_FILE: b"print(1)"}, "", SandboxLimits(seconds=TRIAL_SECONDS)
+            )
+        except SandboxError as error:
+            refused.append(f"{candidate.name}: {error}")
+            continue
+        if result.is_success and result.stdout == "1\n":
+            return _Method(name=candidate.name, bwrap=candidate.bwrap, refused=tuple(refused))
+        refused.append(f"{candidate.name}: a trial ended with {result}")
+    raise ConfigError(
+        "this machine has no way to run a model's programs safely; install bubblewrap, or run where user namespaces or "
+        f"Landlock (Linux 6.2) are allowed. Tried: {'; '.join(refused)}"
+    )
+
+
+def _slot() -> asyncio.Semaphore:
+    loop = asyncio.get_running_loop()
+    if loop not in _slots:
+        _slots[loop] = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+    return _slots[loop]
+
+
+def _command_and_files(
+    program: str | Sequence[str], files: Mapping[str, str | bytes]
+) -> tuple[list[str], dict[str, bytes]]:
+    contents: dict[str, bytes] = {}
+    for name, content in files.items():
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            raise ValueError(f"a file of a sandbox has a relative path without `..`; got {name!r}")
+        contents[name] = _bytes_of(content) if isinstance(content, str) else content
+    if not isinstance(program, str):
+        return list(program), contents
+    return command_of_python(), contents | {PROGRAM_FILE: _bytes_of(program)}
+
+
+def _bytes_of(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")  # Python says what is wrong with such source
+
+
+def readable_paths() -> list[str]:
+    """What a program may read: the system, this Python, and the packages beside it. None is below another one."""
+    paths = [path for path in _SYSTEM if os.path.exists(path)]
+    wanted = [os.path.realpath(sys.base_prefix), sys.base_prefix, sys.prefix]
+    link = sys.executable
+    while os.path.islink(link):
+        link = os.path.normpath(os.path.join(os.path.dirname(link), os.readlink(link)))
+        wanted.append(os.path.dirname(os.path.dirname(link)))
+    for path in wanted:
+        if not any(PurePosixPath(path).is_relative_to(held) for held in paths):
+            paths = [held for held in paths if not PurePosixPath(held).is_relative_to(path)] + [path]
+    return paths
+
+
+async def _run(
+    method: _Method, command: Sequence[str], files: Mapping[str, bytes], stdin: str, limits: SandboxLimits
+) -> SandboxResult:
+    request = Request(
+        method=method.name,
+        bwrap=method.bwrap,
+        package=str(Path(__file__).resolve().parent.parent.parent.parent),
+        readable=readable_paths(),
+        command=list(command),
+        files={name: base64.b64encode(content).decode() for name, content in files.items()},
+        stdin=base64.b64encode(_bytes_of(stdin)).decode(),
+        seconds=limits.seconds,
+        cpu_seconds=limits.cpu_seconds,
+        memory_mb=limits.memory_mb,
+        file_mb=limits.file_mb,
+        processes=limits.processes,
+    )
+    async with _Supervisor(request) as supervisor:
+        return await supervisor.result(limits)
+
+
+class _Supervisor:
+    """The process that runs one program (`processes/sandbox/supervisor.py`), and the socket to it."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    async def __aenter__(self) -> _Supervisor:
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *interpreter_arguments(self._request["package"]),
+                stdin=theirs.fileno(),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={},
+                cwd="/",
+                start_new_session=True,
+            )
+            self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException as error:
+            ours.close()
+            if isinstance(error, OSError):
+                raise SandboxError(f"no process could be started for a sandbox: {error}") from error
+            raise
+        finally:
+            theirs.close()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """The program ends when the socket closes; a caller that was cancelled waits for that too."""
+        self._writer.close()
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await asyncio.shield(self._process.wait())
+        except TimeoutError as error:
+            self._process.kill()
+            raise SandboxError(f"a sandbox did not end within {ANSWER_SECONDS:g} s") from error
+
+    async def result(self, limits: SandboxLimits) -> SandboxResult:
+        assert self._process.stdout is not None and self._process.stderr is not None
+        try:
+            async with asyncio.timeout(limits.seconds + ANSWER_SECONDS):
+                self._writer.write(frame_of(self._request))
+                await self._writer.drain()
+                outputs = [self._read(stream, limits) for stream in (self._process.stdout, self._process.stderr)]
+                stdout, stderr = await asyncio.gather(*outputs)
+                answer = await self._reader.read()
+        except TimeoutError as error:
+            raise SandboxError(f"a sandbox gave no answer within {limits.seconds + ANSWER_SECONDS:g} s") from error
+        except ConnectionError as error:
+            raise SandboxError(f"the process that watches a sandbox died: {error}") from error
+        report = cast(Report, json.loads(answer[4:])) if answer else None
+        return _result(report, stdout, stderr, limits.output_bytes)
+
+    async def _read(self, stream: asyncio.StreamReader, limits: SandboxLimits) -> bytes:
+        """One byte more than allowed at the most, which ends the program."""
+        held = bytearray()
+        while part := await stream.read(65536):
+            held += part[: limits.output_bytes + 1 - len(held)]
+            if len(held) > limits.output_bytes and self._writer.can_write_eof() and not self._writer.is_closing():
+                self._writer.write_eof()
+        return bytes(held)
+
+
+def _result(report: Report | None, stdout: bytes, stderr: bytes, max_bytes: int) -> SandboxResult:
+    shown = [each[:max_bytes].decode(errors="replace") for each in (stdout, stderr)]
+    if report is None or report["failure"]:
+        failure = report["failure"] if report else "the process that watches it died"
+        raise SandboxError(
+            f"a program could not be run in its sandbox: {failure}; {shown[1].strip()[-500:]}".rstrip("; ")
+        )
+    status = report["status"]
+    code = None if status is None else os.waitstatus_to_exitcode(status)
+    if len(stdout) > max_bytes or len(stderr) > max_bytes:
+        outcome, code = Outcome.TOO_MUCH_OUTPUT, None
+    elif report["is_timed_out"] or code == -signal.SIGXCPU:
+        outcome, code = Outcome.TIMED_OUT, None
+    elif code is None or code < 0:
+        outcome = Outcome.KILLED
+    elif code and shown[1].rstrip().rpartition("\n")[2].startswith("MemoryError"):
+        outcome = Outcome.OUT_OF_MEMORY
+    else:
+        outcome = Outcome.EXITED
+    return SandboxResult(outcome=outcome, exit_code=code, stdout=shown[0], stderr=shown[1], seconds=report["seconds"])

@@ -1,0 +1,152 @@
+"""System calls that a program is refused (https://docs.kernel.org/userspace-api/seccomp_filter.html).
+
+Within namespaces: what reaches deeper into the kernel than a program needs. Without them also: sockets, further
+processes, signals and settings of other processes, and what System V's IPC would leave behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+from collections.abc import Iterable
+
+from rlflow.processes.sandbox import linux
+
+Calls = dict[str, tuple[int | None, int | None]]
+"""Name: number on x86_64, number on aarch64; None where there is no such call."""
+
+_DEEP: Calls = {
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
+    "open_by_handle_at": (304, 265), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "ptrace": (101, 117),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438), "kcmp": (312, 272),
+}  # fmt: skip
+
+_OF_OTHERS: Calls = {
+    "socket": (41, 198), "fork": (57, None), "vfork": (58, None), "setsid": (112, 157), "setpgid": (109, 154),
+    "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434),
+    "pidfd_send_signal": (424, 424), "process_madvise": (440, 440), "setpriority": (141, 140),
+    "ioprio_set": (251, 30), "migrate_pages": (256, 238), "move_pages": (279, 239),
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
+    "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
+    "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181),
+}  # fmt: skip
+
+_OWN_PROCESS_ONLY: Calls = {
+    "kill": (62, 129), "tgkill": (234, 131), "prlimit64": (302, 261), "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+}  # fmt: skip
+"""The first argument is a process; `kill` apart, 0 means the caller."""
+
+_WITHOUT_EFFECT: Calls = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
+    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
+    "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
+}  # fmt: skip
+"""Landlock does not guard these, so that they would work on files outside. They seem to succeed, because copying a file
+calls one of them."""
+
+_CLONE = (56, 220)
+_CLONE3 = (435, 435)
+_PRCTL = (157, 167)
+_KILL = (62, 129)
+_CLONE_THREAD = 0x00010000
+_NEW_NAMESPACES = 0x7E020000
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+_X32_BIT = 0x40000000
+
+_KILL_PROCESS = 0x80000000
+_ERRNO = 0x00050000
+_ALLOW = 0x7FFF0000
+_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _FIRST_ARGUMENT_OFFSET = 0, 4, 16
+
+_INSTALL_FILTER = 2
+
+
+def install(*, alone: bool) -> None:
+    """Filter the calls of this process and of all that it starts, for good.
+
+    alone: it has no namespaces of its own. It must not be able to gain privileges (NO_NEW_PRIVS).
+
+    Raises:
+        OSError: the kernel or the container refuses filters, or the machine is neither x86_64 nor aarch64.
+    """
+    code = program_of(os.uname().machine, os.getpid() if alone else None)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    head = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
+    pointer = ctypes.create_string_buffer(head, len(head))
+    linux.prctl("SECCOMP", linux.PR_SET_SECCOMP, _INSTALL_FILTER, ctypes.c_void_p(ctypes.addressof(pointer)))
+
+
+def program_of(machine: str, alone_pid: int | None) -> bytes:
+    """The filter as BPF code, 8 bytes an instruction; `alone_pid` is the process when it has no namespaces."""
+    if machine not in _ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"system calls of {machine} are not known; x86_64 and aarch64 are")
+    column, architecture = _ARCHITECTURES[machine]
+    code = [
+        _statement(_LOAD, _ARCHITECTURE_OFFSET),
+        _jump(_JUMP_EQUAL, architecture, 1, 0),
+        _statement(_RETURN, _KILL_PROCESS),
+        _statement(_LOAD, _NUMBER_OFFSET),
+    ]
+    if machine == "x86_64":
+        code += [_jump(_JUMP_AT_LEAST, _X32_BIT, 0, 1), _refuse(errno.EPERM)]
+    code += _refusals(_DEEP, column, errno.EPERM) + _refusal(_CLONE3[column], errno.ENOSYS)
+    flags = _statement(_LOAD, _FIRST_ARGUMENT_OFFSET)
+    new_namespace = [_jump(_JUMP_ANY_BIT, _NEW_NAMESPACES, 0, 1), _refuse(errno.EPERM)]
+    if alone_pid is None:
+        code += _when(_CLONE[column], [flags, *new_namespace])
+    else:
+        no_thread = [_jump(_JUMP_ANY_BIT, _CLONE_THREAD, 1, 0), _refuse(errno.EPERM)]
+        code += _when(_CLONE[column], [flags, *new_namespace, *no_thread])
+        code += _alone(column, alone_pid)
+    return b"".join([*code, _statement(_RETURN, _ALLOW)])
+
+
+def _alone(column: int, pid: int) -> list[bytes]:
+    code = _refusals(_OF_OTHERS, column, errno.EPERM) + _refusals(_WITHOUT_EFFECT, column, 0)
+    first_argument = _statement(_LOAD, _FIRST_ARGUMENT_OFFSET)
+    for numbers in _OWN_PROCESS_ONLY.values():
+        own = [_jump(_JUMP_EQUAL, pid, 1, 0), _refuse(errno.EPERM)]
+        if numbers != _KILL:
+            own = [_jump(_JUMP_EQUAL, 0, 2, 0), *own]
+        code += _when(numbers[column], [first_argument, *own])
+    dies_with_parent = [_jump(_JUMP_EQUAL, linux.PR_SET_PDEATHSIG, 0, 1), _refuse(errno.EPERM)]
+    return code + _when(_PRCTL[column], [first_argument, *dies_with_parent])
+
+
+def _refusals(calls: Calls, column: int, number: int) -> list[bytes]:
+    code: list[bytes] = []
+    for numbers in calls.values():
+        code += _refusal(numbers[column], number)
+    return code
+
+
+def _refusal(call: int | None, number: int) -> list[bytes]:
+    return [] if call is None else [_jump(_JUMP_EQUAL, call, 0, 1), _refuse(number)]
+
+
+def _when(call: int | None, then: Iterable[bytes]) -> list[bytes]:
+    """`then` for one call; a call that `then` does not refuse is allowed."""
+    body = [*then, _statement(_RETURN, _ALLOW)]
+    return [] if call is None else [_jump(_JUMP_EQUAL, call, 0, len(body)), *body]
+
+
+def _refuse(number: int) -> bytes:
+    return _statement(_RETURN, _ERRNO | number)
+
+
+def _statement(code: int, value: int) -> bytes:
+    return struct.pack("=HBBI", code, 0, 0, value)
+
+
+def _jump(code: int, value: int, if_true: int, if_false: int) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)

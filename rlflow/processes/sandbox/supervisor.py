@@ -1,0 +1,183 @@
+"""The process that watches over a sandboxed program; `rlflow.processes.sandbox.run` starts one for each.
+
+    caller --socket--> supervisor --pipe-- init --> program
+
+The supervisor waits for the program, its limit, or the end of the caller. Then it kills what is left, waits until
+nothing is, and answers. It is the reaper of all that is orphaned below it, so that nothing can leave its sight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+from rlflow.processes.sandbox import bubblewrap, linux, namespaces, protocol
+from rlflow.processes.sandbox.init import run_init
+from rlflow.processes.sandbox.protocol import BUBBLEWRAP, FILTERS, NAMESPACES, Report, Request
+
+SET_UP_SECONDS = 30.0
+REMOVE_SECONDS = 60.0
+
+
+def main() -> None:
+    """Without arguments the supervisor; with two descriptors (request, pipe) the init within bubblewrap."""
+    if len(sys.argv) > 2:
+        _main_of_init(int(sys.argv[2]), int(sys.argv[3]))
+        return
+    with socket.socket(fileno=fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3)) as connection:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        with contextlib.suppress(EOFError, BrokenPipeError):  # the caller has gone, and wants no answer
+            request = protocol.receive(connection.fileno())
+            connection.sendall(protocol.frame_of(_supervise(request, connection)))
+
+
+def _main_of_init(request: int, pipe: int) -> None:
+    os.set_inheritable(pipe, False)
+    content = protocol.receive(request)
+    os.close(request)
+    run_init(content, pipe, None)
+
+
+def _supervise(request: Request, connection: socket.socket) -> Report:
+    linux.prctl("CHILD_SUBREAPER", linux.PR_SET_CHILD_SUBREAPER, 1)
+    folder = tempfile.mkdtemp(prefix="rlflow-sandbox-") if request["method"] == FILTERS else None
+    try:
+        if request["method"] == NAMESPACES:
+            namespaces.leave()
+        return _Watch(request, connection).run(folder)
+    except OSError as error:
+        return Report(failure=str(error), status=None, is_timed_out=False, seconds=0.0)
+    finally:
+        if folder is not None:
+            _remove(folder)
+
+
+def _remove(folder: str) -> None:
+    """Also a tree that is deeper than a path may be long, or that lacks permissions."""
+    for words in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+        subprocess.run(
+            [*words, "--", folder], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=REMOVE_SECONDS
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Watch:
+    """One program, from its start to the end of all that it started."""
+
+    def __init__(self, request: Request, connection: socket.socket) -> None:
+        self._request = request
+        self._connection = connection
+        self._said = b""
+        """What init said so far, in lines: R the program starts, X with its status, F why it could not start after
+        all, E an error of init. After R an error of init is the program's doing, and says nothing about the set-up."""
+        self._started_at = 0.0
+
+    def run(self, folder: str | None) -> Report:
+        ours, theirs = os.pipe2(os.O_CLOEXEC)
+        child = os.fork()
+        if child == 0:
+            self._connection.close()
+            _become_init(self._request, theirs, folder)
+        os.close(theirs)
+        with contextlib.suppress(OSError):  # the child does the same; whoever is first
+            os.setpgid(child, child)
+        try:
+            is_timed_out = self._wait(ours)
+        finally:
+            seconds = time.monotonic() - self._started_at if self._started_at else 0.0
+            _end(child)
+        self._said += _rest(ours)
+        return self._report(is_timed_out, seconds)
+
+    def _wait(self, pipe: int) -> bool:
+        """Until the program ended, was over its limit (then True), or nobody waits for it any more."""
+        poll = select.poll()
+        poll.register(pipe, select.POLLIN)
+        poll.register(self._connection, select.POLLIN)
+        deadline = time.monotonic() + SET_UP_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            ready = [descriptor for descriptor, _ in poll.poll(left * 1000)]
+            if self._connection.fileno() in ready:
+                return False
+            if pipe in ready:
+                part = os.read(pipe, 4096)
+                self._said += part
+                letters = {line[:1] for line in self._said.splitlines()}
+                if not part or letters & {b"X", b"E", b"F"}:
+                    return False
+                if not self._started_at and b"R" in letters:
+                    self._started_at = time.monotonic()
+                    deadline = self._started_at + self._request["seconds"]
+        return True
+
+    def _report(self, is_timed_out: bool, seconds: float) -> Report:
+        said = {line[:1]: line[1:] for line in self._said.decode(errors="replace").splitlines()}
+        failure = said.get("F", "")
+        if "R" not in said:
+            late = f"it took longer than {SET_UP_SECONDS:g} s"
+            failure = said.get("E") or (late if is_timed_out else "it ended before it could start the program")
+        status = int(said["X"]) if "X" in said and not failure else None
+        return Report(failure=failure, status=status, is_timed_out=is_timed_out and not failure, seconds=seconds)
+
+
+def _become_init(request: Request, pipe: int, folder: str | None) -> None:
+    try:
+        os.setpgid(0, 0)
+        linux.die_with_parent()
+        with contextlib.suppress(OSError):  # hidden in some containers; it only says whom to kill first
+            _write("/proc/self/oom_score_adj", "1000")
+        if request["method"] == BUBBLEWRAP:
+            _become_bubblewrap(request, pipe)
+        if request["method"] == NAMESPACES:
+            namespaces.build_root(request["readable"], request["file_mb"])
+        run_init(request, pipe, folder)
+    except BaseException as error:
+        os.write(pipe, f"E{type(error).__name__}: {error}".splitlines()[0].encode())
+    finally:
+        os._exit(1)
+
+
+def _become_bubblewrap(request: Request, pipe: int) -> None:
+    content = os.memfd_create("request", 0)
+    with os.fdopen(os.dup(content), "wb") as file:
+        file.write(protocol.frame_of(request))
+    os.lseek(content, 0, os.SEEK_SET)
+    os.set_inheritable(pipe, True)
+    inner = [sys.executable, *protocol.interpreter_arguments(request["package"], [str(content), str(pipe)])]
+    package = os.path.join(request["package"], "rlflow")
+    words = bubblewrap.command(request["bwrap"], request["readable"], package, request["file_mb"], inner)
+    os.execv(words[0], words)
+
+
+def _end(child: int) -> None:
+    """Kill everything below this process, and return when it is gone."""
+    for kill in (os.kill, os.killpg):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the group may be gone before its leader
+            kill(child, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+
+
+def _rest(pipe: int) -> bytes:
+    parts: list[bytes] = []
+    while part := os.read(pipe, 4096):
+        parts.append(part)
+    os.close(pipe)
+    return b"".join(parts)
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)

@@ -1,0 +1,149 @@
+"""The directory of a run: who may write it, and whether it is begun, resumed or set aside."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlflow.config import Config, OnExists, value_of
+from rlflow.errors import ConfigError
+from rlflow.rundir.lock import NAME, hold
+from rlflow.rundir.store import CheckpointStore
+
+_FIXED = (
+    "model.path",
+    "lora.rank",
+    "lora.alpha",
+    "env.name",
+    "env.args",
+    "curriculum.kind",
+    "run.seed",
+    "algorithm.groups_per_step",
+)
+"""Settings that a resumed run must share with its beginning: its weights, its tasks, their order and how many a step
+uses."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RunDir:
+    """A directory that this process may write, exclusively."""
+
+    path: Path
+    checkpoints: CheckpointStore
+    resume_from: Path | None
+    """The checkpoint to go on from; None begins at step 0."""
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.db"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.path / "evaluations.jsonl"
+
+
+@contextmanager
+def claim(config: Config) -> Iterator[RunDir]:
+    """Prepare `run.dir` as `run.on_exists` says and hold its lock.
+
+    Raises ConfigError when another process writes the directory, when it holds a run that must not be touched, or when
+    it cannot be resumed with these settings.
+    """
+    path = Path(config.run.dir or f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir {path} cannot be made: {error.strerror}; choose another run.dir") from error
+    with hold(path):
+        yield _prepare(config, path)
+
+
+def rewound(run_dir: RunDir) -> RunDir:
+    """The same directory as a run finds it that resumes from the newest checkpoint, or begins anew without one."""
+    latest = run_dir.checkpoints.latest()
+    _rewind(run_dir, latest)
+    return replace(run_dir, resume_from=latest)
+
+
+def _prepare(config: Config, path: Path) -> RunDir:
+    checkpoints = CheckpointStore(path / "checkpoints", config.run.keep_checkpoints)
+    begun = (path / "config.yaml").exists()
+    if begun and config.run.on_exists is OnExists.fail:
+        raise ConfigError(
+            f"run.dir {path} already holds a run and run.on_exists is fail; choose another run.dir, or "
+            f"run.on_exists=resume"
+        )
+    if begun and config.run.on_exists is OnExists.fresh:
+        _set_aside(path)
+    latest = checkpoints.latest()
+    run_dir = RunDir(path=path, checkpoints=checkpoints, resume_from=latest)
+    if latest is not None:
+        _check_same_run(config, path)
+    _rewind(run_dir, latest)
+    _write_config(config, path)
+    return run_dir
+
+
+def _set_aside(path: Path) -> None:
+    """Move the files of the run that is here into a folder beside it; nothing of a person's is deleted."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    aside.mkdir()
+    for entry in list(path.iterdir()):
+        if entry.name != NAME:
+            entry.rename(aside / entry.name)
+
+
+def _check_same_run(config: Config, path: Path) -> None:
+    before: dict[str, Any] = yaml.safe_load((path / "config.yaml").read_text())
+    now = plain(config)
+    for key in _FIXED:
+        section, name = key.split(".")
+        first = before.get(section, {}).get(name, value_of(Config(), key))  # the section may be newer than the run
+        if first != now[section][name]:
+            raise ConfigError(
+                f"{key} is {value_of(config, key)!r}, but the run in {path} was begun with {first!r}; give it "
+                "the same value to resume, choose another run.dir, or set run.on_exists=fresh"
+            )
+
+
+def _rewind(run_dir: RunDir, latest: Path | None) -> None:
+    """Make the ledger that of the checkpoint; what came after it is played again."""
+    for left_over in run_dir.path.glob("ledger.db*"):
+        left_over.unlink()
+    if latest is not None:
+        shutil.copyfile(latest / "ledger.db", run_dir.ledger)
+
+
+def _write_config(config: Config, path: Path) -> None:
+    partial = path / "config.yaml.partial"
+    partial.write_text(yaml.safe_dump(plain(config), sort_keys=False))
+    partial.rename(path / "config.yaml")
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """The settings as plain dicts and values, as YAML and trackers take them."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, Enum):
+            return value.value
+        if isinstance(value, dict):
+            return {key: convert(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [convert(item) for item in value]
+        return value
+
+    return convert(asdict(config))

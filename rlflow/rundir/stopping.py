@@ -1,0 +1,37 @@
+"""`rlflow stop RUN`, and how long a run may take to stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from rlflow.config import DeadlinesConfig
+from rlflow.errors import ConfigError
+from rlflow.rundir.lock import stop
+
+
+def seconds_to_stop(deadlines: DeadlinesConfig) -> float:
+    """How long a run that was asked to stop is waited for: once each wait of the step in hand, and two checkpoints, the
+    one that is being written and the last.
+
+    No bound: an evaluation under way, or several waits of one kind that all last until their deadline, take longer.
+    """
+    return deadlines.group_s + deadlines.train_s + deadlines.weights_s + 2 * deadlines.checkpoint_s
+
+
+def stop_run(run: Path, timeout_s: float | None) -> str:
+    """Have the run that writes a directory finish its step, save and end; what happened, for a person.
+
+    `timeout_s` None waits as long as the run's deadlines allow. Raises ConfigError when its process is on another
+    machine, RunError when it takes longer.
+    """
+    if timeout_s is not None and not timeout_s > 0:
+        raise ConfigError(f"--timeout must be positive; got {timeout_s:g}")
+    return stop(run, seconds_to_stop(_deadlines_of(run)) if timeout_s is None else timeout_s)
+
+
+def _deadlines_of(run: Path) -> DeadlinesConfig:
+    """Those that the run was started with; the usual ones of a run that has only just begun."""
+    file = run / "config.yaml"
+    return DeadlinesConfig(**yaml.safe_load(file.read_text())["deadlines"]) if file.exists() else DeadlinesConfig()

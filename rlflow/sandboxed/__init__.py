@@ -1,1 +1,0 @@
-"""What runs in the processes of `rlflow.sandbox`. Standard library only: it is imported by a bare interpreter."""

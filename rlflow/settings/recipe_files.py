@@ -1,0 +1,29 @@
+"""The recipes that ship with rlflow."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from rlflow.errors import ConfigError
+
+FOLDER = Path(__file__).parent.parent / "recipes" / "recipe"
+
+
+def recipe_names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def recipe_text(name: str) -> str:
+    """The YAML of a recipe. Raises ConfigError for an unknown name."""
+    if name not in recipe_names():
+        close = get_close_matches(name, recipe_names(), n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(f"there is no recipe {name}; {hint}There are: {', '.join(recipe_names())}")
+    return (FOLDER / f"{name}.yaml").read_text()
+
+
+def recipe_summary(name: str) -> str:
+    """The first comment line of a recipe that is not a directive to Hydra."""
+    lines = recipe_text(name).splitlines()
+    return next((line[2:] for line in lines if line.startswith("# ") and not line.startswith("# @")), "")

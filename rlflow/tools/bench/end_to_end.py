@@ -1,0 +1,69 @@
+"""Steady state of a whole run: `rlflow bench e2e`."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlflow.errors import RunError
+from rlflow.telemetry import metrics
+from rlflow.tools.bench.others import too_slow
+
+WARM_UP_STEPS = 2
+"""Steps left out of the figures: the first pays for caches and first allocations."""
+E2E_TIMEOUT_S = 3600.0
+
+
+def end_to_end(overrides: Sequence[str]) -> dict[str, Any]:
+    """Steady state of a whole run (the grpo_arithmetic recipe unless `recipe=` is given): medians over its steps.
+
+    Raises RunError when the run fails.
+    """
+    recipes = [argument for argument in overrides if argument.startswith("recipe=")]
+    recipe = recipes[-1].removeprefix("recipe=") if recipes else "grpo_arithmetic"
+    others = [argument for argument in overrides if argument not in recipes]
+    if not any(argument.startswith("run.steps=") for argument in others):
+        others.append("run.steps=12")
+    return summarize(run_recipe(recipe, others))
+
+
+def run_recipe(recipe: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """Train in a process and a directory of its own; the records of its steps. Raises RunError when the run fails."""
+    with tempfile.TemporaryDirectory(prefix="rlflow-bench-") as folder:
+        command = [sys.executable, "-m", "rlflow", "train", f"recipe={recipe}", *overrides]
+        command += [f"run.dir={folder}/run", "run.checkpoint_every=0"]
+        try:
+            done = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=E2E_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise too_slow("the measured run", E2E_TIMEOUT_S) from error
+        if done.returncode:
+            raise RunError(f"the measured run ended with exit code {done.returncode}; its message is above")
+        return metrics.read(Path(folder) / "run" / "metrics.jsonl")
+
+
+def summarize(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the steps after the warm-up; times in seconds a step."""
+    steady = records[WARM_UP_STEPS:]
+    if not steady:
+        raise RunError(f"a measurement needs more than {WARM_UP_STEPS} steps; got {len(records)}; raise run.steps")
+    names = {
+        "samples_per_s": "throughput/samples_per_s",
+        "tokens_per_s": "throughput/tokens_per_s",
+        "step_time_s": "step_time",
+        "rollout_s": "time/rollout",
+        "reward_s": "time/reward",
+        "train_s": "time/train",
+        "weights_s": "time/weights",
+        "pause_s": "weights/pause_s",
+        "utilisation_rollout": "utilisation/rollout",
+        "utilisation_train": "utilisation/train",
+    }
+    return {
+        "steps": len(steady),
+        **{name: statistics.median(record[key] for record in steady) for name, key in names.items()},
+    }

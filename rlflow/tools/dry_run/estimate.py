@@ -1,0 +1,261 @@
+"""Which process gets which GPU and how much of it, how large a step is, what a new version costs. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rlflow.batching import plan_micro_batches
+from rlflow.cluster.gpus import GpuPlan, check_gpus, gpu_plan
+from rlflow.cluster.placement import describe, fit
+from rlflow.cluster.slots import machines_of
+from rlflow.config import Backend, Config, Dtype, Offload, Placement, Process, num_shares, sends_adapters
+from rlflow.errors import ConfigError
+from rlflow.tools.dry_run.facts import ModelFacts, RewardModelFacts
+from rlflow.tools.dry_run.memory import (
+    FLOAT32,
+    OUTPUT_LAYER,
+    ProcessMemory,
+    cached_sequences,
+    engine_memory,
+    reference_memory,
+    reward_model_memory,
+    trainer_memory,
+)
+from rlflow.types import EpisodeEnd, EpisodeSummary
+from rlflow.workers.engine.setup import BYTES_PER_ELEMENT
+
+GPU_SIZES = (16, 24, 32, 40, 48, 80, 96, 141, 180, 288)
+"""GB of the GPUs that are on sale; each has about as many GiB."""
+USABLE = 0.9
+"""Share of a GPU that may be planned with: CUDA, vLLM's graphs and fragments of memory take the rest."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GpuRange:
+    """GPUs with the same load, counted in the order in which the processes ask for them."""
+
+    first: int
+    last: int
+    holds: str
+    num_bytes: int
+    """The most that is needed of each."""
+    gpu_size: int | None
+    """GB of the smallest usual GPU that holds it; None where none does."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Batch:
+    """Everything at its most: each episode has model.max_length tokens."""
+
+    groups: int
+    """Of a step."""
+    episodes: int
+    """Of a step."""
+    tokens: int
+    """Of a step."""
+    live_groups: int
+    """Under way, ready or in training, under the staleness bound."""
+    live_episodes: int
+    decoding: int
+    """Requests that all engines together decode at the same time."""
+    cached_sequences: int
+    """Of model.max_length in one engine's cache."""
+    micro_batches: int
+    """Of one rank in a step whose groups come to the trainer together."""
+    micro_batches_one_by_one: int | None
+    """As above, when they come one by one; None where they cannot."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WeightUpdate:
+    """Bytes that one new version takes."""
+
+    staged: int
+    """As the engines hold it."""
+    gathered: int
+    """Of adapters, that the ranks send each other, as they hold it, so that the first one has all."""
+    largest: int
+    """Of these, the largest tensor, which is whole on every rank at its time."""
+    loaded: int
+    """On the machine, for each rank while it starts: the whole model in float32."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Estimate:
+    recipe: str
+    model_type: str
+    num_parameters: int
+    num_layers: int
+    dtype: str
+    micro_batch_tokens: int
+    """Tokens of the largest micro-batch that there can be."""
+    gpus: tuple[GpuRange, ...]
+    machines: tuple[str, ...]
+    """What is on each machine of cluster.pools; empty where their sizes are not given."""
+    processes: dict[str, ProcessMemory]
+    batch: Batch
+    weights: WeightUpdate
+
+
+def estimate(
+    config: Config, facts: ModelFacts, max_logits: int, reward_model: RewardModelFacts | None = None
+) -> Estimate:
+    """What the run needs of GPUs; `max_logits` is how many logits the trainer holds at once.
+
+    `reward_model` are the facts of `reward.model`, where there is one. Raises ConfigError when engines and ranks cannot
+    be placed, when they do not fit into cluster.pools, and for a trainer that is not modelled.
+    """
+    if config.trainer.backend is not Backend.fsdp or config.trainer.offload is not Offload.none:
+        raise ConfigError(
+            "--dry-run knows the memory of trainer.backend=fsdp with trainer.offload=none only; got "
+            f"{config.trainer.backend.value} and {config.trainer.offload.value}"
+        )
+    machines = machines_of(config.cluster.pools)
+    lines: list[str] = []
+    if machines is not None:
+        placed = fit(config, machines)
+        config, lines = placed.config, describe(placed, machines)
+    plan = gpu_plan(config)
+    check_gpus(config, plan.total)
+    batch = _batch(config, facts)
+    num_tokens = min(config.trainer.micro_batch_tokens, batch.tokens)
+    processes = {
+        Process.engine: engine_memory(config, facts),
+        Process.trainer: trainer_memory(config, facts, num_tokens, max_logits),
+    }
+    if Process.critic in plan.counts:
+        # The same model, with a head of one number instead of logits.
+        items = (item for item in processes[Process.trainer].items if item.name != OUTPUT_LAYER)
+        processes[Process.critic] = ProcessMemory(items=tuple(items))
+    if Process.reference in plan.counts:
+        processes[Process.reference] = reference_memory(config, facts, num_tokens, max_logits)
+    if reward_model is not None:
+        processes[Process.reward_model] = reward_model_memory(config, reward_model)
+    return Estimate(
+        recipe=config.run.name,
+        model_type=facts.model_type,
+        num_parameters=facts.num_parameters,
+        num_layers=facts.num_layers,
+        dtype=config.model.dtype.value,
+        micro_batch_tokens=num_tokens,
+        gpus=tuple(_gpus(config, plan, processes)),
+        machines=tuple(lines),
+        processes={kind.value: memory for kind, memory in processes.items()},
+        batch=batch,
+        weights=_weights(config, facts),
+    )
+
+
+def smallest_gpu(num_bytes: int) -> int | None:
+    """GB of the smallest usual GPU whose usable share holds that many bytes."""
+    return next((size for size in GPU_SIZES if num_bytes <= USABLE * size * 2**30), None)
+
+
+def _gpus(config: Config, plan: GpuPlan, processes: dict[Process, ProcessMemory]) -> list[GpuRange]:
+    found: list[GpuRange] = []
+    for count, holds, num_bytes in _loads(config, plan, processes):
+        first = found[-1].last + 1 if found else 0
+        size = smallest_gpu(num_bytes)
+        found.append(GpuRange(first=first, last=first + count - 1, holds=holds, num_bytes=num_bytes, gpu_size=size))
+    return found
+
+
+def _loads(config: Config, plan: GpuPlan, processes: dict[Process, ProcessMemory]) -> Iterator[tuple[int, str, int]]:
+    """Number of GPUs, what each of them holds, and how much that is at its most."""
+    for kind, num_gpus in plan.own.items():
+        if kind is not Process.trainer:
+            each = f" on {plan.per_engine} GPUs each" if kind is Process.engine and plan.per_engine > 1 else ""
+            yield num_gpus, _numbered(kind, 0, plan.counts[kind]) + each, processes[kind].total
+            continue
+        # Of some kinds there are fewer than ranks; the first GPUs hold them.
+        edges = sorted({0, *(plan.counts[sharer] for sharer in plan.sharing)})
+        for first, stop in pairwise(edges):
+            here = [sharer for sharer in plan.sharing if plan.counts[sharer] > first]
+            yield stop - first, _together(config, here, first, stop), _most(here, processes)
+
+
+def _together(config: Config, kinds: Sequence[Process], first: int, stop: int) -> str:
+    names = [_numbered(kind, first, stop) for kind in kinds]
+    if config.cluster.placement is Placement.colocated:
+        num_in_turn = 3 if Process.critic in kinds else 2
+        names[:num_in_turn] = [f"{names[0]} and {', '.join(names[1:num_in_turn])}, in turn"]
+    return "; ".join(names)
+
+
+def _most(kinds: Sequence[Process], processes: dict[Process, ProcessMemory]) -> int:
+    """Bytes that processes on one GPU need of it together.
+
+    An engine sleeps while trainer and critic work, and these leave the GPU meanwhile; the others may work at any time.
+    """
+    trained = sum(processes[kind].total for kind in kinds if kind in (Process.trainer, Process.critic))
+    others = sum(processes[kind].total for kind in kinds if kind in (Process.reference, Process.reward_model))
+    engine = processes[Process.engine].total if Process.engine in kinds else 0
+    return max(engine, trained) + others
+
+
+_NAMES = {
+    Process.engine: "engine",
+    Process.trainer: "trainer rank",
+    Process.critic: "critic rank",
+    Process.reference: "reference",
+    Process.reward_model: "reward model",
+}
+
+
+def _numbered(kind: Process, first: int, stop: int) -> str:
+    if kind is Process.reference:
+        return _NAMES[kind]
+    return f"{_NAMES[kind]} {first}" if stop - first == 1 else f"{_NAMES[kind]}s {first} to {stop - 1}"
+
+
+def _batch(config: Config, facts: ModelFacts) -> Batch:
+    groups, size = config.algorithm.groups_per_step, config.algorithm.group_size
+    live_groups = min(1 + config.staleness.max_versions, config.run.steps) * groups
+    group = [_longest_episode(config.model.max_length)] * size
+    shares, max_tokens = num_shares(config.trainer), config.trainer.micro_batch_tokens
+    one_by_one = None
+    if config.trainer.streaming and config.cluster.placement is Placement.separate:
+        one_by_one = groups * len(plan_micro_batches([group], shares, max_tokens)[0])
+    return Batch(
+        groups=groups,
+        episodes=groups * size,
+        tokens=groups * size * config.model.max_length,
+        live_groups=live_groups,
+        live_episodes=live_groups * size,
+        decoding=config.rollout.engines * config.rollout.max_running,
+        cached_sequences=cached_sequences(config, facts),
+        micro_batches=len(plan_micro_batches([group] * groups, shares, max_tokens)[0]),
+        micro_batches_one_by_one=one_by_one,
+    )
+
+
+def _longest_episode(max_length: int) -> EpisodeSummary:
+    """A prompt of one token, which is all that can be shared."""
+    return EpisodeSummary(
+        end=EpisodeEnd.COMPLETED,
+        reward=0.0,
+        num_prompt_tokens=1,
+        num_completion_tokens=max_length - 1,
+        num_loss_tokens=max_length - 1,
+        oldest_version=0,
+        newest_version=0,
+    )
+
+
+def _weights(config: Config, facts: ModelFacts) -> WeightUpdate:
+    whole, width = FLOAT32 * facts.num_parameters, BYTES_PER_ELEMENT[config.model.dtype]
+    num_adapters = sum(weight.size for weight in facts.adapters)
+    is_sharded = config.trainer.ranks > 1 or config.model.dtype is not Dtype.float32
+    if sends_adapters(config):
+        sent, staged, held = facts.adapters, width * num_adapters, FLOAT32 * num_adapters
+    else:
+        sent, staged = facts.weights, width * facts.num_parameters
+        held = staged + FLOAT32 * num_adapters if facts.adapters else whole
+    return WeightUpdate(
+        staged=staged,
+        gathered=held if facts.adapters and is_sharded else 0,
+        largest=FLOAT32 * max(weight.size for weight in sent),
+        loaded=whole,
+    )

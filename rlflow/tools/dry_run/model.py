@@ -1,0 +1,203 @@
+"""A model's facts from its config.json: the model is built on the meta device, where tensors have no memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+
+from rlflow.config import Config
+from rlflow.errors import ConfigError, first_line
+from rlflow.models.resolve import POLICY, REWARD
+from rlflow.tools.dry_run.facts import Activations, ModelFacts, RewardModelFacts, Weight
+from rlflow.workers.engine.setup import cache_shape
+from rlflow.workers.trainer.attention import check_attention
+from rlflow.workers.trainer.lora import add_adapters, is_adapter
+from rlflow.workers.trainer.policy import Policy, torch_dtype
+from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
+
+_ATTENTION = "rlflow_dry_run"
+_NUM_TOKENS = 64
+"""Tokens of the pass that is measured; what a token needs does not depend on it."""
+
+
+def read_model(config: Config, folder: str) -> ModelFacts:
+    """The facts of the model whose config.json is in `folder`.
+
+    Raises ConfigError for a config.json that transformers does not know, for a model that cannot be trained packed or
+    cut, and for one that cannot be followed without weights.
+    """
+    model, cut = _build(config, folder), dict[str, int]()
+    if config.lora.rank is not None:
+        with torch.device("meta"):
+            add_adapters(model, config.lora, config.run.seed, torch_dtype(config))
+        nn.Module.to(model, torch_dtype(config))  # what computes
+    layer_of = _layers_of_parameters(model)
+    activations = trainer_activations = _activations(model)
+    if config.trainer.tensor_parallel > 1:
+        one_rank = _build(config, folder)
+        cut = cut_layers(one_rank, TensorGroup(size=config.trainer.tensor_parallel))
+        trainer_activations = _activations(one_rank)
+    weights = [
+        Weight(name=name, shape=tuple(parameter.shape), layer=layer_of.get(id(parameter)), cut=cut.get(name))
+        for name, parameter in model.named_parameters()
+    ]
+    return ModelFacts(
+        model_type=str(model.config.model_type),
+        weights=tuple(weight for weight in weights if not is_adapter(weight.name)),
+        adapters=tuple(weight for weight in weights if is_adapter(weight.name)),
+        activations=activations,
+        trainer_activations=trainer_activations,
+        cache=cache_shape(folder),
+        hidden_size=model.config.get_text_config().hidden_size,
+        vocabulary_size=_output_rows(model),
+    )
+
+
+def read_reward_model(config: Config, folder: str) -> RewardModelFacts:
+    """The facts of the classifier whose config.json is in `folder`. Raises ConfigError as `read_model`."""
+    # What is longer than a reward model looks back gets no verdict, so that any window will do.
+    own = replace(config, model=replace(config.model, max_length=1))
+    model = _on_meta(AutoModelForSequenceClassification, own, folder, REWARD)
+    return RewardModelFacts(
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        largest_layer=_activations(model).largest_layer,
+    )
+
+
+def _build(config: Config, folder: str) -> PreTrainedModel:
+    """The model on the meta device, refused where the trainer would refuse it."""
+    model = _on_meta(AutoModelForCausalLM, config, folder, POLICY)
+    Policy(model, config.rollout.temperature)  # refuses an output layer that it cannot take
+    return model
+
+
+def _on_meta(auto_class: Any, config: Config, folder: str, setting: str) -> PreTrainedModel:
+    try:
+        model_config = AutoConfig.from_pretrained(folder)
+        check_attention(model_config, config.model.max_length, setting)
+        with torch.device("meta"):
+            model = auto_class.from_config(model_config, dtype=torch_dtype(config), attn_implementation=_ATTENTION)
+    except ConfigError:
+        raise
+    except (ValueError, KeyError, AttributeError, OSError) as error:
+        raise ConfigError(
+            f"{setting}: no model can be built from {folder}/config.json: {first_line(error)}; "
+            "take the config.json that came with the model"
+        ) from error
+    if not isinstance(getattr(model.base_model, "layers", None), nn.ModuleList):
+        raise ConfigError(
+            f"{setting} names a {model_config.model_type} model whose decoder layers are not a list named `layers`, "
+            "as sharding needs it; choose a model such as Llama, Qwen2 or Qwen3"
+        )
+    return model
+
+
+def _layers(model: PreTrainedModel) -> nn.ModuleList:
+    layers = model.base_model.layers
+    assert isinstance(layers, nn.ModuleList), "checked by _build"
+    return layers
+
+
+def _layers_of_parameters(model: PreTrainedModel) -> dict[int, int]:
+    return {id(parameter): index for index, layer in enumerate(_layers(model)) for parameter in layer.parameters()}
+
+
+def _output_rows(model: PreTrainedModel) -> int:
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear), "checked by Policy"
+    return len(head.weight)
+
+
+def _activations(model: PreTrainedModel) -> Activations:
+    """What the forward pass saves for the backward pass, each storage counted where it is saved first.
+
+    Raises ConfigError for a model that cannot be followed without weights.
+    """
+    meter = _Meter(model)
+    input_ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
+    try:
+        with saved_tensors_hooks(meter.save, lambda tensor: tensor):
+            hidden = model.base_model(input_ids=input_ids, position_ids=input_ids, use_cache=False).last_hidden_state
+    except RuntimeError as error:
+        raise ConfigError(
+            f"model.path: a {model.config.model_type} model in {str(model.dtype).removeprefix('torch.')} cannot be "
+            f"followed without weights: {first_line(error)}; take model.dtype=bfloat16 or another model"
+        ) from error
+    in_layers = [meter.num_bytes.get(index, 0) for index in range(len(_layers(model)))]
+    return Activations(
+        layers=_per_token(sum(in_layers)),
+        largest_layer=_per_token(max(in_layers)),
+        layer_inputs=len(in_layers) * hidden.shape[-1] * hidden.dtype.itemsize,
+        rest=_per_token(meter.num_bytes.get(None, 0)),
+    )
+
+
+def _per_token(num_bytes: int) -> int:
+    return -(-num_bytes // _NUM_TOKENS)
+
+
+class _Meter:
+    """Counts the bytes that autograd saves, by decoder layer; None is the rest. Parameters do not count."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.num_bytes: dict[int | None, int] = {}
+        self._layer: int | None = None
+        self._seen = {_storage(parameter) for parameter in model.parameters()}
+        self._held: list[Tensor] = []
+        for index, layer in enumerate(_layers(model)):
+            layer.register_forward_pre_hook(partial(self._enter, index))
+            layer.register_forward_hook(partial(self._enter, None))
+
+    def save(self, tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in self._seen:
+            self._seen.add(_storage(tensor))
+            self._held.append(tensor)  # a storage that is freed could be mistaken for a later one
+            self.num_bytes[self._layer] = self.num_bytes.get(self._layer, 0) + tensor.untyped_storage().nbytes()
+        return tensor
+
+    def _enter(self, layer: int | None, *ignored: Any) -> None:
+        self._layer = layer
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Saves what the CUDA kernel saves: its inputs, its output, and one float32 a query and head."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise AssertionError("nothing is computed on the meta device")
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **ignored: Any
+) -> tuple[Tensor, None]:
+    """query [1, H, T, D], key and value [1, fewer heads, T, D] -> [1, T, H, D], as transformers calls it."""
+    del module, attention_mask, ignored
+    output: Tensor = _FusedAttention.apply(query, key, value)  # pyright: ignore[reportAssignmentType]
+    return output.transpose(1, 2), None
+
+
+AttentionInterface.register(_ATTENTION, _attention)

@@ -1,0 +1,164 @@
+"""A run's checkpoint -> a folder that transformers and vLLM load, or the adapters alone for PEFT."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from rlflow.errors import ConfigError, RunError
+from rlflow.models.resolve import BUILTIN, resolve_model
+from rlflow.rundir.store import CheckpointStore, read_state
+from rlflow.runtime.disk import disk_errors
+
+if TYPE_CHECKING:
+    import torch
+
+_COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_MAX_FILE_BYTES = 4 << 30
+
+
+def export(run: Path, out: Path, *, step: int | None, dtype: str, adapter_only: bool = False) -> Path:
+    """Write checkpoint `step` of a run (None: the last) to the new folder `out`, whole or not at all; returns `out`.
+
+    dtype: "bfloat16" or "float32", of every floating-point weight. Adapters are merged into the model that the run
+    began with, or with `adapter_only` written alone, as PEFT does.
+    Raises ConfigError when `out` exists or the run has no such checkpoint or no adapters, RunError when the checkpoint
+    is damaged.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} already exists; give a new folder, or remove it first")
+    checkpoint = _checkpoint(run, step)
+    read_state(checkpoint)  # checks that every file has the size it was written with
+    model_path = _model_path(run)
+    with disk_errors("the exported model", out.absolute().parent, "export again"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+        try:
+            if adapter_only:
+                _write_adapters(checkpoint / "trainer", partial, dtype, model_path)
+            else:
+                source = Path(resolve_model(model_path))
+                _copy_files(source, partial, dtype)
+                _write_weights(checkpoint / "trainer", source, partial, dtype)
+            partial.chmod(0o755)
+            partial.rename(out)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    return out
+
+
+def _checkpoint(run: Path, step: int | None) -> Path:
+    store = CheckpointStore(run / "checkpoints", keep=1)
+    steps = store.steps()
+    if not steps:
+        raise ConfigError(f"{run} has no complete checkpoint; give the directory of a run that has saved one")
+    if step is not None and step not in steps:
+        raise ConfigError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+    return store.path(steps[-1] if step is None else step)
+
+
+def _model_path(run: Path) -> str:
+    try:
+        return yaml.safe_load((run / "config.yaml").read_text())["model"]["path"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise ConfigError(f"{run / 'config.yaml'} does not say which model the run trained ({error!r})") from error
+
+
+def _copy_files(source: Path, target: Path, dtype: str) -> None:
+    """Everything but the weights: configuration, tokenizer, chat template."""
+    for pattern in _COPIED:
+        for path in source.glob(pattern):
+            if not path.name.endswith(".safetensors.index.json"):
+                shutil.copyfile(path, target / path.name)
+    config = json.loads((source / "config.json").read_text())
+    config.pop("torch_dtype", None)  # the name of `dtype` in older files; the two must not differ
+    config["dtype"] = dtype
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_adapters(trainer: Path, target: Path, dtype: str, model_path: str) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from rlflow.workers.trainer.lora import module_of, peft_config, peft_name
+    from rlflow.workers.trainer.shards import PARAMETER, ShardReader
+
+    reader = ShardReader(trainer)
+    if reader.lora.rank is None:
+        raise ConfigError("--adapter has no effect: the run trained the whole model, without adapters; leave it out")
+    tensors = {peft_name(name): reader.read_whole(PARAMETER, name).to(getattr(torch, dtype)) for name in reader.shapes}
+    save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    targets = sorted({module_of(name).rpartition(".")[2] for name in reader.shapes})
+    is_here = model_path in BUILTIN or Path(model_path).expanduser().is_dir()
+    # Whoever loads the adapters knows hub ids and whole paths only.
+    base = str(resolve_model(model_path)) if is_here else model_path
+    peft_config(reader.lora, targets, base).save_pretrained(target)
+
+
+def _weights(trainer: Path, source: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter of the trained model, whole; `source` is the model that adapters belong to."""
+    from rlflow.workers.trainer.lora import adapters_of, merged, module_of
+    from rlflow.workers.trainer.shards import PARAMETER, ShardReader, read_full
+
+    reader = ShardReader(trainer)
+    if reader.lora.rank is None:
+        yield from read_full(trainer)
+        return
+    from transformers import AutoModelForCausalLM
+
+    modules = {module_of(name) for name in reader.shapes}
+    for name, weight in AutoModelForCausalLM.from_pretrained(source, dtype="auto").named_parameters():
+        module = name.removesuffix(".weight")
+        names = adapters_of(module) if module in modules else ()
+        modules.discard(module)
+        adapters = (reader.read_whole(PARAMETER, each) for each in names)
+        yield name, merged((weight.detach(), *adapters), reader.lora)
+    if modules:
+        raise RunError(
+            f"{trainer} holds adapters of {min(modules)}, which the model in {source} lacks; put the model there that "
+            "the run began with"
+        )
+
+
+def _write_weights(trainer: Path, source: Path, target: Path, dtype: str) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    files: list[list[str]] = []
+    num_bytes = 0
+    for bucket in _buckets(_weights(trainer, source), getattr(torch, dtype), _MAX_FILE_BYTES):
+        save_file(bucket, target / f"{len(files)}.partial", metadata={"format": "pt"})
+        files.append(list(bucket))
+        num_bytes += sum(tensor.nbytes for tensor in bucket.values())
+    names = ["model.safetensors"]
+    if len(files) > 1:
+        names = [f"model-{index + 1:05}-of-{len(files):05}.safetensors" for index in range(len(files))]
+        weight_map = {weight: name for name, weights in zip(names, files, strict=True) for weight in weights}
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    for number, name in enumerate(names):
+        (target / f"{number}.partial").rename(target / name)
+
+
+def _buckets(
+    weights: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype, max_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The weights, converted, in groups of at most `max_bytes` (or one larger tensor)."""
+    bucket: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, weight in weights:
+        tensor = (weight.to(dtype) if weight.is_floating_point() else weight).contiguous()
+        if bucket and size + tensor.nbytes > max_bytes:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    assert bucket, "a checkpoint without weights"
+    yield bucket

@@ -1,0 +1,249 @@
+"""One simulated run: the real driver, ledger and sampler on a virtual clock, with modelled workers -> Figures.
+
+The driver's processor time is that of the process between the end of the warm-up and the last step, less what the
+modelled workers and the observer here have metered of their own. The event loop, its timers and the ledger's SQLite
+file count as the driver's, as they would in a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlflow.config import Config
+from rlflow.driver import Driver, StepReport
+from rlflow.errors import RunError
+from rlflow.groups.ledger import DropReason, Ledger
+from rlflow.groups.sampler import TaskSampler
+from rlflow.roles import Workers
+from rlflow.rundir.store import CheckpointStore
+from rlflow.tools.simulate.clock import run_virtually
+from rlflow.tools.simulate.models import Meter, ModelledEngines, ModelledRunners, ModelledTrainer
+from rlflow.tools.simulate.plan import Plan
+from rlflow.types import Task
+
+_NEVER_S = 1e9
+"""Deadlines of the simulated run: what they are for cannot happen here, and the fleet may be as slow as it likes."""
+_PASS_STEPS = 4
+"""Steps that a pass over the tasks lasts."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Figures:
+    """What a simulation showed, from the end of its warm-up to its last step. Times are virtual where not said."""
+
+    engines: int
+    slots: int
+    groups_per_step: int
+    max_versions: int
+    steps: int
+    step_s: float
+    groups_per_s: float
+    samples_per_s: float
+    tokens_per_s: float
+    utilisation_engines: float
+    """Share of the slots' time in which they held a group that was being sampled."""
+    utilisation_trainer: float
+    staleness: dict[int, int]
+    """Versions between a group's oldest token and the update that it entered -> groups."""
+    dropped: dict[str, int]
+    groups_started: int
+    groups_ended: int
+    """As the modelled runners count them, in the whole simulation."""
+    driver_ms_per_group: float
+    """Real processor milliseconds of the driver for each group that was trained or dropped."""
+    wall_s: float
+    """Real seconds, the warm-up included."""
+    rss_first_mb: float
+    """Real memory of the process at the end of the warm-up."""
+    rss_last_mb: float
+
+    @property
+    def mean_staleness(self) -> float:
+        groups = sum(self.staleness.values())
+        return sum(versions * count for versions, count in self.staleness.items()) / groups
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "mean_staleness": self.mean_staleness}
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Mark:
+    """All counters at the end of one step."""
+
+    now_s: float
+    counts: dict[str, int]
+    busy_engines_s: float
+    busy_trainer_s: float
+    num_tokens: int
+    processor_s: float
+    models_s: float
+    rss_mb: float
+
+
+@dataclass(kw_only=True, slots=True)
+class _Watcher:
+    """The driver's Observer: marks the first and the last measured step, then ends the simulation."""
+
+    plan: Plan
+    meter: Meter
+    mark: Callable[[dict[str, int]], _Mark]
+    over: asyncio.Event
+    first: _Mark | None = None
+    last: _Mark | None = None
+    staleness: Counter[int] = field(default_factory=Counter)
+    num_samples: int = 0
+
+    def phase(self, name: str) -> None:
+        pass
+
+    def dropped(self, group_id: int, reason: DropReason, detail: str) -> None:
+        pass
+
+    def waiting(self, reason: str) -> None:
+        pass
+
+    async def step(self, report: StepReport) -> None:
+        if self.last is not None:
+            return
+        with self.meter:
+            if self.first is not None:
+                self.staleness.update(report.trained_version - group.oldest_version for group in report.groups)
+                self.num_samples += sum(len(group.episodes) for group in report.groups)
+        if report.step == self.plan.warm_up_steps:
+            self.first = self.mark(report.counts)
+        elif report.step == self.plan.warm_up_steps + self.plan.steps:
+            self.last = self.mark(report.counts)
+            self.over.set()
+
+    def evaluated(self, evaluation: object) -> None:
+        pass
+
+    def saved(self, folder: Path) -> None:
+        pass
+
+    def given_up(self, step: int, why: str) -> None:
+        pass
+
+
+def simulate(plan: Plan) -> Figures:
+    """Run a plan that has been checked; RunError when the simulated run stops, as a real one would."""
+    gc.collect()  # what an earlier simulation left is not to be paid for by this one
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="rlflow-simulate-") as folder:
+        watcher, runners = run_virtually(_run(plan, Path(folder)))
+    first, last = watcher.first, watcher.last
+    assert first is not None and last is not None
+    seconds = last.now_s - first.now_s
+    groups = {name: last.counts[name] - first.counts[name] for name in last.counts}
+    dropped = {name.removeprefix("dropped_"): count for name, count in groups.items() if name.startswith("dropped_")}
+    driver_s = (last.processor_s - first.processor_s) - (last.models_s - first.models_s)
+    return Figures(
+        engines=plan.engines,
+        slots=plan.slots,
+        groups_per_step=plan.step_groups,
+        max_versions=plan.max_versions,
+        steps=plan.steps,
+        step_s=seconds / plan.steps,
+        groups_per_s=groups["trained"] / seconds,
+        samples_per_s=watcher.num_samples / seconds,
+        tokens_per_s=(last.num_tokens - first.num_tokens) / seconds,
+        utilisation_engines=(last.busy_engines_s - first.busy_engines_s) / (plan.slots * seconds),
+        utilisation_trainer=(last.busy_trainer_s - first.busy_trainer_s) / seconds,
+        staleness=dict(sorted(watcher.staleness.items())),
+        dropped={name: count for name, count in dropped.items() if count},
+        groups_started=runners.num_started,
+        groups_ended=runners.num_ended,
+        driver_ms_per_group=1000 * driver_s / (groups["trained"] + sum(dropped.values())),
+        wall_s=time.perf_counter() - started,
+        rss_first_mb=first.rss_mb,
+        rss_last_mb=last.rss_mb,
+    )
+
+
+async def _run(plan: Plan, folder: Path) -> tuple[_Watcher, ModelledRunners]:
+    """Drive until the last measured step; what is under way then is given up."""
+    meter = Meter()
+    engines, trainer = ModelledEngines(plan, meter), ModelledTrainer(plan, meter)
+    runners = ModelledRunners(plan, engines, meter)
+
+    def mark(counts: dict[str, int]) -> _Mark:
+        now_s = asyncio.get_running_loop().time()
+        return _Mark(
+            now_s=now_s,
+            counts=counts,
+            busy_engines_s=engines.occupancy.total(now_s),
+            busy_trainer_s=trainer.occupancy.total(now_s),
+            num_tokens=trainer.num_tokens,
+            processor_s=time.process_time(),
+            models_s=meter.seconds,
+            rss_mb=_rss_mb(),
+        )
+
+    watcher = _Watcher(plan=plan, meter=meter, mark=mark, over=asyncio.Event())
+    ledger = Ledger(folder / "ledger.db")
+    try:
+        driver = Driver(
+            config=_config(plan),
+            workers=Workers(runners=runners, engines=engines, trainer=trainer, reference=None),
+            sampler=TaskSampler(
+                [Task(id=f"t{i}", prompt=()) for i in range(_PASS_STEPS * plan.step_groups)], plan.seed
+            ),
+            ledger=ledger,
+            checkpoints=CheckpointStore(folder / "checkpoints", keep=1),
+            observer=watcher,
+            now=asyncio.get_running_loop().time,
+        )
+        await _until(driver, watcher.over)
+    finally:
+        ledger.close()
+    return watcher, runners
+
+
+async def _until(driver: Driver, over: asyncio.Event) -> None:
+    """Run the driver until `over`, then end it at once; RunError when it stops before."""
+    running, waiting = asyncio.ensure_future(driver.run()), asyncio.ensure_future(over.wait())
+    try:
+        await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            _stopped_early(running)
+    finally:
+        running.cancel()
+        waiting.cancel()
+        await asyncio.gather(running, waiting, return_exceptions=True)
+
+
+def _stopped_early(running: asyncio.Future[None]) -> None:
+    error = running.exception()
+    assert error is not None, "the driver ended before the last measured step"
+    if isinstance(error, RunError):
+        raise RunError(f"the simulated run stopped: {error}") from error
+    raise error
+
+
+def _config(plan: Plan) -> Config:
+    """Of a run that goes on after the last measured step, so that no group is missing at its end."""
+    config = Config()
+    config.run.steps = plan.warm_up_steps + plan.steps + plan.max_versions + 1
+    config.run.seed, config.run.checkpoint_every = plan.seed, 0
+    config.algorithm.groups_per_step, config.algorithm.group_size = plan.step_groups, plan.group_size
+    config.staleness.max_versions = plan.max_versions
+    config.staleness.order, config.staleness.late = plan.order, plan.late
+    config.staleness.max_ready_mb = _NEVER_S
+    config.rollout.engines, config.rollout.update = plan.engines, plan.update
+    deadlines = config.deadlines
+    deadlines.group_s = deadlines.train_s = deadlines.weights_s = deadlines.checkpoint_s = _NEVER_S
+    return config
+
+
+def _rss_mb() -> float:
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return resident_pages * os.sysconf("SC_PAGE_SIZE") / 2**20

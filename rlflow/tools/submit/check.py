@@ -1,0 +1,100 @@
+"""What can be known of a run before it is sent anywhere: functions, environment, and the files that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from rlflow.algorithms.chosen import check_functions
+from rlflow.config import Config
+from rlflow.environments.find import held_out_tasks, load_environment
+from rlflow.errors import ConfigError
+from rlflow.rundir.directory import plain
+from rlflow.tools.submit.job import CLAIM
+
+_SECTIONS = ("model", "env", "reward", "curriculum", "algorithm")
+"""Of the settings, those that may name files."""
+_MODELS = ("model.path", "reward.model")
+"""Of these nothing is read here."""
+MAX_PATH = 1000
+
+
+def check_run(config: Config, packaged: Collection[str], config_folder: Path | None = None) -> list[str]:
+    """Raise ConfigError for what would end the run on the cluster; what could not be checked here, for a person.
+
+    `packaged` are the files that go along to a Ray cluster, relative to the current directory. None go to Kubernetes.
+    `config_folder` is what --config-dir names.
+    """
+    on_kubernetes = config.cluster.kubernetes.image is not None
+    files = [("--config-dir", config_folder)] if config_folder else []
+    files += _files(config)
+    if not on_kubernetes:
+        for key, path in files:
+            if not path.is_absolute() and path.exists():
+                _check_goes_along(key, path, packaged)
+    away = [(key, path) for key, path in files if not path.exists() and (on_kubernetes or path.is_absolute())]
+    unchecked = [f"{key}: the job looks for {Path(CLAIM, path)}" for key, path in (files if on_kubernetes else away)]
+    if all(key in _MODELS for key, _ in away):
+        unchecked += _check_code(config, has_files=any(key.startswith("env.args") for key, _ in files))
+    return unchecked
+
+
+def _check_code(config: Config, *, has_files: bool) -> list[str]:
+    """`has_files`: whether env.args names files, of which the tasks are made."""
+    try:
+        check_functions(config)
+        spec = load_environment(config.env, config.reward)
+        if has_files:  # others may have to be downloaded
+            spec.tasks()
+            held_out_tasks(config, spec)
+    except (ConfigError, ModuleNotFoundError) as error:
+        missing = _missing_module(error)
+        if missing is None:
+            raise
+        return [f"the environment and the functions: there is no module {missing!r} on this machine"]
+    return []
+
+
+def _check_goes_along(key: str, path: Path, packaged: Collection[str]) -> None:
+    """Of a file or folder that is here and is named from the current directory."""
+    if not any(Path(each).is_relative_to(path) for each in packaged):
+        raise ConfigError(
+            f"{key} names {path}, which does not go along with the job: it is outside of the working directory, or "
+            ".gitignore, .rayignore or rlflow leaves it out; move it, or give an absolute path that the cluster sees"
+        )
+
+
+def _files(config: Config) -> Iterator[tuple[str, Path]]:
+    """(key, path) of each setting that names a file: what looks like one, and is one where a name may look so."""
+    settings = plain(config)
+    for section in _SECTIONS:
+        for key, text in _texts(section, settings[section]):
+            source, colon, _ = text.rpartition(":")
+            is_code = bool(colon) and source.endswith(".py")
+            path = Path(source if is_code else text)
+            is_path = (
+                path.is_absolute() and len(path.parts) > 2 and " " not in text
+            )  # and not the /no_think of a prompt
+            if is_path or is_code or (("/" in text or "." in text) and path.exists()):
+                yield key, Path(*path.parts)
+
+
+def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _texts(f"{key}.{name}", item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(key, item)
+    elif isinstance(value, str) and len(value) < MAX_PATH and "\n" not in value:
+        yield key, value
+
+
+def _missing_module(error: BaseException | None) -> str | None:
+    """The module whose absence is behind an error; the machines of the cluster may well have it."""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError):
+            return error.name
+        error = error.__cause__
+    return None

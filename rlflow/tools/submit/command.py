@@ -1,0 +1,191 @@
+"""`rlflow submit`: what was typed -> a checked configuration -> a job of a Ray cluster, or a RayJob on Kubernetes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from rlflow.config import Config
+from rlflow.errors import ConfigError
+from rlflow.settings.compose import Report, train
+from rlflow.tools.submit.exit_codes import LOST, UNREAD
+from rlflow.tools.submit.job import Job, MaybeStarted
+from rlflow.tools.submit.words import config_folder, how_to_go_on, make_job, where
+
+_SWEEPS = ("-m", "--multirun")
+
+
+class _Options(argparse.Namespace):
+    """What is for submit; the other words are the driver's."""
+
+    dry_run: bool
+    detach: bool
+    working_dir: Path | None
+    wheel: list[Path]
+    attach: str | None
+    stop: str | None
+    words: list[str]
+
+
+def submit(arguments: Sequence[str], report: Report) -> int:
+    """Run `rlflow submit ARGUMENTS`; the exit code: the job's, or 0 with --detach, --dry-run and --stop.
+
+    LOST when the cluster does not answer, UNREAD when nobody reads what is shown.
+
+    Raises ConfigError when nothing can be composed.
+    """
+    options = parse(arguments)
+    words = list(options.words)
+    is_there = options.attach is not None or options.stop is not None
+    if is_there and not any(word.startswith("recipe=") for word in words):
+        words.append("run.name=job")
+    if options.working_dir is not None:
+        if not options.working_dir.is_dir():
+            raise ConfigError(f"--working-dir {options.working_dir} is not a folder; give the one with your code")
+        options.wheel = [wheel.absolute() for wheel in options.wheel]
+        os.chdir(options.working_dir)  # relative paths mean what they will mean in the job
+    try:
+        code = train(words, report, partial(_run, options=options), needs_recipe=not is_there)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # Python would complain when it flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
+
+
+def parse(arguments: Sequence[str]) -> _Options:
+    """Take submit's options out of the words. Raises ConfigError for some that contradict each other."""
+    parser = argparse.ArgumentParser(
+        prog="rlflow submit",
+        usage="rlflow submit recipe=NAME cluster=ray|kuberay [key=value ...] [OPTIONS]",
+        description="Hand a run to a cluster, and follow it; Ctrl-C leaves it running.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would be asked for, and ask for nothing")
+    parser.add_argument("--detach", action="store_true", help="do not follow the job")
+    parser.add_argument(
+        "--working-dir",
+        type=Path,
+        metavar="DIR",
+        help="send the code in this folder (Ray cluster); by default the current one, or none with --wheel",
+    )
+    parser.add_argument(
+        "--wheel", type=Path, metavar="FILE", action="append", default=[], help="send this package; may be repeated"
+    )
+    parser.add_argument("--attach", metavar="JOB", help="follow a job that was submitted before")
+    parser.add_argument("--stop", metavar="JOB", help="have a job finish its step, save and end")
+    options, words = parser.parse_known_args(arguments, namespace=_Options())
+    options.words = words
+    _check(options)
+    return options
+
+
+def _check(options: _Options) -> None:
+    if options.attach is not None and options.stop is not None:
+        raise ConfigError("--attach and --stop contradict each other; give one of them")
+    if any(word in _SWEEPS for word in options.words):
+        raise ConfigError("rlflow submit makes one job; leave --multirun out, and submit each one")
+    starting = {
+        "--dry-run": options.dry_run,
+        "--detach": options.detach,
+        "--working-dir": options.working_dir is not None,
+        "--wheel": bool(options.wheel),
+    }
+    if options.attach is not None or options.stop is not None:
+        for name, is_given in starting.items():
+            if is_given:
+                raise ConfigError(f"{name} has no effect with --attach and --stop; leave it out")
+    if options.dry_run and options.detach:
+        raise ConfigError("--detach has no effect with --dry-run, which starts nothing; leave it out")
+
+
+def _run(config: Config, *, options: _Options) -> int:
+    if config.cluster.kubernetes.image is not None:
+        return _on_kubernetes(config, options)
+    if config.cluster.address is None:
+        raise ConfigError(
+            "rlflow submit hands a run to a cluster, and cluster=local is this machine; use rlflow train, or add "
+            "cluster=ray cluster.address=http://HOST:8265, or cluster=kuberay"
+        )
+    return _on_ray(config, options)
+
+
+def _on_ray(config: Config, options: _Options) -> int:
+    from rlflow.cluster.placement import machines_taken
+    from rlflow.tools.submit.check import check_run
+    from rlflow.tools.submit.package import collect
+    from rlflow.tools.submit.ray_job import RayJobs
+
+    jobs = RayJobs(config)
+    if options.stop is not None:
+        return jobs.stop(options.stop)
+    if options.attach is not None:
+        return jobs.follow(options.attach)
+    job = make_job(config, options.words, time.strftime("%Y%m%d-%H%M%S"))
+    machines = machines_taken(config)
+    package = collect(None if options.wheel and options.working_dir is None else Path.cwd(), options.wheel)
+    _note(check_run(config, package, _config_folder(options)))
+    if options.dry_run:
+        _show_plan(machines, jobs.plan(job, package))
+        return 0
+    return _hand_over(config, options, job, partial(jobs.start, job, package), jobs.follow)
+
+
+def _on_kubernetes(config: Config, options: _Options) -> int:
+    from rlflow.cluster.placement import machines_taken
+    from rlflow.tools.submit.check import check_run
+    from rlflow.tools.submit.kuberay import render, to_yaml
+    from rlflow.tools.submit.kubernetes_api import Kubernetes
+
+    if options.working_dir is not None or options.wheel:
+        raise ConfigError(
+            "--working-dir and --wheel have no effect on Kubernetes, where code is in the image or on the claim; leave "
+            "them out"
+        )
+    namespace = config.cluster.kubernetes.namespace
+    if options.stop is not None:
+        print(Kubernetes(namespace).stop(options.stop))
+        return 0
+    if options.attach is not None:
+        return Kubernetes(namespace).follow(options.attach)
+    job = make_job(config, options.words, time.strftime("%Y%m%d-%H%M%S"))
+    rayjob, machines = render(config, job), machines_taken(config)
+    _note(check_run(config, (), _config_folder(options)))
+    if options.dry_run:
+        _show_plan(machines, to_yaml(rayjob))
+        return 0
+    cluster = Kubernetes(namespace)
+    return _hand_over(config, options, job, partial(cluster.apply, rayjob), cluster.follow)
+
+
+def _hand_over(
+    config: Config, options: _Options, job: Job, start: Callable[[], None], follow: Callable[[str], int]
+) -> int:
+    what = f"job {job.name}, run.dir {job.run_dir}\n{how_to_go_on(job.name, where(config.cluster))}"
+    try:
+        start()
+    except MaybeStarted as error:
+        print(f"rlflow: {error}; it may have been started all the same:\n{what}", file=sys.stderr)
+        return LOST
+    print(what, flush=True)
+    return 0 if options.detach else follow(job.name)
+
+
+def _config_folder(options: _Options) -> Path | None:
+    folder = config_folder(options.words)
+    return None if folder is None else Path(folder)
+
+
+def _show_plan(machines: Sequence[str], plan: str) -> None:
+    """As YAML; what is on which machine is in its comments."""
+    print("".join(f"# {line}\n" for line in machines) + plan, end="")
+
+
+def _note(unchecked: Sequence[str]) -> None:
+    for each in unchecked:
+        print(f"rlflow: not checked before the job starts: {each}", file=sys.stderr)

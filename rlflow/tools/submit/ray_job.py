@@ -1,0 +1,170 @@
+"""A run as a job of a Ray cluster, through the job API of its dashboard."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shlex
+import sys
+import tempfile
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ray.exceptions import AuthenticationError
+from ray.job_submission import JobDetails, JobStatus
+
+from rlflow.config import Config
+from rlflow.errors import ConfigError, RunError, first_line
+from rlflow.rundir.stopping import seconds_to_stop
+from rlflow.tools.submit.exit_codes import INTERRUPTED, LOST, STOPPED
+from rlflow.tools.submit.following import ConnectionLost, Follower
+from rlflow.tools.submit.job import Job
+from rlflow.tools.submit.package import Package, describe, write
+from rlflow.tools.submit.ray_client import JobClient, UnknownJob, open_client, understood
+from rlflow.tools.submit.words import how_to_go_on, where
+
+_NOT_FOUND = 127
+"""Of a shell that has no such command."""
+_RUN_DIR = "run.dir"
+_STOP_S = "seconds_to_stop"
+
+
+class RayJobs:
+    """The jobs of the cluster at cluster.address."""
+
+    def __init__(self, config: Config) -> None:
+        self._cluster = config.cluster
+        self._stop_s = math.ceil(seconds_to_stop(config.deadlines))
+        self._address = address_of(config)
+
+    def plan(self, job: Job, package: Package) -> str:
+        """What `start` would ask for, as YAML."""
+        asked = {
+            "address": self._address,
+            "job": job.name,
+            "run_dir": job.run_dir,
+            "entrypoint": _entrypoint(job),
+            "runtime_env": self._environment(describe(package) if package else None),
+        }
+        return yaml.safe_dump(asked, sort_keys=False, width=10_000)
+
+    def start(self, job: Job, package: Package) -> None:
+        """Send the code and start the job.
+
+        Raises ConfigError when the cluster does not take it, MaybeStarted when it does not say so.
+        """
+        client = self._client
+        with understood(self._address), tempfile.TemporaryDirectory() as folder:
+            archive = None
+            if package:
+                archive = Path(folder) / "package.zip"
+                write(package, archive)
+            client.submit_job(
+                entrypoint=_entrypoint(job),
+                submission_id=job.name,
+                runtime_env=self._environment(None if archive is None else str(archive)),
+                metadata={_RUN_DIR: job.run_dir, _STOP_S: str(self._stop_s)},
+            )
+
+    def follow(self, name: str) -> int:
+        """Show a job's log until it ends; exit code: its own, LOST, or 0 after Ctrl-C, when it goes on."""
+        return self._follow(name, shown=0)
+
+    def stop(self, name: str) -> int:
+        """Have a job finish its step, save and end, and wait for that; exit code 0 when it has ended so."""
+        shown, client = 0, self._client
+        with understood(self._address):
+            details = client.get_job_info(name)
+            if not details.status.is_terminal():
+                shown = len(client.get_job_logs(name))
+                client.stop_job(name)
+        if details.status.is_terminal():
+            print(f"job {name} had already ended: {details.status.value}")
+            return 0
+        _tell(f"job {name} finishes its step and saves; Ctrl-C leaves it to that")
+        code = self._follow(name, shown=shown, seconds=float((details.metadata or {}).get(_STOP_S, self._stop_s)))
+        return 0 if code == STOPPED else code
+
+    @cached_property
+    def _client(self) -> JobClient:
+        return open_client(self._address)
+
+    def _follow(self, name: str, *, shown: int, seconds: float | None = None) -> int:
+        follower = Follower(self._client, name, _show, _tell, shown=shown)
+        try:
+            details = asyncio.run(_within(follower, name, seconds))
+        except KeyboardInterrupt:
+            _tell(f"\nthe job goes on\n{how_to_go_on(name, where(self._cluster))}")
+            return 0
+        except (ConnectionLost, AuthenticationError) as error:
+            _tell(f"{first_line(error)}; the job may well go on\n{how_to_go_on(name, where(self._cluster))}")
+            return LOST
+        except UnknownJob as error:
+            raise RunError(
+                f"{error}: its head may have been started anew, and its jobs ended with it; submit again with the same "
+                "run.dir to go on after the last checkpoint"
+            ) from error
+        return tell_end(details)
+
+    def _environment(self, package: str | None) -> dict[str, Any]:
+        # Ray kills what has not ended after so many seconds, 3 by default; its supervisor of the job reads it.
+        environment: dict[str, Any] = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(self._stop_s)}}
+        if package is not None:
+            environment["working_dir"] = package
+        return environment
+
+
+def address_of(config: Config) -> str:
+    """The dashboard's. Raises ConfigError when cluster.address is something else."""
+    address = config.cluster.address or ""
+    if not address.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"cluster.address={address} is for runs on the cluster itself; to submit a job, give the address of its "
+            "dashboard, such as cluster.address=http://127.0.0.1:8265"
+        )
+    return address.rstrip("/")
+
+
+def _entrypoint(job: Job) -> str:
+    """A shell command; `exec`, so that signals meet the driver and no shell."""
+    return f"exec {shlex.join(job.words)}"
+
+
+async def _within(follower: Follower, name: str, seconds: float | None) -> JobDetails:
+    try:
+        async with asyncio.timeout(seconds):
+            return await follower.ended()
+    except TimeoutError:
+        raise RunError(f"job {name} has not ended within {seconds:g} s; Ray kills it about now") from None
+
+
+def tell_end(details: JobDetails) -> int:
+    """Tell how a job ended; its exit code."""
+    name, run_dir = details.submission_id, (details.metadata or {}).get(_RUN_DIR)
+    if details.status is JobStatus.SUCCEEDED:
+        _tell(f"job {name} succeeded: {run_dir}")
+        return 0
+    again = f"submit again with run.dir={run_dir} to go on after its last checkpoint"
+    code = details.driver_exit_code
+    if details.status is JobStatus.STOPPED or code in (INTERRUPTED, STOPPED):
+        _tell(f"job {name} was stopped; {again}")
+        return code or STOPPED
+    if code is None:  # Ray could not start it, or lost it
+        _tell(f"job {name} failed; {again}\n{details.message}")
+        return 1
+    ended_by = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+    if code == _NOT_FOUND:
+        ended_by += ", as of no such command: `python` must be on the PATH of the cluster's Ray processes"
+    _tell(f"job {name} failed {ended_by}; the lines above say why; {again}")
+    return 128 - code if code < 0 else code
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _tell(text: str) -> None:
+    print(f"rlflow: {text}" if not text.startswith("\n") else text, file=sys.stderr, flush=True)

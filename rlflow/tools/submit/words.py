@@ -1,0 +1,96 @@
+"""The command that a job is started with, its name, and where its run is. Pure."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+
+from rlflow.config import ClusterConfig, Config
+from rlflow.errors import ConfigError
+from rlflow.tools.submit.job import CLAIM, RUNS, Job
+
+MAX_NAME = 45
+"""KubeRay makes names of pods of it, which have 63 characters at most."""
+_PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]+")
+"""What Hydra takes as it is."""
+
+
+def make_job(config: Config, words: Sequence[str], time: str) -> Job:
+    """What a cluster is asked to do, from the words behind `rlflow submit` without submit's own options.
+
+    `time` is digits and hyphens. Raises ConfigError when run.dir is not where all machines of the cluster see it.
+    """
+    name = job_name(config.run.name, time)
+    run_dir = run_dir_of(config, name)
+    return Job(name=name, run_dir=run_dir, words=("python", "-m", "rlflow", "train", *driver_words(words, run_dir)))
+
+
+def job_name(run_name: str, time: str) -> str:
+    """RUN-TIME in lower-case letters, digits and hyphens, at most MAX_NAME of them."""
+    plain = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
+    if not plain[:1].isalpha():
+        plain = f"run-{plain}".strip("-")
+    return f"{plain[: MAX_NAME - len(time) - 1].rstrip('-')}-{time}"
+
+
+def run_dir_of(config: Config, name: str) -> str:
+    """The run's directory as all machines of the cluster see it."""
+    given, on_kubernetes = config.run.dir, config.cluster.kubernetes.image is not None
+    if given is None:
+        if on_kubernetes:
+            return f"{RUNS}/{name}"
+        raise ConfigError(
+            "run.dir is null, and the folder that a job runs in is thrown away with it; give a folder that all "
+            "machines of the cluster see, such as run.dir=/shared/runs/first"
+        )
+    if not PurePosixPath(given).is_absolute():
+        example = PurePosixPath(RUNS if on_kubernetes else "/shared", given)
+        raise ConfigError(
+            f"run.dir={given} would be in the folder that a job runs in, which is thrown away with it; give its "
+            f"absolute path on the cluster, such as {example}"
+        )
+    if on_kubernetes and CLAIM not in PurePosixPath(given).parents:
+        raise ConfigError(
+            f"run.dir={given} is not on cluster.kubernetes.claim, which pods see at {CLAIM}; leave it out, or choose "
+            f"one such as {RUNS}/{name}"
+        )
+    return given
+
+
+def driver_words(words: Sequence[str], run_dir: str) -> tuple[str, ...]:
+    """The words as they were typed, but with the directory spelled out and the cluster that the job is part of."""
+    kept = [word for word in words if word.lstrip("+").partition("=")[0] not in ("run.dir", "cluster.address")]
+    return (*kept, f"run.dir={_quoted(run_dir)}", "cluster.address=auto")
+
+
+def config_folder(words: Sequence[str]) -> PurePosixPath | None:
+    """The folder with configuration files of the user's own."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", type=PurePosixPath)
+    return parser.parse_known_args(words)[0].config_dir
+
+
+def where(cluster: ClusterConfig) -> str:
+    """The words that lead back to the same cluster."""
+    if cluster.kubernetes.image is None:
+        return shlex.join(["cluster=ray", f"cluster.address={cluster.address}"])
+    return on_kubernetes(cluster.kubernetes.namespace)
+
+
+def on_kubernetes(namespace: str | None) -> str:
+    """As `where`; None is the kubeconfig's own namespace."""
+    return shlex.join(["cluster=kuberay", *([f"cluster.kubernetes.namespace={namespace}"] if namespace else [])])
+
+
+def how_to_go_on(name: str, where: str) -> str:
+    """For somebody who leaves a job alone; `where` are the words that lead back to its cluster."""
+    return f"follow it: rlflow submit --attach {name} {where}\nstop it:   rlflow submit --stop {name} {where}"
+
+
+def _quoted(value: str) -> str:
+    if _PLAIN.fullmatch(value):
+        return value
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,0 +1,137 @@
+"""Bringing an engine's tensors to a version on disk: the files are verified first, then written over the tensors.
+
+folder, version, what is held -> fetch -> Update (verified, mapped) -> apply -> the rank's own tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import ConfigError
+from rlflow.weights.disk.delta import land, land_box
+from rlflow.weights.disk.manifest import Manifest, Stamp, chain, missing, rank_file, version_folder
+from rlflow.weights.disk.part_files import POSITIONS, VALUES, PartFile, parse_box_key
+from rlflow.weights.learn.tracing import Landing
+from rlflow.weights.shape.layout import Shapes
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FetchedVersion:
+    """One version whose files are open and verified."""
+
+    manifest: Manifest
+    files: tuple[PartFile, ...]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Update:
+    """What leads from one version to another; nothing, where they are the same."""
+
+    base: Stamp | None
+    """What must be held; None where that does not matter."""
+    versions: tuple[FetchedVersion, ...]
+
+    @property
+    def num_files(self) -> int:
+        return sum(len(version.files) for version in self.versions)
+
+
+class StoreReader:
+    """One rank of an engine that follows the versions in a folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        targets: Mapping[str, Tensor],
+        landings: Mapping[str, Sequence[Landing]],
+        shapes: Shapes,
+    ) -> None:
+        """`targets` are the rank's contiguous tensors, `landings` what they take of each parameter; `shapes` are the
+        parameters' as the engine knows them."""
+        self.held: Stamp | None = None
+        """What the targets hold; None while something is being written to them, and if that did not end well."""
+        self._folder = folder
+        self._targets = targets
+        self._landings = landings
+        self._shapes = shapes
+
+    def fetch(self, version: int) -> Update:
+        """Open and verify what leads from what is held to `version`. The targets are not touched.
+
+        Raises WeightsOvertaken when the version is not there (any more), WeightsDamaged when a file is not what was
+        written or what the version builds on is not there, ConfigError when it is of another model.
+        """
+        manifests = chain(self._folder, version, self.held)
+        for manifest in manifests:
+            self._check(manifest)
+        base = manifests[0].base if manifests else self.held
+        return Update(base=base, versions=tuple(self._open(manifest, manifests[-1]) for manifest in manifests))
+
+    def apply(self, update: Update) -> None:
+        """Write an update to the targets. If that fails, the next one fetched begins with an anchor."""
+        for _ in self.applying(update):
+            pass
+
+    def applying(self, update: Update) -> Iterator[None]:
+        """`apply`, in `update.num_files` steps, one each time the next is asked for; it counts once all are done."""
+        assert update.base in (None, self.held), "an update is applied to what it was fetched for"
+        if not update.versions:
+            return
+        self.held = None
+        for version in update.versions:
+            for file in version.files:
+                with torch.no_grad():
+                    if version.manifest.base is None:
+                        self._apply_boxes(file)
+                    else:
+                        self._apply_changes(file)
+                yield
+        self.held = update.versions[-1].manifest.stamp
+
+    def _check(self, manifest: Manifest) -> None:
+        for name, landings in self._landings.items():
+            found = manifest.parameters.get(name)
+            if found is None or found.shape != tuple(self._shapes[name]):
+                has = "none" if found is None else f"the shape {found.shape}"
+                raise ConfigError(
+                    f"the engine takes a parameter {name!r} of the shape {tuple(self._shapes[name])}; version "
+                    f"{manifest.stamp.version} in {self._folder} has {has}; both must be of one model"
+                )
+            if other := {landing.dtype for landing in landings} - {found.dtype}:
+                raise ConfigError(
+                    f"the engine keeps {name!r} as {other.pop()}; version {manifest.stamp.version} in {self._folder} "
+                    f"has {found.dtype}; write it in the engine's dtype"
+                )
+
+    def _open(self, manifest: Manifest, target: Manifest) -> FetchedVersion:
+        path = version_folder(self._folder, manifest.stamp.version)
+        try:
+            files = tuple(PartFile(rank_file(path, rank), each) for rank, each in enumerate(manifest.files))
+        except FileNotFoundError as error:
+            raise missing(self._folder, target, f"the file {error.filename}") from error
+        return FetchedVersion(manifest=manifest, files=files)
+
+    def _apply_boxes(self, file: PartFile) -> None:
+        for key in file.names:
+            name, start = parse_box_key(key)
+            values = file.tensor(key)
+            for landing in self._landings.get(name, ()):
+                for region in landing.regions:
+                    land_box(self._targets[landing.tensor], region, start, values)
+
+    def _apply_changes(self, file: PartFile) -> None:
+        for key in file.names:
+            name = key.removesuffix(POSITIONS)
+            if name == key or name not in self._landings:
+                continue
+            positions, values = file.tensor(key), file.tensor(name + VALUES)
+            for landing in self._landings[name]:
+                target = self._targets[landing.tensor]
+                positions, values = positions.to(target.device), values.to(target.device)
+                for region in landing.regions:
+                    land(target, region, self._shapes[name], positions, values)

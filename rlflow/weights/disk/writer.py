@@ -1,0 +1,219 @@
+"""Writing versions of the weights to disk: each rank of the trainer its own part, and of most versions what changed.
+
+every rank: compare -> (added up over the ranks) -> every rank: write -> (all have written) -> rank 0: publish
+
+`compare` copies what it needs: afterwards training may go on while the version is written. The layout of the folder is
+in `manifest.py`, the reading side in `store_reader.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlflow.weights.disk.delta import Changes, bits, changed, position_dtype, positions_in
+from rlflow.weights.disk.manifest import Manifest, ParameterSpec, Stamp
+from rlflow.weights.disk.part_files import POSITIONS, VALUES, box_key
+from rlflow.weights.disk.publishing import NamedBox, complete_version, keep_only, remove_unfinished, write_rank
+from rlflow.weights.shape.boxes import Index, extents
+
+ANCHOR_EVERY = 20
+"""Versions from one anchor to the next: with one changed element in 100 their deltas take about half the bytes of one
+anchor, which is what an engine that joins late reads in addition, and what the disk holds."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Part:
+    """The box [start, stop) of a parameter, and its elements."""
+
+    name: str
+    start: Index
+    stop: Index
+    tensor: Tensor
+    """In the shape of the box, with any strides, or flat in row-major order; of any dtype, on any device."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Staged:
+    """One version between `compare` and `write`."""
+
+    version: int
+    base: int | None
+    """What the positions are relative to; None: only an anchor can be written."""
+    positions: dict[NamedBox, Tensor] = field(default_factory=dict)
+    """Of what changed, in the box laid flat."""
+    num_changed: int = 0
+    delta_bytes: int = 0
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Written:
+    """One version between `write` and `publish`."""
+
+    version: int
+    base: int | None
+    density: float
+
+
+class StoreWriter:
+    """One rank's side of a folder of versions; it holds one copy of what it writes, in the engines' dtype.
+
+    The first version is an anchor, and so is each that comes ANCHOR_EVERY after the one before, or of which too much
+    changed, or that follows one that was not published.
+    """
+
+    def __init__(self, folder: Path, rank: int, num_ranks: int, parameters: Mapping[str, ParameterSpec]) -> None:
+        """`parameters` are all of the model. Rank 0 must be made before any rank writes: it tidies up."""
+        self._folder = folder
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._parameters = parameters
+        self._last: dict[NamedBox, Tensor] = {}
+        self._base: int | None = None  # version of `_last`; None while it may not be what is on disk
+        self._num_deltas = 0  # since the anchor
+        self._staged: _Staged | None = None
+        self._written: _Written | None = None
+        self._chain: list[Stamp] = []  # rank 0 only: from the newest anchor on
+        folder.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            remove_unfinished(folder)
+
+    def start_over(self) -> None:
+        """Make the next version an anchor, for readers that cannot follow."""
+        self._base = None
+
+    def compare(self, version: int, parts: Iterable[Part]) -> Changes:
+        """Take over this rank's part of a version, and count what changed since the version before.
+
+        The parts of all ranks must make up all parameters, without overlap, and should be the same boxes each time: if
+        they are not, the version will be an anchor. The version before must have been published.
+
+        Raises ValueError for a part that does not fit its parameter.
+        """
+        staged = _Staged(version=version, base=self._base_for(version))
+        self._base = None
+        last: dict[NamedBox, Tensor] = {}
+        own_bytes = sum(map(_num_bytes, self._last.values()))
+        for part in parts:
+            if not part.tensor.numel():
+                continue
+            box = (part.name, part.start, part.stop)
+            last[box] = self._take_over(staged, box, self._values(part))
+            if staged.delta_bytes > own_bytes:  # bounds the memory that the positions take
+                staged.base = None
+                staged.positions.clear()
+        if last.keys() != self._last.keys():
+            staged.base = None
+        self._last, self._staged = last, staged
+        return Changes(
+            num_changed=staged.num_changed,
+            num_elements=sum(values.numel() for values in last.values()),
+            delta_bytes=staged.delta_bytes,
+            dense_bytes=sum(map(_num_bytes, last.values())),
+            num_without_base=int(staged.base is None),
+        )
+
+    def write(self, total: Changes) -> None:
+        """Write this rank's part of the version that was compared; `total` is the sum of what all ranks counted.
+
+        Raises RunError when the disk is full; then the version cannot be published.
+        """
+        staged, self._staged = self._staged, None
+        assert staged is not None, "write follows compare"
+        assert staged.base is not None or not total.is_delta, "the sum has what this rank counted"
+        base = staged.base if total.is_delta else None
+        tensors = self._dense() if base is None else self._delta(staged.positions)
+        write_rank(self._folder, staged.version, self._rank, base, self._last, tensors)
+        self._num_deltas = 0 if base is None else self._num_deltas + 1
+        if self._rank == 0:
+            self._written = _Written(version=staged.version, base=base, density=total.density)
+        else:
+            self._base = staged.version
+
+    def publish(self) -> Manifest:
+        """Let readers find the version that all ranks have written, and remove what nobody needs any more. Rank 0 only.
+
+        The newest anchor and all after it are kept, and until the version after it, also the anchor before it with its
+        deltas.
+
+        Raises RunError when the parts do not make up a version, or the disk is full; then the next is an anchor.
+        """
+        written, self._written = self._written, None
+        assert written is not None, "publish follows write, on rank 0"
+        base = None if written.base is None else self._chain[-1]
+        assert base is None or base.version == written.base, "a delta is relative to the newest version"
+        manifest = complete_version(
+            self._folder,
+            Stamp(version=written.version, id=uuid.uuid4().hex),
+            base,
+            self._parameters,
+            self._num_ranks,
+            written.density,
+        )
+        kept = [*self._chain, manifest.stamp]
+        self._chain = [manifest.stamp] if base is None else kept
+        self._base = written.version
+        keep_only(self._folder, kept)
+        return manifest
+
+    def _base_for(self, version: int) -> int | None:
+        """The version before, if `version` may be a delta."""
+        is_due = self._num_deltas + 1 >= ANCHOR_EVERY
+        return None if is_due or self._base is None or self._base >= version else self._base
+
+    def _values(self, part: Part) -> Tensor:
+        """Flat, in the engines' dtype, in the memory of the CPU; maybe the trainer's own memory."""
+        spec = self._parameters.get(part.name)
+        if spec is None:
+            raise ValueError(f"parameter {part.name!r} is none of the {len(self._parameters)} that the store is for")
+        shape = extents(part.start, part.stop)
+        if not all(0 <= a <= b <= size for a, b, size in zip(part.start, part.stop, spec.shape, strict=True)):
+            raise ValueError(f"{part.name!r} has the shape {spec.shape}; got the box {part.start} to {part.stop}")
+        if tuple(part.tensor.shape) not in (shape, (math.prod(shape),)):
+            raise ValueError(f"a box {shape} of {part.name!r} must have that shape, got {tuple(part.tensor.shape)}")
+        return part.tensor.detach().to(getattr(torch, spec.dtype)).cpu().reshape(-1)
+
+    def _take_over(self, staged: _Staged, box: NamedBox, now: Tensor) -> Tensor:
+        """The copy of the last values, brought up to date; what changed is noted in `staged`."""
+        before = self._last.get(box)
+        if before is None:
+            staged.num_changed += now.numel()
+            return now.clone()
+        found = changed(before, now)
+        before.copy_(now)
+        staged.num_changed += len(found)
+        position_bytes = position_dtype(math.prod(self._parameters[box[0]].shape)).itemsize
+        staged.delta_bytes += len(found) * (position_bytes + now.itemsize)
+        if staged.base is not None and len(found):
+            staged.positions[box] = found.to(position_dtype(now.numel()))
+        return before
+
+    def _dense(self) -> dict[str, Tensor]:
+        return {
+            box_key(name, start, stop): values.view(extents(start, stop))
+            for (name, start, stop), values in self._last.items()
+        }
+
+    def _delta(self, changed_in: Mapping[NamedBox, Tensor]) -> dict[str, Tensor]:
+        """The positions in each parameter, and the values now."""
+        positions: dict[str, list[Tensor]] = defaultdict(list)
+        values: dict[str, list[Tensor]] = defaultdict(list)
+        for box, found in changed_in.items():
+            name, start, stop = box
+            positions[name].append(positions_in(self._parameters[name].shape, start, stop, found))
+            values[name].append(bits(self._last[box]).index_select(0, found))
+        dtypes = {name: getattr(torch, self._parameters[name].dtype) for name in values}
+        return {name + POSITIONS: torch.cat(parts) for name, parts in positions.items()} | {
+            name + VALUES: torch.cat(parts).view(dtypes[name]) for name, parts in values.items()
+        }
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize

@@ -1,0 +1,191 @@
+"""The tensors of one vLLM worker: where the elements of the parameters go, and how they become what it computes with.
+
+parameters' elements -> targets, laid out as vLLM's loader fills them -> prepare -> commit
+
+On a GPU the targets are the model's own tensors: to fill them is to load, so sampling must have stopped. On a CPU vLLM
+multiplies with packed copies. There the targets are a copy beside the model; a layer that is complete is packed while
+sampling goes on, and `commit` puts all layers in place within milliseconds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from rlflow.errors import NotACopy
+from rlflow.weights.learn.tracing import Landings, trace_loading
+from rlflow.weights.shape.layout import Shapes
+from rlflow.weights.shape.views import box_of, view_of
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Owner:
+    """A module of the model, and its own parameters by their names in it and in the whole model."""
+
+    module: Any
+    tensors: Mapping[str, str]
+
+
+def learn_landings(config: VllmConfig, shapes: Shapes) -> tuple[nn.Module, Landings]:
+    """The worker's model again, without storage, and where its loader puts each parameter.
+
+    `shapes` are those of all parameters that will come, by their Hugging Face names. Raises NotACopy when the loader
+    does anything but copy elements; ConfigError when it refuses a parameter, or one is missing.
+    """
+    own = copy.copy(config)
+    # The engine must not take the copy's layers for its own.
+    own.compilation_config = copy.copy(config.compilation_config)
+    own.compilation_config.static_forward_context = {}
+    own.compilation_config.static_all_moe_layers = []
+    dtype = config.model_config.dtype
+    assert isinstance(dtype, torch.dtype)
+    with torch.device("meta"), set_default_torch_dtype(dtype), torch.no_grad():
+        blank: Any = initialize_model(own)
+    return blank, trace_loading(blank, blank.load_weights, shapes, dtype)
+
+
+class EngineTensors:
+    """Made once for a worker's model; for one version after the other: `land` each parameter, `commit`."""
+
+    def __init__(self, model: nn.Module, blank: nn.Module, shapes: Shapes, landings: Landings) -> None:
+        """`blank` and `landings` are what `learn_landings` gives for the model and these shapes.
+
+        Raises NotACopy for a model whose weights are not kept as its loader fills them.
+        """
+        self.landings = landings
+        self._shapes = shapes
+        live = dict(model.named_parameters())
+        self.is_beside = next(iter(live.values())).device.type == "cpu"
+        """Whether the targets are a copy beside the model, so that they may be filled while it computes."""
+        self._owners = list(_owners(model, live))
+        for name, parameter in blank.named_parameters():
+            _check_kept(name, parameter, live[name], self.is_beside)
+        for module in model.modules():
+            _check_layer(module)
+        self.targets: Mapping[str, Tensor] = live
+        if self.is_beside:
+            # Of zeros, because nothing is sent for the padding.
+            self.targets = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in blank.named_parameters()}
+        self._sources = _sources(self.landings)
+        self._missing = self._all_missing()
+        self._ready: list[tuple[Any, Any]] = []
+
+    def begin(self) -> None:
+        """Forget what has landed of a version that was not committed."""
+        self._missing = self._all_missing()
+        self._ready = []
+
+    def land(self, name: str, whole: Tensor) -> None:
+        """Copy this worker's part of a parameter into the targets; pack the layers that are complete with it.
+
+        Raises ValueError for a parameter of another name or shape than was learnt.
+        """
+        self.place(name, whole)
+        self.landed(name)
+
+    def place(self, name: str, whole: Tensor) -> None:
+        """The copying alone."""
+        if self._shapes.get(name) != tuple(whole.shape):
+            raise ValueError(f"{name!r} of shape {tuple(whole.shape)} was sent, but not when the shapes were learnt")
+        for landing in self.landings.get(name, ()):
+            target = self.targets[landing.tensor].detach()
+            for region in landing.regions:
+                view_of(target, region).copy_(box_of(whole, region))
+
+    def landed(self, name: str) -> None:
+        """Say that this worker's part of a parameter is in the targets."""
+        for landing in self.landings.get(name, ()):
+            self._missing[landing.tensor].discard(name)
+        if self.is_beside:
+            self._pack_complete({landing.tensor for landing in self.landings.get(name, ())})
+
+    @property
+    def missing(self) -> list[str]:
+        """Parameters of which a part has not landed."""
+        return sorted(set().union(*self._missing.values()))
+
+    def commit(self) -> None:
+        """Compute with the targets from now on. All must have landed."""
+        assert not self.missing, "a version is committed when all of it has landed"
+        for module, stand_in in self._ready:
+            for name, parameter in stand_in._parameters.items():
+                module._parameters[name].data = parameter.data
+            if hasattr(module, "cpu_linear"):
+                module.cpu_linear = stand_in.cpu_linear
+        self.begin()
+
+    def _all_missing(self) -> dict[str, set[str]]:
+        return {tensor: set(names) for tensor, names in self._sources.items()}
+
+    def _pack_complete(self, changed: set[str]) -> None:
+        """Make ready the modules whose tensors are complete with those that have changed."""
+        packed: dict[str, Any] = {}
+        for owner in self._owners:
+            names = set(owner.tensors.values())
+            if names & changed and not any(self._missing[name] for name in names):
+                self._ready.append((owner.module, self._pack(owner, packed)))
+
+    def _pack(self, owner: _Owner, packed: dict[str, Any]) -> Any:
+        """A stand-in that holds all that a module is given for a version. Tied weights are packed once."""
+        weight = owner.tensors.get("weight", "")
+        if weight in packed:
+            return packed[weight]
+        stand_in: Any = nn.Module()
+        for name, full_name in owner.tensors.items():
+            stand_in.register_parameter(name, nn.Parameter(self.targets[full_name], requires_grad=False))
+        if hasattr(owner.module, "cpu_linear"):
+            owner.module.quant_method.process_weights_after_loading(stand_in)
+            packed[weight] = stand_in
+        # What stays unpacked must not change when the next version lands.
+        for parameter in stand_in._parameters.values():
+            parameter.data = parameter.data.clone()
+        return stand_in
+
+
+def _sources(landings: Landings) -> dict[str, set[str]]:
+    """For each tensor of the model the parameters that fill it."""
+    found: dict[str, set[str]] = {}
+    for name, each in landings.items():
+        for landing in each:
+            found.setdefault(landing.tensor, set()).add(name)
+    return found
+
+
+def _owners(model: nn.Module, live: Mapping[str, Tensor]) -> Iterator[_Owner]:
+    """Every module with parameters of its own. A tied parameter goes by its first name."""
+    name_of = {id(parameter): name for name, parameter in live.items()}
+    for module in model.modules():
+        tensors = {leaf: name_of[id(each)] for leaf, each in module._parameters.items() if each is not None}
+        if tensors:
+            yield _Owner(module=module, tensors=tensors)
+
+
+def _check_kept(name: str, loaded: Tensor, live: Tensor, may_be_packed: bool) -> None:
+    is_same = loaded.shape == live.shape and loaded.dtype == live.dtype and loaded.stride() == live.stride()
+    if not is_same and not (may_be_packed and live.numel() == 0):
+        raise NotACopy(
+            f"vLLM keeps {name!r} as {tuple(live.shape)} of {live.dtype} and not as it is loaded, "
+            f"{tuple(loaded.shape)} of {loaded.dtype}"
+        )
+
+
+def is_plain(module: Any) -> bool:
+    """Whether a layer computes with its weights as they are loaded, or with a packed copy of them."""
+    method = getattr(module, "quant_method", None)
+    return method is None or isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+
+
+def _check_layer(module: Any) -> None:
+    if isinstance(module, MLAAttention) or (module._parameters and not is_plain(module)):
+        raise NotACopy(f"{type(module).__name__} derives what it computes with from its weights")

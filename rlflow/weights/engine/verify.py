@@ -1,0 +1,167 @@
+"""Proof that a vLLM worker computes with given weights.
+
+On a CPU vLLM packs the weight of each linear layer into a kernel's own layout and drops the tensor, so a checksum of
+the parameters covers little. But the layer applied to the rows of the identity gives its weight back, exactly: each
+output is one product with 1 and sums of zeros. What is compared is therefore what the engine really multiplies with.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlflow.weights.engine.messages import WeightReport
+from rlflow.weights.engine.tensors import is_plain
+from rlflow.weights.learn.tracing import Landing
+from rlflow.weights.shape.boxes import row_major
+from rlflow.weights.shape.layout import Region
+from rlflow.weights.shape.views import box_of, view_of
+
+_ROWS = 256
+"""Rows of the identity that go through a layer at once; bounds the memory."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Columns:
+    """A choice of columns: of each matrix `count` that follow each other; of all else everything."""
+
+    count: int
+    seed: int
+    """Equal seeds choose equally."""
+
+    def first(self, name: str, width: int) -> int:
+        return random.Random(f"{name} {self.seed}").randrange(max(1, width - self.count + 1))
+
+
+def compare_weights(
+    model: nn.Module,
+    landings: Mapping[str, Sequence[Landing]],
+    expected: Iterable[tuple[str, Tensor]],
+    columns: Columns | None = None,
+) -> WeightReport:
+    """Compare each parameter, whole and by its Hugging Face name, with this worker's part of it.
+
+    With `columns`, of a matrix only some columns of the worker's tensor, so that it takes milliseconds.
+    A part of which the worker holds nothing counts as equal. What `landings` says nothing of is unverified.
+    """
+    report = WeightReport(num_equal=0, different=[], unverified=[])
+    reader = _Reader(model, columns)
+    for name, tensor in expected:
+        places = [(each.tensor, region) for each in landings.get(name, ()) for region in each.regions]
+        found = {place: reader.effective(*place) for place in places}
+        if name not in landings or not all(found.values()):
+            report["unverified"].append(name)
+        elif all(each.holds(region, tensor) for (_, region), parts in found.items() for each in parts):
+            report["num_equal"] += 1
+        else:
+            report["different"].append(name)
+    return report
+
+
+def compare_tensors(model: nn.Module, expected: Mapping[str, Tensor], columns: Columns | None = None) -> WeightReport:
+    """Compare each of the worker's tensors, by its name in the model, with what it should be; see `compare_weights`."""
+    report = WeightReport(num_equal=0, different=[], unverified=[])
+    reader = _Reader(model, columns)
+    for name, tensor in expected.items():
+        shape = tuple(tensor.shape)
+        region = Region(start=(0,) * len(shape), stop=shape, offset=0, strides=row_major(shape))
+        found = reader.effective(name, region)
+        if not found:
+            report["unverified"].append(name)
+        elif all(each.holds(region, tensor) for each in found):
+            report["num_equal"] += 1
+        else:
+            report["different"].append(name)
+    return report
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Read:
+    """What was read of a tensor: columns `first` and on of one that is `width` wide, or all of it."""
+
+    values: Tensor
+    first: int = 0
+    width: int | None = None
+
+    def holds(self, region: Region, whole: Tensor) -> bool:
+        """Whether the region, as far as it was read, is equal to its box of the parameter."""
+        part = self._part(region)
+        return part is None or torch.equal(view_of(self.values.contiguous(), part).to(whole), box_of(whole, part))
+
+    def _part(self, region: Region) -> Region | None:
+        if self.width is None:
+            return region
+        count = self.values.shape[-1]
+        row, column = divmod(region.offset, self.width)
+        start = max(column, self.first)
+        stop = min(column + region.stop[1] - region.start[1], self.first + count)
+        if start >= stop:
+            return None
+        skipped = region.start[1] - column
+        return replace(
+            region,
+            start=(region.start[0], start + skipped),
+            stop=(region.stop[0], stop + skipped),
+            offset=row * count + start - self.first,
+            strides=(count, 1),
+        )
+
+
+class _Reader:
+    """Reads a worker's tensors back; remembers the last unpacked one, whose parts come one after another."""
+
+    def __init__(self, model: nn.Module, columns: Columns | None) -> None:
+        self._columns = columns
+        self._live = dict(model.named_parameters())
+        self._owners: dict[int, list[Any]] = {}
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                self._owners.setdefault(id(parameter), []).append(module)
+        self._last: tuple[str, bool, list[_Read]] | None = None
+
+    def effective(self, name: str, region: Region) -> list[_Read]:
+        """All that the model computes with for the tensor of this name; nothing if it cannot be read.
+
+        As many columns of it as were asked for, if `region` lies in its rows as they are.
+        """
+        live = self._live[name]
+        owners = self._owners[id(live)]
+        if live.device.type == "cpu" and not all(map(is_plain, owners)):
+            return []
+        packed = [owner for owner in owners if owner._parameters.get("weight") is live and hasattr(owner, "cpu_linear")]
+        width = num_inputs(packed[0]) if packed else live.shape[-1]
+        narrows = self._columns is not None and len(region.start) == 2 and region.strides == (width, 1)
+        if self._last is None or self._last[:2] != (name, narrows):
+            first, last = 0, width
+            if narrows and self._columns is not None:
+                first = self._columns.first(name, width)
+                last = min(first + self._columns.count, width)
+            read = [live.detach()[..., first:last]] * bool(live.numel())
+            read += [unpack_linear(owner, first, last) for owner in packed]
+            found = [_Read(values=each, first=first, width=width if narrows else None) for each in read]
+            self._last = (name, narrows, found)
+        return self._last[2]
+
+
+def num_inputs(module: nn.Module) -> int:
+    """Of a vLLM layer that multiplies with a packed weight."""
+    layer: Any = module  # vLLM's linear layers and embeddings have no common class with these attributes
+    return getattr(layer, "input_size_per_partition", None) or layer.embedding_dim
+
+
+def unpack_linear(module: nn.Module, first: int = 0, last: int | None = None) -> Tensor:
+    """Columns [first, last) of the weight [outputs, inputs] that a vLLM CPU layer multiplies with."""
+    layer: Any = module
+    inputs = num_inputs(module)
+    last = inputs if last is None else last
+    columns: list[Tensor] = []
+    for start in range(first, last, _ROWS):
+        rows = torch.zeros(min(_ROWS, last - start), inputs, dtype=layer.weight.dtype)
+        rows[torch.arange(len(rows)), torch.arange(start, start + len(rows))] = 1
+        columns.append(layer.cpu_linear(rows, layer.weight, None))
+    return torch.cat(columns).t()

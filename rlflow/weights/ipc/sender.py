@@ -1,0 +1,180 @@
+"""The transport on one GPU, and between those of one machine, in a rank of the trainer: engines read its memory.
+
+held -> stage: a copy of this rank's own part, on its GPU -> a handle in the store -> engines copy what they keep of it
+
+Nothing is gathered: beside the model there is one copy of the rank's own part, in the engines' dtype. It stays while
+the engines sample, for one that is restarted, and goes when the trainer needs the memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from rlflow.errors import ConfigError
+from rlflow.roles import StagedWeights
+from rlflow.weights.p2p.trainer_store import HostedStore
+
+if TYPE_CHECKING:
+    from rlflow.weights.source import WeightSource
+
+_ALIGNMENT = 64
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Handle:
+    """Memory of a GPU that another process may open: torch's own description of it, without pickle."""
+
+    gpu: str
+    """The device's UUID."""
+    memory: str
+    """Bytes, in hexadecimal digits, as the two others."""
+    num_bytes: int
+    offset: int
+    counter: str
+    counter_offset: int
+    event: str
+    must_wait: bool
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SharedPart:
+    """What one rank of the trainer has staged."""
+
+    version: int
+    dtype: str
+    tensors: Mapping[str, tuple[int, int]]
+    """Name -> the first of its bytes in the memory, and the number of elements."""
+    handle: Handle
+
+
+def part_key(rank: int) -> str:
+    return f"shared/{rank}"
+
+
+def part_to_json(part: SharedPart) -> str:
+    return json.dumps(asdict(part))
+
+
+def part_from_json(text: str | bytes) -> SharedPart:
+    """Undo `part_to_json`."""
+    found = json.loads(text)
+    tensors = {name: (offset, count) for name, (offset, count) in found["tensors"].items()}
+    handle = Handle(**found["handle"])
+    return SharedPart(version=found["version"], dtype=found["dtype"], tensors=tensors, handle=handle)
+
+
+def lay_out(counts: Mapping[str, int], element_bytes: int) -> tuple[dict[str, tuple[int, int]], int]:
+    """Tensors of these numbers of elements, one behind the other; see `SharedPart.tensors`; and the bytes of all."""
+    found: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, count in counts.items():
+        found[name] = (end, count)
+        end += -(-count * element_bytes // _ALIGNMENT) * _ALIGNMENT
+    return found, end
+
+
+def tensors_in(part: SharedPart, memory: Tensor) -> dict[str, Tensor]:
+    """The tensors of a part, flat, as views of its memory (uint8)."""
+    dtype: torch.dtype = getattr(torch, part.dtype)
+    return {
+        name: memory[offset : offset + count * dtype.itemsize].view(dtype)
+        for name, (offset, count) in part.tensors.items()
+    }
+
+
+def share(memory: Tensor) -> Handle:
+    """Let other processes open this memory of a GPU for as long as this one keeps it."""
+    found = memory.untyped_storage()._share_cuda_()
+    device, handle, num_bytes, offset, counter, counter_offset, event, must_wait = found
+    return Handle(
+        gpu=str(torch.cuda.get_device_properties(device).uuid),
+        memory=handle.hex(),
+        num_bytes=num_bytes,
+        offset=offset,
+        counter=counter.hex(),
+        counter_offset=counter_offset,
+        event=event.hex(),
+        must_wait=must_wait,
+    )
+
+
+def open_shared(handle: Handle) -> Tensor:
+    """The memory of another process, uint8. Let go of it before that process frees it.
+
+    Raises ConfigError when its GPU is not to be seen from this process.
+    """
+    gpus = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    if handle.gpu not in gpus:
+        raise ConfigError(
+            f"weights.transport=ipc reaches the GPUs of one machine; GPU {handle.gpu} of the trainer is not one of "
+            f"those that the engine sees ({', '.join(gpus)}); set weights.transport=shm"
+        )
+    storage: UntypedStorage = UntypedStorage._new_shared_cuda(
+        gpus.index(handle.gpu),
+        bytes.fromhex(handle.memory),
+        handle.num_bytes,
+        handle.offset,
+        bytes.fromhex(handle.counter),
+        handle.counter_offset,
+        bytes.fromhex(handle.event),
+        handle.must_wait,
+    )
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class SharedSender:
+    """One rank's side. `stage` and the constructor are collective."""
+
+    def __init__(
+        self,
+        backend: WeightSource,
+        rank: int,
+        rendezvous: str,
+        timeout_s: float,
+        device: torch.device,
+        share: Callable[[Tensor], Handle] = share,
+    ) -> None:
+        """`rendezvous` is where the ranks met; the store listens on the same address."""
+        self._backend = backend
+        self._rank = rank
+        self._device = device
+        self._share = share
+        self._hosted = HostedStore(backend, rank, rendezvous, timeout_s)
+        self._store = self._hosted.connect()
+        self._memory: Tensor | None = None
+
+    @torch.no_grad()
+    def stage(self, version: int) -> StagedWeights | None:
+        """Copy this rank's part of the back end's weights, in the engines' dtype; rank 0 is told where to ask."""
+        self.release()
+        held = {name: tensor.numel() for name, tensor in self._backend.held()}
+        tensors, num_bytes = lay_out(held, self._hosted.dtype.itemsize)
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        part = SharedPart(
+            version=version,
+            dtype=str(self._hosted.dtype).removeprefix("torch."),
+            tensors=tensors,
+            handle=self._share(self._memory),
+        )
+        copies = tensors_in(part, self._memory)
+        for name, tensor in self._backend.held():
+            copies[name].copy_(tensor)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._store.set(part_key(self._rank), part_to_json(part))
+        return self._hosted.staged(version)
+
+    def release(self) -> None:
+        """Free what was staged; no engine reads it any more."""
+        if self._memory is not None:
+            self._store.delete_key(part_key(self._rank))
+            self._memory = None
+
+    def close(self) -> None:
+        self._memory = None

@@ -1,0 +1,195 @@
+"""Where each element of each parameter lies: on the ranks of a trainer, and on those of an engine.
+
+A layout is a few boxes for each rank and parameter, whatever the size of the model. Rows, columns, both at once, whole
+copies, parts of a fused or padded tensor, one expert of a stack: each is one box. A run of elements is at most
+2 * dimensions - 1 of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+from rlflow.errors import ConfigError
+from rlflow.weights.shape.boxes import Index, extents, num_elements, row_major, run_boxes
+
+Shapes = Mapping[str, tuple[int, ...]]
+Mesh = tuple[tuple[int, int | None], ...]
+"""For each dimension of a mesh its size, and the dimension of a parameter that is cut there; None: none is."""
+
+ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Region:
+    """The box [start, stop) of a parameter, and where one rank keeps it.
+
+    Element (i, j) of the parameter is element `offset + (i - start[0]) * strides[0] + (j - start[1]) * strides[1]` of
+    the rank's tensor, laid flat.
+
+    Example: rows 4 and 5 of a parameter [8, 3], as rows 10 and 11 of a fused tensor:
+        Region(start=(4, 0), stop=(6, 3), offset=30, strides=(3, 1))
+    """
+
+    start: Index
+    stop: Index
+    offset: int
+    strides: Index
+    tensor: int = 0
+    """Which of `Placement.tensors`."""
+
+    @property
+    def num_elements(self) -> int:
+        return num_elements(self.start, self.stop)
+
+    def offset_of(self, index: Index) -> int:
+        """Where the element `index` of the parameter lies."""
+        return self.offset + sum(
+            (at - first) * stride for at, first, stride in zip(index, self.start, self.strides, strict=True)
+        )
+
+
+Ranks = tuple[tuple[Region, ...], ...]
+"""For each rank what it holds of one parameter."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Placement:
+    """Where one parameter lies."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """torch's name without the prefix."""
+    tensors: tuple[str, ...]
+    """Names of the ranks' own tensors that hold parts of it; several where the parameter is kept twice."""
+    ranks: Ranks
+    """A rank without any of it has an empty tuple. Parameters that lie alike have equal `ranks`."""
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Layout:
+    """Where all parameters lie, by their Hugging Face names."""
+
+    num_ranks: int
+    placements: Mapping[str, Placement]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one copy of all parameters."""
+        return sum(math.prod(each.shape) * each.element_bytes for each in self.placements.values())
+
+    def bytes_held(self, rank: int) -> int:
+        """What the rank's tensors hold of the parameters; padding is not counted."""
+        return sum(
+            region.num_elements * each.element_bytes for each in self.placements.values() for region in each.ranks[rank]
+        )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Engine:
+    """One engine that takes part in a transfer."""
+
+    layout: Layout
+    devices: tuple[int, ...] | None = None
+    """For each rank of the engine, the rank of the trainer on the same device; None where they share none."""
+    senders: frozenset[int] | None = None
+    """The ranks of the trainer that may send to it; None: all."""
+
+
+def chunk_of(size: int, index: int, count: int) -> tuple[int, int]:
+    """Part `index` of `count`: equal chunks, rounded up, the last ones shorter or empty, as torch and ZeRO cut."""
+    chunk = -(-size // count)
+    return min(index * chunk, size), min((index + 1) * chunk, size)
+
+
+def mesh_layout(shapes: Shapes, dtype: str, num_ranks: int, mesh: Callable[[str], Mesh]) -> Layout:
+    """A trainer whose ranks form a mesh for each parameter, numbered with its last dimension fastest.
+
+    Where two dimensions of the mesh cut the same one of the parameter, the last cuts first, as FSDP2 above tensor
+    parallelism does. Raises ConfigError when a mesh has not `num_ranks` ranks, or cuts what is not there.
+
+    Examples, for 8 ranks: rows shared out ((8, 0),); copies, as ZeRO 1 and 2 have them ((8, None),); rows shared out in
+    two copies ((2, None), (4, 0)).
+    """
+    placements = {
+        name: Placement(shape=shape, dtype=dtype, tensors=(name,), ranks=_mesh_ranks(shape, mesh(name), num_ranks))
+        for name, shape in shapes.items()
+    }
+    return Layout(num_ranks=num_ranks, placements=placements)
+
+
+def fsdp_layout(
+    shapes: Shapes, dtype: str, num_ranks: int, tensor_parallel: int = 1, cut: Mapping[str, int] | None = None
+) -> Layout:
+    """The FSDP2 trainer, with tensor parallelism or without: the rows of each parameter are shared out.
+
+    `cut` names the parameters that tensor parallelism cuts, and along which dimension: `tensor_parallel` neighbours in
+    rank have a slice each, of which the rows are shared out over the others. All ranks share the rest.
+    """
+    sliced = cut or {}
+
+    def mesh(name: str) -> Mesh:
+        if name not in sliced:
+            return ((num_ranks, 0),)
+        return ((num_ranks // tensor_parallel, 0), (tensor_parallel, sliced[name]))
+
+    return mesh_layout(shapes, dtype, num_ranks, mesh)
+
+
+def run_layout(shapes: Shapes, dtype: str, num_ranks: int) -> Layout:
+    """A trainer whose ranks hold equal runs of the elements of each parameter (ZeRO 3, arXiv:1910.02054)."""
+    runs = [
+        {name: chunk_of(math.prod(shape), rank, num_ranks) for name, shape in shapes.items()}
+        for rank in range(num_ranks)
+    ]
+    return runs_layout(shapes, dtype, runs)
+
+
+def runs_layout(shapes: Shapes, dtype: str, runs: Sequence[Mapping[str, tuple[int, int]]]) -> Layout:
+    """A trainer whose ranks hold a run [first, last) of the elements of each parameter; `runs` are given by rank."""
+    placements = {
+        name: Placement(
+            shape=shape, dtype=dtype, tensors=(name,), ranks=_run_ranks(shape, tuple(each[name] for each in runs))
+        )
+        for name, shape in shapes.items()
+    }
+    return Layout(num_ranks=len(runs), placements=placements)
+
+
+@lru_cache(maxsize=1024)
+def _mesh_ranks(shape: Index, mesh: Mesh, num_ranks: int) -> Ranks:
+    sizes = [size for size, _ in mesh]
+    if math.prod(sizes) != num_ranks or any(dim is not None and not 0 <= dim < len(shape) for _, dim in mesh):
+        raise ConfigError(f"a mesh of {num_ranks} ranks must cut dimensions of the shape {shape}; got {mesh}")
+    coordinates = product(*(range(size) for size in sizes))
+    return tuple(_mesh_shard(shape, mesh, each) for each in coordinates)
+
+
+def _mesh_shard(shape: Index, mesh: Mesh, coordinates: tuple[int, ...]) -> tuple[Region, ...]:
+    start, stop = [0] * len(shape), list(shape)
+    for (size, dim), coordinate in reversed(list(zip(mesh, coordinates, strict=True))):
+        if dim is not None:
+            first, last = chunk_of(stop[dim] - start[dim], coordinate, size)
+            start[dim], stop[dim] = start[dim] + first, start[dim] + last
+    local = extents(tuple(start), tuple(stop))
+    if 0 in local:
+        return ()
+    return (Region(start=tuple(start), stop=tuple(stop), offset=0, strides=row_major(local)),)
+
+
+@lru_cache(maxsize=1024)
+def _run_ranks(shape: Index, runs: tuple[tuple[int, int], ...]) -> Ranks:
+    return tuple(
+        tuple(
+            Region(start=start, stop=stop, offset=offset - first, strides=row_major(shape))
+            for start, stop, offset in run_boxes(shape, first, last)
+        )
+        for first, last in runs
+    )

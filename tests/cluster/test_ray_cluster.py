@@ -1,0 +1,105 @@
+"""Ray for one run on this machine, and Ray clusters that others have started."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+from listening import is_loopback, listeners
+
+from rlflow.cluster import joined_ray
+from rlflow.cluster import ray as local_ray
+from rlflow.cluster.ray import private_ray
+from rlflow.cluster.start import ray_cluster
+from rlflow.config import Config
+from rlflow.errors import ConfigError, RunError
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_cluster_that_does_not_answer_is_a_config_error() -> None:
+    config = Config()
+    config.cluster.address = "127.0.0.1:1"
+    refused = pytest.raises(ConfigError, match=r"cluster\.address is '127\.0\.0\.1:1', but no Ray cluster answers")
+    with refused, ray_cluster(config):
+        raise AssertionError("joined a cluster that is not there")
+
+
+_JOIN = """
+import sys
+from rlflow.cluster.start import ray_cluster
+from rlflow.config import Config
+config = Config()
+config.cluster.address = sys.argv[1]
+with ray_cluster(config):
+    print("joined")
+"""
+
+
+def _join(address: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Join a cluster as somebody who was given none of its tokens."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+    environment = own | {"RAY_NUM_REDIS_GET_RETRIES": "1", **variables}
+    command = [sys.executable, "-c", _JOIN, address]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def _what_ray_is_told() -> dict[str, str]:
+    """What would keep a later cluster of this process from having other machines, or tokens of its own."""
+    return {name: value for name, value in os.environ.items() if name.startswith(("RAY_AUTH_", "RAY_ENABLE_"))}
+
+
+def test_ray_on_this_machine_is_for_this_run_alone() -> None:
+    before = _what_ray_is_told()
+    with ray_cluster(Config()):
+        assert [node["NodeManagerAddress"] for node in ray.nodes()] == ["127.0.0.1"]
+        found = listeners(os.getpid())
+        token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+        assert stat.S_IMODE(token.stat().st_mode) == 0o600
+        assert stat.S_IMODE(token.parent.stat().st_mode) == 0o700
+        assert (token.parent / "ray/session_latest/sockets/raylet").is_socket()
+        assert "RAY_AUTH_TOKEN" not in ray.get(ray.remote(lambda: list(os.environ)).remote())
+        with_none = _join(ray.get_runtime_context().gcs_address)
+        with_another = _join(ray.get_runtime_context().gcs_address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64)
+    assert {"gcs_server", "raylet"} <= found.keys()
+    assert all(is_loopback(address) for addresses in found.values() for address in addresses), found
+    assert "joined" not in with_none.stdout + with_another.stdout
+    assert "asks for a token, and this process showed none, as RAY_AUTH_MODE is not token" in with_none.stderr
+    assert "asks for a token, and this process showed the one of RAY_AUTH_TOKEN;" in with_another.stderr
+    assert not token.parent.exists()
+    assert _what_ray_is_told() == before
+
+
+def test_what_rays_processes_logged_is_kept_when_a_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ray, "TEMPORARY", str(tmp_path))
+    with pytest.raises(RunError) as failure, private_ray() as options:
+        raise RunError("an engine is lost")
+    [kept] = tmp_path.iterdir()
+    assert Path(options["_temp_dir"]).parent == kept
+    assert failure.value.__notes__ == [f"what the processes of the run have logged is in {kept}"]
+    with pytest.raises(ConfigError), private_ray():
+        raise ConfigError("the person knows what to do")
+    assert list(tmp_path.iterdir()) == [kept]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "warned"),
+    [(["127.0.0.1", "127.0.0.2"], ""), (["127.0.0.1", "10.0.0.7"], "whoever reaches 10.0.0.7 can run programs as you")],
+)
+def test_a_cluster_that_anyone_may_join_is_warned_of(
+    addresses: list[str], warned: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = [{"Alive": True, "NodeManagerAddress": address} for address in addresses]
+    nodes.append({"Alive": False, "NodeManagerAddress": "10.0.0.9"})
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(joined_ray, "is_token_auth_enabled", lambda: False)
+    joined_ray.join_ray("auto")
+    written = capsys.readouterr().err
+    assert warned in written
+    assert bool(warned) == bool(written)

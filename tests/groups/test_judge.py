@@ -1,0 +1,131 @@
+"""From played groups to groups with advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from fakes import make_episode
+
+from rlflow.config import Config
+from rlflow.groups.grading import Judge, components_of
+from rlflow.types import EpisodeEnd, PlayedGroup, ReadyGroup, Task, TurnSummary
+
+CUT_OFF = EpisodeEnd.TRUNCATED_LENGTH
+
+
+def played(
+    rewards: Sequence[float | None], ends: Sequence[EpisodeEnd] = (), lengths: Sequence[int] = ()
+) -> PlayedGroup:
+    ends = ends or [EpisodeEnd.COMPLETED] * len(rewards)
+    lengths = lengths or [2] * len(rewards)
+    episodes = [
+        replace(make_episode(reward, 0, end), num_loss_tokens=length)
+        for reward, end, length in zip(rewards, ends, lengths, strict=True)
+    ]
+    return PlayedGroup(group_id=1, episodes=episodes, payloads=list("abcdefgh"[: len(rewards)]), num_bytes=10)
+
+
+def ready(config: Config, group: PlayedGroup, kind: str = "") -> ReadyGroup:
+    found = Judge(config).ready(Task(id="t", prompt=(), kind=kind), group)
+    assert found is not None
+    return found
+
+
+def whole(group: ReadyGroup) -> list[float]:
+    """The advantages of a group whose episodes have one each."""
+    return [value for values in group.advantages if values is not None for value in values]
+
+
+def test_an_episode_without_a_verdict_is_left_out_of_the_statistics() -> None:
+    group = ready(Config(), played([1.0, None, 0.0], [EpisodeEnd.COMPLETED, EpisodeEnd.REWARD_ERROR, CUT_OFF]))
+    assert group.payloads == ["a", "c"]
+    assert whole(group) == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-5)
+
+
+def test_one_verdict_is_nothing_to_compare() -> None:
+    assert Judge(Config()).ready(Task(id="t", prompt=()), played([1.0, None])) is None
+
+
+def test_the_advantage_is_chosen_by_name() -> None:
+    config = Config()
+    config.algorithm.advantage = "rloo"
+    assert whole(ready(config, played([1.0, 0.0, 0.0]))) == pytest.approx([1.0, -0.5, -0.5])
+
+
+def test_an_advantage_over_the_batch_waits_for_the_step() -> None:
+    config = Config()
+    config.algorithm.advantage = "grpo_task_std"
+    judge = Judge(config)
+    assert judge.needs_batch
+    groups = [ready(config, played(rewards), kind) for rewards, kind in (([4.0, 0.0], "a"), ([1.0, 0.0], "b"))]
+    assert [group.advantages for group in groups] == [[], []]
+    judge.assign(groups)
+    # Each kind of task has a deviation of its own, so that large rewards do not drown small ones.
+    assert whole(groups[0]) == pytest.approx(whole(groups[1]), abs=1e-4)
+
+
+def test_dynamic_sampling_passes_over_equal_rewards() -> None:
+    config = Config()
+    config.algorithm.dynamic_sampling = True
+    judge = Judge(config)
+    assert judge.is_filtered(ready(config, played([1.0, 1.0])))
+    assert not judge.is_filtered(ready(config, played([1.0, 0.0])))
+    assert not Judge(Config()).is_filtered(ready(config, played([1.0, 1.0])))
+
+
+def test_truncated_episodes_are_compared_with_and_not_trained_on() -> None:
+    config = Config()
+    config.algorithm.mask_truncated = True
+    judge = Judge(config)
+    group = ready(config, played([1.0, 0.0], [EpisodeEnd.COMPLETED, CUT_OFF]))
+    assert group.advantages == [[pytest.approx(0.5**0.5, abs=1e-5)], None]
+    assert not judge.is_filtered(group)
+    assert judge.is_filtered(ready(config, played([1.0, 0.0], [CUT_OFF, CUT_OFF])))
+
+
+def test_a_long_reply_loses_reward() -> None:
+    config = Config()
+    config.rollout.max_new_tokens, config.algorithm.overlong_tokens = 100, 50
+    config.algorithm.advantage = "dr_grpo"
+    # Penalties 0, -0.5 and -1, so that the rewards are 1, 0.5 and 0.
+    group = ready(config, played([1.0, 1.0, 1.0], lengths=[50, 75, 100]))
+    assert whole(group) == pytest.approx([0.5, 0.0, -0.5])
+    assert [episode.reward for episode in group.episodes] == [1.0, 1.0, 1.0]
+
+
+def test_turns_have_advantages_of_their_own() -> None:
+    config = Config()
+    config.algorithm.advantage, config.algorithm.advantage_args = "gigpo", {"normalise": False, "discount": 0.5}
+    group = played([1.0, 0.0])
+    for index, anchors in enumerate((["door", "key"], ["door", "wall"])):
+        turns = tuple(TurnSummary(anchor=anchor, num_loss_tokens=1) for anchor in anchors)
+        group.episodes[index] = replace(group.episodes[index], turns=turns)
+    # Episodes: +-0.5. Returns from the door: 0.5 and 0, so +-0.25 more; the other states were met once.
+    assert ready(config, group).advantages == [[0.75, 0.5], [-0.75, -0.5]]
+
+
+def test_remax_compares_with_the_greedy_episode() -> None:
+    config = Config()
+    config.algorithm.advantage = "remax"
+    judge = Judge(config)
+    assert judge.needs_greedy
+    group = ready(config, played([1.0, 0.0, 0.25]))
+    assert (group.payloads, group.baseline) == (["a", "b"], 0.25)
+    assert group.advantages == [[0.75], [-0.25]]
+    assert judge.ready(Task(id="t", prompt=()), played([1.0, 0.0, None])) is None
+
+
+def test_the_greedy_episode_is_punished_for_its_length_too() -> None:
+    config = Config()
+    config.rollout.max_new_tokens, config.algorithm.overlong_tokens = 100, 50
+    config.algorithm.advantage = "remax"
+    assert whole(ready(config, played([1.0, 1.0, 1.0], lengths=[100, 50, 100]))) == [0.0, 1.0]
+
+
+def test_the_parts_of_a_reward_are_its_functions_or_what_the_only_one_says_beside_its_number() -> None:
+    metrics = {"turns": 2.0, "rewards/math": 1.0, "rewards/math/parsed": 0.5, "rewards/brief": 0.25}
+    assert components_of(metrics) == {"math": 1.0, "brief": 0.25}
+    del metrics["rewards/brief"]
+    assert components_of(metrics) == {"parsed": 0.5}

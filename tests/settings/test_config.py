@@ -1,0 +1,385 @@
+"""Every message of `rlflow.settings.checks.check`, and what Hydra composes from the shipped recipes."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+from composed import compose_recipe
+
+from rlflow.algorithms.chosen import check_functions
+from rlflow.config import (
+    Backend,
+    Config,
+    Dtype,
+    Late,
+    Offload,
+    Order,
+    Placement,
+    Proximal,
+    Roles,
+    Send,
+    Transport,
+    Update,
+)
+from rlflow.errors import ConfigError
+from rlflow.settings.checks import check
+from rlflow.settings.explain import expected, leaf_keys, unknown_key
+from rlflow.settings.recipe_files import recipe_names, recipe_summary, recipe_text
+
+
+def config_with(settings: dict[str, Any]) -> Config:
+    config = Config()
+    for key, value in settings.items():
+        section, name = key.split(".")
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"run.steps": 0}, "run.steps must be positive; got 0"),
+    ({"trainer.learning_rate": math.nan}, "trainer.learning_rate must be a finite number; got nan"),
+    ({"rollout.temperature": math.inf}, "rollout.temperature must be a finite number; got inf"),
+    ({"staleness.max_versions": -1}, "staleness.max_versions must not be negative; got -1"),
+    ({"trainer.beta2": 1.0}, "trainer.beta2 must be in [0, 1); got 1.0"),
+    ({"cluster.cpu_threads": 0}, "cluster.cpu_threads must be at least 1, or null; got 0"),
+    ({"algorithm.group_size": 1}, "algorithm.group_size must be at least 2, to have something to compare; got 1"),
+    (
+        {"curriculum.kind": "difficulties"},
+        "curriculum.kind=difficulties is not a curriculum; did you mean difficulty? There are uniform, difficulty, "
+        "balanced; your own class is package.module:Class or file.py:Class",
+    ),
+    (
+        {"curriculum.kind": "balanced", "curriculum.args": {"explore": 0.1}},
+        "curriculum.args={'explore': 0.1} has no effect with curriculum.kind=balanced, which has no options; leave it "
+        "empty",
+    ),
+    (
+        {"algorithm.kl": "k1"},
+        "algorithm.kl=k1 has no effect with algorithm.kl_coefficient=0; set the coefficient",
+    ),
+    (
+        {"algorithm.kl_in_reward": True},
+        "algorithm.kl_in_reward has no effect with algorithm.kl_coefficient=0; set the coefficient, or it to false",
+    ),
+    (
+        {"algorithm.kl_in_reward": True, "algorithm.kl_coefficient": 0.1, "algorithm.kl": "k1"},
+        "algorithm.kl=k1 has no effect with algorithm.kl_in_reward=true, which takes k1; leave it out",
+    ),
+    (
+        {"algorithm.kl_target": 0.1},
+        "algorithm.kl_target must be positive, with an algorithm.kl_coefficient to begin with; got 0.1 and 0.0",
+    ),
+    (
+        {"algorithm.entropy_high": 0.3},
+        "algorithm.entropy_low and entropy_high must be null both, or 0 <= low < high; got None and 0.3",
+    ),
+    ({"lora.rank": 0}, "lora.rank must be at least 1, or null to train the whole model; got 0"),
+    ({"lora.rank": 4, "lora.alpha": 0.0}, "lora.alpha must be positive; got 0.0"),
+    ({"lora.alpha": 16.0}, "lora.alpha=16.0 has no effect with lora.rank=null; set lora.rank"),
+    (
+        {"lora.rank": 4, "lora.send": Send.merged, "weights.transport": Transport.p2p},
+        "weights.transport=p2p does not go with lora.send=merged: no rank has a part of what is merged; set "
+        "weights.transport to shm or disk",
+    ),
+    (
+        {"weights.transport": Transport.ipc},
+        "weights.transport=ipc is for engines on the trainer's GPUs; set cluster.placement=colocated, or "
+        "weights.transport=p2p",
+    ),
+    ({"lora.send": Send.merged}, "lora.send=merged has no effect with lora.rank=null; set lora.rank"),
+    (
+        {"lora.rank": 513},
+        "lora.rank=513 is more than the 512 that engines take with lora.send=adapters; lower it, or set "
+        "lora.send=merged",
+    ),
+    (
+        {"lora.rank": 4, "trainer.ranks": 2, "trainer.tensor_parallel": 2},
+        "lora.rank=4 does not go with trainer.tensor_parallel=2: adapters are not cut into slices; set "
+        "trainer.tensor_parallel to 1, which adapters leave memory for",
+    ),
+    ({"critic.value_clip": 0.0}, "critic.value_clip must be positive, or null for no clip; got 0.0"),
+    (
+        {"algorithm.proximal": Proximal.interpolated, "staleness.max_versions": 1},
+        "algorithm.proximal=interpolated has no effect where no token is older than one version; got "
+        "staleness.max_versions=1; raise it to 2 or more, or take behaviour",
+    ),
+    (
+        {"algorithm.overlong_tokens": 512},
+        "algorithm.overlong_tokens must be from 1 to rollout.max_new_tokens (256), or null; got 512",
+    ),
+    (
+        {"staleness.order": Order.ready_first},
+        "staleness.order=ready_first has no effect with staleness.max_versions=0, where all groups of a step are of "
+        "one version; set it to oldest_first, or raise staleness.max_versions",
+    ),
+    (
+        {"staleness.max_versions": 1, "staleness.late": Late.mask},
+        "staleness.late=mask has no effect with staleness.order=oldest_first, under which no group is late; set it to "
+        "requeue, or staleness.order to ready_first",
+    ),
+    (
+        {"cluster.placement": Placement.colocated, "trainer.streaming": False},
+        "trainer.streaming=false has no effect with cluster.placement=colocated, which trains a step when its last "
+        "group is ready; leave it true",
+    ),
+    (
+        {"staleness.max_versions": 1, "rollout.update": Update.all},
+        "rollout.update=all has no effect with a single engine, with staleness.max_versions=0 or with "
+        "cluster.placement=colocated, where engines load at once anyway; leave it at rolling",
+    ),
+    (
+        {"rollout.drain": True},
+        "rollout.drain has no effect with staleness.max_versions=0 or with cluster.placement=colocated, where no "
+        "request is under way when weights are loaded; leave it false",
+    ),
+    (
+        {"reward.model": "mine", "reward.function": "my.py:score"},
+        "reward.function=my.py:score contradicts reward.model=mine: a reply has one reward; set one of them to null",
+    ),
+    (
+        {"reward.model": "mine", "reward.workers": 4},
+        "reward.workers=4 has no effect with reward.model; set it to 1, and reward.model_replicas for more processes",
+    ),
+    (
+        {"reward.model_replicas": 2},
+        "reward.model_replicas=2 has no effect without reward.model; give one, or set reward.workers for more "
+        "processes that call a function",
+    ),
+    (
+        {"cluster.roles": Roles.shared},
+        "cluster.roles=shared has no effect without a critic, a reference or a reward model (with lora.rank the "
+        "policy is its own reference); set it to separate",
+    ),
+    (
+        {"cluster.roles": Roles.shared, "reward.model": "mine", "reward.model_replicas": 3, "trainer.ranks": 2},
+        "cluster.roles=shared puts each replica of the reward model on the GPU of another rank of the trainer; got "
+        "reward.model_replicas=3 and trainer.ranks=2; lower the first, or set cluster.roles=separate",
+    ),
+    ({"eval.episodes": 4}, "eval.episodes=4 has no effect with eval.every=0; set eval.every"),
+    (
+        {"rollout.max_new_tokens": 1024},
+        "rollout.max_new_tokens (1024) leaves no room for a prompt within model.max_length (1024); "
+        "lower the first or raise the second",
+    ),
+    (
+        {"trainer.backend": Backend.deepspeed},
+        "trainer.zero_stage must be 1, 2 or 3 with trainer.backend=deepspeed; got null",
+    ),
+    (
+        {"trainer.backend": Backend.deepspeed, "trainer.zero_stage": 4},
+        "trainer.zero_stage must be 1, 2 or 3 with trainer.backend=deepspeed; got 4",
+    ),
+    (
+        {"trainer.backend": Backend.deepspeed, "trainer.zero_stage": 1, "model.dtype": Dtype.bfloat16},
+        "trainer.zero_stage=1 with model.dtype=bfloat16 would add gradients up in bfloat16, and to add them up in "
+        "float32 DeepSpeed takes another class of optimiser there, BF16_Optimizer, which rlflow cannot save; set "
+        "trainer.zero_stage to 2, which adds them up in float32 and takes less memory",
+    ),
+    (
+        {"trainer.zero_stage": 3},
+        "trainer.zero_stage=3 has no effect with trainer.backend=fsdp; set it to null, or trainer.backend=deepspeed",
+    ),
+    (
+        {"trainer.backend": Backend.deepspeed, "trainer.zero_stage": 2, "trainer.nvme_path": "/scratch"},
+        "trainer.nvme_path=/scratch has no effect without trainer.backend=deepspeed and trainer.zero_stage=3; set "
+        "these, or trainer.nvme_path to null",
+    ),
+    (
+        {
+            "trainer.backend": Backend.deepspeed,
+            "trainer.zero_stage": 3,
+            "trainer.nvme_path": "/scratch",
+            "trainer.offload": Offload.cpu,
+        },
+        "trainer.offload=cpu contradicts trainer.nvme_path=/scratch, where everything goes; set one of them only",
+    ),
+    ({"trainer.tensor_parallel": 0}, "trainer.tensor_parallel must be positive; got 0"),
+    (
+        {"trainer.tensor_parallel": 2, "trainer.ranks": 3},
+        "trainer.tensor_parallel must divide trainer.ranks (3); got 2",
+    ),
+    (
+        {
+            "trainer.tensor_parallel": 2,
+            "trainer.ranks": 2,
+            "trainer.backend": Backend.deepspeed,
+            "trainer.zero_stage": 3,
+        },
+        "trainer.tensor_parallel=2 has no effect with trainer.backend=deepspeed; set it to 1, or trainer.backend=fsdp",
+    ),
+    (
+        {"trainer.micro_batch_tokens": 1000},
+        "trainer.micro_batch_tokens (1000) must hold at least one sequence of model.max_length (1024) tokens",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_a_setting_that_cannot_work_is_refused_with_the_cure(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check(config_with(settings))
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"reward.model": "mine", "reward.model_replicas": 2, "trainer.ranks": 2},
+        {"algorithm.kl_coefficient": 0.1},
+        {"algorithm.advantage": "gae"},
+    ],
+)
+def test_models_beside_the_trainer_can_share_its_gpus(settings: dict[str, Any]) -> None:
+    check(config_with({"cluster.roles": Roles.shared, **settings}))
+
+
+def test_the_defaults_pass() -> None:
+    check(Config())
+    check_functions(Config())
+
+
+WRONG_FUNCTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"algorithm.loss": "ppo_clp"}, "there is no loss 'ppo_clp'; did you mean ppo_clip?"),
+    ({"algorithm.loss_args": {"clip_hi": 0.3}}, "algorithm.loss_args has no option 'clip_hi'; did you mean clip_high?"),
+    (
+        {"algorithm.loss_args": {"clip_low": 2.0}},
+        "clip_low must be above 0 and at most 1, or null for no clip; got 2.0",
+    ),
+    ({"algorithm.corrections": {"tis": 3}}, "algorithm.corrections.tis must be options as name: value; got 3"),
+    (
+        {"algorithm.corrections": {"tis": None}},
+        "algorithm.corrections.tis weighs by the ratio to the policy that sampled, which algorithm.loss=ppo_clip does "
+        "already; take algorithm.loss=reinforce,",
+    ),
+    (
+        {"algorithm.loss": "aipo", "algorithm.corrections": {"icepop": None}},
+        "algorithm.corrections.icepop weighs by the ratio to the policy that sampled, which algorithm.loss=aipo does",
+    ),
+    (
+        {"algorithm.loss": "aipo", "algorithm.proximal": Proximal.interpolated, "staleness.max_versions": 4},
+        "algorithm.proximal=interpolated has no effect with algorithm.loss=aipo, which does not compare",
+    ),
+    (
+        {"staleness.max_versions": 1, "staleness.order": Order.ready_first, "staleness.late": Late.train},
+        "staleness.late=train trains on tokens of any age, which needs a correction; take algorithm=tis, or set",
+    ),
+    (
+        {"algorithm.kl_in_reward": True, "algorithm.kl_coefficient": 0.1},
+        "algorithm.kl_in_reward=true needs rewards of single tokens, and algorithm.advantage=grpo compares episodes;",
+    ),
+    (
+        {"critic.learning_rate": 1e-4},
+        "critic has no effect with algorithm.advantage=grpo, which needs no critic; leave its settings alone, or take",
+    ),
+    (
+        {"algorithm.advantage": "gae", "algorithm.advantage_args": {"trace": 2.0}},
+        "trace must be from 0 to 1; got 2.0",
+    ),
+    (
+        {"algorithm.advantage": "reinforce_pp", "trainer.streaming": False},
+        "trainer.streaming=false has no effect with algorithm.advantage=reinforce_pp, which waits for all groups",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG_FUNCTIONS)
+def test_functions_that_do_not_exist_or_do_not_go_together(settings: dict[str, Any], message: str) -> None:
+    config = config_with(settings)
+    check(config)
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        check_functions(config)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algorithm.loss": "reinforce", "algorithm.corrections": {"tis": {"cap": 3.0}, "veto": None}},
+        {"algorithm.loss": "ppo_clip", "algorithm.corrections": {"veto": {}}},
+        {
+            "algorithm.proximal": Proximal.interpolated,
+            "staleness.max_versions": 4,
+            "algorithm.corrections": {"mis": {}},
+        },
+        {"algorithm.loss": "gspo", "algorithm.loss_args": {"clip_low": 3e-4, "clip_high": 4e-4}},
+    ],
+)
+def test_functions_that_go_together(settings: dict[str, Any]) -> None:
+    config = config_with(settings)
+    check(config)
+    check_functions(config)
+
+
+def test_there_are_at_most_150_settings() -> None:
+    keys = leaf_keys()
+    assert {"run.steps", "env.args", "deadlines.checkpoint_s"} <= keys.keys()
+    assert len(keys) <= 150
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (int, "a whole number"),
+        (bool, "true or false"),
+        (float | None, "a number, or null"),
+        (str | None, "text, or null"),
+        (Backend, "one of " + ", ".join(Backend.__members__)),
+        (dict[str, Any], "a mapping"),
+        (list[float] | None, "a list of numbers, or null"),
+    ],
+)
+def test_types_are_told_in_words(kind: Any, words: str) -> None:
+    assert expected(kind) == words
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("run.stepz", "run.stepz is not a setting; did you mean run.steps?"),
+        ("lr", "lr is not a setting; `rlflow train --help` lists them all"),
+        ("learning_rate", "learning_rate is not a setting; did you mean trainer.learning_rate?"),
+        ("rollout.learning_rate", "rollout.learning_rate is not a setting; did you mean trainer.learning_rate?"),
+        ("recipes", "recipes is not a setting; did you mean recipe?"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(typed: str, meant: str) -> None:
+    assert unknown_key(typed) == meant
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_composes_passes_and_says_what_it_is_for(name: str) -> None:
+    check(compose_recipe(f"recipe={name}"))
+    assert recipe_summary(name).endswith((".", "?"))
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_gives_a_reason_on_each_line_that_sets_something(name: str) -> None:
+    settings = [line for line in recipe_text(name).splitlines() if line.startswith("  ")]
+    obvious = ("  groups_per_step:", "  group_size:", "  max_new_tokens:", "  show_samples_every:", "  steps:")
+    assert [line for line in settings if "#" not in line and not line.startswith(obvious)] == []
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_goes_together(name: str) -> None:
+    config = compose_recipe(f"recipe={name}")
+    check(config)
+    check_functions(config)
+
+
+@pytest.mark.parametrize(
+    "name", ["async_latency", "dapo_arithmetic", "grpo_32b", "grpo_7b", "grpo_arithmetic", "smoke"]
+)
+def test_recipes_that_choose_no_loss_can_use_tis(name: str) -> None:
+    config = compose_recipe(f"recipe={name}", "algorithm=tis")
+    check(config)
+    check_functions(config)
+    assert (config.algorithm.loss, config.algorithm.corrections) == ("reinforce", {"tis": {"cap": 2.0}})
+
+
+def test_numbers_keep_their_types() -> None:
+    config = compose_recipe("recipe=grpo_arithmetic", "run.steps=5")
+    assert isinstance(config.trainer.learning_rate, float)
+    assert config.run.steps == 5
+    check(config)

@@ -1,0 +1,204 @@
+"""Back ends of the trainer on several ranks, and what is done with them alike."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processes import spawn_ranks
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from training import (
+    share,
+    tiny_config,
+    tiny_groups,
+)
+
+from rlflow.config import Backend, Config, Dtype, Offload
+from rlflow.roles import StepOutcome
+from rlflow.types import TrainSample
+from rlflow.workers.trainer.backends import build_backend
+from rlflow.workers.trainer.base import TrainerBackend
+from rlflow.workers.trainer.packed import PackedTrainer
+from rlflow.workers.trainer.parking import Parked, park, unpark
+from rlflow.workers.trainer.shards import ShardReader
+
+TOLERANCE = 1e-5
+
+
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs the package deepspeed"
+)
+
+
+@dataclass(kw_only=True, frozen=True)
+class Layout:
+    """A back end and its ranks."""
+
+    name: str
+    backend: Backend
+    zero_stage: int | None = None
+    ranks: int = 2
+    tensor_parallel: int = 1
+
+    @property
+    def num_shares(self) -> int:
+        """Into which the batch is divided."""
+        return self.ranks // self.tensor_parallel
+
+    def share_of(self, rank: int) -> int:
+        return rank // self.tensor_parallel
+
+    def config(self, dtype: Dtype = Dtype.float32) -> Config:
+        config = tiny_config()
+        config.model.dtype = dtype
+        config.trainer.backend, config.trainer.zero_stage = self.backend, self.zero_stage
+        config.trainer.ranks, config.trainer.tensor_parallel = self.ranks, self.tensor_parallel
+        config.trainer.learning_rate, config.trainer.warmup_steps = 1e-3, 2
+        config.trainer.max_grad_norm = 0.25
+        config.trainer.weight_decay = 0.1
+        return config
+
+
+def run_ranks(work: Any, layout: Layout, config: Config, folder: Path) -> None:
+    """Call `work` on every rank of `layout`, in processes of their own unless there is only one."""
+    if layout.ranks == 1:
+        work(0, layout, config, folder, "")
+        return
+    rendezvous = folder / f"rendezvous_{layout.name}_{work.__name__}"
+    spawn_ranks(layout.ranks, _run_rank, work, layout, config, folder, f"file://{rendezvous}")
+
+
+def _run_rank(rank: int, work: Any, layout: Layout, config: Config, folder: Path, rendezvous: str) -> None:
+    # Nothing of a back end may need a compiler on the CPU.
+    os.environ["CC"] = os.environ["CXX"] = "/bin/false"
+    work(rank, layout, config, folder, rendezvous)
+
+
+def build(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> PackedTrainer:
+    if config.trainer.offload is Offload.none:
+        trainer = build_backend(config, str(folder / "model"), rank, layout.ranks, rendezvous)
+        assert isinstance(trainer, PackedTrainer)
+        return trainer
+    # Without a GPU this saves nothing and is refused, but does all that it does with one.
+    if config.trainer.backend is Backend.deepspeed:
+        from rlflow.workers.trainer.deepspeed import DeepSpeedTrainer
+
+        return DeepSpeedTrainer(config, str(folder / "model"), rank, layout.ranks, rendezvous)
+    from rlflow.workers.trainer.fsdp import FsdpTrainer
+
+    return FsdpTrainer(config, str(folder / "model"), rank, layout.ranks, rendezvous)
+
+
+def silent_groups() -> list[list[TrainSample]]:
+    """Groups whose gradient is zero."""
+    groups = tiny_groups(num_groups=1)
+    for group in groups:
+        for sample in group:
+            sample.advantage = 0.0
+    return groups
+
+
+def take_step(trainer: TrainerBackend, rank: int, layout: Layout) -> StepOutcome:
+    """In two parts; the second one's micro-batch is empty in all shares but the last."""
+    groups = tiny_groups(num_groups=5)
+    own, num_shares = layout.share_of(rank), layout.num_shares
+    trainer.accumulate(share(groups[:3], own, num_shares))
+    trainer.observe(share(silent_groups(), own, num_shares))
+    trainer.accumulate([groups[3:] if own == num_shares - 1 else []])
+    return trainer.step()
+
+
+def take_momentum_step(trainer: TrainerBackend, rank: int, layout: Layout) -> StepOutcome:
+    """A step without any gradient."""
+    trainer.observe(share(silent_groups(), layout.share_of(rank), layout.num_shares))
+    return trainer.step()
+
+
+def disturb(trainer: PackedTrainer, rank: int, layout: Layout) -> None:
+    """Nothing of this may change anything."""
+    before = {name: tensor.clone() for name, tensor in trainer.full_parameters()}
+    broken = tiny_groups(num_groups=4)
+    broken[3][0].advantage = math.inf
+    trainer.accumulate(share(broken, layout.share_of(rank), layout.num_shares))
+    outcome = trainer.step()
+    assert not outcome.applied
+    assert not math.isfinite(outcome.grad_norm)
+    trainer.reload()
+    trainer.offload()
+    trainer.offload()
+    trainer.reload()
+    # On the CPU that does nothing, so here is what it does elsewhere.
+    parked: list[Parked] = []
+    park(trainer._resident(), torch.device("cpu"), parked)
+    num_elements = sum(tensor.numel() for tensor in before.values())
+    num_trained = sum(math.prod(shape) for shape in trainer._shapes.values())
+    # Parameters, and two moments of what is trained, in float32; the ranks' shares differ a little.
+    num_elements += 2 * num_trained
+    assert sum(contents.nbytes() for _, contents in parked) > 0.9 * 4 * num_elements / layout.ranks
+    assert all(storage.nbytes() == 0 for storage, _ in parked)
+    unpark(parked)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.full_parameters())
+
+
+def write_outcomes(path: Path, outcomes: list[StepOutcome]) -> None:
+    figures = [
+        {
+            "applied": outcome.applied,
+            "grad_norm": outcome.grad_norm,
+            "learning_rate": outcome.learning_rate,
+            **{name: mean.value for name, mean in outcome.metrics.items()},
+        }
+        for outcome in outcomes
+    ]
+    path.write_text(json.dumps(figures))
+
+
+def write_state(folder: Path, trainer: TrainerBackend) -> None:
+    """Parameters and log-probabilities, which are the same on every rank, and the checkpoint."""
+    tensors = {name: tensor.float().contiguous().clone() for name, tensor in trainer.full_parameters()}
+    rows = trainer.per_token([tiny_groups(), [], tiny_groups(num_groups=1)])
+    tensors["logprobs"] = torch.from_numpy(np.concatenate([row for part in rows for row in part]))
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / f"state_{os.getpid()}.safetensors")
+    trainer.snapshot().write(folder / "checkpoint")
+
+
+def read_state(folder: Path) -> dict[str, Tensor]:
+    """What `write_state` wrote, once it is found to be equal on all ranks."""
+    first, *others = [load_file(path) for path in sorted(folder.glob("state_*.safetensors"))]
+    for other in others:
+        assert all(torch.equal(other[name], tensor) for name, tensor in first.items())
+    return first
+
+
+def go_on(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> None:
+    """Load every checkpoint in turn into a trainer that has a state of its own; write it again, and take a step."""
+    trainer = build(rank, layout, config, folder, rendezvous)
+    take_step(trainer, rank, layout)
+    outcomes = []
+    for source in sorted(folder.glob("*/checkpoint")):
+        trainer.load(source)
+        write_state(folder / layout.name / f"from_{source.parent.name}", trainer)
+        outcomes.append(take_step(trainer, rank, layout))
+    if rank == 0:
+        write_outcomes(folder / layout.name / "went_on.json", outcomes)
+    trainer.close()
+
+
+def assert_same_outcomes(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=TOLERANCE, abs=1e-7)
+
+
+def read_kind(reader: ShardReader, kind: str) -> dict[str, Tensor]:
+    return {name: reader.read_whole(kind, name) for name in reader.shapes}

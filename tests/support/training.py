@@ -1,0 +1,187 @@
+"""A tiny model, samples for it, and the plain way to compute their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+
+from rlflow.batching import plan_micro_batches
+from rlflow.config import Config
+from rlflow.models.resolve import resolve_model
+from rlflow.types import EpisodeEnd, EpisodeSummary, Message, Sample, TrainSample
+
+VOCABULARY = 67
+
+
+def tiny_llama(**changes: Any) -> PreTrainedConfig:
+    options: dict[str, Any] = {**_SIZES, "tie_word_embeddings": True, **changes}
+    return LlamaConfig(**options)
+
+
+def tiny_qwen3(**changes: Any) -> PreTrainedConfig:
+    options: dict[str, Any] = {**_SIZES, "tie_word_embeddings": False, **changes}
+    return Qwen3Config(**options)
+
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+
+
+def save_model(config: PreTrainedConfig, folder: Path) -> str:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return str(folder)
+
+
+def save_reward_model(folder: Path, **changes: Any) -> str:
+    """A random classifier, with one label if nothing else is said, that reads bytes."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny"))
+    options = {"vocab_size": len(tokenizer), "pad_token_id": 0, "num_labels": 1, "max_position_embeddings": 512}
+    torch.manual_seed(0)
+    config = tiny_llama(**{**options, **changes})
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def plain_score(folder: str, messages: Sequence[Message]) -> float:
+    """What transformers alone says of one conversation, without padding."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    with torch.no_grad():
+        return float(model(input_ids=ids).logits)
+
+
+def tiny_config() -> Config:
+    config = Config()
+    config.model.max_length = 64
+    config.algorithm.loss_args = {"clip_low": 0.2, "clip_high": 0.28}  # the defaults, for the oracle to read
+    config.trainer.learning_rate = 1e-2
+    config.trainer.micro_batch_tokens = 64
+    config.rollout.temperature = 0.7
+    config.deadlines.train_s = 60.0
+    return config
+
+
+def with_adapters(config: Config) -> Config:
+    config.lora.rank, config.lora.alpha = 4, 6.0
+    return config
+
+
+def tiny_groups(num_groups: int = 3, group_size: int = 4, with_reference: bool = False) -> list[list[TrainSample]]:
+    """Groups with shared prompts, ragged lengths, repeated and one-token completions and observations without loss."""
+    random = np.random.default_rng(0)
+    groups = []
+    for _ in range(num_groups):
+        prompt = random.integers(0, VOCABULARY, random.integers(1, 9))
+        group = [_sample(random, prompt, with_reference) for _ in range(group_size - 1)]
+        groups.append([*group, replace(group[-1], advantage=-2.0)])  # two samples with equal tokens
+    return groups
+
+
+def _sample(random: np.random.Generator, prompt: np.ndarray, with_reference: bool) -> TrainSample:
+    length = int(random.choice([1, 2, 3, 7, 12]))
+    mask = random.random(length) < 0.8
+    mask[0] = True
+    sample = Sample(
+        prompt_ids=prompt.astype(np.int32),
+        completion_ids=random.integers(0, VOCABULARY, length).astype(np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, random.normal(-4, 0.5, length), 0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+    )
+    reference = random.normal(-4, 0.3, length).astype(np.float32) if with_reference else None
+    return TrainSample(sample=sample, advantage=float(random.normal()), reference_logprobs=reference)
+
+
+def plain_logprobs(
+    model_path: str, groups: Sequence[Sequence[TrainSample]], temperature: float
+) -> tuple[torch.nn.Module, list[Tensor]]:
+    """The model by transformers alone, over one padded batch: [L] log-probabilities of each sample's completion."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
+    samples = [sample.sample for group in groups for sample in group]
+    longest = max(sample.num_tokens for sample in samples)
+    ids = torch.zeros(len(samples), longest, dtype=torch.int64)
+    attention_mask = torch.zeros(len(samples), longest, dtype=torch.int64)
+    for row, sample in enumerate(samples):
+        sequence = np.concatenate([sample.prompt_ids, sample.completion_ids]).astype(np.int64)
+        ids[row, : len(sequence)] = torch.from_numpy(sequence)
+        attention_mask[row, : len(sequence)] = 1
+    logits = model(input_ids=ids, attention_mask=attention_mask).logits / temperature
+    logprobs = logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[:, :, 0]
+    starts = [len(sample.prompt_ids) - 1 for sample in samples]
+    return model, [
+        logprobs[row, start : start + len(sample.completion_ids)]
+        for row, (start, sample) in enumerate(zip(starts, samples, strict=True))
+    ]
+
+
+def plain_gradients(model_path: str, groups: Sequence[Sequence[TrainSample]], config: Config) -> dict[str, Tensor]:
+    """Gradient sums of the clipped loss and the k3 penalty, written out token by token."""
+    model, rows = plain_logprobs(model_path, groups, config.rollout.temperature)
+    low, high = config.algorithm.loss_args["clip_low"], config.algorithm.loss_args["clip_high"]
+    total = torch.zeros(())
+    for sample, logprobs in zip([sample for group in groups for sample in group], rows, strict=True):
+        assert isinstance(sample.advantage, float)
+        for token in np.flatnonzero(sample.sample.loss_mask):
+            ratio = torch.exp(logprobs[token] - float(sample.sample.logprobs[token]))
+            clipped = ratio.clamp(1 - low, 1 + high)
+            total = total + torch.maximum(-sample.advantage * ratio, -sample.advantage * clipped)
+            if sample.reference_logprobs is not None:
+                difference = float(sample.reference_logprobs[token]) - logprobs[token]
+                total = total + config.algorithm.kl_coefficient * (difference.exp() - difference - 1)
+    total.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def largest_relative_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The largest difference within each parameter over that parameter's largest value; the worst parameter's."""
+    assert found.keys() == expected.keys()
+    differences = [
+        (found[name] - value).abs().max() / value.abs().max().clamp(min=1e-30) for name, value in expected.items()
+    ]
+    return float(torch.stack(differences).detach().max())
+
+
+def share(groups: list[list[TrainSample]], rank: int, world_size: int) -> list[list[list[TrainSample]]]:
+    """The micro-batches of a rank, as the actor plans them."""
+    summaries = [[_summary(sample) for sample in group] for group in groups]
+    plans = plan_micro_batches(summaries, world_size, micro_batch_tokens=64)[rank]
+    return [[[groups[piece.group][index] for index in piece.episodes] for piece in plan.pieces] for plan in plans]
+
+
+def _summary(sample: TrainSample) -> EpisodeSummary:
+    return EpisodeSummary(
+        end=EpisodeEnd.COMPLETED,
+        reward=0.0,
+        num_prompt_tokens=len(sample.sample.prompt_ids),
+        num_completion_tokens=len(sample.sample.completion_ids),
+        num_loss_tokens=int(sample.sample.loss_mask.sum()),
+        oldest_version=0,
+        newest_version=0,
+    )

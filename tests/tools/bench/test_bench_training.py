@@ -1,0 +1,71 @@
+"""The figures of `rlflow bench train`, and that its sides do the same work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from training import VOCABULARY, save_model, tiny_llama
+
+from rlflow.batching import pack
+from rlflow.errors import RunError
+from rlflow.tools.bench.others import figures_of, worker_script
+from rlflow.tools.bench.training import WORKLOADS, Workload, summarize
+from rlflow.tools.bench.training_side import operations_of, read_groups, run_side
+from rlflow.types import Sample, TrainSample
+
+SMALL = Workload(groups=2, group_size=3, prompt=7, shortest=1, longest=9, sides=("packed",))
+
+
+def test_ratios_are_of_medians_and_to_our_side() -> None:
+    steps = {"packed": [2.0, 1.0, 9.0], "padded": [5.0, 5.0, 5.0], "trl": [8.0, 1.0, 80.0], "unshared": [6.0, 6.0, 6.0]}
+    found = {
+        (name, side): [{"step_s": step, "peak_mb": 10 * step, "grad_norm": 2.0} for step in steps[side]]
+        for name, workload in WORKLOADS.items()
+        for side in workload.sides
+    }
+    figures = summarize(found)
+    assert figures["ragged/packed/step_s"] == 2.0
+    assert figures["ragged/padded/speed_up"] == figures["ragged/padded/memory_ratio"] == 2.5
+    assert figures["ragged/trl/speed_up"] == 4.0
+    assert figures["long_prompt/unshared/speed_up"] == 3.0
+    assert figures["long_prompt/unshared/gradient_difference"] == 0.0
+
+
+def test_all_sides_have_the_same_gradient(tmp_path: Path) -> None:
+    model = save_model(tiny_llama(), tmp_path / "model")
+    SMALL.write(tmp_path / "samples.npz", VOCABULARY)
+    groups = read_groups(tmp_path / "samples.npz")
+    assert [len(group) for group in groups] == [3, 3]
+    figures = {side: run_side(side, groups, model) for side in ("packed", "unshared", "padded")}
+    norms = [found["grad_norm"] for found in figures.values()]
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+    tokens = {side: found["row_tokens"] for side, found in figures.items()}
+    assert tokens["packed"] < tokens["unshared"] < tokens["padded"]
+
+
+def test_operations_are_counted_where_they_are_done() -> None:
+    sample = Sample(
+        prompt_ids=np.array([5, 6], np.int32),
+        completion_ids=np.array([7, 8, 9], np.int32),
+        loss_mask=np.ones(3, np.bool_),
+        logprobs=np.zeros(3, np.float32),
+        versions=np.zeros(3, np.int32),
+    )
+    row = pack([[TrainSample(sample=sample, advantage=1.0)] * 2])
+    shapes = {"embed_tokens": (11, 4), "q_proj": (4, 4), "norm": (4,)}
+    # Tokens 5 6 7 8, once for both samples: 16 weights, 1 + 2 + 3 + 4 pairs, and 3 states that predict one of 11.
+    forward = 2 * 16 * 4 + 4 * 4 * 10 + 2 * 4 * 11 * 3
+    assert operations_of(row, shapes) == 3 * forward
+
+
+def test_a_side_that_fails_says_how() -> None:
+    with pytest.raises(RunError, match="(?s)the side x ended with exit code 3; it ends with:.*too bad"):
+        figures_of("the side x", ["sh", "-c", "echo too bad; exit 3"], timeout_s=10)
+    assert figures_of("y", ["echo", json.dumps({"a": 1})], timeout_s=10) == {"a": 1}
+
+
+def test_the_other_side_is_in_the_checkout() -> None:
+    assert worker_script("trl_training_worker.py").name == "trl_training_worker.py"

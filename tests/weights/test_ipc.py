@@ -1,0 +1,92 @@
+"""The transport through shared memory of GPUs: all of it but the sharing, on the CPU; the sharing in test_cuda.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from layouts import Model, engine_layout_by_hand
+from rank_tensors import landings_of, tensors_of
+from torch import Tensor
+
+from rlflow.weights.ipc.receiver import SharedReceiver
+from rlflow.weights.ipc.sender import Handle, SharedSender, lay_out, part_from_json, part_key
+from rlflow.weights.p2p.trainer_store import TrainerStore
+from rlflow.weights.shape.layout import Layout, fsdp_layout
+
+MODEL = Model(layers=1, hidden=6, intermediate=8, heads=4, key_value_heads=2, head_dim=3, vocabulary=70)
+CPU = torch.device("cpu")
+
+
+class Alone:
+    """A back end of the only rank; see `TrainerBackend`."""
+
+    scale = 1.0
+
+    def layout(self) -> Layout:
+        return fsdp_layout(MODEL.shapes(), "float32", 1)
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        yield from tensors_of(self.layout(), torch.float32, self.scale)[0].items()
+
+    def parameter_specs(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        return [(name, torch.bfloat16, shape) for name, shape in MODEL.shapes().items()]
+
+    def add_up(self, values: list[float]) -> list[float]:
+        return values
+
+
+def test_tensors_lie_on_cache_lines() -> None:
+    assert lay_out({"a": 3, "b": 40, "c": 1}, element_bytes=2) == ({"a": (0, 3), "b": (64, 40), "c": (192, 1)}, 256)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_copies_what_it_keeps(rank: int) -> None:
+    memory: dict[str, Tensor] = {}
+
+    def share(given: Tensor) -> Handle:
+        memory["of the trainer"] = given
+        return Handle(
+            gpu="of the trainer",
+            memory="",
+            num_bytes=given.numel(),
+            offset=0,
+            counter="",
+            counter_offset=0,
+            event="",
+            must_wait=False,
+        )
+
+    backend = Alone()
+    sender = SharedSender(backend, 0, "", 20.0, CPU, share)  # pyright: ignore[reportArgumentType]
+    staged = sender.stage(1)
+    assert staged is not None
+    trainer, wanted, landed = TrainerStore(staged.path, 20.0), engine_layout_by_hand(MODEL, 2), list[str]()
+    targets = {name: torch.zeros_like(each) for name, each in tensors_of(wanted, torch.bfloat16)[rank].items()}
+    receiver = SharedReceiver(
+        trainer,
+        trainer.layout(),
+        "of the trainer",
+        targets,
+        landings_of(wanted, rank),
+        landed.append,
+        lambda handle: memory[handle.gpu],
+    )
+    for version, scale in ((1, 1.0), (2, 2.0)):
+        backend.scale = scale
+        sender.stage(version)
+        landed.clear()
+        assert [receiver.receive(bucket) for bucket in range(receiver.open(version, transfer=0))] == [None]
+        expected = tensors_of(wanted, torch.bfloat16, scale)[rank]
+        assert all(torch.equal(targets[name], each) for name, each in expected.items())
+        assert sorted(landed) == sorted(wanted.placements)
+    # What the trainer no longer has is not copied.
+    before = {name: each.clone() for name, each in targets.items()}
+    backend.scale = 3.0
+    sender.stage(3)
+    assert [receiver.receive(bucket) for bucket in range(receiver.open(2, transfer=0))] == [3]
+    assert all(torch.equal(targets[name], each) for name, each in before.items())
+    assert part_from_json(trainer.store.get(part_key(0))).version == 3
+    sender.release()
+    assert not trainer.store.check([part_key(0)])

@@ -1,0 +1,299 @@
+"""Adapters: what is trained and what is frozen, merged, saved, exported and switched off."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import make_ready
+from safetensors.torch import save_file
+from training import (
+    largest_relative_difference,
+    save_model,
+    tiny_config,
+    tiny_groups,
+    tiny_llama,
+    tiny_qwen3,
+    with_adapters,
+)
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from rlflow.batching import in_order_of_training, plan_micro_batches
+from rlflow.cli import main
+from rlflow.cluster.calls import RayTrainer
+from rlflow.cluster.gpus import gpu_plan
+from rlflow.config import Config, LoraConfig, Process, Send, TrainerConfig, needs_reference, refers_to_itself
+from rlflow.errors import ConfigError, RunError
+from rlflow.groups.sampler import SamplerState
+from rlflow.rundir.store import CheckpointStore, RunState, state_to_json
+from rlflow.tools.export import export
+from rlflow.types import CriticTargets, ReadyGroup
+from rlflow.weights.shm.arena import tensor_at
+from rlflow.workers.trainer.actor import TrainerWorker
+from rlflow.workers.trainer.base import Role
+from rlflow.workers.trainer.fsdp import FsdpTrainer
+from rlflow.workers.trainer.lora import linear_layers, merged, parts_of, peft_config, peft_name
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs the package peft")
+
+
+def one_rank(config: Config, folder: Path, role: Role = Role.policy) -> FsdpTrainer:
+    return FsdpTrainer(config, str(folder / "model"), 0, 1, "", role)
+
+
+def adapted(folder: Path, config: Config | None = None) -> FsdpTrainer:
+    """After two steps."""
+    trainer = one_rank(config or with_adapters(tiny_config()), folder)
+    for _ in range(2):
+        trainer.accumulate([tiny_groups()])
+        assert trainer.step().applied
+    return trainer
+
+
+@pytest.mark.parametrize("model", [tiny_llama(), tiny_qwen3(), tiny_llama(attention_bias=True)])
+def test_merged_parameters_are_those_of_peft(model: PreTrainedConfig, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    path = save_model(model, tmp_path / "model")
+    trainer = adapted(tmp_path)
+    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    before = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    adapters = {name: tensor.clone() for name, tensor in trainer.adapter_parameters()}
+    save_file(adapters, tmp_path / "adapter_model.safetensors")
+    peft_config(trainer._config.lora, linear_layers(whole)).save_pretrained(tmp_path)
+    expected = PeftModel.from_pretrained(whole, tmp_path).merge_and_unload()
+    found = dict(trainer.full_parameters())
+    specs = [(name, torch.float32, tuple(tensor.shape)) for name, tensor in expected.named_parameters()]
+    assert trainer.parameter_specs() == specs
+    assert largest_relative_difference(found, dict(expected.named_parameters())) < 1e-6
+    adapted_names = [name for name in found if not torch.equal(found[name], before[name])]
+    assert len(adapted_names) == 2 * 7
+    assert not any("embed" in name or "lm_head" in name or "norm" in name for name in adapted_names)
+
+
+@pytest.mark.parametrize("send", Send)
+def test_adapters_are_staged_alone_unless_they_are_to_be_merged(
+    send: Send, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):  # which a worker sets for its process
+        monkeypatch.setenv(name, "1")
+    path = save_model(tiny_llama(), tmp_path / "model")
+    config = with_adapters(tiny_config())
+    config.lora.send = send
+    worker = TrainerWorker(config, path, 0, 1, threads=1)
+    worker.start("")
+    try:
+        staged = worker.stage_weights(3)
+        assert staged is not None
+        sent = {
+            Send.adapters: worker._backend.adapter_parameters,
+            Send.merged: worker._backend.full_parameters,
+        }[send]
+        arena_bytes = torch.frombuffer(bytearray(Path(staged.path).read_bytes()), dtype=torch.uint8)
+        found = {slot.name: tensor_at(arena_bytes, slot) for slot in staged.slots}
+        assert found.keys() == dict(sent()).keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in sent())
+    finally:
+        worker.close()
+
+
+def test_the_same_seed_gives_the_same_adapters(tmp_path: Path) -> None:
+    save_model(tiny_llama(), tmp_path / "model")
+    config = with_adapters(tiny_config())
+    state = torch.random.get_rng_state()
+    one, other = (dict(one_rank(config, tmp_path).adapter_parameters()) for _ in range(2))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
+    assert all(bool(tensor.any()) == (".lora_A." in name) for name, tensor in one.items())
+    config.run.seed = 1
+    third = dict(one_rank(config, tmp_path).adapter_parameters())
+    assert not torch.equal(one[next(iter(one))], third[next(iter(one))])
+
+
+def test_gradients_of_adapters_pass_through_checkpointed_layers(tmp_path: Path) -> None:
+    save_model(tiny_llama(), tmp_path / "model")
+    config = with_adapters(tiny_config())
+    plain = dict(adapted(tmp_path, config).full_parameters())
+    config.trainer.gradient_checkpointing = True
+    found = dict(adapted(tmp_path, config).full_parameters())
+    assert largest_relative_difference(found, plain) <= 1e-5
+
+
+def test_adapters_of_a_critic_and_its_whole_head_are_trained(tmp_path: Path) -> None:
+    save_model(tiny_llama(), tmp_path / "model")
+    trainer = one_rank(with_adapters(tiny_config()), tmp_path, Role.critic)
+    groups = tiny_groups()
+    for sample in (sample for group in groups for sample in group):
+        ones = np.ones(len(sample.sample.loss_mask), np.float32)
+        sample.critic = CriticTargets(values=0 * ones, returns=ones)
+    before = {name: tensor.clone() for name, tensor in trainer._trained.items()}
+    for _ in range(3):
+        trainer.accumulate([groups])
+        assert trainer.step().applied
+    assert {name for name in before if ".lora_" not in name} == {"score.weight", "score.bias"}
+    changed = {name for name, tensor in trainer._trained.items() if not torch.equal(tensor, before[name])}
+    assert changed == before.keys()
+    trainer.snapshot().write(tmp_path / "saved")
+    again = one_rank(with_adapters(tiny_config()), tmp_path, Role.critic)
+    again.load(tmp_path / "saved")
+    assert all(torch.equal(again._trained[name], tensor) for name, tensor in trainer._trained.items())
+
+
+@pytest.mark.parametrize(
+    ("rank", "alpha", "found"),
+    [
+        (None, 32.0, "the run has no adapters"),
+        (8, 6.0, "the run has adapters of lora.rank=8, lora.alpha=6"),
+        (4, 7.0, "the run has adapters of lora.rank=4, lora.alpha=7"),
+    ],
+)
+def test_a_checkpoint_of_other_adapters_is_refused(rank: int | None, alpha: float, found: str, tmp_path: Path) -> None:
+    save_model(tiny_llama(), tmp_path / "model")
+    one_rank(with_adapters(tiny_config()), tmp_path).snapshot().write(tmp_path / "saved")
+    config = tiny_config()
+    config.lora.rank, config.lora.alpha = rank, alpha
+    with pytest.raises(RunError, match=f"was saved with adapters of lora.rank=4, lora.alpha=6, but {found}"):
+        one_rank(config, tmp_path).load(tmp_path / "saved")
+
+
+def test_a_checkpoint_of_the_whole_model_is_refused(tmp_path: Path) -> None:
+    save_model(tiny_llama(), tmp_path / "model")
+    one_rank(tiny_config(), tmp_path).snapshot().write(tmp_path / "saved")
+    with pytest.raises(RunError, match="was saved with no adapters, but the run has adapters of lora.rank=4"):
+        one_rank(with_adapters(tiny_config()), tmp_path).load(tmp_path / "saved")
+
+
+def test_without_peft_the_message_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tiny_llama(), tmp_path / "model")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match="need a package .* install rlflow with the extra `lora`, or go without"):
+        one_rank(with_adapters(tiny_config()), tmp_path)
+
+
+def test_names_of_parts() -> None:
+    names = ["embed.weight", "layers.0.q.base_layer.weight", "layers.0.q.base_layer.bias"]
+    names += ["layers.0.q.lora_A.default.weight", "layers.0.q.lora_B.default.weight", "norm.weight"]
+    assert parts_of(names) == {
+        "embed.weight": ("embed.weight",),
+        "layers.0.q.weight": (names[1], names[3], names[4]),
+        "layers.0.q.bias": (names[2],),
+        "norm.weight": ("norm.weight",),
+    }
+    assert peft_name(names[3]) == "base_model.model.layers.0.q.lora_A.weight"
+
+
+def test_merging_is_in_float32() -> None:
+    weight, inner, outer = torch.tensor([[256.0, 1.0]]), torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5]])
+    parts = [tensor.bfloat16() for tensor in (weight, inner, outer)]
+    assert merged(parts, LoraConfig(rank=2, alpha=2.0)).tolist() == [[256.5, 2.0]]
+    assert merged(parts[:1], LoraConfig(rank=2)) is parts[0]
+
+
+def write_run(folder: Path, model: str) -> FsdpTrainer:
+    """A run of one step whose weights are those of the trainer that is returned."""
+    trainer = adapted(folder)
+    store = CheckpointStore(folder / "run" / "checkpoints", keep=1)
+    partial = store.begin(1)
+    trainer.snapshot().write(partial / "trainer")
+    sampler = SamplerState(kind="uniform", tasks="", put_back=[], curriculum={})
+    store.commit(partial, state_to_json(RunState(step=1, version=1, sampler=sampler, ready=[])))
+    (folder / "run" / "config.yaml").write_text(f"model:\n  path: {model}\n")
+    return trainer
+
+
+def test_the_export_is_the_merged_model_or_the_adapters_alone(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    model = tmp_path / "model"
+    save_model(tiny_llama(), model)
+    (model / "tokenizer.json").write_text("{}")
+    (model / "chat_template.jinja").write_text("")
+    expected = dict(write_run(tmp_path, str(model)).full_parameters())
+    export(tmp_path / "run", tmp_path / "whole", step=None, dtype="float32")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    assert largest_relative_difference(dict(found.named_parameters()), expected) < 1e-6
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "alone"), "--adapter", "--dtype", "float32"]) == 0
+    assert {path.name for path in (tmp_path / "alone").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "alone")
+    assert largest_relative_difference(dict(loaded.merge_and_unload().named_parameters()), expected) < 1e-6
+
+
+def test_a_run_without_adapters_has_none_to_export(tmp_path: Path) -> None:
+    model = save_model(tiny_llama(), tmp_path / "model")
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=1)
+    partial = store.begin(1)
+    one_rank(tiny_config(), tmp_path).snapshot().write(partial / "trainer")
+    sampler = SamplerState(kind="uniform", tasks="", put_back=[], curriculum={})
+    store.commit(partial, state_to_json(RunState(step=1, version=1, sampler=sampler, ready=[])))
+    (tmp_path / "run" / "config.yaml").write_text(f"model:\n  path: {model}\n")
+    with pytest.raises(ConfigError, match="--adapter has no effect: the run trained the whole model"):
+        export(tmp_path / "run", tmp_path / "out", step=None, dtype="float32", adapter_only=True)
+    assert not (tmp_path / "out").exists()
+
+
+class FakeMethod:
+    """Of an actor: a handle is the place that it stands for."""
+
+    def __init__(self, name: str, rank: int, log: list[Any]) -> None:
+        self._name, self._rank, self._log = name, rank, log
+        self._num_returns = 1
+
+    def options(self, num_returns: int) -> FakeMethod:
+        self._num_returns = num_returns
+        return self
+
+    def remote(self, groups: list[ReadyGroup], *_: object) -> Any:
+        self._log.append((self._name, self._rank, [group.references for group in groups]))
+        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        done.set_result(self._name)
+        if self._num_returns == 1:
+            return done
+        plans = plan_micro_batches([group.episodes for group in groups], 2, 16)
+        return [done, *in_order_of_training(plans[self._rank])]
+
+
+class FakeRank:
+    def __init__(self, rank: int, log: list[Any]) -> None:
+        self.references = FakeMethod("references", rank, log)
+        self.accumulate = FakeMethod("accumulate", rank, log)
+
+
+@pytest.mark.parametrize("num_episodes", [(3, 2), (1,)])
+async def test_a_policy_that_is_its_own_reference_is_asked_before_it_learns(num_episodes: tuple[int, ...]) -> None:
+    log: list[Any] = []
+    trainer = RayTrainer(
+        [FakeRank(rank, log) for rank in range(2)], TrainerConfig(ranks=2, micro_batch_tokens=16), refers_to_itself=True
+    )
+    groups = [make_ready(number, *[0] * count) for number, count in enumerate(num_episodes)]
+    await trainer.accumulate(groups, None)
+    nothing = [None] * len(groups)
+    handles = [[(number, index) for index in range(count)] for number, count in enumerate(num_episodes)]
+    assert log[:2] == [("references", rank, nothing) for rank in range(2)]
+    assert log[2:] == [("accumulate", rank, handles) for rank in range(2)]
+
+
+def test_no_process_holds_the_reference_of_a_policy_with_adapters() -> None:
+    config = Config()
+    config.algorithm.kl_coefficient = 0.1
+    assert (needs_reference(config), refers_to_itself(config), Process.reference in gpu_plan(config).counts) == (
+        True,
+        False,
+        True,
+    )
+    config.lora.rank = 8
+    assert (needs_reference(config), refers_to_itself(config), Process.reference in gpu_plan(config).counts) == (
+        False,
+        True,
+        False,
+    )
+    config.algorithm.kl_coefficient = 0.0
+    assert not (needs_reference(config) or refers_to_itself(config))

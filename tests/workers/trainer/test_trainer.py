@@ -1,0 +1,420 @@
+"""The FSDP back end: steps, what it refuses, checkpoints across layouts, one rank against two."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from processes import spawn_ranks
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from training import (
+    largest_relative_difference,
+    plain_gradients,
+    save_model,
+    share,
+    tiny_config,
+    tiny_groups,
+    tiny_llama,
+)
+from transformers import AutoModelForCausalLM
+
+from rlflow.config import Config, Dtype
+from rlflow.errors import RunError
+from rlflow.types import TrainSample
+from rlflow.weights.shape.layout import chunk_of
+from rlflow.workers.trainer.fsdp import FsdpTrainer
+from rlflow.workers.trainer.process_group import join
+from rlflow.workers.trainer.shards import PARAMETER, Shard, ShardReader, read_full, write_shards
+
+
+@pytest.fixture
+def model_path(tmp_path: Path) -> str:
+    return save_model(tiny_llama(), tmp_path / "model")
+
+
+def one_rank(config: Config, model_path: str) -> FsdpTrainer:
+    return FsdpTrainer(config, model_path, rank=0, world_size=1, rendezvous="")
+
+
+def parameters(trainer: FsdpTrainer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.full_parameters()}
+
+
+def gradients(trainer: FsdpTrainer) -> dict[str, Tensor]:
+    """What was accumulated, whole, on every rank."""
+    found = {name: parameter.grad for name, parameter in trainer._parameters.items() if parameter.grad is not None}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for name, grad in found.items()}
+
+
+def num_loss_tokens(groups: list[list[TrainSample]]) -> int:
+    return sum(int(sample.sample.loss_mask.sum()) for group in groups for sample in group)
+
+
+def test_a_step_divides_clips_and_updates(model_path: str) -> None:
+    config = tiny_config()
+    config.trainer.max_grad_norm = 0.25
+    trainer = one_rank(config, model_path)
+    groups = tiny_groups()
+    sums = plain_gradients(model_path, groups, config)
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in sums.values())) / num_loss_tokens(groups)
+    reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.0)
+    for name, parameter in reference.named_parameters():
+        parameter.grad = sums[name] / num_loss_tokens(groups) * min(1, 0.25 / norm)
+    optimizer.step()
+
+    trainer.accumulate([groups[:1], groups[1:]])
+    outcome = trainer.step()
+    assert outcome.applied
+    assert outcome.grad_norm == pytest.approx(norm, rel=1e-4)
+    assert outcome.learning_rate == 1e-2
+    updated = parameters(trainer)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(updated[name], parameter.detach(), atol=1e-4, rtol=1e-4)
+
+
+def test_metrics_are_means_over_loss_tokens(model_path: str) -> None:
+    config = tiny_config()
+    config.algorithm.kl_coefficient = 0.1
+    trainer = one_rank(config, model_path)
+    groups = tiny_groups(with_reference=True)
+    current = np.concatenate([row for rows in trainer.per_token([groups]) for row in rows])
+    samples = [sample for group in groups for sample in group]
+    mask = np.concatenate([sample.sample.loss_mask for sample in samples])
+    behaviour = np.concatenate([sample.sample.logprobs for sample in samples])
+    difference = (current - behaviour)[mask]
+    trainer.accumulate([groups[:2], groups[2:]])
+    metrics = trainer.step().metrics
+    assert set(metrics) == {
+        "loss",
+        "entropy",
+        "kl",
+        "clip_fraction",
+        "sampling/logp_difference_mean",
+        "sampling/logp_difference_max",
+        "ratio/mean",
+        "num_tokens",
+    }
+    assert metrics.pop("sampling/logp_difference_max").value == pytest.approx(np.abs(difference).max(), rel=1e-4)
+    assert all(metric.count == mask.sum() for metric in metrics.values())
+    assert metrics["num_tokens"].total == mask.sum()
+    assert metrics["sampling/logp_difference_mean"].value == pytest.approx(np.abs(difference).mean(), rel=1e-4)
+    assert metrics["ratio/mean"].value == pytest.approx(np.exp(difference).mean(), rel=1e-4)
+    assert 0 < (metrics["clip_fraction"].value or 0) < 1
+    assert 0 < (metrics["entropy"].value or 0) < math.log(67)
+
+
+def test_metrics_without_a_meaning_are_left_out(model_path: str) -> None:
+    trainer = one_rank(tiny_config(), model_path)
+    trainer.accumulate([tiny_groups()])
+    assert not {"kl", "correction/mean", "correction/rejected"} & set(trainer.step().metrics)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_cleared(model_path: str) -> None:
+    config = tiny_config()
+    config.trainer.warmup_steps = 4
+    trainer, other = one_rank(config, model_path), one_rank(config, model_path)
+    before = parameters(trainer)
+    broken = tiny_groups()
+    broken[0][0].advantage = math.inf
+    trainer.accumulate([broken])
+    outcome = trainer.step()
+    assert not outcome.applied
+    assert not math.isfinite(outcome.grad_norm)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.full_parameters())
+
+    for one in (trainer, other):
+        one.accumulate([tiny_groups()])
+        assert one.step().applied
+    expected = parameters(other)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in trainer.full_parameters())
+
+
+def test_the_learning_rate_warms_up_to_a_constant(model_path: str) -> None:
+    config = tiny_config()
+    config.trainer.warmup_steps = 4
+    trainer = one_rank(config, model_path)
+    rates = []
+    for _ in range(5):
+        trainer.accumulate([tiny_groups(num_groups=1)])
+        rates.append(trainer.step().learning_rate)
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
+
+
+def test_a_step_without_tokens_is_refused(model_path: str) -> None:
+    trainer = one_rank(tiny_config(), model_path)
+    trainer.accumulate([[]])
+    with pytest.raises(ValueError, match="at least one accumulated loss token; got none"):
+        trainer.step()
+
+
+def test_kl_without_a_reference_is_refused(model_path: str) -> None:
+    config = tiny_config()
+    config.algorithm.kl_coefficient = 0.1
+    with pytest.raises(ValueError, match="carry no reference log-probabilities"):
+        one_rank(config, model_path).accumulate([tiny_groups()])
+
+
+def test_parameters_have_hugging_face_names_and_tied_ones_come_once(model_path: str) -> None:
+    trainer = one_rank(tiny_config(), model_path)
+    saved = load_file(Path(model_path) / "model.safetensors")
+    assert {name for name, _ in trainer.full_parameters()} == set(saved)
+    assert "lm_head.weight" not in saved
+    assert [(name, torch.float32, tuple(t.shape)) for name, t in trainer.full_parameters()] == trainer.parameter_specs()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in trainer.full_parameters())
+
+
+def test_a_loaded_trainer_goes_on_where_the_saved_one_stopped(model_path: str, tmp_path: Path) -> None:
+    config = tiny_config()
+    config.trainer.warmup_steps = 3
+    trainer = one_rank(config, model_path)
+    trainer.accumulate([tiny_groups()])
+    trainer.step()
+    trainer.snapshot().write(tmp_path / "saved")
+    resumed = one_rank(config, model_path)
+    resumed.load(tmp_path / "saved")
+    outcomes = []
+    for one in (trainer, resumed):
+        one.accumulate([tiny_groups()])
+        outcomes.append(one.step())
+    assert outcomes[0] == outcomes[1]
+    expected = parameters(trainer)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.full_parameters())
+
+
+def test_what_is_written_is_of_the_moment_of_the_snapshot(model_path: str, tmp_path: Path) -> None:
+    config = tiny_config()
+    config.algorithm.kl_coefficient, config.algorithm.kl_target = 0.5, 1e-6
+    trainer = one_rank(config, model_path)
+
+    def take_step() -> None:
+        trainer.accumulate([tiny_groups(with_reference=True)])
+        assert trainer.step().applied
+
+    take_step()
+    trainer.snapshot().write(tmp_path / "at_once")
+    snapshot = trainer.snapshot()
+    take_step()
+    take_step()
+    snapshot.write(tmp_path / "later")
+    trainer.snapshot().write(tmp_path / "now")
+    for name in ("manifest.json", "rank_0.json", "rank_0.safetensors"):
+        at_once, later, now = ((tmp_path / folder / name).read_bytes() for folder in ("at_once", "later", "now"))
+        assert later == at_once
+        assert (now == at_once) is (name == "rank_0.json")
+
+
+def test_without_the_optimizer_only_parameters_are_saved(model_path: str, tmp_path: Path) -> None:
+    config = tiny_config()
+    config.trainer.save_optimizer = False
+    trainer = one_rank(config, model_path)
+    trainer.snapshot().write(tmp_path / "saved")
+    assert ShardReader(tmp_path / "saved").kinds == ["parameter"]
+    trainer.load(tmp_path / "saved")
+    trainer.accumulate([tiny_groups()])
+    assert trainer.step().applied
+
+
+def test_a_checkpoint_of_another_model_is_refused(model_path: str, tmp_path: Path) -> None:
+    one_rank(tiny_config(), model_path).snapshot().write(tmp_path / "saved")
+    wider = one_rank(tiny_config(), save_model(tiny_llama(intermediate_size=56), tmp_path / "wider"))
+    with pytest.raises(RunError, match=r"belongs to another model than model\.path"):
+        wider.load(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("missing", ["manifest.json", "rank_0.json", "rank_0.safetensors"])
+def test_an_incomplete_checkpoint_is_refused(model_path: str, tmp_path: Path, missing: str) -> None:
+    trainer = one_rank(tiny_config(), model_path)
+    trainer.snapshot().write(tmp_path / "saved")
+    (tmp_path / "saved" / missing).unlink()
+    with pytest.raises(RunError, match=f"cannot be read: {missing}"):
+        trainer.load(tmp_path / "saved")
+
+
+def test_a_torn_shard_is_refused(model_path: str, tmp_path: Path) -> None:
+    trainer = one_rank(tiny_config(), model_path)
+    trainer.snapshot().write(tmp_path / "saved")
+    file = tmp_path / "saved" / "rank_0.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(RunError, match=r"cannot be read: rank_0.safetensors"):
+        trainer.load(tmp_path / "saved")
+
+
+def test_missing_elements_are_named(model_path: str, tmp_path: Path) -> None:
+    one_rank(tiny_config(), model_path).snapshot().write(tmp_path / "saved")
+    layout = tmp_path / "saved" / "rank_0.json"
+    entries = json.loads(layout.read_text())
+    entries["model.norm.weight"]["stop"] = 30
+    layout.write_text(json.dumps(entries))
+    with pytest.raises(RunError, match=r"lacks elements 30 to 32 of model\.norm\.weight"):
+        list(read_full(tmp_path / "saved"))
+
+
+def test_a_checkpoint_of_two_versions_is_refused(tmp_path: Path) -> None:
+    shards = [Shard(name="w", shape=(2,), start=rank, tensors={PARAMETER: torch.zeros(1)}) for rank in range(2)]
+    for rank, updates in ((0, 3), (1, 4)):
+        write_shards(tmp_path, rank, 2, [shards[rank]], updates=updates)
+    with pytest.raises(RunError, match="mixes versions: its ranks have 3, 4 updates, and should have 3; remove it"):
+        ShardReader(tmp_path)
+
+
+def test_shard_ranges_are_rounded_up_chunks() -> None:
+    assert [chunk_of(10, rank, 4) for rank in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert [chunk_of(2, rank, 3) for rank in range(3)] == [(0, 1), (1, 2), (2, 2)]
+
+
+def test_an_unknown_rendezvous_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be tcp://host:port or file:///path; got nowhere"):
+        join("nowhere", 0, 1, torch.device("cpu"), 10.0)
+
+
+# One rank against two
+
+
+def train(config: Config, model_path: str, rank: int, world_size: int, rendezvous: str, folder: Path) -> None:
+    """Two steps; the first one's gradients, the second one's outcome and the checkpoint between them go to `folder`."""
+    trainer = FsdpTrainer(config, model_path, rank, world_size, rendezvous)
+    trainer.accumulate(share(tiny_groups(), rank, world_size))
+    found = gradients(trainer)
+    trainer.step()
+    trainer.snapshot().write(folder / "checkpoint")
+    trainer.accumulate(share(tiny_groups(), rank, world_size))
+    trainer.accumulate([[tiny_groups()[rank]], []])
+    outcome = trainer.step()
+    if rank == 0:
+        save_file(found, folder / "gradients.safetensors")
+        metrics = {name: [mean.total, mean.count] for name, mean in outcome.metrics.items()}
+        (folder / "outcome.json").write_text(json.dumps({"grad_norm": outcome.grad_norm, "metrics": metrics}))
+    trainer.close()
+
+
+def _train_rank(rank: int, config: Config, model_path: str, world_size: int, rendezvous: str, folder: Path) -> None:
+    train(config, model_path, rank, world_size, rendezvous, folder)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one(model_path: str, tmp_path: Path) -> None:
+    config = tiny_config()
+    rendezvous = f"file://{tmp_path}/rendezvous"
+    spawn_ranks(2, _train_rank, config, model_path, 2, rendezvous, tmp_path)
+    groups = tiny_groups()
+    difference = largest_relative_difference(
+        load_file(tmp_path / "gradients.safetensors"), plain_gradients(model_path, groups, config)
+    )
+    print("two ranks against a padded batch:", difference)
+    assert difference <= 1e-5
+
+    # What two ranks saved, one loads: same moments, same next step.
+    single = one_rank(config, model_path)
+    single.accumulate([groups])
+    single.step()
+    single.snapshot().write(tmp_path / "single")
+    ours, theirs = ShardReader(tmp_path / "single"), ShardReader(tmp_path / "checkpoint")
+    assert ours.updates == theirs.updates == 1
+    for kind in ("exp_avg", "exp_avg_sq"):
+        moments = [{name: reader.read_whole(kind, name) for name in ours.shapes} for reader in (theirs, ours)]
+        assert largest_relative_difference(*moments) <= 1e-4
+    resumed = one_rank(config, model_path)
+    resumed.load(tmp_path / "checkpoint")
+    saved = dict(read_full(tmp_path / "checkpoint"))
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in resumed.full_parameters())
+    resumed.accumulate([groups, [groups[0]], [groups[1]]])
+    outcome = resumed.step()
+    expected = json.loads((tmp_path / "outcome.json").read_text())
+    assert outcome.grad_norm == pytest.approx(expected["grad_norm"], rel=1e-5)
+    for name, mean in outcome.metrics.items():
+        assert [mean.total, mean.count] == pytest.approx(expected["metrics"][name], rel=1e-5), name
+
+
+def _load_rank(rank: int, config: Config, model_path: str, rendezvous: str, folder: Path) -> None:
+    trainer = FsdpTrainer(config, model_path, rank, 2, rendezvous)
+    trainer.load(folder / "single")
+    trainer.accumulate(share(tiny_groups(), rank, 2))
+    outcome = trainer.step()
+    whole = {name: tensor.contiguous() for name, tensor in trainer.full_parameters()}
+    if rank == 0:
+        assert outcome.applied
+        save_file(whole, folder / "two.safetensors")
+    trainer.close()
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_from_one_in_bfloat16(model_path: str, tmp_path: Path) -> None:
+    """Also: over TCP on loopback, with gradient checkpointing, and with float32 parameters all the same."""
+    single = one_rank(tiny_config(), model_path)
+    single.accumulate([tiny_groups()])
+    single.step()
+    single.snapshot().write(tmp_path / "single")
+    single.accumulate([tiny_groups()])
+    single.step()
+    config = tiny_config()
+    config.model.dtype = Dtype.bfloat16
+    config.trainer.gradient_checkpointing = True
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        rendezvous = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    spawn_ranks(2, _load_rank, config, model_path, rendezvous, tmp_path)
+    found = load_file(tmp_path / "two.safetensors")
+    for name, tensor in single.full_parameters():
+        assert found[name].dtype == torch.float32
+        # Adam's step is at most 1e-2; bfloat16 gradients may turn the sign of the smallest ones.
+        assert (found[name] - tensor).abs().mean() < 2e-3, name
+
+
+def test_observing_groups_without_gradient_is_accumulating_them(model_path: str) -> None:
+    """Same parameters and figures, also in a step that has nothing else and moves by momentum alone."""
+    first, second = one_rank(tiny_config(), model_path), one_rank(tiny_config(), model_path)
+    silent = tiny_groups(num_groups=1)
+    for group in silent:
+        for sample in group:
+            sample.advantage = 0.0
+    for with_gradient in (tiny_groups(), []):
+        first.accumulate([with_gradient, silent])
+        second.accumulate([with_gradient])
+        second.observe([silent])
+        expected, found = first.step(), second.step()
+        assert found.metrics == expected.metrics
+        assert found.grad_norm == expected.grad_norm
+        assert found.applied
+        wanted = parameters(first)
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in second.full_parameters())
+    assert found.grad_norm == 0.0
+
+
+def test_the_kl_coefficient_and_the_entropy_control_adapt_and_are_remembered(model_path: str, tmp_path: Path) -> None:
+    config = tiny_config()
+    config.algorithm.kl_coefficient, config.algorithm.kl_target = 0.5, 1e-6
+    config.algorithm.entropy_low, config.algorithm.entropy_high = 0.1, 0.2
+    trainer = one_rank(config, model_path)
+    groups = tiny_groups(with_reference=True)
+    trainer.accumulate([groups])
+    first = trainer.step().metrics
+    # 12 sequences of 10,000 push the coefficient up by 20 % of their share.
+    assert first["kl_coefficient"].value == pytest.approx(0.5 * (1 + 0.2 * 12 / 10_000))
+    assert first["entropy_control"].value == 1.0
+    trainer.snapshot().write(tmp_path / "saved")
+    again = one_rank(config, model_path)
+    again.load(tmp_path / "saved")
+    for one in (trainer, again):
+        one.accumulate([groups])
+    assert again.step().grad_norm == trainer.step().grad_norm
+    free = tiny_config()
+    free.algorithm.kl_coefficient, free.algorithm.kl_target = 0.5, 1e-6
+    positive = [[replace(one, advantage=max(float(np.max(one.advantage)), 0.0)) for one in group] for group in groups]
+    norms = []
+    for settings, batch in ((config, groups), (free, positive), (free, groups)):
+        one = one_rank(settings, model_path)
+        one.load(tmp_path / "saved")
+        one._objective.load_state(one._objective.state() | {"leaves_out_negatives": float(settings is config)})
+        one.accumulate([batch])
+        norms.append(one.step().grad_norm)
+    assert norms[0] == pytest.approx(norms[1])
+    assert norms[0] != pytest.approx(norms[2])

@@ -1,0 +1,235 @@
+"""What every back end of the trainer does alike, on one rank and on more: FSDP2, also tensor-parallel, and ZeRO 1 to 3.
+
+One FSDP2 rank, which shards nothing, is what the others are compared with. They are disturbed on the way: by a step
+whose gradient is not finite, by sleep, and by micro-batches that are empty or known to have no gradient.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from back_ends import (
+    TOLERANCE,
+    Layout,
+    assert_same_outcomes,
+    build,
+    disturb,
+    go_on,
+    needs_deepspeed,
+    read_kind,
+    read_state,
+    run_ranks,
+    take_momentum_step,
+    take_step,
+    write_outcomes,
+    write_state,
+)
+from safetensors.torch import load_file, save_file
+from training import (
+    largest_relative_difference,
+    save_model,
+    tiny_config,
+    tiny_llama,
+    tiny_qwen3,
+)
+
+from rlflow.config import Backend, Config, Dtype, Offload
+from rlflow.errors import ConfigError
+from rlflow.weights.shm.arena_view import ArenaView
+from rlflow.weights.shm.sender import SharedMemorySender
+from rlflow.workers.trainer.backends import check_offload
+from rlflow.workers.trainer.base import TrainerBackend
+from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, ShardReader
+
+REFERENCE = Layout(name="fsdp_1", backend=Backend.fsdp, ranks=1)
+TENSOR_2 = Layout(name="fsdp_1x2", backend=Backend.fsdp, ranks=2, tensor_parallel=2)
+DATA_2_TENSOR_2 = Layout(name="fsdp_2x2", backend=Backend.fsdp, ranks=4, tensor_parallel=2)
+OTHERS = (
+    Layout(name="fsdp_2", backend=Backend.fsdp),
+    TENSOR_2,
+    DATA_2_TENSOR_2,
+    *(Layout(name=f"zero{stage}_2", backend=Backend.deepspeed, zero_stage=stage) for stage in (1, 2, 3)),
+)
+LAYOUTS = [
+    pytest.param(layout, id=layout.name, marks=needs_deepspeed if layout.zero_stage else ()) for layout in OTHERS
+]
+
+
+def write_staged(folder: Path, trainer: TrainerBackend, rank: int, layout: Layout, rendezvous: str) -> None:
+    """What the engines would read of this version."""
+    sender = SharedMemorySender(trainer, rank, layout.ranks, folder.parent)
+    assert not sender.gathers
+    staged = sender.stage(3)
+    if staged is not None:
+        view = ArenaView(staged.path, staged.num_bytes)
+        view.check(3)
+        save_file({name: tensor.clone() for name, tensor in view.tensors(staged.slots)}, folder / "staged.safetensors")
+    sender.close()
+
+
+def train(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> None:
+    """Three steps, the last by momentum alone."""
+    trainer = build(rank, layout, config, folder, rendezvous)
+    outcomes = [take_step(trainer, rank, layout)]
+    if layout != REFERENCE:
+        disturb(trainer, rank, layout)
+    outcomes.append(take_step(trainer, rank, layout))
+    trainer.snapshot().write(folder / layout.name / "at_once")
+    snapshot = trainer.snapshot()
+    outcomes.append(take_momentum_step(trainer, rank, layout))
+    write_state(folder / layout.name, trainer)
+    write_staged(folder / layout.name, trainer, rank, layout, rendezvous)
+    take_step(trainer, rank, layout)
+    snapshot.write(folder / layout.name / "later")
+    if rank == 0:
+        write_outcomes(folder / layout.name / "outcomes.json", outcomes)
+    trainer.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and what each layout wrote when it was trained."""
+    folder = tmp_path_factory.mktemp("contract")
+    save_model(tiny_llama(), folder / "model")
+    for layout in (REFERENCE, *OTHERS):
+        if layout.zero_stage is None or importlib.util.find_spec("deepspeed") is not None:
+            run_ranks(train, layout, layout.config(), folder)
+    run_ranks(go_on, REFERENCE, REFERENCE.config(), folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_alike(layout: Layout, folder: Path) -> None:
+    found, expected = read_state(folder / layout.name), read_state(folder / REFERENCE.name)
+    difference = largest_relative_difference(found, expected)
+    print(f"{layout.name}: largest relative difference of parameters and log-probabilities {difference:.1e}")
+    assert difference <= TOLERANCE
+    outcomes = [json.loads((folder / name / "outcomes.json").read_text()) for name in (layout.name, REFERENCE.name)]
+    assert_same_outcomes(*outcomes)
+    assert [outcome["applied"] for outcome in outcomes[0]] == [True, True, True]
+    assert [outcome["learning_rate"] for outcome in outcomes[0]] == [5e-4, 1e-3, 1e-3]
+    assert outcomes[0][0]["grad_norm"] > layout.config().trainer.max_grad_norm
+    assert outcomes[0][2]["grad_norm"] == 0
+
+
+@pytest.mark.slow
+def test_queries_and_keys_with_norms_and_biases_are_cut_alike(tmp_path: Path) -> None:
+    """Also: slices that do not divide evenly over the data ranks, and layers that are computed again."""
+    save_model(tiny_qwen3(attention_bias=True, intermediate_size=50), tmp_path / "model")
+    for layout in (REFERENCE, DATA_2_TENSOR_2):
+        config = layout.config()
+        config.trainer.gradient_checkpointing = layout is DATA_2_TENSOR_2
+        run_ranks(train, layout, config, tmp_path)
+    ours, theirs = (tmp_path / layout.name for layout in (DATA_2_TENSOR_2, REFERENCE))
+    assert_same_outcomes(*(json.loads((path / "outcomes.json").read_text()) for path in (ours, theirs)))
+    assert largest_relative_difference(read_state(ours), read_state(theirs)) <= TOLERANCE
+    for kind in (PARAMETER, *MOMENTS):
+        found, expected = (read_kind(ShardReader(path / "checkpoint"), kind) for path in (ours, theirs))
+        assert largest_relative_difference(found, expected) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_saves_the_same_moments(layout: Layout, folder: Path) -> None:
+    ours, theirs = (ShardReader(folder / name / "checkpoint") for name in (layout.name, REFERENCE.name))
+    assert ours.shapes == theirs.shapes
+    assert list(ours.shapes) == list(theirs.shapes)
+    assert ours.updates == theirs.updates == 3
+    for kind in (PARAMETER, *MOMENTS):
+        difference = largest_relative_difference(read_kind(ours, kind), read_kind(theirs, kind))
+        print(f"{layout.name}: largest relative difference of {kind} {difference:.1e}")
+        assert difference <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_engines_its_parameters(layout: Layout, folder: Path) -> None:
+    """Each rank has written its own part, and nothing was gathered."""
+    staged, whole = load_file(folder / layout.name / "staged.safetensors"), read_state(folder / layout.name)
+    assert set(staged) == set(whole) - {"logprobs"}
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in staged.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_snapshot_does_not_change_when_training_goes_on(layout: Layout, folder: Path) -> None:
+    at_once, later, last = (folder / layout.name / name for name in ("at_once", "later", "checkpoint"))
+    names = sorted(path.name for path in at_once.iterdir())
+    assert len(names) == 2 * layout.ranks + 1
+    assert all((at_once / name).read_bytes() == (later / name).read_bytes() for name in names)
+    assert any((at_once / name).read_bytes() != (last / name).read_bytes() for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_goes_on_from_the_checkpoint_of_any(layout: Layout, folder: Path) -> None:
+    """What is loaded is what was saved, to the bit, and the next step is that of the layout that saved it."""
+    run_ranks(go_on, layout, layout.config(), folder)
+    sources = sorted(path.parent.name for path in folder.glob("*/checkpoint"))
+    assert len(sources) >= 2
+    for source in sources:
+        written = folder / layout.name / f"from_{source}"
+        saved, again = ShardReader(folder / source / "checkpoint"), ShardReader(written / "checkpoint")
+        assert again.updates == saved.updates
+        for kind in (PARAMETER, *MOMENTS):
+            expected, found = read_kind(saved, kind), read_kind(again, kind)
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        state = read_state(written)
+        assert largest_relative_difference(state, read_state(folder / source)) <= TOLERANCE
+        assert all(torch.equal(state[name], tensor) for name, tensor in read_kind(saved, PARAMETER).items())
+    went_on = [json.loads((folder / name / "went_on.json").read_text()) for name in (layout.name, REFERENCE.name)]
+    assert_same_outcomes(*went_on)
+
+
+def train_in_bfloat16(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> None:
+    trainer = build(rank, layout, config, folder, rendezvous)
+    outcomes = [take_step(trainer, rank, layout) for _ in range(2)]
+    write_state(folder / layout.name, trainer)
+    if rank == 0:
+        write_outcomes(folder / layout.name / "outcomes.json", outcomes)
+    trainer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [TENSOR_2, *LAYOUTS[-2:]], ids=lambda layout: layout.name)
+def test_masters_stay_in_float32_when_the_model_computes_in_bfloat16(layout: Layout, tmp_path: Path) -> None:
+    save_model(tiny_llama(), tmp_path / "model")
+    run_ranks(train_in_bfloat16, REFERENCE, REFERENCE.config(), tmp_path)
+    run_ranks(train_in_bfloat16, layout, layout.config(Dtype.bfloat16), tmp_path)
+    saved = read_kind(ShardReader(tmp_path / layout.name / "checkpoint"), PARAMETER)
+    expected = read_kind(ShardReader(tmp_path / REFERENCE.name / "checkpoint"), PARAMETER)
+    for name, tensor in expected.items():
+        assert saved[name].dtype == torch.float32
+        # Two steps of Adam move an element by at most 1.5e-3; bfloat16 may turn the sign of small gradients.
+        assert (saved[name] - tensor).abs().mean() < 3e-4, name
+        assert not torch.equal(saved[name], saved[name].bfloat16().float()), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [OTHERS[0], TENSOR_2, *LAYOUTS[-2:]], ids=lambda layout: layout.name)
+def test_offloaded_shards_train_alike(layout: Layout, folder: Path, tmp_path: Path) -> None:
+    save_model(tiny_llama(), tmp_path / "model")
+    config = layout.config()
+    config.trainer.offload = Offload.cpu
+    run_ranks(train, layout, config, tmp_path)
+    assert (
+        largest_relative_difference(read_state(tmp_path / layout.name), read_state(folder / REFERENCE.name))
+        <= TOLERANCE
+    )
+    ours, theirs = (ShardReader(root / "checkpoint") for root in (tmp_path / layout.name, folder / REFERENCE.name))
+    for kind in (PARAMETER, *MOMENTS):
+        assert largest_relative_difference(read_kind(ours, kind), read_kind(theirs, kind)) <= TOLERANCE
+
+
+def test_offloading_to_the_cpu_without_a_gpu_is_refused() -> None:
+    config = tiny_config()
+    check_offload(config, has_gpu=False)
+    config.trainer.offload = Offload.cpu
+    check_offload(config, has_gpu=True)
+    with pytest.raises(ConfigError, match="trainer.offload=cpu has no effect on a machine without a GPU"):
+        check_offload(config, has_gpu=False)

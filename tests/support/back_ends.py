@@ -25,8 +25,8 @@ from rlflow.roles import StepOutcome
 from rlflow.types import TrainSample
 from rlflow.workers.trainer.backends import build_backend
 from rlflow.workers.trainer.base import TrainerBackend
+from rlflow.workers.trainer.offload import Parked, park, unpark
 from rlflow.workers.trainer.packed import PackedTrainer
-from rlflow.workers.trainer.parking import Parked, park, unpark
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, ShardReader
 
 needs_deepspeed = pytest.mark.skipif(

@@ -15,7 +15,7 @@ DOCUMENTS += sorted((ROOT / "envs").glob("*/README.md"))
 SOURCES = ("rlflow", *LINKED, "tests", "scripts", "benchmarks")
 
 EXAMPLES = {
-    *("my.py", "my_agent.py", "my_game.py", "my_reward.py", "guess.py", "file.py", "tau2_env.py"),
+    *("my.py", "mine.py", "my_agent.py", "my_game.py", "my_reward.py", "guess.py", "file.py", "tau2_env.py"),
     *("cluster/mine.yaml", "cluster/NAME.yaml"),
 }
 """Files that a reader may have."""

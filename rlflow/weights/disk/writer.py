@@ -3,7 +3,7 @@
 every rank: compare -> (added up over the ranks) -> every rank: write -> (all have written) -> rank 0: publish
 
 `compare` copies what it needs: afterwards training may go on while the version is written. The layout of the folder is
-in `manifest.py`, the reading side in `store_reader.py`.
+in `manifest.py`, the reading side in `reader.py`.
 """
 
 from __future__ import annotations

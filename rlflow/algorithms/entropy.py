@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from torch import Tensor
 
-from rlflow.algorithms.options import require, require_positive
+from rlflow.algorithms.base import require, require_positive
 from rlflow.algorithms.tokens import Tokens, sequence_mean, spread
 
 

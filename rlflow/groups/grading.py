@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rlflow.algorithms.advantage.base import Scored, ScoredTurn, all_equal
-from rlflow.algorithms.chosen import advantage_of
 from rlflow.algorithms.overlong import overlong_penalty
+from rlflow.algorithms.registry import advantage_of
 from rlflow.config import Config
 from rlflow.types import EpisodeSummary, PlayedGroup, ReadyGroup, Task
 

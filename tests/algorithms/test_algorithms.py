@@ -25,7 +25,11 @@ from rlflow.algorithms.entropy import (
     without_negatives,
     without_uncertain_negatives,
 )
-from rlflow.algorithms.kl import k1, k2, k3, k3_straight_through, next_coefficient
+from rlflow.algorithms.kl.base import next_coefficient
+from rlflow.algorithms.kl.k1 import k1
+from rlflow.algorithms.kl.k2 import k2
+from rlflow.algorithms.kl.k3 import k3
+from rlflow.algorithms.kl.k3_straight_through import k3_straight_through
 from rlflow.algorithms.loss.aipo import aipo
 from rlflow.algorithms.loss.base import PolicyLoss
 from rlflow.algorithms.loss.cispo import cispo
@@ -36,10 +40,10 @@ from rlflow.algorithms.loss.gspo import gspo
 from rlflow.algorithms.loss.ppo_clip import ppo_clip
 from rlflow.algorithms.loss.reinforce import reinforce
 from rlflow.algorithms.loss.sapo import sapo
-from rlflow.algorithms.loss.value import value_loss
 from rlflow.algorithms.overlong import overlong_penalty
 from rlflow.algorithms.proximal import interpolate_proximal
 from rlflow.algorithms.tokens import Tokens, no_tokens, sequence_mean, sequence_sum, spread
+from rlflow.algorithms.value_loss import value_loss
 from rlflow.errors import ConfigError
 
 

@@ -29,10 +29,35 @@ def checked_advantage(function: Callable[[Sequence[Group]], object], name: str) 
 
     def checked(groups: Sequence[Group]) -> Advantages:
         found = function(groups)
-        entries = _items(found)
-        if entries is None or len(entries) != len(groups):
-            raise _wrong_advantages(name, found, f"{len(groups)} groups")
-        return [_of_group(values, group, name) for values, group in zip(entries, groups, strict=True)]
+        return [
+            [of_episode(values, episode) for values, episode in zip(of_group(entries, group), group, strict=True)]
+            for entries, group in zip(items(found, f"{len(groups)} groups", len(groups)), groups, strict=True)
+        ]
+
+    def of_group(found: object, group: Group) -> list[Any]:
+        return items(found, f"a group of {len(group)} episodes", len(group))
+
+    def of_episode(found: object, episode: Scored) -> list[float]:
+        num_turns = len(episode.turns)
+        owner = f"an episode of {num_turns} turns" if num_turns else "an episode"
+        values = items(found, owner, 1, num_turns or 1)
+        if not all(isinstance(value, Real) and math.isfinite(value) for value in values):
+            raise wrong(found, owner)
+        return [float(value) for value in values]
+
+    def items(found: Any, owner: str, *counts: int) -> list[Any]:
+        """The items of a list, tuple, array or tensor that has as many as one of `counts`."""
+        values = found.tolist() if hasattr(found, "tolist") else found
+        if not isinstance(values, Sequence) or isinstance(values, str | bytes) or len(values) not in counts:
+            raise wrong(found, owner)
+        return list(values)
+
+    def wrong(found: object, owner: str) -> ConfigError:
+        return ConfigError(
+            f"algorithm.advantage={name} returned {_shown(found)} for {owner}; it must return a list with an entry for "
+            "each group, which is a list with an entry for each episode, which is a list of one finite number, or of "
+            "one for each turn"
+        )
 
     return checked
 
@@ -74,38 +99,6 @@ def _per_token(found: object, count: int, what: str) -> Tensor:
         return found
     shown = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else _shown(found)
     raise ConfigError(f"{what} must be a tensor with one value for each loss token, here [{count}]; got {shown}")
-
-
-def _of_group(found: object, group: Group, name: str) -> list[list[float]]:
-    episodes = _items(found)
-    if episodes is None or len(episodes) != len(group):
-        raise _wrong_advantages(name, found, f"a group of {len(group)} episodes")
-    return [_of_episode(values, episode, name) for values, episode in zip(episodes, group, strict=True)]
-
-
-def _of_episode(found: object, episode: Scored, name: str) -> list[float]:
-    values = _items(found)
-    num_turns = len(episode.turns)
-    is_right = values is not None and len(values) in (1, num_turns or 1)
-    if values is None or not is_right or not all(isinstance(value, Real) and math.isfinite(value) for value in values):
-        turns = f"an episode of {num_turns} turns" if num_turns else "an episode"
-        raise _wrong_advantages(name, found, turns)
-    return [float(value) for value in values]
-
-
-def _items(found: object) -> list[Any] | None:
-    """The items of a list, tuple, array or tensor; None for what has none in order."""
-    to_list = getattr(found, "tolist", None)
-    values: object = found if to_list is None else to_list()
-    return list(values) if isinstance(values, Sequence) and not isinstance(values, str | bytes) else None
-
-
-def _wrong_advantages(name: str, found: object, of_what: str) -> ConfigError:
-    return ConfigError(
-        f"algorithm.advantage={name} returned {_shown(found)} for {of_what}; it must return a list with an entry for "
-        "each group, which is a list with an entry for each episode, which is a list of one finite number, or of one "
-        "for each turn"
-    )
 
 
 def _shown(found: object) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.algorithms.advantage.base import AdvantageFunction, Advantages, Group, Scope
+from rlflow.algorithms.advantage.base import Advantages, Group, Scope
 from rlflow.algorithms.base import Traits
 from rlflow.algorithms.check_returns import checked_advantage, checked_correction, checked_loss
 from rlflow.config import AlgorithmConfig, Config, CriticConfig, Late, Proximal
@@ -39,47 +39,21 @@ class Kind(StrEnum):
     kl = "kl"
 
 
-_OF_TOKENS = modules_of("rlflow.algorithms.token_advantage")
 CATALOGS = {
-    Kind.advantage: Catalog(
-        setting="algorithm.advantage",
-        what="an advantage",
-        shipped=modules_of("rlflow.algorithms.advantage"),
-        group="rlflow.advantages",
-        others=tuple(_OF_TOKENS),
-    ),
-    Kind.token_advantage: Catalog(
-        setting="algorithm.advantage", what="an advantage of single tokens", shipped=_OF_TOKENS
-    ),
-    Kind.loss: Catalog(
-        setting="algorithm.loss", what="a loss", shipped=modules_of("rlflow.algorithms.loss"), group="rlflow.losses"
-    ),
-    Kind.correction: Catalog(
-        setting="algorithm.corrections",
-        what="a correction",
-        shipped=modules_of("rlflow.algorithms.correction"),
-        group="rlflow.corrections",
-    ),
-    Kind.kl: Catalog(
-        setting="algorithm.kl",
-        what="an estimate of the KL",
-        shipped=modules_of("rlflow.algorithms.kl"),
-        group="rlflow.kl",
-    ),
+    kind: Catalog(setting=setting, what=what, shipped=modules_of(f"rlflow.algorithms.{kind}"), group=group)
+    for kind, setting, what, group in (
+        (Kind.advantage, "algorithm.advantage", "an advantage", "rlflow.advantages"),
+        (Kind.token_advantage, "algorithm.advantage", "an advantage of single tokens", None),
+        (Kind.loss, "algorithm.loss", "a loss", "rlflow.losses"),
+        (Kind.correction, "algorithm.corrections", "a correction", "rlflow.corrections"),
+        (Kind.kl, "algorithm.kl", "an estimate of the KL", "rlflow.kl"),
+    )
 }
 
 
 class Algorithm(NamedTuple):
     function: Callable[..., Any]
     traits: Traits
-
-
-class ChosenAdvantage(NamedTuple):
-    function: AdvantageFunction
-    needs_batch: bool
-    """Whether it must see all groups of a step at once."""
-    needs_greedy: bool
-    """Whether each group plays one more episode, greedily, as its baseline."""
 
 
 class TokenAdvantage(Protocol):
@@ -125,30 +99,25 @@ def try_options(kind: Kind, function: Callable[..., Any]) -> None:
         function(*given[kind])
 
 
-def advantage_of(algorithm: AlgorithmConfig) -> ChosenAdvantage:
+def advantage_of(algorithm: AlgorithmConfig) -> Algorithm:
     """Imports no torch. Raises ConfigError for an unknown name or option, or an option out of range.
 
     With a critic, episodes have their rewards here; tokens get their advantages from `token_advantage_of`.
     """
     if needs_critic(algorithm):
-        return ChosenAdvantage(function=_rewards_alone, needs_batch=True, needs_greedy=False)
-    function, traits = _bound(Kind.advantage, algorithm.advantage, algorithm.advantage_args, "algorithm.advantage_args")
-    return ChosenAdvantage(
-        function=checked_advantage(function, algorithm.advantage),
-        needs_batch=traits.scope is Scope.batch,
-        needs_greedy=traits.needs_greedy,
-    )
+        return Algorithm(_rewards_alone, Traits(scope=Scope.batch))
+    found = _bound(Kind.advantage, algorithm.advantage, algorithm.advantage_args, "algorithm.advantage_args")
+    return found._replace(function=checked_advantage(found.function, algorithm.advantage))
 
 
 def needs_critic(algorithm: AlgorithmConfig) -> bool:
-    return algorithm.advantage in _OF_TOKENS
+    return algorithm.advantage in CATALOGS[Kind.token_advantage].shipped
 
 
 def token_advantage_of(algorithm: AlgorithmConfig) -> TokenAdvantage:
     """The estimator, if `needs_critic`. Raises ConfigError for an option that is unknown or out of range."""
-    return _bound(
-        Kind.token_advantage, algorithm.advantage, algorithm.advantage_args, "algorithm.advantage_args"
-    ).function
+    options = algorithm.advantage_args
+    return _bound(Kind.token_advantage, algorithm.advantage, options, "algorithm.advantage_args").function
 
 
 def _rewards_alone(groups: Sequence[Group]) -> Advantages:
@@ -187,9 +156,9 @@ def check_functions(config: Config) -> None:
     elif config.critic != CriticConfig():
         raise ConfigError(
             f"critic has no effect with algorithm.advantage={algorithm.advantage}, which needs no critic; leave its "
-            f"settings alone, or take algorithm.advantage={next(iter(_OF_TOKENS))}"
+            f"settings alone, or take algorithm.advantage=gae"
         )
-    if chosen.needs_batch and not config.trainer.streaming:
+    if chosen.traits.scope is Scope.batch and not config.trainer.streaming:
         raise ConfigError(
             f"trainer.streaming=false has no effect with algorithm.advantage={algorithm.advantage}, which waits for "
             "all groups of a step anyway; leave it true"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from importlib.metadata import EntryPoints, entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,7 +64,9 @@ class Catalog:
     def offers(self) -> dict[str, list[Offer]]:
         """Name -> what it may mean; more than one meaning is an error only when the name is used."""
         found = {name: [Offer(path, "rlflow")] for name, path in self.shipped.items()}
-        for each in sorted(_installed(_state_of_path()).select(group=self.group)) if self.group else ():
+        for each in _installed(_state_of_path()):
+            if each.group != self.group:
+                continue
             path, known = f"{each.module}:{each.attr}", found.setdefault(each.name, [])
             if path not in [offer.path for offer in known]:
                 known.append(Offer(path, f"{each.dist.name} {each.dist.version}" if each.dist else ""))
@@ -108,6 +110,8 @@ def _state_of_path() -> tuple[tuple[str, int], ...]:
 
 
 @lru_cache(maxsize=1)
-def _installed(state_of_path: tuple[tuple[str, int], ...]) -> EntryPoints:
-    """The entry points of all installed packages. Reading them takes tens of milliseconds."""
-    return entry_points()
+def _installed(state_of_path: tuple[tuple[str, int], ...]) -> list[EntryPoint]:
+    """The entry points of all installed packages for rlflow. Reading them takes tens of milliseconds."""
+    found = entry_points()
+    groups = [group for group in found.groups if group.startswith("rlflow.")]
+    return sorted(each for group in groups for each in found.select(group=group))

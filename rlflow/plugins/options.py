@@ -64,7 +64,7 @@ def bind(
     return partial(function, **options)
 
 
-def _fits(value: object, hint: object) -> bool:
+def _fits(value: object, hint: Any) -> bool:
     """Whether a value is of the annotated type. Types that YAML does not have are left to the function itself."""
     if get_origin(hint) in (Union, UnionType):
         return any(_fits(value, part) for part in get_args(hint))
@@ -77,7 +77,7 @@ def _fits(value: object, hint: object) -> bool:
     return isinstance(value, int | float) if hint is float else isinstance(value, hint)
 
 
-def _in_words(hint: object) -> str:
+def _in_words(hint: Any) -> str:
     """An annotation in words: `int | None` -> "a whole number or null"."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return " or ".join(_WORDS.get(part, str(part)) for part in parts)

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rlflow.algorithms.advantage.base import (
-    Advantages,
-    Group,
-    Scope,
-    deviation,
-    divide,
-    standardise,
-    whole_episodes,
-)
+from rlflow.algorithms.advantage.base import Advantages, Group, Scope, deviation, divide, standardise, whole_episodes
 from rlflow.algorithms.base import Traits
 from rlflow.errors import ConfigError
 

@@ -132,7 +132,7 @@ class Driver:
     async def run(self) -> None:
         try:
             await self._publisher.hand_over(await self._publisher.stage())
-            await self._publisher.loaded()
+            await self._publisher.wait_until_loaded()
             while self._progress.step < self._config.run.steps and not self._progress.stop_requested:
                 await self._train_one_step()
             await self._finish()
@@ -144,7 +144,7 @@ class Driver:
             raise
         finally:
             await self._end_tasks()
-            await self._saver.ended()
+            await self._saver.wait_until_ended()
 
     @property
     def step(self) -> int:
@@ -189,7 +189,7 @@ class Driver:
         staged = await self._publisher.stage() if outcome.applied or self._is_colocated else None
         await self._saver.take_if_due()
         if staged is None:
-            await self._publisher.loaded()
+            await self._publisher.wait_until_loaded()
             self._progress.served_step = self._progress.step
         else:
             await self._publisher.hand_over(staged)
@@ -251,8 +251,8 @@ class Driver:
         every = self._config.eval.every
         if not every or self._progress.step % every:
             return
-        await self._evaluated()
-        await self._publisher.loaded()
+        await self._wait_until_evaluated()
+        await self._publisher.wait_until_loaded()
         pinning = self._workers.engines.pin()
         evaluating = evaluate(
             self._config,
@@ -264,9 +264,9 @@ class Driver:
         )
         self._evaluating = asyncio.create_task(evaluating, name="evaluation")
         if self._is_colocated:
-            await self._evaluated()  # the engines are about to sleep
+            await self._wait_until_evaluated()  # the engines are about to sleep
 
-    async def _evaluated(self) -> None:
+    async def _wait_until_evaluated(self) -> None:
         """Wait for the evaluation under way, if there is one, and tell its result."""
         if self._evaluating is not None:
             self._observer.phase("evaluating")
@@ -312,10 +312,10 @@ class Driver:
     # -- the end
 
     async def _finish(self) -> None:
-        await self._evaluated()
-        await self._publisher.loaded()
+        await self._wait_until_evaluated()
+        await self._publisher.wait_until_loaded()
         await self._cancel_unfinished()
-        await self._saver.written()
+        await self._saver.wait_until_written()
         await self._save()
 
     async def _save(self, deadline_s: float | None = None) -> None:
@@ -324,14 +324,14 @@ class Driver:
         One that is given up, because ready groups were lost meanwhile, is taken once more without them; WorkerLost when
         that one is given up too, so that the run goes on from the checkpoint before.
         """
-        await self._saver.ended()
+        await self._saver.wait_until_ended()
         if self._saver.saved_step == self._progress.step:
             return
         await self._wake_trainer()
         for _ in range(2):
             await self._saver.take(deadline_s)
             self._saver.write()
-            await self._saver.written()
+            await self._saver.wait_until_written()
             if self._saver.saved_step == self._progress.step:
                 return
         raise WorkerLost("ready groups were lost, twice, while the last checkpoint was written")

@@ -52,7 +52,7 @@ class Publisher:
 
     async def stage(self) -> StagedWeights:
         """Lay out the trainer's weights as the current version."""
-        await self.loaded()  # the engines still read the version before from where this one will be
+        await self.wait_until_loaded()  # the engines still read the version before from where this one will be
         self._listener.phase("weights")
         staging = self._workers.trainer.stage_weights(self._progress.version)
         staged = await within("staging the weights", self._deadline_s, staging)
@@ -66,9 +66,9 @@ class Publisher:
             await within("taking the trainer off its devices", self._deadline_s, offloading)
         self._loading = asyncio.create_task(self._load(staged, self._progress.step), name="load weights")
         if self._config.staleness.max_versions == 0 or self._is_colocated:
-            await self.loaded()
+            await self.wait_until_loaded()
 
-    async def loaded(self) -> None:
+    async def wait_until_loaded(self) -> None:
         """Wait until the engines have what was last handed over. Raises what made the run fail meanwhile."""
         if self._loading is not None:
             await self._loading

@@ -96,7 +96,7 @@ async def _train(run: _Run) -> signal.Signals | None:
             with RunObserver(run.config, run.run_dir, run.state, run.loss) as observer:
                 fleet: Fleet | None = None
                 try:
-                    fleet = await stopper.until_stopped(_start(run, observer), observer.message)
+                    fleet = await stopper.run_unless_stopped(_start(run, observer), observer.message)
                     if fleet is None:
                         return stopper.signal
                     steps = await unless_lost(fleet, _drive(run, observer, fleet, stopper))
@@ -182,6 +182,6 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stoppe
 async def _watch_engines(fleet: Fleet, driver: Driver) -> None:
     """A run without engines would otherwise end at a deadline only."""
     try:
-        await fleet.engine_fleet.failed()
+        await fleet.engine_fleet.wait_until_failed()
     except RunError as error:
         driver.fail(error)

@@ -84,7 +84,7 @@ class Saver:
             return
         self._listener.phase("saving")
         start_s = self._now()
-        await self.written()
+        await self.wait_until_written()
         await self.take()
         self.spans.append(Span(actor="checkpoint", name="checkpoint", start_s=start_s, end_s=self._now()))
 
@@ -115,14 +115,14 @@ class Saver:
             self._writing.add_done_callback(self._tell)
             self._taken = None
 
-    async def written(self) -> None:
+    async def wait_until_written(self) -> None:
         """Wait for the write under way, if there is one; raises what made it fail, but not that it was given up."""
         writing = self._writing
-        await self.ended()
+        await self.wait_until_ended()
         if writing is not None:
             writing.result()
 
-    async def ended(self) -> None:
+    async def wait_until_ended(self) -> None:
         """Wait for the write under way, however it ends."""
         if self._writing is not None:
             self._listener.phase("saving")

@@ -19,7 +19,7 @@ from rlflow.batching import in_order_of_training, plan_micro_batches
 from rlflow.config import TrainerConfig, num_shares
 from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerError, WorkerLost, first_line
 from rlflow.roles import StagedWeights, StepOutcome
-from rlflow.runtime.concurrency import all_ended
+from rlflow.runtime.concurrency import wait_until_all_ended
 from rlflow.types import PayloadRef, ReadyGroup, Span
 
 DISK = "disk"
@@ -80,7 +80,7 @@ def _lost(who: str, error: RayActorError) -> WorkerLost:
     return WorkerLost(f"the {who} died: {first_line(error)}")
 
 
-async def ended(who: str, actor: Any) -> NoReturn:
+async def wait_until_ended(who: str, actor: Any) -> NoReturn:
     """Wait until the process of an actor ends that has the concurrency group `WATCH`; raises WorkerLost."""
     call = actor.__ray_call__.options(concurrency_group=WATCH).remote(_linger)
     try:
@@ -173,7 +173,7 @@ class RayTrainer:
             )
             for rank, actor in enumerate(self._actors)
         ]
-        await all_ended(writing)
+        await wait_until_all_ended(writing)
 
     async def load(self, folder: Path) -> None:
         await self._all("load", folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlflow.cluster.calls import RayTrainer
 from rlflow.roles import Mean, StagedWeights, StepOutcome
-from rlflow.runtime.concurrency import all_ended
+from rlflow.runtime.concurrency import wait_until_all_ended
 from rlflow.types import ReadyGroup, Span
 
 
@@ -44,7 +44,9 @@ class RayActorCritic:
         await asyncio.gather(self._policy.snapshot(), self._critic.snapshot())
 
     async def write_snapshot(self, folder: Path) -> None:
-        await all_ended([self._policy.write_snapshot(folder), self._critic.write_snapshot(folder / "critic")])
+        await wait_until_all_ended(
+            [self._policy.write_snapshot(folder), self._critic.write_snapshot(folder / "critic")]
+        )
 
     async def load(self, folder: Path) -> None:
         await asyncio.gather(self._policy.load(folder), self._critic.load(folder / "critic"))

@@ -62,7 +62,7 @@ class RayEngine:
         self._process: Any = None
         """A call that fails when the process does in which vLLM was started last."""
 
-    async def placed(self) -> None:
+    async def wait_until_placed(self) -> None:
         if self._process is not None:
             # Otherwise the old process might take the call, and die of it.
             await asyncio.gather(self._process, return_exceptions=True)
@@ -78,8 +78,8 @@ class RayEngine:
         await self._vital("", self._actor.watch.remote())
         raise AssertionError("the watch of an engine ends with an error")
 
-    async def answered(self) -> None:
-        await answer(self._name, self._actor.answered.remote())
+    async def wait_until_answered(self) -> None:
+        await answer(self._name, self._actor.wait_until_answered.remote())
 
     async def load_weights(self, staged: StagedWeights) -> float:
         loading = self._vital("load weights", self._actor.load_weights.remote(staged))

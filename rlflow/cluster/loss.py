@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import ray
 
-from rlflow.cluster.calls import ended
+from rlflow.cluster.calls import wait_until_ended
 from rlflow.errors import PayloadLost, WorkerError, WorkerLost
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ async def unless_lost(fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
 
 async def _first_lost(fleet: Fleet) -> NoReturn:
     """Wait until the first of the processes that are vital ends; raises WorkerLost."""
-    ends = [asyncio.create_task(ended(name, actor)) for name, actor in fleet.vital.items()]
+    ends = [asyncio.create_task(wait_until_ended(name, actor)) for name, actor in fleet.vital.items()]
     try:
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         next(iter(done)).result()

@@ -68,7 +68,7 @@ class RayReward:
         except RayActorError as error:
             raise self._lost(error) from error
 
-    async def ready(self) -> None:
+    async def wait_until_ready(self) -> None:
         try:
             # Retried, for a process that Ray is restarting does not answer yet.
             await self._actor.__ray_ready__.options(max_task_retries=-1).remote()

@@ -104,7 +104,7 @@ class RemoteHost:
             await self._load()
         except BaseException:
             self._child.kill()
-            await self._child.ended()
+            await self._child.wait_until_ended()
             raise
         self._spawn(self._listen())
 

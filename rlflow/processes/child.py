@@ -118,7 +118,7 @@ class Child:
         else:
             self._streams[1].close()
 
-    async def ended(self) -> int:
+    async def wait_until_ended(self) -> int:
         """The exit code of the killed process, negative for a signal, once all that it started has ended too."""
         assert self._is_killed, "kill first: otherwise it may live for long"
         if self._ending is None:
@@ -129,7 +129,7 @@ class Child:
         """How the process died; it was killed, or has closed its socket."""
         is_ours = self._is_killed
         self.kill()
-        code = await self.ended()
+        code = await self.wait_until_ended()
         if code >= 0:
             return f"{self._name} exited with code {code}"
         is_unexplained = -code == signal.SIGKILL and not is_ours

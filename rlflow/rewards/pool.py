@@ -132,12 +132,12 @@ class _Slot:
             self._starting.cancel()
         if self._child is not None:
             self._child.kill()
-            await self._child.ended()
+            await self._child.wait_until_ended()
 
     async def _start(self, rewards: bytes) -> Child:
         try:
             if self._child is not None:
-                await self._child.ended()
+                await self._child.wait_until_ended()
         except DeadlineError:
             self._child = None  # it cannot be killed: whoever tries again does without its end
             raise

@@ -46,7 +46,7 @@ class Door(Protocol):
         """Ends the access; returns metrics."""
         ...
 
-    async def failed(self, endpoint: Endpoint) -> None:
+    async def wait_until_failed(self, endpoint: Endpoint) -> None:
         """Returns when the chat has failed."""
         ...
 
@@ -289,7 +289,7 @@ class _Play:
         endpoint = self.door.open(self.chat)
         try:
             result = _checked_result(
-                await _unless(self.door.failed(endpoint), _ask("run", program.run, self.task, endpoint))
+                await _unless(self.door.wait_until_failed(endpoint), _ask("run", program.run, self.task, endpoint))
             )
         finally:
             self._add_outcome(None, self.door.close(endpoint))

@@ -38,7 +38,7 @@ class Stopper:
         if self.signal is not None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    async def until_stopped(self, starting: Coroutine[Any, Any, T], tell: Callable[[str], None]) -> T | None:
+    async def run_unless_stopped(self, starting: Coroutine[Any, Any, T], tell: Callable[[str], None]) -> T | None:
         """What is started, or None when a signal came before; from now on, people are told through `tell`."""
         self._tell = tell
         start = asyncio.create_task(starting)

@@ -129,7 +129,7 @@ class RolloutEngine:
                 loop.remove_reader(sentinel)
         raise self._lost(f"vLLM's process ended; {log_hint()}")
 
-    async def answered(self) -> None:
+    async def wait_until_answered(self) -> None:
         """Wait until a request has been answered since the start."""
         await self._has_answered.wait()
 

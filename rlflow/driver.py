@@ -202,8 +202,8 @@ class Driver:
 
     async def _accumulate_step(self) -> list[ReadyGroup]:
         """One step's groups, their gradients accumulated: as they come, or together at the end."""
-        judge = self._intake.judge
-        together = self._is_colocated or not self._config.trainer.streaming or judge.needs_batch
+        grader = self._intake.grader
+        together = self._is_colocated or not self._config.trainer.streaming or grader.needs_batch
         size = self._config.algorithm.groups_per_step
         groups: list[ReadyGroup] = []
         while len(groups) < size:
@@ -214,7 +214,7 @@ class Driver:
                 await self._accumulate(taken)
         await self._wake_trainer()
         if together:
-            judge.assign(groups)
+            grader.assign(groups)
             await self._accumulate(groups)
         return groups
 

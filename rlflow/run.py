@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.algorithms.chosen import check_functions
-from rlflow.cluster.devices import wait_for_room
-from rlflow.cluster.loss import unless_lost
-from rlflow.cluster.start import Fleet, ray_cluster, start_fleet, stop_fleet
+from rlflow.cluster.devices import wait_until_there_is_room
+from rlflow.cluster.failover import run_unless_lost
+from rlflow.cluster.start import Fleet, ray_cluster, start_fleet
 from rlflow.config import Config
 from rlflow.driver import Driver
 from rlflow.environments.find import held_out_tasks, load_environment
@@ -20,7 +20,7 @@ from rlflow.groups.ledger import Ledger
 from rlflow.groups.sampler import TaskSampler
 from rlflow.models.resolve import resolve_model, resolve_reward_model
 from rlflow.rundir.directory import RunDir, claim, rewound
-from rlflow.rundir.restarts import MAX_RESTARTS, Loss, Restarts, still_to_make_up
+from rlflow.rundir.restarts import MAX_RESTARTS, Restarts, Setback, larger_setback
 from rlflow.rundir.store import RunState, read_state
 from rlflow.runtime.signals import Stopper
 from rlflow.settings.checks import check
@@ -40,7 +40,7 @@ class _Run:
     reward_model_path: str | None
     run_dir: RunDir
     state: RunState | None
-    loss: Loss | None = None
+    setback: Setback | None = None
     """What this start makes up for; None at the first one of this process."""
 
 
@@ -93,34 +93,34 @@ async def _train(run: _Run) -> signal.Signals | None:
     restarts = Restarts(run.state.step if run.state else 0)
     try:
         while True:
-            with RunObserver(run.config, run.run_dir, run.state, run.loss) as observer:
+            with RunObserver(run.config, run.run_dir, run.state, run.setback) as observer:
                 fleet: Fleet | None = None
                 try:
                     fleet = await stopper.run_unless_stopped(_start(run, observer), observer.message)
                     if fleet is None:
                         return stopper.signal
-                    steps = await unless_lost(fleet, _drive(run, observer, fleet, stopper))
+                    steps = await run_unless_lost(fleet, _drive(run, observer, fleet, stopper))
                     observer.finish()
                     return stopper.signal if steps < run.config.run.steps else None
                 except (WorkerLost, PayloadLost) as error:
                     if stopper.signal is not None:
                         observer.alarm(f"{error}; {_last_saved(run.run_dir)}, and the run was asked to stop")
                         return stopper.signal
-                    if fleet is None and run.loss is None:
+                    if fleet is None and run.setback is None:
                         raise  # one that has never worked would end no better the next time
                     run = _after(error, run, observer, restarts)
                 finally:
                     if fleet is not None:
-                        await stop_fleet(fleet)
+                        await fleet.stop()
     finally:
         stopper.restore()
 
 
 async def _start(run: _Run, observer: RunObserver) -> Fleet:
-    is_restart = run.loss is not None
+    is_restart = run.setback is not None
     if is_restart:
         observer.phase("waiting for machines")
-        await wait_for_room(run.config)
+        await wait_until_there_is_room(run.config)
     observer.phase("starting")
     fleet = await start_fleet(
         run.config, run.model_path, run.spec, observer.alarm, run.reward_model_path, is_restart=is_restart
@@ -141,12 +141,12 @@ def _after(error: WorkerLost | PayloadLost, run: _Run, observer: RunObserver, re
     state = _state_of(run_dir)
     step = state.step if state else 0
     number = restarts.count(error, step)
-    loss = still_to_make_up(run.loss, observer.num_steps)
+    setback = larger_setback(run.setback, observer.num_steps)
     observer.alarm(
-        f"{error}; the run goes on after step {step}, which is the last that was saved, so that {loss.step - step} are "
-        f"done again (restart {number}, of {MAX_RESTARTS} without a newer checkpoint)"
+        f"{error}; the run goes on after step {step}, which is the last that was saved, so that "
+        f"{setback.step - step} are done again (restart {number}, of {MAX_RESTARTS} without a newer checkpoint)"
     )
-    return replace(run, run_dir=run_dir, state=state, loss=loss)
+    return replace(run, run_dir=run_dir, state=state, setback=setback)
 
 
 async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stopper) -> int:
@@ -169,8 +169,8 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stoppe
             await driver.restore(run.run_dir.resume_from, run.state)
             done = f"{run.state.step} of {run.config.run.steps}"
             observer.message(f"resumed at step {done}, version {run.state.version}")
-        if run.loss is not None:
-            observer.message(f"training again {run.loss.seconds:.0f} s after the loss")
+        if run.setback is not None:
+            observer.message(f"training again {run.setback.seconds:.0f} s after the loss")
         await driver.run()
         return driver.step
     finally:

@@ -11,7 +11,7 @@ from rlflow.config import Config
 from rlflow.types import EpisodeSummary, PlayedGroup, ReadyGroup, Task
 
 
-class Judge:
+class Grader:
     """The algorithm's view of rewards. Metadata only."""
 
     def __init__(self, config: Config) -> None:

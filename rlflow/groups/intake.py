@@ -1,6 +1,6 @@
 """From the sampler to the ready queue: each live group has an asyncio task that takes it through its life.
 
-    sampler -> admit -> play and score -> judge -> reference -> ready queue -> take
+    sampler -> admit -> play and score -> grade -> reference -> ready queue -> take
 
 The main loop of `driver.py` calls `admit` when there may be room and `take` when it can train; they meet in the ledger,
 in the ready queue and in one event.
@@ -16,7 +16,7 @@ from typing import Protocol
 from rlflow.config import Config, Order
 from rlflow.errors import DeadlineError, PayloadLost, RunError, StaleGroup, WorkerLost
 from rlflow.groups import staleness
-from rlflow.groups.grading import Judge, why_no_verdict
+from rlflow.groups.grading import Grader, why_no_verdict
 from rlflow.groups.ledger import DropReason, GroupState, Ledger
 from rlflow.groups.ready import ReadyQueue
 from rlflow.groups.sampler import TaskSampler
@@ -85,7 +85,7 @@ class Intake:
         progress: Progress,
     ) -> None:
         self.sampler = sampler
-        self.judge = Judge(config)
+        self.grader = Grader(config)
         self.collected = Collected()
         self.ready = ReadyQueue(
             order=config.staleness.order,
@@ -267,8 +267,8 @@ class Intake:
         order = GroupOrder(
             group_id=group_id,
             task=task,
-            num_episodes=self._config.algorithm.group_size + self.judge.needs_greedy,
-            is_last_greedy=self.judge.needs_greedy,
+            num_episodes=self._config.algorithm.group_size + self.grader.needs_greedy,
+            is_last_greedy=self.grader.needs_greedy,
             seed=group_seed(self._config.run.seed, group_id),
         )
         played = await within(
@@ -283,11 +283,11 @@ class Intake:
         sampled = played.episodes[: self._config.algorithm.group_size]  # the greedy one comes behind them
         rewards = [episode.reward for episode in sampled if episode.is_trainable and episode.reward is not None]
         self.sampler.on_result(task.id, rewards)
-        ready = self.judge.ready(task, played)
+        ready = self.grader.ready(task, played)
         if ready is None:
             self._lose(group_id, DropReason.NO_VERDICT, why_no_verdict(played.episodes))
             return
-        if self.judge.is_filtered(ready):
+        if self.grader.is_filtered(ready):
             self._filter(group_id)
             return
         ready.references = await self._references(ready.payloads)

@@ -12,7 +12,7 @@ MAX_RESTARTS = 3
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Loss:
+class Setback:
     """What a run has to make up for."""
 
     step: int
@@ -25,9 +25,9 @@ class Loss:
         return time.monotonic() - self.at_s
 
 
-def still_to_make_up(before: Loss | None, num_steps: int) -> Loss:
+def larger_setback(before: Setback | None, num_steps: int) -> Setback:
     """What is lost when a run that makes up for `before` is lost after `num_steps` steps: the one that went further."""
-    return before if before is not None and before.step > num_steps else Loss(step=num_steps)
+    return before if before is not None and before.step > num_steps else Setback(step=num_steps)
 
 
 class Restarts:

@@ -1,10 +1,14 @@
-"""How a process that computes on the CPU is set up. Call it before torch is imported: OpenMP reads its settings
-once."""
+"""The environment of a process: variables for a while, and how a process that computes on the CPU is set up.
+
+Call `share_cpu` before torch is imported, because OpenMP reads its settings once.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 SPINS = "50000"
 """Turns (about 0.1 ms) that an idle thread waits for the next piece of work before it sleeps: long enough for the gap
@@ -31,3 +35,21 @@ def keep_memory() -> None:
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
+
+
+@contextmanager
+def variables(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Set these environment variables for the block; None removes one."""
+    before = {name: os.environ.get(name) for name in changes}
+    _set(changes)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value

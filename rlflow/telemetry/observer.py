@@ -14,7 +14,7 @@ from rlflow.groups.evaluation import Evaluation
 from rlflow.groups.ledger import DropReason
 from rlflow.roles import Runners
 from rlflow.rundir.directory import RunDir, plain
-from rlflow.rundir.restarts import Loss
+from rlflow.rundir.restarts import Setback
 from rlflow.rundir.store import RunState
 from rlflow.runtime.deadlines import within
 from rlflow.telemetry import metrics, samples
@@ -33,12 +33,12 @@ MISMATCH_ALARM = {"float32": 1e-3, "bfloat16": 0.1}
 class RunObserver:
     """The driver's Observer of a real run. `runners` must be set before the first step."""
 
-    def __init__(self, config: Config, run_dir: RunDir, state: RunState | None, loss: Loss | None = None) -> None:
-        """`loss` is what the run makes up for, where it is no fresh start."""
+    def __init__(self, config: Config, run_dir: RunDir, state: RunState | None, setback: Setback | None = None) -> None:
+        """`setback` is what the run makes up for, where it is no fresh start."""
         self.runners: Runners | None = None
         self.num_steps = state.step if state else 0
         """Done so far."""
-        self._loss = loss
+        self._setback = setback
         self._config = config
         self._run_dir = run_dir
         metrics.truncate_after(run_dir.metrics, state.step if state else 0)
@@ -122,8 +122,8 @@ class RunObserver:
             tracker.log(report.step, record)
         self._console.step(record)
         self._check(report, record)
-        if self._loss is not None and report.step == self._loss.step:
-            self.message(f"step {report.step} is done again, {self._loss.seconds:.0f} s after the loss")
+        if self._setback is not None and report.step == self._setback.step:
+            self.message(f"step {report.step} is done again, {self._setback.seconds:.0f} s after the loss")
         if report.step % self._config.run.show_samples_every == 0 or report.step == 1:
             await self._show(report)
 

@@ -23,7 +23,7 @@ from rlflow.roles import StagedWeights
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
 from rlflow.runtime.deadlines import within
 from rlflow.runtime.disk import TEMPORARY
-from rlflow.runtime.variables import variables
+from rlflow.runtime.environment import variables
 from rlflow.weights.engine.messages import ADAPTER_ID, WeightReport
 from rlflow.workers.engine.admission import Gate, RunningLimit
 from rlflow.workers.engine.loading import Loading, loading_of

@@ -27,7 +27,7 @@ from torch.distributed import (
     Work,
 )
 
-from rlflow.runtime.variables import variables
+from rlflow.runtime.environment import variables
 
 
 class Deadline:

@@ -1,32 +1,29 @@
-"""Processes without which a run cannot go on: how their loss is noticed, and how what is left of a fleet is ended."""
+"""The loss of a process without which a run cannot go on: noticing it, and ending what is left of the fleet."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
-
-import ray
+from typing import Any, NoReturn, TypeVar
 
 from rlflow.cluster.calls import wait_until_ended
+from rlflow.cluster.start import Fleet
 from rlflow.errors import PayloadLost, WorkerError, WorkerLost
-
-if TYPE_CHECKING:
-    from rlflow.cluster.start import Fleet
 
 T = TypeVar("T")
 
 NOTICE_S = 60.0
-"""For Ray to notice that a machine is gone. Other ranks of the trainer notice earlier, by a connection that broke."""
+"""Seconds that Ray may need to notice that a machine is gone. The other ranks of the trainer notice earlier, because a
+connection breaks."""
 
 
-async def unless_lost(fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
+async def run_unless_lost(fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`.
 
-    Raises WorkerLost, with the fleet and the work ended, when a process of `fleet.vital` is lost before; a PayloadLost
+    Raises WorkerLost, with the fleet and the work ended, when a process of `fleet.vital` is lost before. A PayloadLost
     of the work is raised as it is, with the fleet ended too.
     """
-    working, watching = asyncio.create_task(work), asyncio.create_task(_first_lost(fleet))
+    working, watching = asyncio.create_task(work), asyncio.create_task(_wait_until_one_is_lost(fleet))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         error = working.exception() if working.done() else None
@@ -36,7 +33,7 @@ async def unless_lost(fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
         if isinstance(error, WorkerError) and not is_lost and fleet.is_joined:
             await asyncio.wait((watching,), timeout=NOTICE_S)
         if watching.done() or is_lost:
-            await end_fleet(fleet)  # before the work, so that nothing that it waits for is still to come
+            await fleet.end()  # before the work, so that nothing that it waits for is still to come
         return watching.result() if watching.done() else working.result()
     finally:
         for task in (working, watching):
@@ -44,8 +41,8 @@ async def unless_lost(fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait((working, watching))
 
 
-async def _first_lost(fleet: Fleet) -> NoReturn:
-    """Wait until the first of the processes that are vital ends; raises WorkerLost."""
+async def _wait_until_one_is_lost(fleet: Fleet) -> NoReturn:
+    """Raises WorkerLost when the first of the vital processes ends."""
     ends = [asyncio.create_task(wait_until_ended(name, actor)) for name, actor in fleet.vital.items()]
     try:
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -54,12 +51,3 @@ async def _first_lost(fleet: Fleet) -> NoReturn:
     finally:
         for end in ends:
             end.cancel()
-
-
-async def end_fleet(fleet: Fleet) -> None:
-    """Kill all processes of a fleet, and give back what was reserved for them."""
-    await fleet.membership.close()
-    await fleet.engine_fleet.close()
-    for actor in fleet.actors:
-        ray.kill(actor)
-    fleet.devices.release()

@@ -10,7 +10,9 @@ import math
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
@@ -18,7 +20,6 @@ from typing import TYPE_CHECKING, Self, TextIO
 
 from rlflow.telemetry.metrics import StepRecord
 from rlflow.telemetry.samples import ShownEpisode, rows, title
-from rlflow.telemetry.sparkline import ASCII_LEVELS, UNICODE_LEVELS, Curve, sparkline
 from rlflow.telemetry.text import duration, number, printable
 
 if TYPE_CHECKING:
@@ -31,6 +32,34 @@ if TYPE_CHECKING:
 PLAIN_WIDTH = 100
 """Characters of a row of a sample where there is no terminal to ask."""
 STEPS_FOR_TIME_LEFT = 20
+UNICODE_LEVELS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+ASCII_LEVELS = "_.-=+*%#"
+
+
+class Curve:
+    """The run's values, each point the mean of as many neighbours as it takes to stay below `max_points` points."""
+
+    def __init__(self, max_points: int = 512) -> None:
+        assert max_points >= 2 and max_points % 2 == 0, f"max_points must be even and at least 2; got {max_points}"
+        self._max_points = max_points
+        self._points: list[float] = []
+        self._pending: list[float] = []
+        self._stride = 1
+
+    def add(self, value: float) -> None:
+        self._pending.append(value)
+        if len(self._pending) < self._stride:
+            return
+        self._points.append(fmean(self._pending))
+        self._pending = []
+        if len(self._points) == self._max_points:
+            self._points = [fmean(self._points[index : index + 2]) for index in range(0, self._max_points, 2)]
+            self._stride *= 2
+
+    @property
+    def points(self) -> list[float]:
+        """Oldest first; the last one may stand for fewer values than the others."""
+        return [*self._points, fmean(self._pending)] if self._pending else list(self._points)
 
 
 @dataclass(slots=True)
@@ -241,3 +270,15 @@ def _sample_panel(heading: str, lines: list[str], style: str) -> Panel:
     from rich.text import Text
 
     return Panel(Text("\n".join(lines)), title=Text(heading), title_align="left", border_style=style)
+
+
+def sparkline(points: Sequence[float], width: int, levels: str = UNICODE_LEVELS) -> str:
+    """At most `width` characters, from the lowest level at the least value to the highest at the greatest."""
+    if not points or width < 1:
+        return ""
+    count = min(width, len(points))
+    bounds = [index * len(points) // count for index in range(count + 1)]
+    means = [fmean(points[start:end]) for start, end in pairwise(bounds)]
+    low, high = min(means), max(means)
+    step = (high - low) / (len(levels) - 1)
+    return "".join(levels[round((mean - low) / step)] if step > 0 else levels[0] for mean in means)

@@ -12,8 +12,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 from rlflow.errors import RunError
 from rlflow.groups.ledger import DropReason
@@ -83,14 +82,6 @@ class MetricsFile:
         # After a full disk the buffer still holds the line; closing would try, and fail, once more.
         with disk_errors("metrics", self._path.parent):
             self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def finite(value: float | int | None) -> float | int | None:

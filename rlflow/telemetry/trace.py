@@ -15,8 +15,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rlflow.runtime.disk import disk_errors
 from rlflow.types import Span
@@ -52,14 +51,6 @@ class Trace:
             if not self._file.closed:
                 self._file.write(_END)
                 self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _open(self) -> None:
         end = self._read_rows() if self._path.exists() else 0

@@ -18,18 +18,7 @@ from rlflow.errors import RunError
 from rlflow.groups.ledger import DropReason
 from rlflow.runtime.disk import disk_errors
 from rlflow.telemetry import metrics, samples
-from rlflow.telemetry.report.charts import (
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    Bucket,
-    Chart,
-    draw,
-    make_buckets,
-    pointer_data,
-    positions,
-)
-from rlflow.telemetry.report.curves import Records, column, hold_evaluations, sections
+from rlflow.telemetry.report.curves import Chart, Records, column, hold_evaluations, make_buckets, sections
 from rlflow.telemetry.report.page import folded, page, tile
 from rlflow.telemetry.samples import ShownEpisode
 from rlflow.telemetry.text import duration, number, printable, shorten
@@ -38,6 +27,10 @@ MAX_SAMPLED_STEPS = 24
 MAX_MESSAGES = 12
 """Messages of one episode; of more, the first and the last are shown."""
 MAX_MESSAGE_CHARACTERS = 4000
+_HOW_TO_READ = (
+    '<p class="note">Point at a chart to read all of them at that step. Drag across one to zoom; a double click shows '
+    "the whole run again.</p><noscript><p>The curves need JavaScript; the numbers are below.</p></noscript>"
+)
 
 
 def write_report(run_dir: Path) -> Path:
@@ -67,17 +60,15 @@ def render(run_dir: Path, records: Records) -> str:
     name = printable(str(_setting(config, "run", "name") or run_dir.resolve().name))
     parts = [_header(name, records, config), _tiles(records)]
     if records:
-        parts += [_chart_section(title, charts, buckets) for title, charts in parts_of_page]
+        parts.append(_HOW_TO_READ)
+        parts += [_chart_section(title, charts) for title, charts in parts_of_page]
         parts.append(_groups(records[-1]))
     parts += [_samples(run_dir), _all_numbers(records), _config(config_text)]
     shown = [chart for _, charts in parts_of_page for chart in charts]
     data: dict[str, object] = {
-        "across": [round(place, 5) for place in positions(buckets)],
+        "steps": [(bucket.first_step + bucket.last_step) / 2 for bucket in buckets],
         "labels": [bucket.label for bucket in buckets],
-        "left": LEFT,
-        "right": RIGHT,
-        "height": HEIGHT,
-        "charts": {chart.key: pointer_data(chart, buckets) for chart in shown if chart.has_values},
+        "charts": {chart.key: chart.data() for chart in shown if chart.has_values},
     }
     return page(name, "".join(parts), data)
 
@@ -158,19 +149,18 @@ def _number(record: Mapping[str, Any], name: str) -> float | None:
 # -- curves
 
 
-def _chart_section(title: str, charts: Sequence[Chart], buckets: Sequence[Bucket]) -> str:
-    cards = "".join(_card(chart, buckets) for chart in charts)
-    return f'<h2>{title}</h2><div class="charts">{cards}</div>'
+def _chart_section(title: str, charts: Sequence[Chart]) -> str:
+    return f'<h2>{title}</h2><div class="charts">{"".join(map(_card, charts))}</div>'
 
 
-def _card(chart: Chart, buckets: Sequence[Bucket]) -> str:
-    drawing = draw(chart, buckets) if chart.has_values else '<p class="nothing">nothing was measured</p>'
-    readouts = []
-    for rank, series in enumerate(chart.series):
-        label = f'<span class="swatch s{rank + 1}"></span>{series.name} ' if len(chart.series) > 1 else ""
-        last = number(series.values[-1]) if series.values else "-"
-        readouts.append(f'<span>{label}<b data-readout="{chart.key}:{rank}">{last}</b>{chart.unit}</span>')
-    legend = "".join(readouts) if chart.has_values else ""
+def _card(chart: Chart) -> str:
+    drawing, legend = '<p class="nothing">nothing was measured</p>', ""
+    if chart.has_values:
+        label = html.escape(f"{chart.title} by step")
+        drawing = f'<div class="chart" role="img" aria-label="{label}" data-chart="{chart.key}"></div>'
+        for rank, series in enumerate(chart.series):
+            name = f'<span class="swatch s{rank + 1}"></span>{series.name} ' if len(chart.series) > 1 else ""
+            legend += f"<span>{name}<b data-readout>{number(series.values[-1])}</b>{chart.unit}</span>"
     note = f'<p class="note">{html.escape(chart.note)}</p>' if chart.note else ""
     return (
         f'<section class="card{" wide" if chart.wide else ""}"><header><h3>{chart.title}</h3>'

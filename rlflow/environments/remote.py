@@ -20,7 +20,8 @@ from typing import Any
 from rlflow.environments.wire import Frame, conversation_of, encode, fields_of_task, prompt_of, result_of, step_of
 from rlflow.envs.base import Endpoint, Environment, Program, Prompt, Result, Step
 from rlflow.errors import ConfigError, DeadlineError, EnvironmentFailure, EnvironmentLost
-from rlflow.processes.child import Child, FrameTooLong
+from rlflow.processes.child import Child
+from rlflow.processes.frames import FrameTooLong
 from rlflow.types import Message, Task
 
 START_TIMEOUT_S = 120.0

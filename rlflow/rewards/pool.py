@@ -15,7 +15,8 @@ import pickle
 from collections.abc import Sequence
 
 from rlflow.errors import ConfigError, DeadlineError
-from rlflow.processes.child import Child, FrameTooLong, check_size
+from rlflow.processes.child import Child
+from rlflow.processes.frames import FrameTooLong, check_size
 from rlflow.rewards.call import ChosenReward
 from rlflow.types import EpisodeEnd, Transcript, Verdict
 

@@ -1,4 +1,10 @@
-"""Evaluation beside training: fixed tasks, played on one engine that keeps one version while the others go on."""
+"""Evaluation beside training: fixed tasks, played on one engine that keeps one version while the others go on.
+
+    pin an engine -> play every task, as for training -> the mean reward -> unpin
+
+Rules: every token of an evaluation is of one version. The seeds never change. An evaluation that is lost is reported as
+lost, and the run goes on.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +30,13 @@ class Evaluation:
     step: int
     """Steps done when it began."""
     version: int
-    """The trainer's when it began; every token is of this version."""
+    """The trainer's version when it began; every token is of this version."""
     reward: float | None
     """Mean over the episodes with a verdict; None when there is none, and then `detail` says why."""
     num_episodes: int
     """Episodes with a verdict."""
     num_failed: int
-    """Episodes without; they are not in `reward`."""
+    """Episodes without a verdict; they are not in `reward`."""
     spans: list[Span]
     detail: str = ""
 
@@ -38,9 +44,9 @@ class Evaluation:
 async def evaluate(
     config: Config, workers: Workers, tasks: Sequence[Task], *, engine: int, step: int, version: int
 ) -> Evaluation:
-    """Play every task `eval.episodes` times on `engine`, pinned at `version`, and unpin it; the seeds never change.
+    """Play every task `eval.episodes` times on `engine`, which is pinned at `version`, and unpin it.
 
-    An engine or a runner that is lost takes the evaluation along: that is its result, and the run goes on.
+    If the engine or a runner is lost, that is the result: no reward, and a `detail`.
     """
     try:
         played = await _play_pinned(config, workers, tasks, engine)
@@ -62,7 +68,7 @@ async def _play_pinned(config: Config, workers: Workers, tasks: Sequence[Task], 
     places = asyncio.Semaphore(AT_ONCE)
 
     async def play(index: int, task: Task) -> PlayedGroup:
-        # A negative id is no group of the ledger.
+        # A negative id: the ledger has no such group.
         order = GroupOrder(group_id=-1 - index, task=task, num_episodes=config.eval.episodes, seed=index, engine=engine)
         async with places:
             return await within(f"evaluating task {task.id}", deadlines.group_s, workers.runners.play(order))

@@ -1,4 +1,13 @@
-"""One run from its settings to its report: directory, environment, model, Ray, driver, telemetry, signals."""
+"""One run, from its settings to its report.
+
+    Config -> checks -> environment, tasks, model -> run directory -> Ray -> fleet -> Driver -> report
+                                                          ^                          |
+                                                          +-- newest checkpoint <-- Setback: a machine was lost
+
+Rules: whatever the settings can have wrong is found before anything is started. One process writes a run's directory.
+A signal ends the run after its step, with everything saved. After a loss of what only checkpoints hold, the run goes on
+from the newest one, at most MAX_RESTARTS times without a newer one.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +50,7 @@ class _Run:
     run_dir: RunDir
     state: RunState | None
     setback: Setback | None = None
-    """What this start makes up for; None at the first one of this process."""
+    """The loss that this start makes up for; None at the first start of this process."""
 
 
 def train(config: Config) -> int:
@@ -53,14 +62,14 @@ def train(config: Config) -> int:
     check(config)
     check_functions(config)
     spec = load_environment(config.env, config.reward)
-    # Before anything is started: a wrong row of the data set, or a curriculum that does not exist, ends here.
+    # Before anything is started: a wrong row of the data set, or a curriculum that does not exist, fails here.
     tasks = spec.tasks()
     TaskSampler(tasks, config.run.seed, config.curriculum)
     evaluation_tasks = held_out_tasks(config, spec)
     model_path = resolve_model(config.model.path)
     reward_model_path = resolve_reward_model(config.reward.model) if config.reward.model is not None else None
     with claim(config) as run_dir:
-        state = _state_of(run_dir)
+        state = read_state(run_dir.resume_from) if run_dir.resume_from else None
         if state is not None and state.step >= config.run.steps:
             print(f"{run_dir.path} already has {state.step} of {config.run.steps} steps; raise run.steps to go on")
             return 0
@@ -80,14 +89,10 @@ def train(config: Config) -> int:
     return 0 if ended_by is None else 128 + ended_by
 
 
-def _state_of(run_dir: RunDir) -> RunState | None:
-    return read_state(run_dir.resume_from) if run_dir.resume_from else None
-
-
 async def _train(run: _Run) -> signal.Signals | None:
-    """The signal that ended the run before its last step, if one did.
+    """Start the fleet and drive it, and do both again after a loss, from the newest checkpoint.
 
-    What a lost trainer held is in checkpoints only, so that the run goes on as a resumed one does.
+    Returns the signal that ended the run before its last step, if one did.
     """
     stopper = Stopper(lambda: _last_saved(run.run_dir))
     restarts = Restarts(run.state.step if run.state else 0)
@@ -107,7 +112,7 @@ async def _train(run: _Run) -> signal.Signals | None:
                         observer.alarm(f"{error}; {_last_saved(run.run_dir)}, and the run was asked to stop")
                         return stopper.signal
                     if fleet is None and run.setback is None:
-                        raise  # one that has never worked would end no better the next time
+                        raise  # it has never worked, so it would fail again
                     run = _after(error, run, observer, restarts)
                 finally:
                     if fleet is not None:
@@ -136,9 +141,9 @@ def _last_saved(run_dir: RunDir) -> str:
 
 
 def _after(error: WorkerLost | PayloadLost, run: _Run, observer: RunObserver, restarts: Restarts) -> _Run:
-    """The run from its newest checkpoint on; raises the error when it has been there too often."""
+    """The run from its newest checkpoint on. Raises the error when it has been restarted from there too often."""
     run_dir = rewound(run.run_dir)
-    state = _state_of(run_dir)
+    state = read_state(run_dir.resume_from) if run_dir.resume_from else None
     step = state.step if state else 0
     number = restarts.count(error, step)
     setback = larger_setback(run.setback, observer.num_steps)
@@ -150,7 +155,7 @@ def _after(error: WorkerLost | PayloadLost, run: _Run, observer: RunObserver, re
 
 
 async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stopper) -> int:
-    """The steps that are done in the end."""
+    """Train to the end, or until asked to stop; returns the steps done."""
     observer.runners = fleet.workers.runners
     ledger = Ledger(run.run_dir.ledger)
     driver = Driver(
@@ -180,7 +185,7 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stoppe
 
 
 async def _watch_engines(fleet: Fleet, driver: Driver) -> None:
-    """A run without engines would otherwise end at a deadline only."""
+    """End the run when no engine is left; otherwise only a deadline would."""
     try:
         await fleet.engine_fleet.wait_until_failed()
     except RunError as error:

@@ -69,7 +69,7 @@ async def answer(who: str, reference: Any, what: str = "") -> Any:
             raise PayloadLost(f"what the {who} was to read was stored on a machine that is lost") from error
         raise WorkerError(f"the {who} failed: {type(cause).__name__}: {cause}") from error
     except RayActorError as error:
-        raise worker_lost(who, error) from error
+        raise _lost(who, error) from error
     except ObjectLostError as error:
         raise PayloadLost(f"what the {who} answered was stored on a machine that is lost") from error
     except RayError as error:
@@ -78,7 +78,7 @@ async def answer(who: str, reference: Any, what: str = "") -> Any:
         _open.pop(number, None)
 
 
-def worker_lost(who: str, error: RayActorError) -> WorkerLost:
+def _lost(who: str, error: RayActorError) -> WorkerLost:
     if isinstance(error, ActorUnavailableError):
         return WorkerLost(f"the {who} died, or its machine cannot be reached")  # Ray does not know yet
     return WorkerLost(f"the {who} died: {first_line(error)}")
@@ -95,7 +95,7 @@ async def wait_until_ended(who: str, actor: Any) -> NoReturn:
     try:
         await call  # when the wait is cancelled, the call goes on: it cannot be cancelled
     except RayActorError as error:
-        raise worker_lost(who, error) from error
+        raise _lost(who, error) from error
     raise AssertionError("this call never returns")
 
 

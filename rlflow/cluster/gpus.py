@@ -19,11 +19,6 @@ class GpuPlan:
     """GPUs of one engine."""
 
     @property
-    def share(self) -> float:
-        """The part of a trainer's GPU that each process on it asks Ray for."""
-        return 1 / len(self.sharing)
-
-    @property
     def own(self) -> dict[ProcessKind, int]:
         """GPUs of each kind that shares none, and the trainer's."""
         return {

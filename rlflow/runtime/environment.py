@@ -11,15 +11,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 SPINS = "50000"
-"""Turns (about 0.1 ms) that an idle thread waits for the next piece of work before it sleeps: long enough for the gap
-between two kernels, short enough to leave the core to the other processes of the run."""
+"""Turns (about 0.1 ms) that an idle thread waits for work before it sleeps: long enough for the gap between two
+kernels, short enough to leave the core to the other processes of the run."""
 
 # From malloc.h. Large tensors then come from memory that the process keeps, instead of from fresh pages each time.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _NEVER = 2**31 - 1
 
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
-"""Environment of a process that computes on another thread than its main one, where glibc would keep no memory: see
+"""For a process that computes on a thread other than its main one, where glibc would keep no memory; see
 `keep_memory`."""
 
 
@@ -30,7 +30,7 @@ def share_cpu(threads: int) -> None:
 
 
 def keep_memory() -> None:
-    """Let glibc keep what is freed: giving large blocks back and faulting them in again costs a tenth of a step."""
+    """Let glibc keep freed memory: returning large blocks and faulting them in again costs a tenth of a step."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_MAX, 0)

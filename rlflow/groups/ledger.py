@@ -151,9 +151,6 @@ class Ledger:
     def num_trained(self) -> int:
         return self._counts[GroupState.TRAINED]
 
-    def num_dropped(self, reason: DropReason) -> int:
-        return self._dropped[reason]
-
     def counts(self) -> dict[str, int]:
         """Groups by state, dropped ones by reason ("dropped_stale"), and "admitted_total", their sum."""
         return _with_total(self._counts, self._dropped)

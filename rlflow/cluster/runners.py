@@ -54,7 +54,7 @@ def start_runners(
 
 
 def shares_of(leases: Sequence[str], runners: int) -> list[Sequence[str]]:
-    """The leases of each of `runners` runners, or of fewer where there are fewer leases.
+    """The leases of each runner; for fewer than `runners` runners if there are fewer leases.
 
     Example: shares_of(("a", "b", "c"), 2) == [("a", "c"), ("b",)]; shares_of((), 2) == [(), ()]
     """

@@ -79,7 +79,7 @@ class Fleet:
     engine_fleet: EngineFleet
     membership: Membership
     ranks: list[Any]
-    """Of the trainer, then of the critic."""
+    """The ranks of the trainer, then those of the critic."""
     rewards: list[Any]
     vital: dict[str, Any]
     """Name -> actor that Ray does not restart."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from rlflow.telemetry.metrics import StepRecord
@@ -91,9 +90,7 @@ class Console:
             self._start_live()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
         self._live = self._rich = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from rlflow.config import Config
@@ -34,10 +33,10 @@ class RunObserver:
     """The driver's Observer of a real run. `runners` must be set before the first step."""
 
     def __init__(self, config: Config, run_dir: RunDir, state: RunState | None, setback: Setback | None = None) -> None:
-        """`setback` is what the run makes up for, where it is no fresh start."""
+        """`setback` is the loss that this start makes up for; None for a start without one."""
         self.runners: Runners | None = None
         self.num_steps = state.step if state else 0
-        """Done so far."""
+        """Steps done so far."""
         self._setback = setback
         self._config = config
         self._run_dir = run_dir
@@ -54,19 +53,17 @@ class RunObserver:
         self._trace = Trace(run_dir.path / "trace.json")
         self._trackers = open_trackers(config.trackers, run_dir.path, flatten(plain(config)))
         self._console = Console(config.run.steps, run_dir.path)
+        self._closing = ExitStack()
+        for each in (self._file, self._evaluations, self._trace, *self._trackers):
+            if each is not None:
+                self._closing.callback(each.close)
 
     def __enter__(self) -> Self:
-        self._console.__enter__()
+        self._closing.enter_context(self._console)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with ExitStack() as closing:
-            for each in (self._file, self._evaluations, self._trace, *self._trackers):
-                if each is not None:
-                    closing.callback(each.close)
-            self._console.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
 
     def message(self, text: str) -> None:
         self._console.message(text)

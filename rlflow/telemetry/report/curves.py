@@ -139,7 +139,7 @@ def axis(chart: Chart) -> tuple[float, float]:
 
 
 def column(records: Records, name: str) -> list[float | None]:
-    """The finite numbers of one metric, one for each record; None where a record has none."""
+    """The finite numbers of one metric, one for each record; None when a record has none."""
     values = (record.get(name) for record in records)
     return [float(value) if isinstance(value, int | float) and math.isfinite(value) else None for value in values]
 

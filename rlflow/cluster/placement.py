@@ -33,17 +33,16 @@ def fit(config: Config, machines: Sequence[Machine]) -> Placed:
     """Where everything goes. Raises ConfigError, with the arithmetic, when it does not fit."""
     if config.weights.transport is not None:
         return _fit(config, machines)
-    by = {
-        way: replace(config, weights=replace(config.weights, transport=way)) for way in (Transport.shm, Transport.p2p)
-    }
+    ways = (Transport.shm, Transport.p2p)
+    shm, p2p = (replace(config, weights=replace(config.weights, transport=way)) for way in ways)
     try:
-        return _fit(by[Transport.shm], machines)
+        return _fit(shm, machines)
     except ConfigError:
         # p2p sends each rank's part, and no rank holds a part of merged adapters; two processes on one GPU cannot talk
         # through NCCL.
         if config.lora.rank is not None or config.cluster.placement is Placement.colocated:
             raise
-        return _fit(by[Transport.p2p], machines)
+        return _fit(p2p, machines)
 
 
 def _fit(config: Config, machines: Sequence[Machine]) -> Placed:

@@ -65,10 +65,10 @@ def slots_of(config: Config, *, on_gpus: bool) -> list[Slot]:
         if kind in sharing and kind is not ProcessKind.trainer:
             continue
         for index in range(count):
-            sharers = (
-                [other for other in sharing if index < plan.counts[other]] if kind is ProcessKind.trainer else [kind]
-            )
-            slots.append(_slot(config, plan, [(other, index) for other in sharers], on_gpus=on_gpus))
+            processes = [(kind, index)]
+            if kind is ProcessKind.trainer:
+                processes += [(other, index) for other in sharing if other is not kind and index < plan.counts[other]]
+            slots.append(_slot(config, plan, processes, on_gpus=on_gpus))
     waiting = [(ProcessKind.runner, index) for index in range(num_runners(config))]
     if config.reward.model is None:
         waiting.append((ProcessKind.reward, 0))
@@ -84,8 +84,6 @@ def num_runners(config: Config) -> int:
 
 
 def _slot(config: Config, plan: GpuPlan, processes: list[tuple[ProcessKind, int]], *, on_gpus: bool) -> Slot:
-    # The trainer names the slot that others share with it.
-    processes.sort(key=lambda each: each[0] is not ProcessKind.trainer)
     lead = processes[0][0]
     pools = {kind: pool_of(config.cluster.pools, kind) for kind, _ in processes}
     if len(set(pools.values())) > 1:

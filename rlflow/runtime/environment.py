@@ -19,7 +19,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _NEVER = 2**31 - 1
 
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
-"""Environment of a process that computes beside its main thread, where glibc would keep no memory: see `keep_memory`."""
+"""Environment of a process that computes beside its main thread, where glibc keeps no memory; see `keep_memory`."""
 
 
 def share_cpu(threads: int) -> None:

@@ -28,7 +28,7 @@ from rlflow.rollout.client import EngineHandle
 from rlflow.rollout.gateway.server import Gateway
 from rlflow.runtime.deadlines import within
 from rlflow.types import EpisodePayload, GroupOrder, Message, PayloadRef, PlayedGroup
-from rlflow.workers.episode import EpisodeRunner
+from rlflow.workers.runner import EpisodeRunner
 
 _WHO = "episode runner"
 
@@ -79,7 +79,7 @@ class RunnerActor(EpisodeRunner):
         self._gateway = Gateway()
         self._starting = asyncio.Lock()
         self._is_started = False
-        super().__init__(config, model_path, self._pool, scorer_of(config, rewards), *found, door=self._gateway)
+        super().__init__(config, model_path, self._pool, scorer_of(config, rewards), *found, gateway=self._gateway)
         # Also after a restart: it waits until it is told who serves now.
         self._client.set_serving(())
 

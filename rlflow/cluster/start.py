@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import ray
 
-from rlflow.algorithms.chosen import needs_critic
+from rlflow.algorithms.registry import needs_critic
 from rlflow.cluster.calls import DISK, WATCH, RayActorCritic, RayReference, RayTrainer, answer, open_calls
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine

@@ -431,10 +431,12 @@ def test_the_band_of_the_reward_is_one_standard_deviation_to_each_side() -> None
     assert reward.data()["bands"] == [[[0.25, None], [0.75, None]]]
 
 
-def test_the_library_that_draws_is_carried_with_its_licence() -> None:
+def test_a_report_carries_the_library_that_draws_and_its_licence(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "metrics.jsonl", make_record(1))
+    text = write_report(tmp_path).read_text()
     folder = resources.files("rlflow.telemetry.report") / "uplot"
-    assert "MIT License" in (folder / "LICENSE").read_text()
-    assert "</script" not in (folder / "uPlot.iife.min.js").read_text()
+    for name in ("LICENSE", "uPlot.iife.min.js", "uPlot.min.css"):
+        assert (folder / name).read_text() in text
 
 
 class Page(HTMLParser):

@@ -1,6 +1,6 @@
 """The frame of the report: style sheet, scripts and the small pieces of HTML. Nothing is fetched from anywhere.
 
-The curves are drawn by uPlot (uplot/, MIT licence), which the page carries whole.
+The curves are drawn by uPlot (uplot/, MIT licence), which the page carries whole, with its licence.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ _FILES = resources.files("rlflow.telemetry.report")
 
 def page(title: str, body: str, data: dict[str, object]) -> str:
     """The whole document; `body` is HTML, `data` is what the script reads."""
-    style, uplot_style, script, uplot = (
+    style, script, licence, uplot_style, uplot = (
         (_FILES / name).read_text(encoding="utf-8")
-        for name in ("report.css", "uplot/uPlot.min.css", "report.js", "uplot/uPlot.iife.min.js")
+        for name in ("report.css", "report.js", "uplot/LICENSE", "uplot/uPlot.min.css", "uplot/uPlot.iife.min.js")
     )
     # "<" would let a string of the data end the script element.
     content = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    scripts = f'<script type="application/json" id="data">{content}</script><script>{uplot}\n{script}</script>'
+    code = f"/* {licence}*/\n{uplot}\n{script}"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{html.escape(title)} - rlflow</title><style>{uplot_style}\n{style}</style></head>\n"
-        f'<body><main>{body}</main><div id="tip"></div>\n{scripts}</body></html>\n'
+        f'<body><main>{body}</main><div id="tip"></div>\n'
+        f'<script type="application/json" id="data">{content}</script><script>{code}</script></body></html>\n'
     )
 
 

@@ -1,6 +1,6 @@
 """The words of the system, in the order in which they follow each other:
 
-    Task -> GroupOrder -> Turn, Turn, ... -> Sample -> Verdict -> PlayedGroup -> ReadyGroup -> TrainSample
+    Task -> GroupOrder -> Turns -> Transcript -> Verdict, Samples -> PlayedGroup -> ReadyGroup -> TrainSamples
 
 What carries tokens (Turn, Sample, EpisodePayload, TrainSample) is read by workers only and lies in Ray's object store.
 Everything else is small metadata: the driver holds counts, versions, rewards and handles, and never a token.

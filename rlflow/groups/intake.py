@@ -8,8 +8,9 @@
 Rules:
 - Every admitted group leaves through `take` or through `_drop`, exactly once.
 - No more groups start than `staleness.admission_budget` allows, and none while the ready ones hold too many bytes.
-- A group that is too old for the update is dropped here, whatever has let it through before.
-- A group that fails is played again; many failures in a row end the run. What is not a lost group ends it at once.
+- A group that is too old for the update is dropped here at the latest, by the rules of `staleness`.
+- A task whose group failed, or came too late, is played again. Many failures in a row end the run; any error but a lost
+  group ends it at once.
 
 The main loop of `driver.py` calls `admit` when there may be room and `take` when it can train. It meets the groups'
 tasks in the ledger, in the ready queue and in one event.

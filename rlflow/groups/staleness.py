@@ -3,9 +3,9 @@
     counts -> admission_budget, next_target -> how many groups start
     versions -> is_too_late -> trained or dropped
 
-Rule: an update of version v uses no token that was sampled before version v - staleness.max_versions. The budget starts
-no more groups than there are places in the updates that may use them; `ready.py` decides which ready group goes first;
-`is_too_late` is the last gate.
+Rule: an update of version v uses no token that was sampled before version v - staleness.max_versions, unless
+staleness.late=train asks for it. The budget starts no more groups than there are places in the updates that may use
+them; `ready.py` decides which ready group goes first; `is_too_late` is the last gate.
 """
 
 from __future__ import annotations

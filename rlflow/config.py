@@ -70,7 +70,7 @@ class Placement(StrEnum):
     separate = "separate"
 
 
-class Process(StrEnum):
+class ProcessKind(StrEnum):
     """A kind of process; the first five compute, on GPUs where there are any, and take them in this order."""
 
     engine = "engine"
@@ -392,7 +392,7 @@ POOL_LABEL = "rlflow-pool"
 class PoolConfig:
     """Machines of one kind, and what runs on them; in a Ray cluster the nodes with the label rlflow-pool=NAME."""
 
-    processes: list[Process] | None = None
+    processes: list[ProcessKind] | None = None
     """What runs here; null: everything that no other pool has."""
     machines: int | None = None
     """How many; null with a Ray cluster that is there: as many as it has."""

@@ -1,25 +1,42 @@
-"""THE training loop. It steers workers through the Protocols of `roles.py` and holds metadata only.
+"""THE training loop. It steers workers through the Protocols of `roles.py`.
 
-    intake (sampler -> ... -> ready queue) -> take -> accumulate -> step -> stage weights -> engines load -> admit ...
+    TaskSampler --task--> admit <-------------------------------------------+   groups/intake.py:
+       ^                    |  a GroupOrder, within the staleness bound     |   one asyncio task for each live group
+       |                    v                                               |
+       |        Runners.play: engines sample, environments reply, rewards score -> PlayedGroup
+       |                    |                                               |
+       +-- put back ---- Grader: who counts, which advantage -> ReadyGroup  |
+                            |                                               |
+                 Reference.logprobs, when KL is on                          |
+                            v                                               |
+                       ReadyQueue                                           |
+                            | take                                          |
+                            v                                               |   here: the main task
+       Trainer.accumulate -> Trainer.step: one update, version + 1          |
+                            |                                               |
+                            +--> Trainer.stage_weights -> Engines.load -----+   publisher.py: beside the next step
+                            +--> Trainer.snapshot -> checkpoint                 saver.py: beside the next steps
 
-Four things happen at once: the live groups (`intake.py`), the main task here, which takes ready groups into steps, the
-engines' loading of the version before (`publisher.py`), and the writing of a checkpoint (`saver.py`). Synchronous
-training is `max_versions` 0 in this same loop: the admission budget then opens only when the engines have the new
-version.
+Rules (numbers as in docs/architecture.md, "What always holds"):
+ 1. Every admitted group ends exactly once: trained, or dropped with a reason. The ledger counts them.
+ 2. An update of version v uses no token that was sampled before version v - staleness.max_versions, unless
+    staleness.late=train asks for it.
+ 3. Synchronous training is max_versions 0 in this same loop: no group is admitted before the engines have the version.
+ 9. Every wait has a name and a deadline.
+10. The driver holds metadata only; payloads are handles, and it never opens one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from rlflow.config import Config, Late, Placement
 from rlflow.errors import ConfigError, DeadlineError, PayloadLost, RunError, WorkerLost
-from rlflow.groups import staleness
 from rlflow.groups.evaluation import Evaluation, evaluate
 from rlflow.groups.intake import Intake, Listener, Progress
 from rlflow.groups.ledger import GroupState, Ledger
@@ -31,18 +48,16 @@ from rlflow.runtime.deadlines import within
 from rlflow.saver import SaveListener, Saver
 from rlflow.types import EpisodeSummary, PayloadRef, ReadyGroup, Span, Task
 
-T = TypeVar("T")
-
 MAX_SKIPPED_UPDATES = 3
 """Updates in a row that may be skipped for a gradient that is not finite."""
 ANSWER_S = 120.0
-"""For a trainer to copy its state after one of its ranks has lost what it was to read. Others may wait for that rank in
-a collective, until a deadline that is longer than the steps since the last checkpoint are worth."""
+"""Seconds for a trainer to copy its state after one of its ranks has lost what it was to read. The other ranks may wait
+for that rank in a collective, up to a deadline that costs more than the steps since the last checkpoint."""
 
 
 @dataclass(kw_only=True, slots=True)
 class StepReport:
-    """Everything about one step, for whoever tells people about it."""
+    """Everything about one step, for the observer."""
 
     step: int
     """Counted from 1."""
@@ -59,18 +74,18 @@ class StepReport:
     """(task id, summary, handle) of the worst and the best trained episode."""
     outcome: StepOutcome
     pause_s: float
-    """Longest time that an engine did not sample for new weights, of the loads that ended since the last report."""
+    """The longest pause of an engine for new weights, among the loads that ended since the last report."""
     spans: list[Span]
     counts: dict[str, int]
     num_ready: int
     curriculum: dict[str, float]
-    """What the curriculum says of itself, by the names in the record."""
+    """The curriculum's own metrics, by their names in the record."""
     num_zero_std: int
     """Groups of the step whose episodes all had the same reward."""
 
 
 class Observer(Listener, PublishListener, SaveListener, Protocol):
-    """Told what happens; must not fail the run for a reason of its own, other than a full disk."""
+    """Told what happens; only a full disk may make it fail the run."""
 
     async def step(self, report: StepReport) -> None: ...
 
@@ -107,14 +122,9 @@ class Driver:
         """Since the last report."""
         self._skipped_in_a_row = 0
         self._is_updating = False
-        """From the order to update until the step is counted."""
+        """True from the order to update until the step is counted."""
         self._publisher = Publisher(
-            config=config,
-            workers=workers,
-            intake=self._intake,
-            progress=self._progress,
-            listener=observer,
-            now=now,
+            config=config, workers=workers, intake=self._intake, progress=self._progress, listener=observer, now=now
         )
         self._saver = Saver(
             config=config,
@@ -132,19 +142,19 @@ class Driver:
     async def run(self) -> None:
         try:
             await self._publisher.hand_over(await self._publisher.stage())
-            await self._publisher.loaded()
+            await self._publisher.wait_until_loaded()
             while self._progress.step < self._config.run.steps and not self._progress.stop_requested:
                 await self._train_one_step()
             await self._finish()
         except (ConfigError, RunError) as error:
             if isinstance(error, DeadlineError):
                 error.add_note(self.describe())  # now, while everything still waits
-            if not isinstance(error, WorkerLost):  # nobody is left to save
+            if not isinstance(error, WorkerLost):  # else nobody is left who could save
                 await self._save_after(error)
             raise
         finally:
             await self._end_tasks()
-            await self._saver.ended()
+            await self._saver.wait_until_ended()
 
     @property
     def step(self) -> int:
@@ -156,7 +166,7 @@ class Driver:
         self._progress.stop_requested = True
 
     def fail(self, error: BaseException) -> None:
-        """End the run with this error: something beside the loop has failed for good."""
+        """End the run with this error, because something beside the loop has failed for good."""
         self._intake.fail(error)
 
     async def restore(self, folder: Path, state: RunState) -> None:
@@ -164,7 +174,7 @@ class Driver:
         await self._saver.restore(folder, state)
 
     def describe(self) -> str:
-        """Where the run stands and what everything in it is doing, for the message of a run that stalls."""
+        """Where the run stands and what everything in it is doing; for the message when it stalls."""
         progress = self._progress
         head = f"step {progress.step + 1} of {self._config.run.steps}, version {progress.version}"
         where = f"{head}; {self._intake.why_nothing_is_ready()}"
@@ -177,7 +187,8 @@ class Driver:
         began_s = asyncio.get_running_loop().time()
         groups = await self._accumulate_step()
         self._is_updating = True
-        outcome = await self._call_trainer("the optimiser step", self._workers.trainer.step())
+        stepping = self._workers.trainer.step()
+        outcome = await within("the optimiser step", self._config.deadlines.train_s, stepping)
         self._is_updating = outcome.applied
         self._spans += outcome.spans
         self._count_update(outcome)
@@ -189,7 +200,7 @@ class Driver:
         staged = await self._publisher.stage() if outcome.applied or self._is_colocated else None
         await self._saver.take_if_due()
         if staged is None:
-            await self._publisher.loaded()
+            await self._publisher.wait_until_loaded()
             self._progress.served_step = self._progress.step
         else:
             await self._publisher.hand_over(staged)
@@ -201,9 +212,9 @@ class Driver:
             self._intake.admit()
 
     async def _accumulate_step(self) -> list[ReadyGroup]:
-        """One step's groups, their gradients accumulated: as they come, or together at the end."""
-        judge = self._intake.judge
-        together = self._is_colocated or not self._config.trainer.streaming or judge.needs_batch
+        """One step's groups, with their gradients accumulated: as they come, or all at the end."""
+        grader = self._intake.grader
+        together = self._is_colocated or not self._config.trainer.streaming or grader.needs_batch
         size = self._config.algorithm.groups_per_step
         groups: list[ReadyGroup] = []
         while len(groups) < size:
@@ -214,16 +225,20 @@ class Driver:
                 await self._accumulate(taken)
         await self._wake_trainer()
         if together:
-            judge.assign(groups)
+            grader.assign(groups)
             await self._accumulate(groups)
         return groups
 
     async def _accumulate(self, groups: list[ReadyGroup]) -> None:
         self._observer.phase("training")
         masks = self._config.staleness.late is Late.mask
-        accumulating = self._workers.trainer.accumulate(groups, self._oldest_allowed if masks else None)
-        hint = "raise deadlines.train_s if a step takes this long"
-        self._spans += await self._call_trainer("accumulating gradients", accumulating, hint)
+        accumulating = self._workers.trainer.accumulate(groups, self._intake.oldest_allowed if masks else None)
+        self._spans += await within(
+            "accumulating gradients",
+            self._config.deadlines.train_s,
+            accumulating,
+            "raise deadlines.train_s if a step takes this long",
+        )
 
     def _count_update(self, outcome: StepOutcome) -> None:
         if outcome.applied:
@@ -239,7 +254,7 @@ class Driver:
             )
 
     async def _wake_trainer(self) -> None:
-        """Give the devices to the trainer, where it shares them; the engines have them back with the next version."""
+        """Give shared devices to the trainer; the engines get them back with the next version."""
         if self._is_colocated:
             deadline = self._config.deadlines.weights_s
             await within("putting the engines to sleep", deadline, self._workers.engines.sleep())
@@ -251,8 +266,8 @@ class Driver:
         every = self._config.eval.every
         if not every or self._progress.step % every:
             return
-        await self._evaluated()
-        await self._publisher.loaded()
+        await self._wait_until_evaluated()
+        await self._publisher.wait_until_loaded()
         pinning = self._workers.engines.pin()
         evaluating = evaluate(
             self._config,
@@ -264,17 +279,17 @@ class Driver:
         )
         self._evaluating = asyncio.create_task(evaluating, name="evaluation")
         if self._is_colocated:
-            await self._evaluated()  # the engines are about to sleep
+            await self._wait_until_evaluated()  # the engines are about to sleep
 
-    async def _evaluated(self) -> None:
-        """Wait for the evaluation under way, if there is one, and tell its result."""
+    async def _wait_until_evaluated(self) -> None:
+        """Wait for the evaluation under way, if there is one, and report its result."""
         if self._evaluating is not None:
             self._observer.phase("evaluating")
             await asyncio.wait([self._evaluating])
             self._tell_evaluation()
 
     def _tell_evaluation(self) -> None:
-        """Pass on the result of an evaluation that has ended; raises what made it fail."""
+        """Report the result of an evaluation that has ended; raises what made it fail."""
         task = self._evaluating
         if task is not None and task.done():
             self._evaluating = None
@@ -312,37 +327,37 @@ class Driver:
     # -- the end
 
     async def _finish(self) -> None:
-        await self._evaluated()
-        await self._publisher.loaded()
+        await self._wait_until_evaluated()
+        await self._publisher.wait_until_loaded()
         await self._cancel_unfinished()
-        await self._saver.written()
+        await self._saver.wait_until_written()
         await self._save()
 
     async def _save(self, deadline_s: float | None = None) -> None:
-        """Write a checkpoint of this moment, unless this step has one; returns when it is on the disk.
+        """Write a checkpoint of this moment, unless this step has one; returns when it is on disk.
 
-        One that is given up, because ready groups were lost meanwhile, is taken once more without them; WorkerLost when
-        that one is given up too, so that the run goes on from the checkpoint before.
+        A checkpoint is given up when ready groups are lost meanwhile. It is then taken once more, without them. If that
+        one is given up too, raises WorkerLost, so that the run goes on from the checkpoint before.
         """
-        await self._saver.ended()
+        await self._saver.wait_until_ended()
         if self._saver.saved_step == self._progress.step:
             return
         await self._wake_trainer()
         for _ in range(2):
             await self._saver.take(deadline_s)
             self._saver.write()
-            await self._saver.written()
+            await self._saver.wait_until_written()
             if self._saver.saved_step == self._progress.step:
                 return
         raise WorkerLost("ready groups were lost, twice, while the last checkpoint was written")
 
     async def _cancel_unfinished(self) -> None:
-        """End the groups that no step will use; with a later resume in mind, ready groups stay."""
+        """End the groups that no step will use. Ready groups stay if the run may be resumed."""
         await self._end_tasks()
         self._intake.cancel_unfinished(keep_ready=self._progress.step < self._config.run.steps)
 
     async def _save_after(self, error: ConfigError | RunError) -> None:
-        """Keep the steps since the last checkpoint, if the trainer still answers and holds a single version."""
+        """Save the steps since the last checkpoint, if the trainer still answers and holds a single version."""
         why = "the steps since the last checkpoint could not be saved"
         try:
             await self._cancel_unfinished()
@@ -350,7 +365,7 @@ class Driver:
                 error.add_note(f"{why}: the update may have been done in part")
             else:
                 await self._save(ANSWER_S if isinstance(error, PayloadLost) else None)
-        except Exception as second:  # whatever it is, the person is told of the first
+        except Exception as second:  # of any kind: the first error is the one to report
             error.add_note(f"{why}: {second or repr(second)}")
 
     async def _end_tasks(self) -> None:
@@ -360,20 +375,9 @@ class Driver:
             self._evaluating.cancel()
             await asyncio.wait([self._evaluating])
 
-    # -- shorthands
-
     @property
     def _is_colocated(self) -> bool:
         return self._config.cluster.placement is Placement.colocated
-
-    @property
-    def _oldest_allowed(self) -> int:
-        return staleness.oldest_allowed(
-            version=self._progress.version, max_versions=self._config.staleness.max_versions
-        )
-
-    async def _call_trainer(self, what: str, call: Awaitable[T], hint: str = "") -> T:
-        return await within(what, self._config.deadlines.train_s, call, hint)
 
 
 def _has_equal_rewards(group: ReadyGroup) -> bool:

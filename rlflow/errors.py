@@ -27,11 +27,11 @@ class WorkerError(RunError):
 
 
 class WorkerLost(WorkerError):
-    """The process of a worker ended: trying again cannot help."""
+    """The process of a worker ended; trying again cannot help."""
 
 
 class PayloadLost(WorkerError):
-    """What a worker was to read, or has answered, was stored on a machine that is lost; the worker may be well."""
+    """What a worker was to read, or has answered, was stored on a machine that is lost. The worker itself may live."""
 
 
 class EngineLost(WorkerError):
@@ -39,23 +39,23 @@ class EngineLost(WorkerError):
 
 
 class RewardLost(WorkerError):
-    """A process that scores died, or will not come back."""
+    """A process that scores died, or does not come back."""
 
 
 class EnvironmentFailure(Exception):
-    """Code of the environment raised, or returned what it must not; the text says in which call, and what and where."""
+    """The environment's code raised, or returned what it must not; the text says in which call, what and where."""
 
 
 class EnvironmentLost(EnvironmentFailure):
-    """The process of the environment ended, through this episode or another one."""
+    """The environment's process ended, because of this episode or another one."""
 
 
 class NoReply(Exception):
-    """An episode's limits leave no further reply; `EpisodeEnd` of the chat says which."""
+    """An episode's limits allow no further reply; the chat's `EpisodeEnd` says which limit."""
 
 
 class SandboxError(RunError):
-    """A program could not be run in its sandbox; this says nothing about the program."""
+    """The sandbox failed to run a program; this says nothing about the program."""
 
 
 class WeightsOvertaken(RunError):
@@ -63,15 +63,15 @@ class WeightsOvertaken(RunError):
 
 
 class WeightsDamaged(RunError):
-    """Weights on disk are not what was written; nothing of them was applied, and the next anchor needs none of them."""
+    """Weights on disk are not what was written. None of them was applied, and the next anchor does not need them."""
 
 
 class NotACopy(RunError):
-    """An engine does more with a weight than to copy it when it loads it, so that it must be sent whole."""
+    """An engine does more than copy a weight when it loads it, so the weight must be sent whole."""
 
 
 class StaleGroup(RunError):
-    """A group was ended because it holds tokens that no update may use any more."""
+    """A group was ended because it holds tokens that are too old for any update."""
 
 
 class DeadlineError(RunError):
@@ -89,14 +89,14 @@ class DeadlineError(RunError):
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message; its kind where there is none."""
+    """The first line of an error's message; its type if there is none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def describe_failure(error: BaseException) -> str:
-    """Kind, message and place of an error in other people's code.
+    """Type, message and place of an error in other people's code.
 
-    The place is the innermost one that is neither in Python's library nor in rlflow, if there is one.
+    The place is the innermost one outside Python's library and rlflow, if there is one.
     """
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if _is_theirs(frame.filename)] or frames

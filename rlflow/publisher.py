@@ -1,6 +1,9 @@
-"""From the trainer into the engines: a version is laid out, and loaded while training goes on.
+"""A version of the weights, from the trainer into the engines while training goes on.
 
-stage: where the engines read it -> hand_over: they load it -> loaded: groups are admitted under it
+    stage: laid out where the engines read -> hand_over: the engines load it -> loaded: groups are admitted under it
+
+Rules: one version is loaded at a time, and nothing is staged over one that engines still read. With staleness 0, or on
+shared devices, training waits for the load. A load that fails ends the run through the intake.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rlflow.config import Config, Late, Placement
-from rlflow.groups import staleness
 from rlflow.groups.intake import Intake, Progress
 from rlflow.roles import LoadOutcome, StagedWeights, Workers
 from rlflow.runtime.deadlines import within
@@ -24,7 +26,7 @@ class PublishListener(Protocol):
 
 
 class Publisher:
-    """Hands each version of the weights to the engines. One version is loaded at a time."""
+    """Hands each version of the weights to the engines."""
 
     def __init__(
         self,
@@ -37,9 +39,9 @@ class Publisher:
         now: Callable[[], float],
     ) -> None:
         self.spans: list[Span] = []
-        """Since whoever reads them has taken them out."""
+        """Added here, taken out by the reader."""
         self.pause_s = 0.0
-        """Longest time that an engine did not sample, since whoever reads it has set it to 0."""
+        """The longest pause of an engine since the reader set this to 0."""
         self._config = config
         self._deadline_s = config.deadlines.weights_s
         self._is_colocated = config.cluster.placement is Placement.colocated
@@ -52,7 +54,7 @@ class Publisher:
 
     async def stage(self) -> StagedWeights:
         """Lay out the trainer's weights as the current version."""
-        await self.loaded()  # the engines still read the version before from where this one will be
+        await self.wait_until_loaded()  # the engines still read the version before from where this one will be
         self._listener.phase("weights")
         staging = self._workers.trainer.stage_weights(self._progress.version)
         staged = await within("staging the weights", self._deadline_s, staging)
@@ -60,15 +62,15 @@ class Publisher:
         return staged
 
     async def hand_over(self, staged: StagedWeights) -> None:
-        """Let the engines load a version. Where nothing can go on without them, this waits for them."""
+        """Let the engines load a version; wait for them if nothing can go on without them."""
         if self._is_colocated:
             offloading = self._workers.trainer.offload()
             await within("taking the trainer off its devices", self._deadline_s, offloading)
         self._loading = asyncio.create_task(self._load(staged, self._progress.step), name="load weights")
         if self._config.staleness.max_versions == 0 or self._is_colocated:
-            await self.loaded()
+            await self.wait_until_loaded()
 
-    async def loaded(self) -> None:
+    async def wait_until_loaded(self) -> None:
         """Wait until the engines have what was last handed over. Raises what made the run fail meanwhile."""
         if self._loading is not None:
             await self._loading
@@ -94,10 +96,8 @@ class Publisher:
 
     async def _load_engines(self, staged: StagedWeights) -> LoadOutcome:
         if self._config.staleness.late is Late.requeue:
-            # First, so that no engine is paused for, or carries over, tokens that nobody will train on.
-            max_versions = self._config.staleness.max_versions
-            oldest = staleness.oldest_allowed(version=self._progress.version, max_versions=max_versions)
-            cancelling = self._workers.runners.cancel_stale(oldest)
+            # First, so that no engine is paused for tokens that nobody will train on, or carries them over.
+            cancelling = self._workers.runners.cancel_stale(self._intake.oldest_allowed)
             await within("ending the groups that are too old", self._deadline_s, cancelling)
         start_s = self._now()
         loading = self._workers.engines.load_weights(staged)

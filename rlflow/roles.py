@@ -1,6 +1,10 @@
-"""What the driver asks of its workers. Ray actors implement these; so do the fakes of the unit tests.
+"""What the driver asks of its workers: Protocols that Ray actors implement in a run, and fakes in the tests.
 
-Every method is awaited by the driver under a named deadline. All arguments and results are metadata.
+    GroupOrder -> Runners -> PlayedGroup          payloads -> Reference -> log-probabilities
+    ReadyGroups -> Trainer -> StagedWeights -> Engines, which sample under them
+
+The driver awaits every method under a named deadline. All arguments and results are metadata: tokens, gradients and
+weights stay with the workers, and what crosses here are handles to them.
 """
 
 from __future__ import annotations
@@ -15,7 +19,10 @@ from rlflow.types import GroupOrder, Message, PayloadRef, PlayedGroup, ReadyGrou
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Mean:
-    """A sum and a count: what is reduced over micro-batches, ranks and groups, and divided once."""
+    """A sum and a count. Parts from micro-batches, ranks and groups are added up, and divided once at the end.
+
+    Example: Mean(total=3.0, count=4) + Mean(total=1.0, count=4) has the value 0.5
+    """
 
     total: float
     count: float
@@ -37,7 +44,7 @@ class StepOutcome:
     grad_norm: float
     learning_rate: float
     metrics: dict[str, Mean]
-    """Over everything accumulated since the last step: loss, entropy, kl, sampling/logp_difference_mean, ..."""
+    """Means over everything accumulated since the last step: loss, entropy, kl, sampling/logp_difference_mean, ..."""
     spans: list[Span] = field(default_factory=list)
 
 
@@ -47,7 +54,7 @@ class TensorSlot:
 
     name: str
     dtype: str
-    """torch's name without the prefix, such as "float32"."""
+    """torch's name of the type without "torch.", such as "float32"."""
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the arena."""
@@ -60,10 +67,10 @@ class StagedWeights:
 
     version: int
     path: str
-    """Of the arena; where the engines are sent weights, tcp://host:port of the store in which they ask for them."""
+    """The file of the arena, if the transport has one; else tcp://host:port of the store that the engines ask."""
     num_bytes: int
     slots: tuple[TensorSlot, ...]
-    """None where there is no arena."""
+    """Empty for transports without an arena."""
     buckets: tuple[tuple[int, int], ...]
     """Half-open ranges of `slots`, loaded one after the other."""
     spans: tuple[Span, ...] = ()
@@ -94,7 +101,7 @@ class Runners(Protocol):
         ...
 
     def is_lost(self, payloads: Sequence[PayloadRef]) -> bool:
-        """Whether one of them cannot be had any more, by what this process knows; asks nobody."""
+        """Whether one of them is lost for good, as far as this process knows; calls nobody."""
         ...
 
     async def save_payloads(self, payloads: Sequence[PayloadRef], path: Path) -> None: ...
@@ -106,22 +113,22 @@ class Engines(Protocol):
     async def load_weights(self, staged: StagedWeights) -> LoadOutcome:
         """Put a complete version into every engine; an engine samples under it, or under the one before, only.
 
-        Returns when every engine that takes rollout requests has it. An engine that joins later is sent it first, for
-        as long as the trainer stages no other. Waits for a pinned engine only where there is no other.
+        Returns when every engine that takes rollout requests has it. An engine that joins later is sent it first, as
+        long as the trainer stages no other. Waits for a pinned engine only if there is no other engine.
         """
         ...
 
     async def sleep(self) -> None:
         """Stop sampling and free the memory for a trainer on the same devices, until the next `load_weights`.
 
-        Requests under way are kept and go on then.
+        Requests under way are kept, and go on after it.
         """
         ...
 
     async def pin(self) -> int:
-        """Set one engine aside, with the version that it holds now; returns its index.
+        """Set one engine aside with the version that it holds now; returns its index.
 
-        It takes no new version until `unpin`, and no requests but those that name it, unless it is the only one.
+        Until `unpin` it takes no new version. It takes only requests that name it, unless it is the only engine.
         """
         ...
 
@@ -130,7 +137,7 @@ class Engines(Protocol):
         ...
 
     def describe(self) -> list[str]:
-        """One line an engine: its state, its version, what it is doing."""
+        """One line for each engine: its state, its version, what it is doing."""
         ...
 
 
@@ -149,22 +156,22 @@ class Trainer(Protocol):
     async def stage_weights(self, version: int) -> StagedWeights: ...
 
     async def snapshot(self) -> None:
-        """Copy the state of this moment aside, for `write_snapshot`, in place of the copy before; between two steps."""
+        """Between two steps: copy the state aside for `write_snapshot`. Replaces the copy before."""
         ...
 
     async def write_snapshot(self, folder: Path) -> None:
-        """Write what `snapshot` copied, and forget it. The other calls go on meanwhile.
+        """Write what `snapshot` copied, and drop the copy. Other calls go on meanwhile.
 
-        Returns, or raises, when nothing of it is being written any more.
+        Returns or raises only when no rank is writing any more.
         """
         ...
 
     async def load(self, folder: Path) -> None: ...
 
     async def offload(self) -> None:
-        """Give the memory of the devices to others, until `reload`; between the two only `write_snapshot` is called.
+        """Free the memory of the devices until `reload`; in between, only `write_snapshot` is called.
 
-        Does nothing the second time.
+        A second call does nothing.
         """
         ...
 
@@ -188,4 +195,4 @@ class Workers:
     trainer: Trainer
     reference: Reference | None
     open_calls: Callable[[], list[str]] = list
-    """One line for each kind of call that is waited for now, for the message of a run that stalls."""
+    """One line for each kind of call that is being waited for; for the message when a run stalls."""

@@ -1,4 +1,13 @@
-"""One run from its settings to its report: directory, environment, model, Ray, driver, telemetry, signals."""
+"""One run, from its settings to its report.
+
+    Config -> checks -> environment, tasks, model -> run directory -> Ray -> fleet -> Driver -> report
+                                                          ^                          |
+                                                          +-- newest checkpoint <-- Setback: a machine was lost
+
+Rules: whatever the settings can have wrong is found before anything is started. One process writes a run's directory.
+A signal ends the run after its step, with everything saved. After a loss of what only checkpoints hold, the run goes on
+from the newest one, at most MAX_RESTARTS times without a newer one.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.algorithms.registry import check_functions
-from rlflow.cluster.devices import wait_for_room
-from rlflow.cluster.loss import unless_lost
-from rlflow.cluster.start import Fleet, ray_cluster, start_fleet, stop_fleet
+from rlflow.cluster.devices import wait_until_there_is_room
+from rlflow.cluster.failover import run_unless_lost
+from rlflow.cluster.start import Fleet, ray_cluster, start_fleet
 from rlflow.config import Config
 from rlflow.driver import Driver
 from rlflow.environments.find import held_out_tasks, load_environment
@@ -20,7 +29,7 @@ from rlflow.groups.ledger import Ledger
 from rlflow.groups.sampler import TaskSampler
 from rlflow.models.resolve import resolve_model, resolve_reward_model
 from rlflow.rundir.directory import RunDir, claim, rewound
-from rlflow.rundir.restarts import MAX_RESTARTS, Loss, Restarts, still_to_make_up
+from rlflow.rundir.restarts import MAX_RESTARTS, Restarts, Setback, larger_setback
 from rlflow.rundir.store import RunState, read_state
 from rlflow.runtime.signals import Stopper
 from rlflow.settings.checks import check
@@ -40,8 +49,8 @@ class _Run:
     reward_model_path: str | None
     run_dir: RunDir
     state: RunState | None
-    loss: Loss | None = None
-    """What this start makes up for; None at the first one of this process."""
+    setback: Setback | None = None
+    """The loss that this start makes up for; None at the first start of this process."""
 
 
 def train(config: Config) -> int:
@@ -53,14 +62,14 @@ def train(config: Config) -> int:
     check(config)
     check_functions(config)
     spec = load_environment(config.env, config.reward)
-    # Before anything is started: a wrong row of the data set, or a curriculum that does not exist, ends here.
+    # Before anything is started: a wrong row of the data set, or a curriculum that does not exist, fails here.
     tasks = spec.tasks()
     TaskSampler(tasks, config.run.seed, config.curriculum)
     evaluation_tasks = held_out_tasks(config, spec)
     model_path = resolve_model(config.model.path)
     reward_model_path = resolve_reward_model(config.reward.model) if config.reward.model is not None else None
     with claim(config) as run_dir:
-        state = _state_of(run_dir)
+        state = read_state(run_dir.resume_from) if run_dir.resume_from else None
         if state is not None and state.step >= config.run.steps:
             print(f"{run_dir.path} already has {state.step} of {config.run.steps} steps; raise run.steps to go on")
             return 0
@@ -80,47 +89,43 @@ def train(config: Config) -> int:
     return 0 if ended_by is None else 128 + ended_by
 
 
-def _state_of(run_dir: RunDir) -> RunState | None:
-    return read_state(run_dir.resume_from) if run_dir.resume_from else None
-
-
 async def _train(run: _Run) -> signal.Signals | None:
-    """The signal that ended the run before its last step, if one did.
+    """Start the fleet and drive it, and do both again after a loss, from the newest checkpoint.
 
-    What a lost trainer held is in checkpoints only, so that the run goes on as a resumed one does.
+    Returns the signal that ended the run before its last step, if one did.
     """
     stopper = Stopper(lambda: _last_saved(run.run_dir))
     restarts = Restarts(run.state.step if run.state else 0)
     try:
         while True:
-            with RunObserver(run.config, run.run_dir, run.state, run.loss) as observer:
+            with RunObserver(run.config, run.run_dir, run.state, run.setback) as observer:
                 fleet: Fleet | None = None
                 try:
-                    fleet = await stopper.until_stopped(_start(run, observer), observer.message)
+                    fleet = await stopper.run_unless_stopped(_start(run, observer), observer.message)
                     if fleet is None:
                         return stopper.signal
-                    steps = await unless_lost(fleet, _drive(run, observer, fleet, stopper))
+                    steps = await run_unless_lost(fleet, _drive(run, observer, fleet, stopper))
                     observer.finish()
                     return stopper.signal if steps < run.config.run.steps else None
                 except (WorkerLost, PayloadLost) as error:
                     if stopper.signal is not None:
                         observer.alarm(f"{error}; {_last_saved(run.run_dir)}, and the run was asked to stop")
                         return stopper.signal
-                    if fleet is None and run.loss is None:
-                        raise  # one that has never worked would end no better the next time
+                    if fleet is None and run.setback is None:
+                        raise  # it has never worked, so it would fail again
                     run = _after(error, run, observer, restarts)
                 finally:
                     if fleet is not None:
-                        await stop_fleet(fleet)
+                        await fleet.stop()
     finally:
         stopper.restore()
 
 
 async def _start(run: _Run, observer: RunObserver) -> Fleet:
-    is_restart = run.loss is not None
+    is_restart = run.setback is not None
     if is_restart:
         observer.phase("waiting for machines")
-        await wait_for_room(run.config)
+        await wait_until_there_is_room(run.config)
     observer.phase("starting")
     fleet = await start_fleet(
         run.config, run.model_path, run.spec, observer.alarm, run.reward_model_path, is_restart=is_restart
@@ -136,21 +141,21 @@ def _last_saved(run_dir: RunDir) -> str:
 
 
 def _after(error: WorkerLost | PayloadLost, run: _Run, observer: RunObserver, restarts: Restarts) -> _Run:
-    """The run from its newest checkpoint on; raises the error when it has been there too often."""
+    """The run from its newest checkpoint on. Raises the error when it has been restarted from there too often."""
     run_dir = rewound(run.run_dir)
-    state = _state_of(run_dir)
+    state = read_state(run_dir.resume_from) if run_dir.resume_from else None
     step = state.step if state else 0
     number = restarts.count(error, step)
-    loss = still_to_make_up(run.loss, observer.num_steps)
+    setback = larger_setback(run.setback, observer.num_steps)
     observer.alarm(
-        f"{error}; the run goes on after step {step}, which is the last that was saved, so that {loss.step - step} are "
-        f"done again (restart {number}, of {MAX_RESTARTS} without a newer checkpoint)"
+        f"{error}; the run goes on after step {step}, which is the last that was saved, so that "
+        f"{setback.step - step} are done again (restart {number}, of {MAX_RESTARTS} without a newer checkpoint)"
     )
-    return replace(run, run_dir=run_dir, state=state, loss=loss)
+    return replace(run, run_dir=run_dir, state=state, setback=setback)
 
 
 async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stopper) -> int:
-    """The steps that are done in the end."""
+    """Train to the end, or until asked to stop; returns the steps done."""
     observer.runners = fleet.workers.runners
     ledger = Ledger(run.run_dir.ledger)
     driver = Driver(
@@ -169,8 +174,8 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stoppe
             await driver.restore(run.run_dir.resume_from, run.state)
             done = f"{run.state.step} of {run.config.run.steps}"
             observer.message(f"resumed at step {done}, version {run.state.version}")
-        if run.loss is not None:
-            observer.message(f"training again {run.loss.seconds:.0f} s after the loss")
+        if run.setback is not None:
+            observer.message(f"training again {run.setback.seconds:.0f} s after the loss")
         await driver.run()
         return driver.step
     finally:
@@ -180,8 +185,8 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stoppe
 
 
 async def _watch_engines(fleet: Fleet, driver: Driver) -> None:
-    """A run without engines would otherwise end at a deadline only."""
+    """End the run when no engine is left; otherwise only a deadline would."""
     try:
-        await fleet.engine_fleet.failed()
+        await fleet.engine_fleet.wait_until_failed()
     except RunError as error:
         driver.fail(error)

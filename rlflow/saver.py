@@ -1,15 +1,16 @@
 """Checkpoints beside the steps: the state of a moment is copied, and written while training goes on.
 
-    take: the trainer's snapshot, then all else in one piece -> write: payloads, files -> fsync -> rename -> saved
+    take: the trainer's snapshot, then everything else at once -> write: payloads, files -> fsync -> rename -> saved
 
-One copy exists at a time, and nothing that a write reads is changed by anybody. A machine that is lost with payloads,
-or with the runner that writes them, ends no run: the checkpoint is given up, and the next one has what is there then.
+Rules: all parts of a checkpoint are of one moment. One copy exists at a time, and nothing changes what a write reads. A
+checkpoint is on disk whole or not at all. When a machine is lost with payloads, or with the runner that writes them,
+the checkpoint is given up and the run goes on: the next one has what is there then.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,17 +28,17 @@ from rlflow.types import PayloadRef, Span
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class _Taken:
-    """All of a checkpoint but the trainer's share, which the trainer keeps."""
+    """Everything in a checkpoint except the trainer's part, which the trainer keeps."""
 
     step: int
     state: dict[str, Any]
     ledger: bytes
     payloads: tuple[PayloadRef, ...]
-    """Of the groups in `state`, in order; what they refer to never changes."""
+    """Those of the groups in `state`, in order; what they refer to never changes."""
 
 
 class SaveListener(Protocol):
-    """Told when training stands still for a checkpoint, of each one that is whole, and of each that was given up."""
+    """Told when training waits for a checkpoint, when one is complete, and when one is given up."""
 
     def phase(self, name: str) -> None: ...
 
@@ -62,9 +63,9 @@ class Saver:
         now: Callable[[], float],
     ) -> None:
         self.saved_step = -1
-        """Of the newest whole checkpoint."""
+        """The step of the newest complete checkpoint."""
         self.spans: list[Span] = []
-        """Since whoever reads them has taken them out."""
+        """Added here, taken out by the reader."""
         self._config = config
         self._deadline_s = config.deadlines.checkpoint_s
         self._workers = workers
@@ -78,20 +79,20 @@ class Saver:
         self._writing: asyncio.Task[None] | None = None
 
     async def take_if_due(self) -> None:
-        """Copy the state of this moment every `run.checkpoint_every` steps, when the write before has ended."""
+        """Every `run.checkpoint_every` steps: wait until the write before has ended, and copy the state."""
         every = self._config.run.checkpoint_every
         if not every or self._progress.step % every:
             return
         self._listener.phase("saving")
         start_s = self._now()
-        await self.written()
+        await self.wait_until_written()
         await self.take()
         self.spans.append(Span(actor="checkpoint", name="checkpoint", start_s=start_s, end_s=self._now()))
 
     async def take(self, deadline_s: float | None = None) -> None:
-        """Copy the state of this moment. Between two steps, and when no write is under way.
+        """Copy the state of this moment: between two steps, and when no write is under way.
 
-        `deadline_s` for the trainer to copy its own; None is that of the run.
+        `deadline_s` bounds the trainer's copying; None means deadlines.checkpoint_s.
         """
         assert self._writing is None, "there is one copy at a time"
         self._listener.phase("saving")
@@ -110,19 +111,24 @@ class Saver:
 
     def write(self) -> None:
         """Begin to write what was taken, if anything was. A failure reaches the main task through the intake."""
+
+        def tell(writing: asyncio.Task[None]) -> None:
+            if not writing.cancelled() and (error := writing.exception()) is not None:
+                self._intake.fail(error)
+
         if self._taken is not None:
             self._writing = asyncio.create_task(self._write(self._taken), name="save")
-            self._writing.add_done_callback(self._tell)
+            self._writing.add_done_callback(tell)
             self._taken = None
 
-    async def written(self) -> None:
-        """Wait for the write under way, if there is one; raises what made it fail, but not that it was given up."""
+    async def wait_until_written(self) -> None:
+        """Wait for the write under way, if there is one. Raises if it failed, but not if it was given up."""
         writing = self._writing
-        await self.ended()
+        await self.wait_until_ended()
         if writing is not None:
             writing.result()
 
-    async def ended(self) -> None:
+    async def wait_until_ended(self) -> None:
         """Wait for the write under way, however it ends."""
         if self._writing is not None:
             self._listener.phase("saving")
@@ -148,9 +154,11 @@ class Saver:
         start_s = self._now()
         with disk_errors("a checkpoint", self._checkpoints.folder):
             partial = await asyncio.to_thread(self._checkpoints.begin, taken.step)
-            # The trainer's last: its processes are the ones that a run does not outlive.
+            # The trainer comes last, because the run does not survive the loss of its processes.
             try:
-                await self._write_payloads(taken.payloads, partial / "ready")
+                if taken.payloads:
+                    saving = self._workers.runners.save_payloads(taken.payloads, partial / "ready")
+                    await within("saving the ready groups", self._deadline_s, saving)
             except (WorkerLost, PayloadLost) as error:
                 self._listener.given_up(taken.step, str(error))
                 return
@@ -161,13 +169,3 @@ class Saver:
         self.saved_step = taken.step
         self.spans.append(Span(actor="checkpoint", name="write", start_s=start_s, end_s=self._now()))
         self._listener.saved(folder)
-
-    async def _write_payloads(self, payloads: Sequence[PayloadRef], folder: Path) -> None:
-        if payloads:
-            saving = self._workers.runners.save_payloads(payloads, folder)
-            await within("saving the ready groups", self._deadline_s, saving)
-
-    def _tell(self, writing: asyncio.Task[None]) -> None:
-        error = None if writing.cancelled() else writing.exception()
-        if error is not None:
-            self._intake.fail(error)

@@ -1,10 +1,15 @@
-"""The words of the system: Task -> Group of Episodes -> Samples -> Batch.
+"""The words of the system, in the order in which they follow each other:
 
-Two kinds of types live here. *Payload* types (Turn, Sample, EpisodePayload) carry token arrays; they live in Ray's
-object store and are read by workers only. *Metadata* types (Task, GroupOrder, EpisodeSummary, PlayedGroup, ReadyGroup)
-are small, and they are all that the driver ever holds.
+    Task -> GroupOrder -> Turns -> Transcript -> Verdict, Samples -> PlayedGroup -> ReadyGroup -> TrainSamples
+
+What carries tokens (Turn, Sample, EpisodePayload, TrainSample) is read by workers only and lies in Ray's object store.
+Everything else is small metadata: the driver holds counts, versions, rewards and handles, and never a token.
 
 Shape letters: P prompt tokens, L completion tokens (everything after the prompt, observations included).
+
+The examples tell one episode. The policy is asked for 2 + 3 (tokens 7 8) and replies 4 (tokens 41 42, sampled under
+version 3 of the weights). The environment says "again" (token 51). Version 4 has arrived meanwhile; under it the policy
+replies 5 (token 43).
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ BoolArray: TypeAlias = NDArray[np.bool_]
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 PayloadRef: TypeAlias = object
-"""A handle to an EpisodePayload (a Ray ObjectRef in a real run, anything in a test). The driver never opens it."""
+"""A handle to an EpisodePayload: a Ray ObjectRef in a run, anything in a test. The driver never opens it."""
 
 
 class FunctionCall(TypedDict):
@@ -49,11 +54,11 @@ class Message(TypedDict):
 
     role: str
     content: str
-    """Of a sampled reply all that was sampled, tool calls included, without special tokens."""
+    """The text; for a sampled reply, all that was sampled, tool calls included, without special tokens."""
     tool_calls: NotRequired[list[ToolCall]]
-    """Of an assistant; never empty."""
+    """Only from an assistant; never empty."""
     tool_call_id: NotRequired[str]
-    """Of a tool: the call that this answers."""
+    """Only from a tool: the call that this answers."""
     name: NotRequired[str]
 
 
@@ -68,9 +73,9 @@ class Task:
     """Unique within the data set; the ledger counts by it."""
     prompt: tuple[Message, ...]
     answer: str | None = None
-    """What the reward compares with; None where the environment judges by itself."""
+    """What the reward compares with; None when the environment needs no answer."""
     kind: str = ""
-    """Tasks of one kind have rewards of one scale; algorithm.advantage=grpo_task_std goes by it."""
+    """Tasks of one kind have rewards on one scale; algorithm.advantage=grpo_task_std normalises by kind."""
     data: dict[str, Json] = field(default_factory=dict)
     """Any further columns of the row."""
 
@@ -105,7 +110,11 @@ class EpisodeEnd(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class Turn:
-    """One reply of the policy: what it saw, what it sampled, under which version each token was sampled."""
+    """One reply of the policy: what it saw, what it sampled, under which version each token was sampled.
+
+    Example, the second reply: Turn(prompt_ids=[7, 8, 41, 42, 51], output_ids=[43], logprobs=[-0.2], versions=[4],
+        finish_reason="stop", continues=0)
+    """
 
     prompt_ids: list[int]
     """All tokens before the reply."""
@@ -115,19 +124,21 @@ class Turn:
     finish_reason: str
     """"stop" or "length"."""
     continues: int | None = None
-    """Index of the turn whose prompt and output `prompt_ids` starts with, if it keeps the conversation of one."""
+    """Index of the earlier turn whose prompt and output `prompt_ids` begins with; None when there is none."""
     anchor: str = ""
     """Names what the policy was told since `continues`; see TurnSummary."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Sample:
-    """One token sequence to train on; one prompt, then everything that followed it.
+    """One token sequence to train on: one prompt, then everything that followed it.
 
-    Example (prompt P0 P1; reply A0 A1; observation O0; reply B0):
-        prompt_ids     [P0 P1]
-        completion_ids [A0 A1 O0 B0]
-        loss_mask      [ 1  1  0  1]
+    Example:
+        prompt_ids     [7 8]
+        completion_ids [  41   42   51   43]
+        loss_mask      [   1    1    0    1]
+        logprobs       [-0.1 -0.7  0.0 -0.2]
+        versions       [   3    3   -1    4]
     """
 
     prompt_ids: IntArray  # [P]
@@ -143,7 +154,7 @@ class Sample:
 
 @dataclass(kw_only=True, slots=True)
 class EpisodePayload:
-    """What the object store holds for one episode."""
+    """What the object store holds for one episode: in the example one Sample, and its four messages."""
 
     samples: list[Sample]
     """One, or more when the chat template broke the token prefix and the episode forked."""
@@ -153,7 +164,10 @@ class EpisodePayload:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Transcript:
-    """What there is to say about an episode that ended: all that a reward may look at."""
+    """All that a reward may look at: an episode that ended, as text.
+
+    Example: prompt "2 + 3 ="; completion "4", "again", "5"; text "5"; num_sampled 3
+    """
 
     task: Task
     prompt: tuple[Message, ...]
@@ -164,7 +178,7 @@ class Transcript:
     """The sum of what the environment gave; None when it gave nothing."""
     end: EpisodeEnd
     num_sampled: int
-    """Tokens of all replies."""
+    """Tokens in all replies."""
 
     @property
     def text(self) -> str:
@@ -175,7 +189,10 @@ class Transcript:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Verdict:
-    """What a reward function said. `reward` is None when there is no verdict; then `end` says why, if it failed."""
+    """What a reward function said. `reward` is None when there is no verdict; a failure is never a reward of 0.
+
+    Example: Verdict(reward=1.0), or Verdict(reward=None, end=EpisodeEnd.REWARD_TIMEOUT, detail="after 5 s")
+    """
 
     reward: float | None
     end: EpisodeEnd | None = None
@@ -200,13 +217,17 @@ class TurnSummary:
     """Metadata of one reply within an episode."""
 
     anchor: str
-    """Names what the policy had been told before it replied: equal for equal prompts, or equal observations."""
+    """Identifies what the policy had been told before it replied: equal for equal prompts or observations."""
     num_loss_tokens: int
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EpisodeSummary:
-    """Metadata of one episode."""
+    """Metadata of one episode.
+
+    Example: EpisodeSummary(end=EpisodeEnd.COMPLETED, reward=1.0, num_prompt_tokens=2, num_completion_tokens=4,
+        num_loss_tokens=3, oldest_version=3, newest_version=4)
+    """
 
     end: EpisodeEnd
     reward: float | None
@@ -227,7 +248,10 @@ class EpisodeSummary:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GroupOrder:
-    """The driver's order to play one group."""
+    """The driver's order to play one group: several episodes of one task.
+
+    Example: GroupOrder(group_id=12, task=task, num_episodes=4, seed=107)
+    """
 
     group_id: int
     task: Task
@@ -235,14 +259,17 @@ class GroupOrder:
     seed: int
     """Episode i of the group samples with a seed derived from (seed, i)."""
     is_last_greedy: bool = False
-    """Whether the last episode takes the likeliest token each time; it is a baseline, not for training."""
+    """Whether the last episode takes the likeliest token each time. It is a baseline, and is not trained on."""
     engine: int | None = None
-    """The engine that plays it, pinned to one version for an evaluation; None lets the client choose."""
+    """The engine that must play it, pinned to one version for an evaluation; None lets the client choose."""
 
 
 @dataclass(kw_only=True, slots=True)
 class PlayedGroup:
-    """A group after play and scoring: metadata, and a handle to each episode's payload."""
+    """A group after play and scoring: metadata, and a handle to each episode's payload.
+
+    Example: group 12 with rewards 1, 0, 1 and None, because scoring the last episode timed out.
+    """
 
     group_id: int
     episodes: list[EpisodeSummary]
@@ -254,7 +281,10 @@ class PlayedGroup:
 
 @dataclass(kw_only=True, slots=True)
 class ReadyGroup:
-    """A group that may be trained on: only its trainable episodes, each with its advantage."""
+    """A group that may be trained on: only its trainable episodes, each with its advantage.
+
+    Example, with algorithm.advantage=grpo: rewards 1, 0, 1 -> advantages [[0.58], [-1.15], [0.58]]
+    """
 
     group_id: int
     task_id: str
@@ -262,15 +292,15 @@ class ReadyGroup:
     episodes: list[EpisodeSummary]
     payloads: list[PayloadRef]  # one for each of `episodes`
     advantages: list[list[float] | None]
-    """For each of `episodes` one value, or one for each turn, or None where it stays out of the gradient; empty until
-    all groups of the step are known, where it depends on them."""
+    """For each of `episodes`: one value, or one for each turn, or None to keep it out of the gradient. Empty until all
+    groups of the step are known, if the advantage depends on them."""
     references: list[object] | None
     """Handles to the reference policy's log-probabilities, one for each episode; None when KL is off."""
     num_bytes: int
     values: list[object] | None = None
-    """Handles to the critic's values, one for each episode; None where there is no critic, or before it was asked."""
+    """Handles to the critic's values, one for each episode; None without a critic, or before it was asked."""
     baseline: float | None = None
-    """Reward of the greedy episode, where the advantage needs one."""
+    """Reward of the greedy episode, if the advantage needs one."""
 
     @property
     def oldest_version(self) -> int:
@@ -291,10 +321,10 @@ class CriticTargets:
 
 @dataclass(kw_only=True, slots=True)
 class TrainSample:
-    """A Sample with what the trainer adds to it."""
+    """A Sample with what the trainer adds to it. Example: the sample above with advantage 0.58."""
 
     sample: Sample
     advantage: float | FloatArray
-    """Of every token, or [L]."""
+    """One value for every token, or [L]."""
     reference_logprobs: FloatArray | None = None  # [L]
     critic: CriticTargets | None = None

@@ -542,8 +542,8 @@ def test_slow_groups_are_waited_for_by_default_and_requeued_when_the_first_goes_
         assert Counter(world.trainer.trained).most_common(1)[0][1] == 1
         return world
 
-    assert run(Order.oldest_first).ledger.num_dropped(DropReason.STALE) == 0
-    assert run(Order.ready_first).ledger.num_dropped(DropReason.STALE) > 0
+    assert run(Order.oldest_first).ledger.counts()["dropped_stale"] == 0
+    assert run(Order.ready_first).ledger.counts()["dropped_stale"] > 0
 
 
 def test_evaluation_is_of_one_version_while_training_goes_on(tmp_path: Path) -> None:

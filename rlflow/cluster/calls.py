@@ -1,5 +1,9 @@
-"""The driver's Protocols, answered by Ray actors. Ray's errors end here: what leaves is a WorkerError or the cause
-itself."""
+"""Calls to Ray actors, and the trainer and the reference behind the driver's Protocols.
+
+    roles.Trainer -> one call for each rank -> answer -> the ranks' answers, or a WorkerError that names the rank
+
+Ray's errors end in `answer`: what leaves it is a WorkerError, or a ConfigError or RunError as the worker raised it.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +22,21 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlflow.batching import in_order_of_training, plan_micro_batches
 from rlflow.config import TrainerConfig, num_shares
 from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerError, WorkerLost, first_line
-from rlflow.roles import StagedWeights, StepOutcome
-from rlflow.runtime.concurrency import all_ended
+from rlflow.roles import Mean, StagedWeights, StepOutcome
+from rlflow.runtime.concurrency import wait_until_all_ended
 from rlflow.types import PayloadRef, ReadyGroup, Span
 
 DISK = "disk"
 WATCH = "watch"
-"""Concurrency group of an actor that is not asynchronous: a thread for the call that waits for its end."""
+"""Concurrency group of a synchronous actor: a thread for the call that waits for the actor's end."""
 
 _open: dict[int, tuple[str, float]] = {}
-"""Number of a call that is waited for -> what it is, and since when."""
+"""Number of an open call -> what it is, and since when."""
 _numbers = count()
 
 
 def open_calls() -> list[str]:
-    """What every actor is asked for at this moment: one line for each kind of call, the longest wait first."""
+    """The calls that are being waited for: one line for each kind, the longest wait first."""
     waits: dict[str, list[float]] = {}
     now = time.monotonic()
     for what, since in _open.values():
@@ -44,9 +48,9 @@ def open_calls() -> list[str]:
 async def answer(who: str, reference: Any, what: str = "") -> Any:
     """The result of a remote call; a cancelled wait cancels the call.
 
-    `what` the actor is asked for shows in `open_calls`; calls that wait for its end by design have none.
-    A ConfigError or RunError raised in the worker is raised as it is. WorkerLost: its process ended. PayloadLost: what
-    it was to read, or has answered, was stored on a machine that is lost. Anything else is a WorkerError; all name
+    `what` the actor is asked to do shows in `open_calls`; calls that wait by design have none.
+    Raises a ConfigError or RunError of the worker as it is; WorkerLost when its process ended; PayloadLost when what
+    it was to read, or has answered, was stored on a machine that is lost; WorkerError for anything else. All three name
     `who`.
     """
     number = next(_numbers)
@@ -80,24 +84,31 @@ def _lost(who: str, error: RayActorError) -> WorkerLost:
     return WorkerLost(f"the {who} died: {first_line(error)}")
 
 
-async def ended(who: str, actor: Any) -> NoReturn:
+def has_ended(error: BaseException) -> bool:
+    """Whether an error that `answer` raised says that the actor's process ended, and not only a worker behind it."""
+    return isinstance(error.__cause__, RayActorError)
+
+
+async def wait_until_ended(who: str, actor: Any) -> NoReturn:
     """Wait until the process of an actor ends that has the concurrency group `WATCH`; raises WorkerLost."""
-    call = actor.__ray_call__.options(concurrency_group=WATCH).remote(_linger)
+    call = actor.__ray_call__.options(concurrency_group=WATCH).remote(lambda _: threading.Event().wait())
     try:
-        await call  # a wait that is cancelled leaves the call alone, which takes no cancelling
+        await call  # when the wait is cancelled, the call goes on: it cannot be cancelled
     except RayActorError as error:
         raise _lost(who, error) from error
     raise AssertionError("this call never returns")
 
 
+async def wait_until_back(who: str, actor: Any, what: str = "") -> None:
+    """Wait until Ray has started, or restarted, the process of an actor. Raises WorkerError when it cannot."""
+    # Retried, because a process that Ray is restarting does not answer yet.
+    await answer(who, actor.__ray_ready__.options(max_task_retries=-1).remote(), what)
+
+
 def call_on(node: str, function: Callable[..., Any], *arguments: object) -> Any:
-    """The answer to come of a call that only this machine may take, however busy it is; `node` is Ray's id of it."""
+    """A call that only this machine may take, however busy it is; `node` is Ray's id of it. Returns the reference."""
     where = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(*arguments)
-
-
-def _linger(_: object) -> None:
-    threading.Event().wait()
 
 
 class RayTrainer:
@@ -114,7 +125,7 @@ class RayTrainer:
         name: str = "trainer",
         refers_to_itself: bool = False,
     ) -> None:
-        """`refers_to_itself`: whether a policy with adapters is the reference too."""
+        """`refers_to_itself`: the policy with its adapters off is the reference."""
         self._actors = actors
         self._config = config
         self._name = name
@@ -125,15 +136,14 @@ class RayTrainer:
         return await self._all("accumulate", list(groups), oldest_version)
 
     async def refer(self, groups: Sequence[ReadyGroup]) -> None:
-        """Hang handles to the reference's log-probabilities on the groups that lack them, if this is the reference."""
+        """If this trainer is the reference too: give the groups that lack them the reference's log-probabilities."""
         lacking = [group for group in groups if group.references is None]
-        if not (self._refers_to_itself and lacking):
-            return
-        for group, references in zip(lacking, await self.per_token("references", lacking), strict=True):
-            group.references = references
+        if self._refers_to_itself and lacking:
+            for group, references in zip(lacking, await self.per_token("references", lacking), strict=True):
+                group.references = references
 
     async def per_token(self, method: str, groups: Sequence[ReadyGroup]) -> list[list[object]]:
-        """For each group, handles to what `method` of the ranks says of its episodes."""
+        """What `method` of the ranks says of each episode: for each group, one handle an episode."""
         episodes = [group.episodes for group in groups]
         plans = plan_micro_batches(episodes, num_shares(self._config), self._config.micro_batch_tokens)
         handles: list[dict[int, object]] = [{} for _ in groups]
@@ -145,7 +155,7 @@ class RayTrainer:
             done, *found = call if places else [call]
             for (group, episode), handle in zip(places, found, strict=True):
                 handles[group][episode] = handle
-            waiting.append(answer(f"{self._name} rank {rank}", done, method))
+            waiting.append(self._answer(rank, done, method))
         await asyncio.gather(*waiting)
         return [
             [found[index] for index in range(len(group.episodes))] for group, found in zip(groups, handles, strict=True)
@@ -165,15 +175,8 @@ class RayTrainer:
         await self._all("snapshot")
 
     async def write_snapshot(self, folder: Path) -> None:
-        writing = [
-            answer(
-                f"{self._name} rank {rank}",
-                actor.write_snapshot.options(concurrency_group=DISK).remote(folder),
-                "write_snapshot",
-            )
-            for rank, actor in enumerate(self._actors)
-        ]
-        await all_ended(writing)
+        writing = [actor.write_snapshot.options(concurrency_group=DISK).remote(folder) for actor in self._actors]
+        await wait_until_all_ended([self._answer(rank, call, "write_snapshot") for rank, call in enumerate(writing)])
 
     async def load(self, folder: Path) -> None:
         await self._all("load", folder)
@@ -186,11 +189,62 @@ class RayTrainer:
 
     async def _all(self, method: str, *arguments: object) -> list[Any]:
         """The answer of each rank, in order."""
-        calls = [
-            answer(f"{self._name} rank {rank}", getattr(actor, method).remote(*arguments), method)
-            for rank, actor in enumerate(self._actors)
-        ]
-        return list(await asyncio.gather(*calls))
+        calls = [getattr(actor, method).remote(*arguments) for actor in self._actors]
+        return await asyncio.gather(*(self._answer(rank, call, method) for rank, call in enumerate(calls)))
+
+    async def _answer(self, rank: int, call: Any, what: str) -> Any:
+        return await answer(f"{self._name} rank {rank}", call, what)
+
+
+class RayActorCritic:
+    """A policy and its critic as one trainer, so that the training loop need not know that there are two.
+
+    The critic values the groups first; then both learn from them side by side.
+    """
+
+    def __init__(self, policy: RayTrainer, critic: RayTrainer) -> None:
+        self._policy = policy
+        self._critic = critic
+
+    async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
+        # Before either learns: the critic, too, may learn from rewards that hold the distance to the reference.
+        found, _ = await asyncio.gather(self._critic.per_token("values", groups), self._policy.refer(groups))
+        for group, values in zip(groups, found, strict=True):
+            group.values = values
+        spans = await asyncio.gather(
+            self._policy.accumulate(groups, oldest_version), self._critic.accumulate(groups, oldest_version)
+        )
+        for group in groups:
+            group.values = None
+        return [span for part in spans for span in part]
+
+    async def step(self) -> StepOutcome:
+        """The policy's, with the critic's metrics; the critic may skip an update of its own."""
+        outcome, critic = await asyncio.gather(self._policy.step(), self._critic.step())
+        outcome.metrics |= critic.metrics
+        outcome.spans += critic.spans
+        outcome.metrics["critic/update_skipped"] = Mean(total=float(not critic.applied), count=1)
+        return outcome
+
+    async def stage_weights(self, version: int) -> StagedWeights:
+        return await self._policy.stage_weights(version)
+
+    async def snapshot(self) -> None:
+        await asyncio.gather(self._policy.snapshot(), self._critic.snapshot())
+
+    async def write_snapshot(self, folder: Path) -> None:
+        await wait_until_all_ended(
+            [self._policy.write_snapshot(folder), self._critic.write_snapshot(folder / "critic")]
+        )
+
+    async def load(self, folder: Path) -> None:
+        await asyncio.gather(self._policy.load(folder), self._critic.load(folder / "critic"))
+
+    async def offload(self) -> None:
+        await asyncio.gather(self._policy.offload(), self._critic.offload())
+
+    async def reload(self) -> None:
+        await asyncio.gather(self._policy.reload(), self._critic.reload())
 
 
 class RayReference:

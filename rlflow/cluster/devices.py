@@ -1,13 +1,15 @@
-"""What a run reserves in a Ray cluster: placement groups, of which each process has a part.
+"""What a run reserves in a Ray cluster, and the options with which each process takes its part.
 
-What must be on a certain machine is one group, reserved first. Everything else has a group of its own, which Ray moves
-to another machine by itself when its own is lost: the parts of a group come back all together only, or not at all.
+    nodes -> machines -> placement.fit -> placement groups -> actor options
+
+Slots that must stay on a certain machine share one placement group, reserved first. Every other slot has a placement
+group of its own, because Ray restores a lost group only as a whole: a slot alone in its group can move to another
+machine.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,11 +21,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlflow.cluster.calls import answer, call_on
+from rlflow.cluster.fit_errors import check_counts
 from rlflow.cluster.gpus import check_gpus
-from rlflow.cluster.misfit import check_counts
 from rlflow.cluster.placement import Placed, describe, fit
 from rlflow.cluster.slots import Machine, Slot
-from rlflow.config import POOL_LABEL, Config, Process
+from rlflow.config import POOL_LABEL, Config, ProcessKind
 from rlflow.errors import ConfigError, WorkerError
 from rlflow.runtime.deadlines import within
 
@@ -31,10 +33,7 @@ NODE_LABEL = "ray.io/node-id"
 
 
 class Devices:
-    """Ray's actor options of each process of a run.
-
-    On one machine without GPUs nothing is reserved: all processes share it.
-    """
+    """Reserves what a run needs. On one machine without GPUs that is nothing: all processes share it."""
 
     def __init__(self, config: Config, *, is_restart: bool = False) -> None:
         """Raises ConfigError, with the arithmetic, when the run does not fit on the machines that are there.
@@ -42,7 +41,7 @@ class Devices:
         After a loss (`is_restart`) there may be fewer than cluster.pools says.
         """
         self.config = config
-        """With weights.transport settled."""
+        """The settings of the run, with weights.transport decided."""
         self._is_joined = config.cluster.address is not None
         nodes = nodes_there()
         machines = machines_of_nodes(nodes, is_joined=self._is_joined)
@@ -51,23 +50,21 @@ class Devices:
         self._ids = {name: node["NodeID"] for name, node in nodes.items()}
         self._groups: list[PlacementGroup] = []
         self._bundles: dict[int, tuple[PlacementGroup, int]] = {}
-        """Number of a slot -> its group and its place there."""
+        """Number of a slot -> its placement group and its index there."""
         if self._is_joined or any(machine.gpus for machine in machines):
             if not is_restart:
                 check_counts(config.cluster.pools, machines)
-            self._placed = self._fit(machines, nodes)
+            # Preferably on what other runs leave; else Ray waits until they end.
+            unused = available_resources_per_node()
+            free = [
+                _machine(name, node, unused.get(node["NodeID"], {}), is_joined=self._is_joined)
+                for name, node in nodes.items()
+            ]
+            try:
+                self._placed = fit(config, free)
+            except ConfigError:
+                self._placed = fit(config, machines)
             self.config = self._placed.config
-
-    def _fit(self, machines: list[Machine], nodes: Mapping[str, Any]) -> Placed:
-        """On what other runs leave, if that is enough; else Ray waits until they end."""
-        unused = available_resources_per_node()
-        free = [
-            _machine(name, node, unused.get(node["NodeID"], {}), is_joined=self._is_joined)
-            for name, node in nodes.items()
-        ]
-        with contextlib.suppress(ConfigError):
-            return fit(self.config, free)
-        return fit(self.config, machines)
 
     async def reserve(self) -> None:
         """Wait until all that the run needs is reserved. Raises DeadlineError after deadlines.start_s."""
@@ -86,7 +83,7 @@ class Devices:
         group = placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
         self._groups.append(group)
         self._bundles |= {number: (group, index) for index, number in enumerate(pinned)}
-        # The others come afterwards, so that they take no room of these.
+        # Before the others, so that they cannot take this room.
         await answer("cluster", group.ready())
         for number, slot in enumerate(placed.slots):
             if number in self._bundles:
@@ -107,12 +104,23 @@ class Devices:
         return {what: size for what, size in (("CPU", cpus), ("GPU", slot.gpus)) if size}
 
     def lines(self) -> list[str]:
-        """When it is reserved, one line a machine: what is on it. None where there is one machine only."""
+        """After `reserve`: for each machine, one line that says what is on it; [] on a single machine."""
         if self._placed is None or not self._is_joined:
             return []
         nodes = nodes_there()
         placed = replace(self._placed, machines=tuple(self._names(nodes)))
         return describe(placed, machines_of_nodes(nodes, is_joined=True))
+
+    def machines(self) -> dict[ProcessKind, dict[str, str]]:
+        """After `reserve`: for each kind of process, the machines that it is on, name -> Ray's id; {} on a single
+        machine."""
+        found: dict[ProcessKind, dict[str, str]] = defaultdict(dict)
+        if self._placed is not None and self._is_joined:
+            nodes = nodes_there()
+            for slot, name in zip(self._placed.slots, self._names(nodes), strict=True):
+                for kind, _ in slot.processes:
+                    found[kind][name] = nodes[name]["NodeID"]
+        return dict(found)
 
     def _names(self, nodes: Mapping[str, Any]) -> list[str]:
         """The machine that each slot got."""
@@ -124,20 +132,8 @@ class Devices:
         found = [nodes_of[group.id][index] for group, index in places]
         return [names.get(node, node) for node in found]
 
-    def machines(self) -> dict[Process, dict[str, str]]:
-        """When it is reserved, the machines that each kind of process is on, by name: Ray's id. None where there is one
-        machine only."""
-        if self._placed is None or not self._is_joined:
-            return {}
-        nodes = nodes_there()
-        found: dict[Process, dict[str, str]] = defaultdict(dict)
-        for slot, name in zip(self._placed.slots, self._names(nodes), strict=True):
-            for kind, _ in slot.processes:
-                found[kind][name] = nodes[name]["NodeID"]
-        return dict(found)
-
-    def of(self, kind: Process, index: int) -> dict[str, Any]:
-        """The options of process `index` of a kind."""
+    def of(self, kind: ProcessKind, index: int) -> dict[str, Any]:
+        """Ray's options for process number `index` of a kind."""
         if self._placed is None:
             return {"num_cpus": 0, "num_gpus": 0}
         number = next(i for i, slot in enumerate(self._placed.slots) if (kind, index) in slot.processes)
@@ -150,50 +146,48 @@ class Devices:
         }
 
     def release(self) -> None:
-        """Give back what was reserved; what still runs there ends."""
+        """Give back what was reserved; processes that still run there end."""
         for group in self._groups:
             remove_placement_group(group)
 
 
-async def wait_for_room(config: Config) -> None:
+async def wait_until_there_is_room(config: Config) -> None:
     """After a loss: wait until the run fits on the machines that are there. Raises DeadlineError after
     deadlines.start_s."""
     if config.cluster.address is not None:
         await within(
             "waiting for machines in place of those that are lost",
             config.deadlines.start_s,
-            _until_it_fits(config),
+            _wait_until_it_fits(config),
             "add machines, or raise deadlines.start_s, and start the run again: it goes on",
         )
 
 
-async def _until_it_fits(config: Config) -> None:
-    await asyncio.gather(*(_until_known(name, node["NodeID"]) for name, node in nodes_there().items()))
+async def _wait_until_it_fits(config: Config) -> None:
+    # By the answer to a call, Ray knows whether a machine is there or lost.
+    calls = [answer(f"machine {name}", call_on(node["NodeID"], _nothing)) for name, node in nodes_there().items()]
+    for error in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(error, BaseException) and not isinstance(error, WorkerError):
+            raise error
     while True:
         nodes = nodes_there()
         try:
             fit(config, machines_of_nodes(nodes, is_joined=True))
             return
         except ConfigError:
-            # A call that only a machine can take that was not there: it waits until one comes.
+            # A call that only a machine can take that is not there yet: it waits until one comes.
             others = {NODE_LABEL: f"!in({','.join(node['NodeID'] for node in nodes.values())})"}
             call = ray.remote(_nothing).options(num_cpus=0, label_selector=others)
             await answer("cluster", call.remote())
 
 
-async def _until_known(name: str, node: str) -> None:
-    """Wait until Ray has found out that a machine is lost, or has seen that it is not."""
-    with contextlib.suppress(WorkerError):  # it is lost
-        await answer(f"machine {name}", call_on(node, _nothing))
-
-
 def _nothing() -> None:
-    """What a machine is asked to do that is there."""
+    """What a machine is asked to do, to see whether it is there."""
 
 
 def nodes_there() -> dict[str, dict[str, Any]]:
-    """Name -> what Ray says of it, of each node that lives. The name is its address, with a part of its id where
-    several have the same one."""
+    """The live nodes: name -> what Ray says of it. The name is the address, with a part of the id when several nodes
+    share one."""
     alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeManagerAddress"])
     count = Counter(node["NodeManagerAddress"] for node in alive)
     return {
@@ -203,7 +197,7 @@ def nodes_there() -> dict[str, dict[str, Any]]:
 
 
 def machines_of_nodes(nodes: Mapping[str, Any], *, is_joined: bool) -> list[Machine]:
-    """With all that they have, whether it is taken or not."""
+    """The nodes with all that they have, whether it is taken or not."""
     return [_machine(name, node, node["Resources"], is_joined=is_joined) for name, node in nodes.items()]
 
 

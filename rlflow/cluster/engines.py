@@ -1,6 +1,6 @@
 """Rollout engines as Ray actors: how one is watched and brought back, and how the episode runners learn who serves.
 
-The rules are in `rlflow.rollout.fleet`; here is only what Ray does.
+The rules are in `rlflow.rollout.fleet`; this module does only what needs Ray.
 """
 
 from __future__ import annotations
@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import RayActorError
 
-from rlflow.cluster.calls import answer
+from rlflow.cluster.calls import answer, has_ended, wait_until_back
 from rlflow.config import Config, DeadlinesConfig
 from rlflow.errors import DeadlineError, EngineLost, RunError, WeightsOvertaken, WorkerError
 from rlflow.roles import StagedWeights
@@ -22,7 +21,7 @@ from rlflow.runtime.deadlines import within
 from rlflow.workers.engine.engine import RolloutEngine
 
 TELL_TIMEOUT_S = 30.0
-"""For an episode runner to take in who serves; one that does not answer by then is ended, and told when it is back."""
+"""Seconds for an episode runner to learn which engines serve. A slower one is killed, and told when it is back."""
 
 _GUARD = 'read -r _; kill -KILL -- "-$1" 2>/dev/null'
 
@@ -40,10 +39,10 @@ class EngineActor(RolloutEngine):
 
 
 def _end_group_with_me() -> subprocess.Popen[bytes]:
-    """Put this process and its later children into a group which a shell kills when this process ends.
+    """Put this process and its later children into a process group that a shell kills when this process ends.
 
-    vLLM does not notice that its parent was killed, and would keep its memory for ever. The shell waits for the end of
-    a pipe that nobody else holds, so that it cannot miss the end.
+    vLLM does not notice that its parent was killed, and would keep its memory forever. The shell reads from a pipe that
+    nobody else holds, so it cannot miss the end.
     """
     if os.getpgid(0) != os.getpid():
         os.setpgid(0, 0)
@@ -60,51 +59,49 @@ class RayEngine:
         self._name = f"rollout engine {index}"
         self._deadlines = deadlines
         self._process: Any = None
-        """A call that fails when the process does in which vLLM was started last."""
+        """A call that fails when the process ends in which vLLM was last started."""
 
-    async def placed(self) -> None:
+    async def wait_until_placed(self) -> None:
         if self._process is not None:
             # Otherwise the old process might take the call, and die of it.
             await asyncio.gather(self._process, return_exceptions=True)
-        # Retried, for a process that Ray is restarting does not answer yet.
-        await self._vital("begin", self._actor.__ray_ready__.options(max_task_retries=-1).remote())
+        await self._vital(wait_until_back(self._name, self._actor, "begin"))
         self._process = self._actor.linger.remote()
 
     async def start(self) -> None:
-        starting = self._vital("start", self._actor.start.remote())
-        await self._within("the start", self._deadlines.start_s, starting)
+        await self._timed("the start", self._deadlines.start_s, "start", self._actor.start.remote())
 
     async def watch(self) -> NoReturn:
-        await self._vital("", self._actor.watch.remote())
+        await self._vital(answer(self._name, self._actor.watch.remote()))
         raise AssertionError("the watch of an engine ends with an error")
 
-    async def answered(self) -> None:
-        await answer(self._name, self._actor.answered.remote())
+    async def wait_until_answered(self) -> None:
+        await answer(self._name, self._actor.wait_until_answered.remote())
 
     async def load_weights(self, staged: StagedWeights) -> float:
-        loading = self._vital("load weights", self._actor.load_weights.remote(staged))
-        return await self._within("a weight update", self._deadlines.weights_s, loading)
+        loading = self._actor.load_weights.remote(staged)
+        return await self._timed("a weight update", self._deadlines.weights_s, "load weights", loading)
 
     async def sleep(self) -> None:
-        sleeping = self._vital("sleep", self._actor.sleep.remote())
-        await self._within("the sleep", self._deadlines.weights_s, sleeping)
+        await self._timed("the sleep", self._deadlines.weights_s, "sleep", self._actor.sleep.remote())
 
-    async def _within(self, what: str, seconds: float, work: Any) -> Any:
+    async def _timed(self, stage: str, seconds: float, what: str, call: Any) -> Any:
+        """The answer to a call that must come within a deadline."""
         try:
-            return await within(f"{what} of {self._name}", seconds, work)
+            answering = self._vital(answer(self._name, call, what))
+            return await within(f"{stage} of {self._name}", seconds, answering)
         except DeadlineError:
             self._end()
             raise
 
-    async def _vital(self, what: str, call: Any) -> Any:
-        """The answer to a call; an engine that fails it is ended, for it may be half of one thing and half of
-        another."""
+    async def _vital(self, answering: Awaitable[Any]) -> Any:
+        """The answer to a call. An engine whose call failed is killed, because its state may be inconsistent."""
         try:
-            return await answer(self._name, call, what)
+            return await answering
         except WeightsOvertaken:
             raise
         except RunError as error:
-            if isinstance(error.__cause__, RayActorError):
+            if has_ended(error):
                 raise EngineLost(str(error)) from error
             self._end()
             raise
@@ -114,7 +111,7 @@ class RayEngine:
 
 
 class Membership:
-    """Keeps every episode runner told which engines serve, also one that Ray has restarted."""
+    """Tells every episode runner which engines serve, also after Ray has restarted it."""
 
     def __init__(self, runners: Sequence[Any]) -> None:
         self._runners = runners
@@ -122,7 +119,7 @@ class Membership:
         self._watches = [asyncio.create_task(self._watch(runner)) for runner in runners]
 
     async def tell(self, serving: Sequence[int]) -> None:
-        """Returns when all runners know, but for those that are being restarted."""
+        """Returns when all runners know, except those that are being restarted."""
         self._serving = tuple(serving)
         await asyncio.gather(*(self._send(runner) for runner in self._runners))
 
@@ -134,8 +131,7 @@ class Membership:
     async def _watch(self, runner: Any) -> None:
         while True:
             try:
-                # Retried, for a process that Ray is restarting does not answer yet.
-                await answer("episode runner", runner.__ray_ready__.options(max_task_retries=-1).remote())
+                await wait_until_back("episode runner", runner)
             except WorkerError:
                 return  # Ray cannot bring it back; the groups that are sent to it fail and say why
             life = runner.linger.remote()

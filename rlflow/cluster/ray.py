@@ -1,33 +1,49 @@
-"""Ray on this machine, for one run alone: on loopback, with a token and a folder that no other user has."""
+"""Ray itself, started or joined.
+
+`private_ray` starts it on this machine for one run alone: on loopback, with a token and a folder that no other user
+has. `join_ray` joins a cluster that others have started, and says why that fails.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 import shutil
+import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray._private import ray_constants
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
 from ray._raylet import Config as RayConfig  # pyright: ignore[reportAttributeAccessIssue]
+from ray.exceptions import AuthenticationError
 
 from rlflow.errors import ConfigError
 from rlflow.runtime.disk import TEMPORARY
-from rlflow.runtime.variables import variables
+from rlflow.runtime.environment import variables
 
 LOOPBACK = "127.0.0.1"
+CONNECT_TIMEOUT_S = 10.0
+_NO_TOKEN = (
+    "rlflow: warning: this Ray cluster asks nobody for a token: whoever reaches {addresses} can run programs as you; "
+    "start it with RAY_AUTH_MODE=token (docs/security.md)\n"
+)
 
 
 @contextmanager
 def private_ray() -> Iterator[dict[str, Any]]:
-    """The arguments of `ray.init` that start Ray so, for as long as the block lasts.
+    """The arguments of `ray.init` that start a Ray of this run's own, valid while the block lasts.
 
-    Sockets, logs, token and what Ray moves out of memory are in a folder that only this user can enter; Ray's own
-    choice can be written by every user. The folder goes with the block, unless the run failed: its logs may tell why.
+    Sockets, logs, token and what Ray moves out of memory are in a folder that only this user can enter; every user can
+    write to the folder that Ray would choose. The folder is removed with the block, unless the run failed: its logs may
+    tell why.
     """
     folder = Path(tempfile.mkdtemp(prefix="rlflow-ray-", dir=TEMPORARY))
     failed = False
@@ -54,10 +70,10 @@ def private_ray() -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Have Ray keep the loopback address that it is given, for the block.
+    """Make Ray keep the loopback address that it is given, while the block lasts.
 
-    It takes it for a mistake and looks for one that others can reach, unless it believes to be on a machine that cannot
-    be part of a cluster. It has read that when it was imported; its processes read it from the environment.
+    Ray replaces it by an address that others can reach, unless it believes that this machine cannot be part of a
+    cluster. It read that setting when it was imported; its processes read it from the environment.
     """
     is_enabled, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
@@ -69,10 +85,11 @@ def _on_loopback() -> Iterator[None]:
 
 @contextmanager
 def _own_token(path: Path) -> Iterator[None]:
-    """Have Ray ask everyone for the token in this file, which is written for the block.
+    """Make Ray ask everyone for the token in this file, which is written for the block.
 
-    By itself Ray would keep one token for all that a user starts, in a file of the home folder that others may be able
-    to read. Its processes find the path in the environment: the token itself is in no environment and no command line.
+    Ray's own choice is one token for everything that a user starts, in a file of the home folder that others may be
+    able to read. Its processes find the path in the environment: the token itself is in no environment and no command
+    line.
     """
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
@@ -82,16 +99,64 @@ def _own_token(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _environment(changes: dict[str, str | None]) -> Iterator[None]:
-    """These variables, which Ray reads anew, for the block; None takes one out."""
+    """Set these variables for the block and have Ray read them again; None removes one."""
+
+    def read_again() -> None:
+        # Ray read the variables of its tokens when it was imported, or when it was last asked for a token.
+        RayConfig.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()
+
     try:
         with variables(changes):
-            _read_anew()
+            read_again()
             yield
     finally:
-        _read_anew()
+        read_again()
 
 
-def _read_anew() -> None:
-    # Ray has read the variables of its tokens when it was imported, or when it was last asked for a token.
-    RayConfig.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+def join_ray(address: str, **options: Any) -> None:
+    """`ray.init` with this address. Raises ConfigError when the cluster cannot be joined, and warns on stderr when it
+    can be joined by anyone on its network."""
+    if address.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"cluster.address={address} is where jobs are handed in; use `rlflow submit` in place of `rlflow train`, "
+            "or give the address of the cluster: auto, or host:port"
+        )
+    try:
+        host, separator, port = address.rpartition(":")
+        if separator and port.isdigit() and "://" not in host:
+            # When nothing listens there, this fails at once; Ray would try for more than a minute.
+            socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+        ray.init(address=address, **options)
+    except (ConnectionError, TimeoutError, socket.gaierror, AuthenticationError) as error:
+        if _is_refusal(error):
+            raise ConfigError(_refusal(address)) from error
+        raise ConfigError(
+            f"cluster.address is {address!r}, but no Ray cluster answers there: {error}; start one, or leave it null "
+            "to start Ray on this machine"
+        ) from error
+    addresses = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
+    reachable = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
+    if reachable and not is_token_auth_enabled():
+        shown = ", ".join(reachable[:3]) + (", ..." if len(reachable) > 3 else "")
+        sys.stderr.write(_NO_TOKEN.format(addresses=shown))
+        sys.stderr.flush()
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether a token is the reason: Ray passes on what it was told as text, in the cause of a ConnectionError."""
+    while error is not None:
+        if isinstance(error, AuthenticationError) or AuthenticationError.__name__ in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _refusal(address: str) -> str:
+    variables = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    source = next((name for name in variables if name in os.environ), "~/.ray/auth_token")
+    shown = f"the one of {source}" if is_token_auth_enabled() else "none, as RAY_AUTH_MODE is not token"
+    return (
+        f"the Ray cluster at cluster.address={address} asks for a token, and this process showed {shown}; set "
+        "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the token that the cluster was started with"
+    )

@@ -1,4 +1,4 @@
-"""Before anything is started: whether each machine sees the files that it will read and write."""
+"""Checks, before anything is started, that each machine sees the files that it will read and write."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlflow.cluster.calls import answer, call_on
-from rlflow.config import Config, Process, Transport
+from rlflow.config import Config, ProcessKind, Transport
 from rlflow.errors import ConfigError
 from rlflow.runtime.deadlines import within
 
 LOOK_S = 120.0
-"""For a machine to start a process that looks."""
+"""Seconds for a machine to start a process that looks."""
 
 
 async def check_shared_files(
-    config: Config, machines: Mapping[Process, Mapping[str, str]], model_path: str, reward_model_path: str | None
+    config: Config, machines: Mapping[ProcessKind, Mapping[str, str]], model_path: str, reward_model_path: str | None
 ) -> None:
-    """Raise ConfigError for the first machine that does not see run.dir, or a model, though it needs it.
+    """Raise ConfigError for the first machine that needs run.dir or a model and does not see it.
 
-    `machines` are those that each kind of process is on: name -> Ray's id.
+    `machines`: for each kind of process, the machines that it is on, name -> Ray's id.
     """
     assert config.run.dir is not None, "a run has a directory before it has machines"
     run_dir = Path(config.run.dir)
-    write = {Process.trainer, Process.critic, Process.runner}
+    write = {ProcessKind.trainer, ProcessKind.critic, ProcessKind.runner}
     if config.weights.transport is Transport.disk:
-        write.add(Process.engine)
-    read = machines.keys() - {Process.reward, Process.reward_model}
+        write.add(ProcessKind.engine)
+    read = machines.keys() - {ProcessKind.reward, ProcessKind.reward_model}
     token = run_dir / f".seen-{uuid.uuid4().hex}"
     await asyncio.to_thread(token.write_text, "")
     try:
@@ -38,18 +38,22 @@ async def check_shared_files(
         await asyncio.to_thread(token.unlink)
     await _check(Path(model_path), _joint(machines, read), f"{model_path}, the folder of model.path")
     if reward_model_path is not None:
-        where = _joint(machines, {Process.reward_model})
+        where = _joint(machines, {ProcessKind.reward_model})
         await _check(Path(reward_model_path), where, f"{reward_model_path}, the folder of reward.model")
 
 
-def _joint(machines: Mapping[Process, Mapping[str, str]], kinds: set[Process]) -> dict[str, str]:
+def _joint(machines: Mapping[ProcessKind, Mapping[str, str]], kinds: set[ProcessKind]) -> dict[str, str]:
     return {name: node for kind in sorted(kinds) for name, node in machines.get(kind, {}).items()}
 
 
 async def _check(path: Path, machines: Mapping[str, str], what: str) -> None:
     looks = [
-        within(f"looking for files on the machine {name}", LOOK_S, answer(f"machine {name}", look))
-        for name, look in ((name, call_on(node, _exists, str(path))) for name, node in machines.items())
+        within(
+            f"looking for files on the machine {name}",
+            LOOK_S,
+            answer(f"machine {name}", call_on(node, os.path.exists, str(path))),
+        )
+        for name, node in machines.items()
     ]
     for name, is_there in zip(machines, await asyncio.gather(*looks), strict=True):
         if not is_there:
@@ -57,7 +61,3 @@ async def _check(path: Path, machines: Mapping[str, str], what: str) -> None:
                 f"the machine {name} does not see {what}; put it on a file system that all machines of the run share, "
                 "under the same path"
             )
-
-
-def _exists(path: str) -> bool:
-    return os.path.exists(path)

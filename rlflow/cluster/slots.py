@@ -1,6 +1,6 @@
-"""What the processes of a run take, and of which machines. Pure: imports no Ray, so that a dry run can ask too.
+"""What the processes of a run need of the machines. Pure: a dry run can ask too, because no Ray is imported.
 
-processes -> slots (what one placement takes) -> blocks (slots of one machine)
+processes -> slots (what one reservation takes) -> blocks (slots that must share a machine)
 """
 
 from __future__ import annotations
@@ -10,65 +10,68 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlflow.cluster.gpus import GpuPlan, gpu_plan
-from rlflow.config import Config, Placement, PoolConfig, Process, Transport, sends_adapters, transport_of
+from rlflow.config import Config, Placement, PoolConfig, ProcessKind, Transport, sends_adapters, transport_of
 from rlflow.errors import ConfigError
 from rlflow.settings.cluster_checks import pool_of
 
 ENGINES_PER_RUNNER = 8
 SLIVER = 0.01
-"""CPUs that a process reserves that mostly waits: enough to keep it off a machine that has none to give."""
+"""CPUs reserved for a process that mostly waits: enough to keep it off a machine that has none left."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Machine:
     name: str
     cpus: float
-    """Infinite where nothing is reserved: on one machine all processes share them."""
+    """Infinite when nothing is reserved: on a single machine all processes share them."""
     gpus: int
     pool: str | None = None
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Slot:
-    """What is reserved on one machine for processes that share it."""
+    """What is reserved on one machine, for one process or for several that share a GPU."""
 
-    processes: tuple[tuple[Process, int], ...]
-    """Kind and number of each. The first one names the slot."""
+    processes: tuple[tuple[ProcessKind, int], ...]
+    """(kind, number) of each; the first one names the slot."""
     cpus: float
     gpus: int
     pool: str | None
 
     @property
-    def kind(self) -> Process:
+    def kind(self) -> ProcessKind:
         return self.processes[0][0]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Block:
-    """Slots, by their numbers, that must be on one machine."""
+class SlotBlock:
+    """Slots that must be on one machine."""
 
     members: tuple[int, ...]
-    kinds: frozenset[Process]
+    """Numbers of the slots."""
+    kinds: frozenset[ProcessKind]
     cpus: float
     gpus: int
     pool: str | None
 
 
 def slots_of(config: Config, *, on_gpus: bool) -> list[Slot]:
-    """One for each process, but for those that share the GPU of a rank of the trainer."""
+    """One slot for each process, except those that share the GPU of a rank of the trainer."""
     plan = gpu_plan(config)
     # Without GPUs there is nothing to share but the machine.
-    sharing = plan.sharing if on_gpus else (Process.trainer,)
+    sharing = plan.sharing if on_gpus else (ProcessKind.trainer,)
     slots = []
     for kind, count in plan.counts.items():
-        if kind in sharing and kind is not Process.trainer:
+        if kind in sharing and kind is not ProcessKind.trainer:
             continue
         for index in range(count):
-            sharers = [other for other in sharing if index < plan.counts[other]] if kind is Process.trainer else [kind]
-            slots.append(_slot(config, plan, [(other, index) for other in sharers], on_gpus=on_gpus))
-    waiting = [(Process.runner, index) for index in range(num_runners(config))]
+            processes = [(kind, index)]
+            if kind is ProcessKind.trainer:
+                processes += [(other, index) for other in sharing if other is not kind and index < plan.counts[other]]
+            slots.append(_slot(config, plan, processes, on_gpus=on_gpus))
+    waiting = [(ProcessKind.runner, index) for index in range(num_runners(config))]
     if config.reward.model is None:
-        waiting.append((Process.reward, 0))
+        waiting.append((ProcessKind.reward, 0))
     slots += [
         Slot(processes=(each,), cpus=SLIVER, gpus=0, pool=pool_of(config.cluster.pools, each[0])) for each in waiting
     ]
@@ -76,13 +79,11 @@ def slots_of(config: Config, *, on_gpus: bool) -> list[Slot]:
 
 
 def num_runners(config: Config) -> int:
-    """One for every few engines."""
+    """One episode runner for every few engines."""
     return -(-config.rollout.engines // ENGINES_PER_RUNNER)
 
 
-def _slot(config: Config, plan: GpuPlan, processes: list[tuple[Process, int]], *, on_gpus: bool) -> Slot:
-    # The trainer names the place that others share with it.
-    processes.sort(key=lambda each: each[0] is not Process.trainer)
+def _slot(config: Config, plan: GpuPlan, processes: list[tuple[ProcessKind, int]], *, on_gpus: bool) -> Slot:
     lead = processes[0][0]
     pools = {kind: pool_of(config.cluster.pools, kind) for kind, _ in processes}
     if len(set(pools.values())) > 1:
@@ -91,7 +92,7 @@ def _slot(config: Config, plan: GpuPlan, processes: list[tuple[Process, int]], *
             f"cluster.roles={config.cluster.roles.value} put them on the same GPUs; have them in one pool, or "
             "set both to separate"
         )
-    width = plan.per_engine if lead is Process.engine else 1
+    width = plan.per_engine if lead is ProcessKind.engine else 1
     threads = 1 if on_gpus else config.cluster.cpu_threads or 1
     return Slot(
         processes=tuple(processes),
@@ -101,13 +102,13 @@ def _slot(config: Config, plan: GpuPlan, processes: list[tuple[Process, int]], *
     )
 
 
-def _where(pools: Mapping[Process, str | None]) -> str:
+def _where(pools: Mapping[ProcessKind, str | None]) -> str:
     """Example: "engine (in rollout) and trainer (in training)"."""
     return " and ".join(f"{kind.value} (in {pool})" for kind, pool in sorted(pools.items()))
 
 
 def machines_of(pools: Mapping[str, PoolConfig]) -> list[Machine] | None:
-    """As the settings describe them; None where they leave it to the cluster."""
+    """The machines that the settings describe; None when the settings leave them to the cluster."""
     if not pools or any(None in (pool.machines, pool.cpus, pool.gpus) for pool in pools.values()):
         return None
     return [
@@ -118,8 +119,8 @@ def machines_of(pools: Mapping[str, PoolConfig]) -> list[Machine] | None:
 
 
 def needs_one_machine(config: Config, *, on_gpus: bool) -> bool:
-    """Whether weights get to the engines through what one machine has only: an engine on the GPU of a rank has that
-    rank's machine anyway."""
+    """Whether weights can reach the engines only within one machine. (An engine on the GPU of a rank is on that rank's
+    machine anyway.)"""
     transport = transport_of(config)
     if transport is Transport.shm or sends_adapters(config):
         return not (on_gpus and config.cluster.placement is Placement.colocated)
@@ -140,12 +141,12 @@ def other_way(config: Config) -> str:
     return "weights.transport=disk" if config.lora.rank is not None else "weights.transport=p2p"
 
 
-def blocks_of(config: Config, slots: Sequence[Slot], *, is_one_machine: bool) -> list[Block]:
+def blocks_of(config: Config, slots: Sequence[Slot], *, is_one_machine: bool) -> list[SlotBlock]:
     def key(number: int) -> tuple[str, int]:
         kind, index = slots[number].processes[0]
-        if is_one_machine and kind in (Process.engine, Process.trainer):
+        if is_one_machine and kind in (ProcessKind.engine, ProcessKind.trainer):
             return "", 0
-        if kind in (Process.trainer, Process.critic):
+        if kind in (ProcessKind.trainer, ProcessKind.critic):
             return kind.value, index // config.trainer.tensor_parallel
         return kind.value, index
 
@@ -159,7 +160,7 @@ def blocks_of(config: Config, slots: Sequence[Slot], *, is_one_machine: bool) ->
             f"one pool, or set {other_way(config)}"
         )
     return [
-        Block(
+        SlotBlock(
             members=tuple(numbers),
             kinds=frozenset(slots[number].kind for number in numbers),
             cpus=cpus_of([slots[number] for number in numbers]),

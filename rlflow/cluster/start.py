@@ -1,4 +1,10 @@
-"""Starts Ray and the actors of one run, and ends them."""
+"""The actors of one run: Ray itself, one function for each kind of process, and how they all end.
+
+    Devices reserves -> every actor is created -> all of them start at once -> Fleet
+
+Ray restarts an engine, a runner and a process that scores under the same handle. It restarts no rank and no reference:
+what these hold is in checkpoints only, so that `failover` ends the fleet when one of them is lost.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +18,17 @@ from typing import Any, cast
 import ray
 
 from rlflow.algorithms.registry import needs_critic
-from rlflow.cluster.calls import DISK, WATCH, RayReference, RayTrainer, answer, open_calls
-from rlflow.cluster.critic import RayActorCritic
+from rlflow.cluster.calls import DISK, WATCH, RayActorCritic, RayReference, RayTrainer, answer, open_calls
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
-from rlflow.cluster.joined_ray import join_ray
-from rlflow.cluster.loss import end_fleet
-from rlflow.cluster.ray import private_ray
+from rlflow.cluster.ray import join_ray, private_ray
 from rlflow.cluster.rewards import start_rewards
-from rlflow.cluster.runner_calls import RayRunners
-from rlflow.cluster.runners import start_runners
+from rlflow.cluster.runners import RayRunners, start_runners
 from rlflow.cluster.shared_files import check_shared_files
-from rlflow.config import Config, Placement, Process, needs_reference, object_store_bytes, refers_to_itself
+from rlflow.config import Config, Placement, ProcessKind, needs_reference, object_store_bytes, refers_to_itself
 from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import ConfigError
-from rlflow.roles import Trainer, Workers
+from rlflow.roles import Workers
 from rlflow.rollout.fleet import EngineFleet
 from rlflow.runtime.deadlines import within
 from rlflow.runtime.environment import ONE_ARENA
@@ -35,8 +37,8 @@ from rlflow.workers.trainer.actor import TrainerWorker
 
 MANY_CALLS = 4096
 """Calls that an asynchronous actor may have open; the admission budget bounds them long before."""
-
-
+STOP_S = 20.0
+"""Seconds that actors have to end their processes; Ray then ends what is left."""
 _EVERYWHERE = {
     # Without this Ray hides every GPU from actors that ask for none and warns about it.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -46,36 +48,13 @@ _EVERYWHERE = {
 """Settings of Ray for the driver and all actors."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Fleet:
-    """Everything that was started."""
-
-    workers: Workers
-    runners: list[Any]
-    engines: list[Any]
-    engine_fleet: EngineFleet
-    membership: Membership
-    trainers: list[Any]
-    rewards: list[Any]
-    reference: Any | None
-    vital: dict[str, Any]
-    """Name -> actor that Ray does not restart: what it holds is in checkpoints only."""
-    devices: Devices
-    is_joined: bool
-    """Whether the cluster has other machines, which may be lost."""
-
-    @property
-    def actors(self) -> list[Any]:
-        return [*self.engines, *self.runners, *self.rewards, *self.vital.values()]
-
-
 @contextmanager
 def ray_cluster(config: Config) -> Iterator[None]:
     """Join `cluster.address`, or start Ray on this machine for as long as the block lasts."""
     if ray.is_initialized():
         raise ConfigError("Ray is already running in this process; start rlflow in a process of its own")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # A group that ends in an error has one in each of its payloads too, which nobody reads; Ray would print them all.
+    # Each payload of a group that ends in an error holds that error too. Nobody reads those; Ray would print them all.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     for name, value in _EVERYWHERE.items():
         os.environ.setdefault(name, value)
@@ -90,6 +69,43 @@ def ray_cluster(config: Config) -> Iterator[None]:
         yield
 
 
+@dataclass(kw_only=True, slots=True)
+class Fleet:
+    """Everything that was started."""
+
+    workers: Workers
+    runners: list[Any]
+    engines: list[Any]
+    engine_fleet: EngineFleet
+    membership: Membership
+    ranks: list[Any]
+    """The ranks of the trainer, then those of the critic."""
+    rewards: list[Any]
+    vital: dict[str, Any]
+    """Name -> actor that Ray does not restart."""
+    devices: Devices
+    is_joined: bool
+    """Whether the cluster has other machines, which may be lost."""
+
+    async def stop(self) -> None:
+        """Let the actors that own processes or shared memory end them; the rest ends with Ray."""
+        await self.membership.close()
+        await self.engine_fleet.close()
+        closing = [engine.shutdown.remote() for engine in self.engines]
+        closing += [actor.close.remote() for actor in (*self.runners, *self.ranks, *self.rewards)]
+        # How a call ends no longer matters: its actor is being ended.
+        settled = [asyncio.gather(reference, return_exceptions=True) for reference in closing]
+        await asyncio.wait(settled, timeout=STOP_S)
+
+    async def end(self) -> None:
+        """Kill all processes, and give back what was reserved for them."""
+        await self.membership.close()
+        await self.engine_fleet.close()
+        for actor in (*self.engines, *self.runners, *self.rewards, *self.vital.values()):
+            ray.kill(actor)
+        self.devices.release()
+
+
 async def start_fleet(
     config: Config,
     model_path: str,
@@ -102,67 +118,45 @@ async def start_fleet(
     """Create every actor at once and wait until all of them are ready.
 
     `reward_model_path` is the folder of `reward.model`, which scores in place of a function.
-    `alarm` is given what people should know of later: an engine that was lost.
+    `alarm` is told what people should know later: that an engine was lost, for example.
     After a loss (`is_restart`) there may be fewer machines than cluster.pools says.
     """
     devices = Devices(config, is_restart=is_restart)
-    config = devices.config
     await devices.reserve()
+    config = devices.config
     if machines := devices.machines():
         await check_shared_files(config, machines, model_path, reward_model_path)
-    threads = config.cluster.cpu_threads or _threads(config)
-    engine_names = [f"engine {index}" for index in range(config.rollout.engines)]
-    engines = [
-        ray.remote(EngineActor)
-        .options(name=name, max_concurrency=MANY_CALLS, max_restarts=-1, **devices.of(Process.engine, index))
-        .remote(config, model_path, index, threads)
-        for index, name in enumerate(engine_names)
-    ]
-    num_ranks = config.trainer.ranks
-    # Beside the writes, all calls come on one thread, though not the main one: torch's and CUDA's settings of it hold.
-    environment = {"env_vars": ONE_ARENA}
-    trainer_actor = cast(Any, ray.remote)(concurrency_groups={DISK: 1, WATCH: 1}, runtime_env=environment)(
-        TrainerWorker
-    )
-    trainers = [
-        trainer_actor.options(**devices.of(Process.trainer, rank)).remote(config, model_path, rank, num_ranks, threads)
-        for rank in range(num_ranks)
-    ]
-    critics = [
-        trainer_actor.options(**devices.of(Process.critic, rank)).remote(
-            config, model_path, rank, num_ranks, threads, is_critic=True
-        )
-        for rank in range(num_ranks if needs_critic(config.algorithm) else 0)
-    ]
-    rewards = start_rewards(config, spec.reward, reward_model_path, devices, threads, MANY_CALLS)
-    runners = start_runners(config, model_path, spec, list(rewards), engine_names, devices, MANY_CALLS)
-    reference = None
-    if needs_reference(config):
-        reference_actor = cast(Any, ray.remote)(concurrency_groups={WATCH: 1})(ReferenceWorker)
-        options = devices.of(Process.reference, 0)
-        reference = reference_actor.options(**options).remote(config, model_path, threads)
+    create = _Create(config=config, model_path=model_path, devices=devices, threads=_threads(config))
+    engines = create.engines()
+    trainers = create.ranks(ProcessKind.trainer)
+    critics = create.ranks(ProcessKind.critic) if needs_critic(config.algorithm) else []
+    rewards = start_rewards(config, spec.reward, reward_model_path, devices, create.threads, MANY_CALLS)
+    runners = start_runners(config, model_path, spec, list(rewards), list(engines), devices, MANY_CALLS)
+    reference = create.reference() if needs_reference(config) else None
+
     membership = Membership(runners)
-    processes = [RayEngine(engine, index, config.deadlines) for index, engine in enumerate(engines)]
+    processes = [RayEngine(engine, index, config.deadlines) for index, engine in enumerate(engines.values())]
     engine_fleet = EngineFleet(config, processes, membership.tell, alarm)
+    policy = RayTrainer(trainers, config.trainer, refers_to_itself=refers_to_itself(config))
+    critic = RayTrainer(critics, config.trainer, name="critic") if critics else None
     vital = {f"trainer rank {rank}": actor for rank, actor in enumerate(trainers)}
     vital |= {f"critic rank {rank}": actor for rank, actor in enumerate(critics)}
     vital |= {"reference": reference} if reference else {}
-    is_joined, patience_s = config.cluster.address is not None, config.deadlines.start_s
+    is_joined = config.cluster.address is not None
     fleet = Fleet(
         workers=Workers(
-            runners=RayRunners(runners, on_one_machine=not is_joined, patience_s=patience_s),
+            runners=RayRunners(runners, on_one_machine=not is_joined, patience_s=config.deadlines.start_s),
             engines=engine_fleet,
-            trainer=_as_one(config, trainers, critics),
+            trainer=RayActorCritic(policy, critic) if critic else policy,
             reference=RayReference(reference) if reference else None,
             open_calls=open_calls,
         ),
         runners=runners,
-        engines=engines,
+        engines=list(engines.values()),
         engine_fleet=engine_fleet,
         membership=membership,
-        trainers=[*trainers, *critics],
+        ranks=[*trainers, *critics],
         rewards=list(rewards.values()),
-        reference=reference,
         vital=vital,
         devices=devices,
         is_joined=is_joined,
@@ -176,14 +170,53 @@ async def start_fleet(
             "raise deadlines.start_s if the model takes this long to load",
         )
     except BaseException:
-        await end_fleet(fleet)
+        await fleet.end()
         raise
     return fleet
 
 
-def _as_one(config: Config, trainers: list[Any], critics: list[Any]) -> Trainer:
-    policy = RayTrainer(trainers, config.trainer, refers_to_itself=refers_to_itself(config))
-    return RayActorCritic(policy, RayTrainer(critics, config.trainer, name="critic")) if critics else policy
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Create:
+    """Creates the actors that compute."""
+
+    config: Config
+    model_path: str
+    devices: Devices
+    threads: int
+
+    def engines(self) -> dict[str, Any]:
+        """Name -> actor."""
+        return {
+            (name := f"engine {index}"): ray.remote(EngineActor)
+            .options(
+                name=name,
+                max_concurrency=MANY_CALLS,
+                max_restarts=-1,
+                **self.devices.of(ProcessKind.engine, index),
+            )
+            .remote(self.config, self.model_path, index, self.threads)
+            for index in range(self.config.rollout.engines)
+        }
+
+    def ranks(self, kind: ProcessKind) -> list[Any]:
+        """The ranks of the trainer or of the critic."""
+        # Beside the writes, all calls come on one thread, though not the main one: torch's and CUDA's settings of it
+        # hold.
+        actor = cast(Any, ray.remote)(concurrency_groups={DISK: 1, WATCH: 1}, runtime_env={"env_vars": ONE_ARENA})(
+            TrainerWorker
+        )
+        is_critic, count = kind is ProcessKind.critic, self.config.trainer.ranks
+        return [
+            actor.options(**self.devices.of(kind, rank)).remote(
+                self.config, self.model_path, rank, count, self.threads, is_critic=is_critic
+            )
+            for rank in range(count)
+        ]
+
+    def reference(self) -> Any:
+        actor = cast(Any, ray.remote)(concurrency_groups={WATCH: 1})(ReferenceWorker)
+        options = self.devices.of(ProcessKind.reference, 0)
+        return actor.options(**options).remote(self.config, self.model_path, self.threads)
 
 
 async def _start_all(
@@ -198,9 +231,8 @@ async def _start_all(
     starting = [engines.start()]
     if config.cluster.placement is Placement.colocated:
         # The trainer needs the memory to start, and to load a checkpoint; the first version wakes the engines.
-        await engines.start()
+        await starting.pop()
         await engines.sleep()
-        starting = []
     await asyncio.gather(
         *(start_ranks(ranks) for ranks in trainers if ranks),
         *starting,
@@ -209,25 +241,11 @@ async def _start_all(
     )
 
 
-async def stop_fleet(fleet: Fleet) -> None:
-    """Let the actors that own processes or shared memory end them; the rest ends with Ray."""
-    await fleet.membership.close()
-    await fleet.engine_fleet.close()
-    closing = [engine.shutdown.remote() for engine in fleet.engines]
-    closing += [runner.close.remote() for runner in fleet.runners]
-    closing += [trainer.close.remote() for trainer in fleet.trainers]
-    closing += [reward.close.remote() for reward in fleet.rewards]
-    await asyncio.wait([asyncio.ensure_future(_settled(reference)) for reference in closing], timeout=20)
-
-
-async def _settled(reference: Any) -> None:
-    """Wait for a call whose failure no longer matters: the actor is being ended."""
-    await asyncio.gather(reference, return_exceptions=True)
-
-
 def _threads(config: Config) -> int:
-    """Share the cores of this machine out between the processes that compute at the same time; in a cluster each has
-    what it reserves."""
+    """Threads of each process that computes: `cluster.cpu_threads`; or a share of this machine's cores; in a cluster
+    one, which is what the process reserves."""
+    if config.cluster.cpu_threads:
+        return config.cluster.cpu_threads
     if config.cluster.address is not None:
         return 1
     cores = len(os.sched_getaffinity(0))

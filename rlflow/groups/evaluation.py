@@ -1,10 +1,16 @@
-"""Evaluation beside training: fixed tasks, played on one engine that keeps one version while the others go on."""
+"""Evaluation beside training: fixed tasks, played on one engine that keeps one version while the others go on.
+
+    pin an engine -> play every task, as for training -> the mean reward -> unpin
+
+Rules: every token of an evaluation is of one version. The seeds never change. An evaluation that is lost is reported as
+lost, and the run goes on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlflow.config import Config
 from rlflow.errors import RunError
@@ -24,36 +30,29 @@ class Evaluation:
     step: int
     """Steps done when it began."""
     version: int
-    """The trainer's when it began; every token is of this version."""
-    reward: float | None
+    """The trainer's version when it began; every token is of this version."""
+    reward: float | None = None
     """Mean over the episodes with a verdict; None when there is none, and then `detail` says why."""
-    num_episodes: int
+    num_episodes: int = 0
     """Episodes with a verdict."""
     num_failed: int
-    """Episodes without; they are not in `reward`."""
-    spans: list[Span]
+    """Episodes without a verdict; they are not in `reward`."""
+    spans: list[Span] = field(default_factory=list)
     detail: str = ""
 
 
 async def evaluate(
     config: Config, workers: Workers, tasks: Sequence[Task], *, engine: int, step: int, version: int
 ) -> Evaluation:
-    """Play every task `eval.episodes` times on `engine`, pinned at `version`, and unpin it; the seeds never change.
+    """Play every task `eval.episodes` times on `engine`, which is pinned at `version`, and unpin it.
 
-    An engine or a runner that is lost takes the evaluation along: that is its result, and the run goes on.
+    If the engine or a runner is lost, that is the result: no reward, and a `detail`.
     """
     try:
         played = await _play_pinned(config, workers, tasks, engine)
     except RunError as error:
-        return Evaluation(
-            step=step,
-            version=version,
-            reward=None,
-            num_episodes=0,
-            num_failed=len(tasks) * config.eval.episodes,
-            spans=[],
-            detail=str(error),
-        )
+        num_failed = len(tasks) * config.eval.episodes
+        return Evaluation(step=step, version=version, num_failed=num_failed, detail=str(error))
     return _summarize(played, step, version)
 
 
@@ -62,7 +61,7 @@ async def _play_pinned(config: Config, workers: Workers, tasks: Sequence[Task], 
     places = asyncio.Semaphore(AT_ONCE)
 
     async def play(index: int, task: Task) -> PlayedGroup:
-        # A negative id is no group of the ledger.
+        # A negative id: the ledger has no such group.
         order = GroupOrder(group_id=-1 - index, task=task, num_episodes=config.eval.episodes, seed=index, engine=engine)
         async with places:
             return await within(f"evaluating task {task.id}", deadlines.group_s, workers.runners.play(order))

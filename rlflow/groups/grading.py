@@ -1,4 +1,9 @@
-"""From a group that was played to one that can be trained on: who counts, what it was worth, with which advantage."""
+"""From a group that was played to one that can be trained on.
+
+    PlayedGroup -> the episodes with a verdict -> shaped rewards -> advantages -> ReadyGroup
+
+Rule: an episode that failed has no reward, and the group's statistics are as if it had not been played.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from rlflow.config import Config
 from rlflow.types import EpisodeSummary, PlayedGroup, ReadyGroup, Task
 
 
-class Judge:
+class Grader:
     """The algorithm's view of rewards. Metadata only."""
 
     def __init__(self, config: Config) -> None:
@@ -22,19 +27,16 @@ class Judge:
 
     @property
     def needs_batch(self) -> bool:
-        """Whether a group's advantages are known only with all groups of its step: see `assign`."""
+        """Whether a group's advantages need all groups of its step; see `assign`."""
         return self._advantage.traits.scope is Scope.batch
 
     @property
     def needs_greedy(self) -> bool:
-        """Whether the last episode of a group must be a greedy one, more than there are to train on."""
+        """Whether a group has one greedy episode more, its last, which is not trained on."""
         return self._advantage.traits.needs_greedy
 
     def ready(self, task: Task, played: PlayedGroup) -> ReadyGroup | None:
-        """The trainable part of a group; None when fewer than two episodes, or not the greedy one, have a verdict.
-
-        An episode that failed is left out of the group's statistics, as if it had not been played.
-        """
+        """The trainable part of a group; None when fewer than two episodes, or not the greedy one, have a verdict."""
         baseline = None
         pairs = list(zip(played.episodes, played.payloads, strict=True))
         if self.needs_greedy:
@@ -61,17 +63,17 @@ class Judge:
         return ready
 
     def is_filtered(self, group: ReadyGroup) -> bool:
-        """Whether another task is played instead, for there is nothing to learn from this one.
+        """Whether there is nothing to learn from a group, so that another task is played instead.
 
-        Dynamic sampling passes over groups in which no episode was better than another; and where episodes that were
-        cut off are left out, one must remain.
+        Dynamic sampling drops groups in which no episode was better than another. If episodes that were cut off are
+        masked, at least one must remain.
         """
         if self._algorithm.mask_truncated and all(episode.end.is_truncated for episode in group.episodes):
             return True
         return self._algorithm.dynamic_sampling and all_equal([one.reward for one in self._scored(group)])
 
     def assign(self, groups: Sequence[ReadyGroup]) -> None:
-        """Give the groups of a step their advantages, where these depend on the whole step."""
+        """Give the groups of a step their advantages, if these depend on the whole step."""
         if self.needs_batch:
             self._set_advantages(groups)
 
@@ -104,7 +106,7 @@ class Judge:
         )
 
     def _shaped_reward(self, episode: EpisodeSummary) -> float:
-        """The verdict, less the penalty for its longest reply; also of a baseline."""
+        """The reward of the verdict, less the penalty for the longest reply."""
         assert episode.reward is not None, "only episodes with a verdict are scored"
         cache = self._algorithm.overlong_tokens
         if cache is None:
@@ -114,7 +116,7 @@ class Judge:
 
 
 def components_of(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The parts of a reward, by name: several functions; or what the one function says beside its reward.
+    """The parts of a reward by name: several functions, or what a single function reports beside its reward.
 
     Example: {"rewards/math": 1.0, "rewards/brief": 0.5, "turns": 2.0} -> {"math": 1.0, "brief": 0.5}
     """

@@ -1,9 +1,19 @@
-"""From the sampler to the ready queue: each live group has an asyncio task that takes it through its life.
+"""From the sampler to the trainer: each live group has an asyncio task that takes it through its life.
 
-    sampler -> admit -> play and score -> judge -> reference -> ready queue -> take
+    sampler -> admit -> play and score -> grade -> reference -> ready queue -> take
+                           |                |                       |
+                           +-> failed       +-> no verdict,         +-> stale: too old for the update, or played too
+                                                filtered                       long; failed: its machine was lost
 
-The main loop of `driver.py` calls `admit` when there may be room and `take` when it can train; they meet in the ledger,
-in the ready queue and in one event.
+Rules:
+- Every admitted group leaves through `take` or through `_drop`, exactly once.
+- No more groups start than `staleness.admission_budget` allows, and none while the ready ones hold too many bytes.
+- A group that is too old for the update is dropped here at the latest, by the rules of `staleness`.
+- A task whose group failed, or came too late, is played again. Many failures in a row end the run; any error but a lost
+  group ends it at once.
+
+The main loop of `driver.py` calls `admit` when there may be room and `take` when it can train. It meets the groups'
+tasks in the ledger, in the ready queue and in one event.
 """
 
 from __future__ import annotations
@@ -16,7 +26,7 @@ from typing import Protocol
 from rlflow.config import Config, Order
 from rlflow.errors import DeadlineError, PayloadLost, RunError, StaleGroup, WorkerLost
 from rlflow.groups import staleness
-from rlflow.groups.grading import Judge, why_no_verdict
+from rlflow.groups.grading import Grader, why_no_verdict
 from rlflow.groups.ledger import DropReason, GroupState, Ledger
 from rlflow.groups.ready import ReadyQueue
 from rlflow.groups.sampler import TaskSampler
@@ -29,21 +39,21 @@ MAX_TASK_FAILURES = 3
 MAX_FILTERED_STEPS = 10
 """Steps' worth of groups in a row that dynamic sampling may throw away, as in DAPO (arXiv:2503.14476)."""
 HEARTBEAT_S = 60.0
-"""Seconds without a group to train on after which people are told why, again and again."""
+"""Seconds without a group to train on after which people are told why, and told again."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far the run is; the driver writes it, the intake reads it."""
+    """How far the run is. The driver, the publisher and the saver write it; the intake reads it."""
 
     step: int = 0
     """Steps done."""
     version: int = 0
-    """Of the trainer: updates applied."""
+    """The trainer's version: updates applied."""
     served_step: int = 0
     """Steps that were done when the engines' version was made."""
     served_version: int = 0
-    """A version that every engine has reached: the oldest that a new group can hold tokens of."""
+    """The version that every engine has reached: the oldest whose tokens a new group can hold."""
     stop_requested: bool = False
 
 
@@ -55,7 +65,7 @@ class Collected:
     spans: list[Span] = field(default_factory=list)
 
     def take(self) -> Collected:
-        """Hand over what there is, and begin anew."""
+        """Return everything and start empty."""
         taken = Collected(episodes=self.episodes, spans=self.spans)
         self.episodes, self.spans = [], []
         return taken
@@ -85,7 +95,7 @@ class Intake:
         progress: Progress,
     ) -> None:
         self.sampler = sampler
-        self.judge = Judge(config)
+        self.grader = Grader(config)
         self.collected = Collected()
         self.ready = ReadyQueue(
             order=config.staleness.order,
@@ -103,7 +113,7 @@ class Intake:
         self._waited_s = 0.0
         self._lost_in_a_row = 0
         self._newest_lost = 0
-        """The newest group that there was at the last loss that counted: what is older may belong to that loss."""
+        """The newest group at the last loss that counted; the loss of an older group may be part of that loss."""
         self._filtered_in_a_row = 0
         self._failure: BaseException | None = None
         self._closing = False
@@ -116,7 +126,7 @@ class Intake:
             try:
                 task, task_pass = self.sampler.next()
             except Exception as error:
-                # Of a user's curriculum. The main task raises it: a group's own task may be the one that came here.
+                # The curriculum is a user's code. The main task raises this, because the caller may be a group's task.
                 self.fail(error)
                 return
             version = self._progress.served_version
@@ -130,13 +140,13 @@ class Intake:
 
         Raises what made the run fail, and DeadlineError when no group can be trained for longer than groups live.
         """
-        # Every live group ends within its own deadline, so that a longer wait is a fault of this loop.
+        # Every live group ends within its own deadline, so a longer wait is a fault of this loop.
         limit_s = left_s = self._config.deadlines.group_s + self._config.deadlines.train_s
         while True:
             self._changed.clear()
             self.raise_failure()
             ready = self.ready.take(version=self._progress.version, places=places)
-            taken = [group for group in ready if not (self._dropped_as_late(group) or self._dropped_as_lost(group))]
+            taken = [group for group in ready if not (self._drop_if_late(group) or self._drop_if_lost(group))]
             for group in taken:
                 self._ledger.advance(group.group_id, GroupState.TRAINING)
             self.admit()
@@ -147,7 +157,7 @@ class Intake:
                 raise DeadlineError("waiting for a group to train on", limit_s)
 
     async def _wait(self, most_s: float) -> float:
-        """Wait until something changes; returns the seconds that it took. People are told when nothing did."""
+        """Wait until something changes; returns the seconds that it took. Tells people if nothing did."""
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         try:
@@ -170,13 +180,12 @@ class Intake:
         self._waited_s = 0.0
 
     def drop_late(self) -> None:
-        """Drop the ready groups that the update in hand must do without; to be called when the version has changed."""
-        for group in self.ready.remove(self._is_too_late):
-            self._drop_as_late(group)
+        """Drop the ready groups that are too old for the next update. To be called when the version has changed."""
+        self.ready.remove(self._drop_if_late)
 
     def drop_lost(self) -> None:
-        """Drop the ready groups of which a payload is gone with its machine."""
-        self.ready.remove(self._dropped_as_lost)
+        """Drop the ready groups that have lost a payload with its machine."""
+        self.ready.remove(self._drop_if_lost)
 
     def fail(self, error: BaseException) -> None:
         """Make `take` raise this."""
@@ -204,7 +213,7 @@ class Intake:
                 self._drop(group_id, DropReason.CANCELLED, "the run ended")
 
     async def restore(self, groups: Sequence[ReadyGroup]) -> None:
-        """Take up the ready groups of a checkpoint; what else was live is played again."""
+        """Take up the ready groups of a checkpoint; the tasks of other live groups are played again."""
         kept = {group.group_id for group in groups}
         for group in groups:
             group.references = await self._references(group.payloads)
@@ -242,20 +251,20 @@ class Intake:
     # -- the life of one group
 
     async def _live(self, group_id: int, task: Task) -> None:
-        """Never raises: what is not a lost group stops the run."""
+        """Never raises: anything but a lost group stops the run."""
         try:
             await self._play(group_id, task)
         except StaleGroup as error:
             self._drop(group_id, DropReason.STALE, str(error))
         except (WorkerLost, PayloadLost) as error:
-            # All that one process takes along is one failure; what was admitted later goes elsewhere.
+            # All groups that one process takes with it are one failure; groups admitted later are not among them.
             is_first = group_id > self._newest_lost
             self._newest_lost = max(self._tasks) if is_first else self._newest_lost
             self._lose(group_id, DropReason.FAILED, str(error), counts=is_first)
         except RunError as error:
             self._lose(group_id, DropReason.FAILED, str(error))
         except Exception as error:
-            # Raised again by the main task, which waits for this group: here nobody would hear it.
+            # The main task raises it again; nobody awaits this one.
             self.fail(error)
         finally:
             del self._tasks[group_id]
@@ -267,8 +276,8 @@ class Intake:
         order = GroupOrder(
             group_id=group_id,
             task=task,
-            num_episodes=self._config.algorithm.group_size + self.judge.needs_greedy,
-            is_last_greedy=self.judge.needs_greedy,
+            num_episodes=self._config.algorithm.group_size + self.grader.needs_greedy,
+            is_last_greedy=self.grader.needs_greedy,
             seed=group_seed(self._config.run.seed, group_id),
         )
         played = await within(
@@ -280,14 +289,14 @@ class Intake:
         self._ledger.advance(group_id, GroupState.SCORED)
         self.collected.episodes += played.episodes
         self.collected.spans += played.spans
-        sampled = played.episodes[: self._config.algorithm.group_size]  # the greedy one comes behind them
+        sampled = played.episodes[: self._config.algorithm.group_size]  # a greedy one comes after them
         rewards = [episode.reward for episode in sampled if episode.is_trainable and episode.reward is not None]
         self.sampler.on_result(task.id, rewards)
-        ready = self.judge.ready(task, played)
+        ready = self.grader.ready(task, played)
         if ready is None:
             self._lose(group_id, DropReason.NO_VERDICT, why_no_verdict(played.episodes))
             return
-        if self.judge.is_filtered(ready):
+        if self.grader.is_filtered(ready):
             self._filter(group_id)
             return
         ready.references = await self._references(ready.payloads)
@@ -304,24 +313,21 @@ class Intake:
             self._workers.reference.logprobs(payloads),
         )
 
-    def _dropped_as_late(self, group: ReadyGroup) -> bool:
-        """The gate at consumption: whatever admission, order and cancelling have missed ends here."""
-        if not self._is_too_late(group):
-            return False
-        self._drop_as_late(group)
-        return True
+    def _drop_if_late(self, group: ReadyGroup) -> bool:
+        """The gate at consumption: what admission, order and cancelling have missed ends here."""
+        is_late = staleness.is_too_late(group, oldest=self.oldest_allowed, late=self._config.staleness.late)
+        if is_late:
+            detail = f"tokens of version {group.oldest_version}, update of version {self._progress.version}"
+            self._drop(group.group_id, DropReason.STALE, detail)
+        return is_late
 
-    def _drop_as_late(self, group: ReadyGroup) -> None:
-        detail = f"tokens of version {group.oldest_version}, update of version {self._progress.version}"
-        self._drop(group.group_id, DropReason.STALE, detail)
-
-    def _dropped_as_lost(self, group: ReadyGroup) -> bool:
+    def _drop_if_lost(self, group: ReadyGroup) -> bool:
         if is_lost := self._workers.runners.is_lost(group.payloads):
             self._drop(group.group_id, DropReason.FAILED, "its episodes were stored on a machine that is lost")
         return is_lost
 
     def _lose(self, group_id: int, reason: DropReason, detail: str, *, counts: bool = True) -> None:
-        """A group that gave nothing; many of them in a row mean that something is broken, and the run stops."""
+        """Drop a group that gave nothing. Many in a row mean that something is broken, and end the run."""
         self._drop(group_id, reason, detail)
         self._lost_in_a_row += counts
         limit = max(16, 2 * self._config.algorithm.groups_per_step)
@@ -330,8 +336,8 @@ class Intake:
             self.fail(RunError(f"{limit} groups in a row gave nothing to train on; {last}"))
 
     def _filter(self, group_id: int) -> None:
-        """A group that is played well and says nothing; too many in a row mean that the tasks are too easy or too
-        hard."""
+        """Drop a group whose episodes cannot be compared. Too many in a row mean that the tasks are too easy or too
+        hard, and end the run."""
         self._drop(group_id, DropReason.FILTERED, "nothing in it to compare")
         self._lost_in_a_row = 0
         self._filtered_in_a_row += 1
@@ -381,17 +387,19 @@ class Intake:
     def _is_full(self) -> bool:
         return self.ready.num_bytes > self._config.staleness.max_ready_mb * 2**20
 
-    def _is_too_late(self, group: ReadyGroup) -> bool:
-        oldest = staleness.oldest_allowed(
+    @property
+    def oldest_allowed(self) -> int:
+        """The oldest version whose tokens the next update may use."""
+        return staleness.oldest_allowed(
             version=self._progress.version, max_versions=self._config.staleness.max_versions
         )
-        return staleness.is_too_late(group, oldest=oldest, late=self._config.staleness.late)
 
     def _was_late(self, task_id: str, task_pass: int) -> bool:
-        """Whether the task has lost its place once for being slow; asked where only such tasks have a claim."""
-        if self._config.staleness.order is not Order.ready_first:
-            return False
-        return self._ledger.num_drops_of(task_id, task_pass, DropReason.STALE) > 0
+        """Whether the task was dropped as stale before in this pass; asked only if that gives it a claim."""
+        return (
+            self._config.staleness.order is Order.ready_first
+            and self._ledger.num_drops_of(task_id, task_pass, DropReason.STALE) > 0
+        )
 
 
 def group_seed(run_seed: int, group_id: int) -> int:

@@ -4,15 +4,15 @@
         |          |          |        |         |
         +----------+----------+--------+---------+--> dropped(reason)
 
-Every admitted group ends exactly once. Rows live in SQLite, so that a person can ask what became of a task while the
-run goes on and after it; memory holds the live groups and one count a state, so that it does not grow with the run.
+Rules: every admitted group ends exactly once, and takes no other transition than these. Memory does not grow with the
+run: it holds the live groups and one count for each state. Everything is in SQLite, so that a person can ask what
+became of a task during the run and after it.
 """
 
 from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 
@@ -36,12 +36,12 @@ class DropReason(StrEnum):
 
     @property
     def puts_task_back(self) -> bool:
-        """Whether the task deserves another try; the other reasons are final."""
+        """Whether the task is tried again; the other reasons are final."""
         return self in (DropReason.STALE, DropReason.FAILED, DropReason.CANCELLED)
 
 
 WRITES_AT_ONCE = 64
-"""Changes that a killed process can lose at most; a resume begins at a checkpoint, which holds a copy, all the same."""
+"""Changes that a killed process can lose at most. That does no harm: a resume begins with a checkpoint's copy."""
 
 _NEXT = {
     GroupState.ADMITTED: GroupState.RUNNING,
@@ -67,12 +67,12 @@ CREATE INDEX IF NOT EXISTS groups_by_task ON groups (task, pass);
 
 
 class Ledger:
-    """Groups by id. Methods raise AssertionError on a transition that the life above does not have."""
+    """Groups by id. Methods raise AssertionError for a transition that is not drawn above."""
 
     def __init__(self, path: Path | None = None) -> None:
         """Open or create the ledger at `path`; None keeps it in memory."""
         self._database = sqlite3.connect(str(path) if path else ":memory:", isolation_level=None)
-        # A commit survives the death of the process without waiting for the disk; a lost power supply may cost the last
+        # A commit survives the death of the process without waiting for the disk. A power failure may cost the last
         # rows, which a resume from a checkpoint discards anyway.
         self._database.execute("PRAGMA journal_mode=WAL")
         self._database.execute("PRAGMA synchronous=NORMAL")
@@ -91,7 +91,7 @@ class Ledger:
     def admit(self, task_id: str, *, task_pass: int | None = None, version: int) -> int:
         """A new group of this task; returns its id.
 
-        Without a pass the task is drawn anew: it begins the pass after the last one that it was in.
+        A task without a pass is newly drawn: it begins the pass after the last one that it was in.
         """
         if task_pass is None:
             last = self._database.execute("SELECT MAX(pass) FROM groups WHERE task = ?", (task_id,)).fetchone()[0]
@@ -151,9 +151,6 @@ class Ledger:
     def num_trained(self) -> int:
         return self._counts[GroupState.TRAINED]
 
-    def num_dropped(self, reason: DropReason) -> int:
-        return self._dropped[reason]
-
     def counts(self) -> dict[str, int]:
         """Groups by state, dropped ones by reason ("dropped_stale"), and "admitted_total", their sum."""
         return _with_total(self._counts, self._dropped)
@@ -197,10 +194,7 @@ class Ledger:
 
 
 def counts_by_state(path: Path) -> dict[str, int]:
-    """The counts of a ledger on disk, as `Ledger.counts` gives them; reads only.
-
-    Raises ValueError when there is no ledger at `path`.
-    """
+    """`Ledger.counts` of a ledger on disk, read only. Raises ValueError when there is no ledger at `path`."""
     if not path.is_file():
         raise ValueError(f"no ledger at {path}; give the directory of a run")
     database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
@@ -208,10 +202,6 @@ def counts_by_state(path: Path) -> dict[str, int]:
         rows = database.execute("SELECT state, reason, COUNT(*) FROM groups GROUP BY state, reason").fetchall()
     finally:
         database.close()
-    return _by_state(rows)
-
-
-def _by_state(rows: Iterable[tuple[str, str | None, int]]) -> dict[str, int]:
     states: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
     for state, reason, count in rows:

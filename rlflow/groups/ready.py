@@ -1,9 +1,13 @@
-"""Who goes first: the groups that wait for the trainer, and the places that are kept for those still under way.
+"""Which group goes first: the groups that wait for the trainer, and the places kept for those still being played.
+
+    expect: a group is admitted, and may get a claim -> put: it is ready -> take: it enters an update
 
 A group whose oldest token is of version v can enter the update of version v + max_versions at the latest. The admission
-budget makes sure that there are places enough for all; this queue lets a group pass only if the places that remain are
-still enough for every group that has a claim. That is earliest-deadline-first with reservations: no group with a claim
-is ever too late, however slow it is, and the trainer waits only when a kept place is all that is left.
+budget makes sure that there are enough places for all. This queue lets a group pass only if the remaining places are
+enough for every group with a claim: earliest deadline first, with reservations.
+
+Rules: no group with a claim is ever too late, however slow it is. The trainer waits only when every place that is left
+is reserved.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ class ReadyQueue:
 
     @property
     def groups(self) -> list[ReadyGroup]:
-        """In the order in which they would go."""
+        """The ready groups, in the order in which they would go."""
         return [group for _, group in sorted(self._waiting, key=lambda item: item[0])]
 
     def expect(self, group_id: int, version: int, *, was_late: bool) -> None:
@@ -94,9 +98,9 @@ class ReadyQueue:
         self.num_bytes -= group.num_bytes
 
     def _leaves_room(self, group_id: int, version: int, places: int) -> bool:
-        """Whether every claim can still be met when this group goes, with `places` left in the update of `version`.
+        """Whether every claim can still be met if this group goes, with `places` left in the update of `version`.
 
-        Claims as old as the group's own, or younger, lose a place and a rival at once, so that only older ones count.
+        Only claims older than the group's own count: for the others a place goes, and a rival with it.
         """
         own = self._claims.get(group_id)
         due = 0

@@ -1,4 +1,10 @@
-"""Which task comes next: those that were put back, then what the curriculum draws."""
+"""Which task comes next: the tasks that were put back, then what the curriculum draws.
+
+    curriculum -> next -> a group is played -> on_result -> curriculum
+                   ^-------- put_back --------+
+
+Rule: whatever a curriculum does, a task that is put back comes again.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +26,21 @@ class SamplerState:
     """What a checkpoint keeps of the sampler."""
 
     kind: str
-    """Of the curriculum, as in the settings."""
+    """curriculum.kind, as in the settings."""
     tasks: str
-    """Names the tasks and their order: equal for equal ids."""
+    """A digest of the tasks' ids in their order."""
     put_back: list[tuple[str, int]]
     """(task id, pass) of the tasks to try again, in order."""
     curriculum: dict[str, Any]
-    """What the curriculum gave, as JSON."""
+    """The curriculum's own state, as JSON."""
 
 
 class TaskSampler:
-    """All that the scheduler knows of the curriculum. What a curriculum does, a task that is put back comes again."""
+    """All that the intake knows of the curriculum."""
 
     def __init__(self, tasks: Sequence[Task], seed: int, config: CurriculumConfig | None = None) -> None:
-        """None: uniform. Raises ConfigError for a curriculum that does not exist, or does not go with the tasks."""
+        """`config` None is the uniform curriculum. Raises ConfigError for one that does not exist, or not for these
+        tasks."""
         assert tasks, "the environment loader rejects an empty task list"
         config = config or CurriculumConfig()
         self._kind = config.kind
@@ -43,7 +50,7 @@ class TaskSampler:
         self._put_back: deque[tuple[str, int]] = deque()
 
     def next(self) -> tuple[Task, int | None]:
-        """(task, the pass that it counts for); a task that is drawn anew begins a pass of its own, None."""
+        """(task, the pass that it counts for); the pass is None for a newly drawn task, which begins its next one."""
         if self._put_back:
             task_id, task_pass = self._put_back.popleft()
             return self._tasks[task_id], task_pass
@@ -65,7 +72,7 @@ class TaskSampler:
 
     @property
     def state(self) -> SamplerState:
-        """A copy. Raises ConfigError when the curriculum gives what JSON does not have."""
+        """A copy. Raises ConfigError when the curriculum returns what JSON does not have."""
         try:
             curriculum = json.loads(json.dumps(self._curriculum.state(), allow_nan=False))
         except (TypeError, ValueError) as error:

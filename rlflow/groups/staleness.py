@@ -1,6 +1,11 @@
-"""Who may start and who is too old: pure functions of counts and versions.
+"""Which groups may start and which are too old: pure functions of counts and versions.
 
-Who goes first is `ready.py`.
+    counts -> admission_budget, next_target -> how many groups start
+    versions -> is_too_late -> trained or dropped
+
+Rule: an update of version v uses no token that was sampled before version v - staleness.max_versions, unless
+staleness.late=train asks for it. The budget starts no more groups than there are places in the updates that may use
+them; `ready.py` decides which ready group goes first; `is_too_late` is the last gate.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from rlflow.config import Late
 from rlflow.types import ReadyGroup, Sample
 
 WAITED = 0.05
-"""Share of a step that the trainer may wait for groups before more of them are let live."""
+"""Share of a step that the trainer may wait for groups before more of them are started."""
 
 
 def admission_budget(
@@ -19,19 +24,21 @@ def admission_budget(
 ) -> int:
     """How many groups may start now.
 
-    The engines hold the version that step `served_step` (counted from 0) updates: groups for it and for the
-    `max_versions` steps after it may exist; a group that is dropped gives its place back. AReaL (2505.24298, section
-    4.1) bounds the same sum, there without drops.
+    The engines hold the version that step `served_step` (counted from 0) updates. Groups for that step and for the
+    `max_versions` steps after it may exist; a group that is dropped gives its place back. AReaL (arXiv:2505.24298,
+    section 4.1) bounds the same sum, without drops.
+
+    Example: served_step 0, 4 groups a step, max_versions 1, nothing trained, 3 live -> 2 * 4 - 3 = 5 may start
     """
     last_step = min(served_step + 1 + max_versions, num_steps)
     return max(0, last_step * groups_per_step - num_trained - num_live)
 
 
 def next_target(target: int, *, waited_share: float, num_ready: int, groups_per_step: int, max_versions: int) -> int:
-    """How many groups should be live in the next step, within what the bound allows.
+    """How many groups should be live in the next step, within the bound.
 
-    More where the trainer waited for groups in the last step, fewer where a whole step's groups lie ready already: they
-    would only grow old. So tokens are as fresh as the trainer's speed permits, and the bound is for the slow ones.
+    More if the trainer waited for groups in the last step; fewer if a whole step's groups are ready already, because
+    they would only grow old. So tokens are as fresh as the trainer's speed permits; only slow groups meet the bound.
     """
     most = (1 + max_versions) * groups_per_step
     if waited_share > WAITED:
@@ -47,7 +54,7 @@ def oldest_allowed(*, version: int, max_versions: int) -> int:
 
 
 def is_too_late(group: ReadyGroup, *, oldest: int, late: Late) -> bool:
-    """Whether an update that allows tokens of version `oldest` and newer must do without the group."""
+    """Whether the group is too old for an update that allows tokens of version `oldest` and newer."""
     if late is Late.train:
         return False
     if late is Late.mask:

@@ -42,7 +42,7 @@ class RewardProcess(Protocol):
         """Raises RewardLost when the process ends meanwhile."""
         ...
 
-    async def ready(self) -> None:
+    async def wait_until_ready(self) -> None:
         """Returns when a process that died is there again. Raises RewardLost when it will not be."""
         ...
 
@@ -98,7 +98,7 @@ class RewardClient:
 
     async def _return(self, index: int) -> None:
         try:
-            await self._processes[index].ready()
+            await self._processes[index].wait_until_ready()
         except RewardLost:
             return  # for good, so that it stays among those that are not there
         del self._returning[index]

@@ -55,7 +55,7 @@ class ProgramGateway(Protocol):
         """End the program's access; returns metrics."""
         ...
 
-    async def failed(self, endpoint: Endpoint) -> None:
+    async def wait_until_failed(self, endpoint: Endpoint) -> None:
         """Returns when the chat has failed."""
         ...
 
@@ -307,7 +307,7 @@ class _Play:
         endpoint = self.gateway.open(self.chat)
         try:
             run = _call("run", program.run, self.task, endpoint)
-            result = result_of(plain("run", await _unless(self.gateway.failed(endpoint), run), Result))
+            result = result_of(plain("run", await _unless(self.gateway.wait_until_failed(endpoint), run), Result))
         finally:
             self._add_outcome(None, self.gateway.close(endpoint))
             messages = self.chat.last

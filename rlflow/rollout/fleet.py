@@ -22,7 +22,7 @@ class EngineProcess(Protocol):
     A call that raises ends the process, except for WeightsOvertaken; EngineLost says that it had ended by itself.
     """
 
-    async def placed(self) -> None:
+    async def wait_until_placed(self) -> None:
         """Wait, however long it takes, until the cluster has given it a fresh process. Raises RunError when it will
         not."""
         ...
@@ -35,7 +35,7 @@ class EngineProcess(Protocol):
         """Wait until the engine is lost, and raise why."""
         ...
 
-    async def answered(self) -> None:
+    async def wait_until_answered(self) -> None:
         """Wait until it has answered a request."""
         ...
 
@@ -88,7 +88,7 @@ class EngineFleet:
         self._guards = [asyncio.create_task(self._guard(index)) for index in range(len(self._engines))]
 
     async def _begin(self, index: int) -> None:
-        await self._engines[index].placed()
+        await self._engines[index].wait_until_placed()
         await self._start(index)
 
     async def close(self) -> None:
@@ -99,7 +99,7 @@ class EngineFleet:
             await asyncio.wait(self._guards)
         self._failure.cancel()
 
-    async def failed(self) -> NoReturn:
+    async def wait_until_failed(self) -> NoReturn:
         """Wait until no engine is left, then raise RunError."""
         await asyncio.shield(self._failure)
         raise AssertionError("a failure is an exception")
@@ -134,7 +134,7 @@ class EngineFleet:
         await all_or_none([self._engines[index].watch(), self._note_service(index), self._catch_up(index)])
 
     async def _note_service(self, index: int) -> None:
-        await self._engines[index].answered()
+        await self._engines[index].wait_until_answered()
         self._states[index].served()
 
     async def _catch_up(self, index: int) -> None:
@@ -147,16 +147,16 @@ class EngineFleet:
                 await self._announce()
 
     async def _revive(self, index: int) -> None:
-        await self._replaced(index)
+        await self._wait_until_replaced(index)
         while self._is_asleep:
             # The memory is the trainer's: vLLM would not find it free.
             await self._changed.wait()
         if not self._states[index].is_given_up:
             await self._start(index)
 
-    async def _replaced(self, index: int) -> None:
+    async def _wait_until_replaced(self, index: int) -> None:
         """Wait for a process: as long as it takes while other engines are there, else for deadlines.start_s."""
-        placed = asyncio.create_task(self._engines[index].placed())
+        placed = asyncio.create_task(self._engines[index].wait_until_placed())
         try:
             while not placed.done():
                 is_alone = all(state.health is Health.DEAD for state in self._states)
@@ -208,7 +208,7 @@ class EngineFleet:
             broken = [failure for failure in failures if not isinstance(failure, EngineLost)]
             if broken and len(failures) == len(targets):
                 raise broken[0]
-        await self._until(lambda: any(self._holds(index, staged) for index in range(len(self._states))))
+        await self._wait_until(lambda: any(self._holds(index, staged) for index in range(len(self._states))))
         return LoadOutcome(pause_s=max(pauses, default=0.0))
 
     async def sleep(self) -> None:
@@ -216,11 +216,11 @@ class EngineFleet:
         assert not self._pinned, "an evaluation ends before the engines sleep"
         self._is_asleep = True
         # One that is starting takes memory; from now on none begins to.
-        await self._until(lambda: all(state.health is not Health.STARTING for state in self._states))
+        await self._wait_until(lambda: all(state.health is not Health.STARTING for state in self._states))
         async with self._loading:
             awake = [index for index, state in enumerate(self._states) if state.is_up]
             # An engine that dies of it is dead, which frees its memory too.
-            await asyncio.gather(*(_settled(self._engines[index].sleep()) for index in awake))
+            await asyncio.gather(*(_outcome_of(self._engines[index].sleep()) for index in awake))
 
     async def pin(self) -> int:
         """See `roles.Engines`. Waits for an engine that is healthy."""
@@ -231,7 +231,7 @@ class EngineFleet:
                     self._pinned.add(found[-1])
                     await self._announce()
                     return found[-1]
-            await self._until(lambda: bool(self._free()))
+            await self._wait_until(lambda: bool(self._free()))
 
     async def unpin(self, engine: int) -> None:
         """See `roles.Engines`."""
@@ -272,7 +272,7 @@ class EngineFleet:
         for index in wave:
             self._states[index].load()
         await self._announce()
-        results = await asyncio.gather(*(_settled(self._load(index, staged)) for index in wave))
+        results = await asyncio.gather(*(_outcome_of(self._load(index, staged)) for index in wave))
         await self._announce()
         return results
 
@@ -324,7 +324,7 @@ class EngineFleet:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             self._raise_failure()
             changed = asyncio.ensure_future(self._changed.wait())
@@ -342,7 +342,7 @@ class EngineFleet:
             self._failure.result()
 
 
-async def _settled(work: Awaitable[float | None]) -> float | RunError:
+async def _outcome_of(work: Awaitable[float | None]) -> float | RunError:
     try:
         return await work or 0.0
     except RunError as error:

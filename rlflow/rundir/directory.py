@@ -6,12 +6,12 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from enum import Enum
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
 
 from rlflow.config import Config, OnExists, value_of
 from rlflow.errors import ConfigError
@@ -28,8 +28,8 @@ _FIXED = (
     "run.seed",
     "algorithm.groups_per_step",
 )
-"""Settings that a resumed run must share with its beginning: its weights, its tasks, their order and how many a step
-uses."""
+"""Settings that a resumed run must share with its beginning: they decide its weights, its tasks, their order and how
+many a step uses."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -71,7 +71,7 @@ def claim(config: Config) -> Iterator[RunDir]:
 
 
 def rewound(run_dir: RunDir) -> RunDir:
-    """The same directory as a run finds it that resumes from the newest checkpoint, or begins anew without one."""
+    """The directory, made ready to resume from the newest checkpoint, or to begin anew if there is none."""
     latest = run_dir.checkpoints.latest()
     _rewind(run_dir, latest)
     return replace(run_dir, resume_from=latest)
@@ -92,12 +92,14 @@ def _prepare(config: Config, path: Path) -> RunDir:
     if latest is not None:
         _check_same_run(config, path)
     _rewind(run_dir, latest)
-    _write_config(config, path)
+    partial = path / "config.yaml.partial"
+    partial.write_text(yaml.safe_dump(plain(config), sort_keys=False))
+    partial.rename(path / "config.yaml")
     return run_dir
 
 
 def _set_aside(path: Path) -> None:
-    """Move the files of the run that is here into a folder beside it; nothing of a person's is deleted."""
+    """Move the files of the run that is here into a folder beside it. Nothing is deleted."""
     number = 1
     while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
         number += 1
@@ -121,29 +123,13 @@ def _check_same_run(config: Config, path: Path) -> None:
 
 
 def _rewind(run_dir: RunDir, latest: Path | None) -> None:
-    """Make the ledger that of the checkpoint; what came after it is played again."""
+    """Replace the ledger by that of the checkpoint; what came after it is played again."""
     for left_over in run_dir.path.glob("ledger.db*"):
         left_over.unlink()
     if latest is not None:
         shutil.copyfile(latest / "ledger.db", run_dir.ledger)
 
 
-def _write_config(config: Config, path: Path) -> None:
-    partial = path / "config.yaml.partial"
-    partial.write_text(yaml.safe_dump(plain(config), sort_keys=False))
-    partial.rename(path / "config.yaml")
-
-
 def plain(config: Config) -> dict[str, Any]:
     """The settings as plain dicts and values, as YAML and trackers take them."""
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, Enum):
-            return value.value
-        if isinstance(value, dict):
-            return {key: convert(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [convert(item) for item in value]
-        return value
-
-    return convert(asdict(config))
+    return TypeAdapter(Config).dump_python(config, mode="json", warnings=False)

@@ -1,8 +1,8 @@
-"""Who writes a run's directory: a lock on a file in it, which names the process that holds it.
+"""Which process writes a run's directory: a lock on a file in it, which names the process that holds it.
 
-The lock (flock) ends with its process, however that ends. On a network file system it holds between machines where the
-server keeps it: NFS 4, CephFS, Lustre mounted with `flock`. Where each machine keeps its own (Lustre with `localflock`,
-NFS with `local_lock`, most object stores), it keeps out processes of the same machine only.
+The lock (flock) ends with its process, however that ends. On a network file system it works between machines if the
+server keeps the locks: NFS 4, CephFS, Lustre mounted with `flock`. If each machine keeps its own (Lustre with
+`localflock`, NFS with `local_lock`, most object stores), it keeps out only processes of the same machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Holder:
     host: str
     pid: int
     started: int
-    """Clock ticks from the start of the machine to that of the process: another one with this number has another."""
+    """When the process started, in clock ticks since the machine did: tells it from a later process with its pid."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -38,7 +38,7 @@ class Holder:
 
 @contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder for as long as the block lasts; ConfigError when another process does."""
+    """Hold the lock of a folder while the block lasts. Raises ConfigError when another process holds it."""
     with _opened(folder) as file:
         if not _try_lock(file, folder):
             raise ConfigError(
@@ -54,9 +54,9 @@ def hold(folder: Path) -> Iterator[None]:
 
 
 def stop(folder: Path, timeout_s: float) -> str:
-    """Ask the process that writes a folder to save and end (SIGTERM), and wait for that; what happened, for a person.
+    """Ask the process that writes a folder to save and end (SIGTERM), and wait for it. Returns what happened, as text.
 
-    Raises ConfigError when that process is out of reach from here, RunError when it takes longer than `timeout_s`.
+    Raises ConfigError when that process cannot be reached from here, RunError when it takes longer than `timeout_s`.
     """
     with _opened(folder) as file:
         if _try_lock(file, folder):
@@ -89,13 +89,13 @@ def stop(folder: Path, timeout_s: float) -> str:
 def _nobody(folder: Path, last: Holder | None) -> str:
     if last is None or last.host == socket.gethostname():
         return f"no run is writing {folder}"
-    # It was killed, or this file system keeps the locks of each machine apart.
+    # It was killed, or each machine keeps its own locks of this file system.
     return f"no run holds {folder} on this machine; the last one, {last}, did not end by itself"
 
 
 @contextmanager
 def _process_of(holder: Holder) -> Iterator[int | None]:
-    """A handle of the process, None where it is not to be seen; another process of its number is not taken for it."""
+    """A pidfd of the holder, or None if it is not visible from here. A recycled pid is not mistaken for it."""
     try:
         process = os.pidfd_open(holder.pid)
     except ProcessLookupError:
@@ -130,7 +130,7 @@ def _try_lock(file: int, folder: Path) -> bool:
 
 
 def _read(file: int) -> Holder | None:
-    """None in the moment before the process that has just taken the lock has written its name."""
+    """The holder; None in the moment between taking the lock and writing the name."""
     text = os.pread(file, 4096, 0)
     return Holder(**json.loads(text)) if text else None
 

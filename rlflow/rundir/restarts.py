@@ -1,4 +1,4 @@
-"""How often a run goes on, from its last checkpoint, after it lost what it cannot do without."""
+"""How often a run goes on from its newest checkpoint, after losing a process that it cannot do without."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ MAX_RESTARTS = 3
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Loss:
-    """What a run has to make up for."""
+class Setback:
+    """Steps that must be done again after a process or machine was lost."""
 
     step: int
-    """Steps that were done."""
+    """Steps that were done at the loss."""
     at_s: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
-        """Since then."""
+        """Seconds since the loss."""
         return time.monotonic() - self.at_s
 
 
-def still_to_make_up(before: Loss | None, num_steps: int) -> Loss:
-    """What is lost when a run that makes up for `before` is lost after `num_steps` steps: the one that went further."""
-    return before if before is not None and before.step > num_steps else Loss(step=num_steps)
+def larger_setback(before: Setback | None, num_steps: int) -> Setback:
+    """What a run must make up for that is lost after `num_steps` steps, while it still made up for `before`."""
+    return before if before is not None and before.step > num_steps else Setback(step=num_steps)
 
 
 class Restarts:
     """The restarts of one process."""
 
     def __init__(self, saved_step: int) -> None:
-        """`saved_step` is that of the checkpoint that the process began with, 0 without one."""
+        """`saved_step` is the step of the checkpoint that the process began with, 0 without one."""
         self._saved_step = saved_step
         self._in_a_row = 0
 
     def count(self, error: WorkerLost | PayloadLost, saved_step: int) -> int:
-        """The number of the restart that follows, since the newest checkpoint; raises `error` when there is none."""
+        """The number of the next restart since the newest checkpoint; raises `error` when there must be none."""
         self._in_a_row = 1 if saved_step > self._saved_step else self._in_a_row + 1
         self._saved_step = saved_step
         if self._in_a_row > MAX_RESTARTS:

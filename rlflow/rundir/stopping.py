@@ -12,16 +12,17 @@ from rlflow.rundir.lock import stop
 
 
 def seconds_to_stop(deadlines: DeadlinesConfig) -> float:
-    """How long a run that was asked to stop is waited for: once each wait of the step in hand, and two checkpoints, the
-    one that is being written and the last.
+    """How long to wait for a run that was asked to stop: each wait of one step, and two checkpoints, the one that is
+    being written and the last.
 
-    No bound: an evaluation under way, or several waits of one kind that all last until their deadline, take longer.
+    This is no bound: an evaluation under way takes longer, and so do several waits of one kind that all last until
+    their deadline.
     """
     return deadlines.group_s + deadlines.train_s + deadlines.weights_s + 2 * deadlines.checkpoint_s
 
 
 def stop_run(run: Path, timeout_s: float | None) -> str:
-    """Have the run that writes a directory finish its step, save and end; what happened, for a person.
+    """Make the run that writes a directory finish its step, save and end. Returns what happened, as text.
 
     `timeout_s` None waits as long as the run's deadlines allow. Raises ConfigError when its process is on another
     machine, RunError when it takes longer.
@@ -32,6 +33,6 @@ def stop_run(run: Path, timeout_s: float | None) -> str:
 
 
 def _deadlines_of(run: Path) -> DeadlinesConfig:
-    """Those that the run was started with; the usual ones of a run that has only just begun."""
+    """The deadlines that the run was started with; the defaults if it has only just begun."""
     file = run / "config.yaml"
     return DeadlinesConfig(**yaml.safe_load(file.read_text())["deadlines"]) if file.exists() else DeadlinesConfig()

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written beside, checked, then renamed into place; the last K are kept.
+"""Checkpoints on disk: written beside, checked, then renamed into place. The last K are kept.
 
 checkpoints/step_N/
     trainer/       the trainer's shards (its own format)
@@ -12,14 +12,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from rlflow.errors import RunError
 from rlflow.groups.sampler import SamplerState
 from rlflow.runtime.disk import sync
-from rlflow.types import EpisodeEnd, EpisodeSummary, ReadyGroup, TurnSummary
+from rlflow.types import ReadyGroup
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 
@@ -34,7 +36,11 @@ class RunState:
     """Updates applied: the version of the weights in this checkpoint."""
     sampler: SamplerState
     ready: list[ReadyGroup]
-    """Handles are not kept; `payloads` and `references` are empty after a load."""
+    """Without handles after a load: `payloads` is empty and `references` is None."""
+
+
+_STATE = TypeAdapter(RunState)
+_HANDLES = {"payloads", "references", "values"}
 
 
 class CheckpointStore:
@@ -59,7 +65,7 @@ class CheckpointStore:
         return self.path(steps[-1]) if steps else None
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write step `step` into. What an earlier death left half-written is removed."""
+        """An empty folder to write step `step` into. Half-written folders of a process that died are removed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for left_over in self.folder.glob("*.partial"):
             shutil.rmtree(left_over)
@@ -68,8 +74,7 @@ class CheckpointStore:
         return partial
 
     def commit(self, partial: Path, state: dict[str, Any]) -> Path:
-        """Record the state, as `state_to_json` gives it, and the sizes, make everything durable, publish, and remove
-        the oldest."""
+        """Add `state` (from `state_to_json`) and the files' sizes, sync everything, rename, and remove the oldest."""
         files = sorted(path for path in partial.rglob("*") if path.is_file())
         sizes = {str(path.relative_to(partial)): path.stat().st_size for path in files}
         (partial / "state.json").write_text(json.dumps({"state": state, "sizes": sizes}, indent=1))
@@ -86,7 +91,7 @@ class CheckpointStore:
 
 
 def read_state(folder: Path) -> RunState:
-    """The driver's state of a checkpoint; RunError when a file is missing or not of the size it was written with."""
+    """The driver's state in a checkpoint. Raises RunError when a file is missing or has another size than written."""
     try:
         content = json.loads((folder / "state.json").read_text())
     except (OSError, ValueError) as error:
@@ -106,47 +111,9 @@ def read_state(folder: Path) -> RunState:
 
 def state_to_json(state: RunState) -> dict[str, Any]:
     """The state as plain values, which share nothing with it and may be written later."""
-    ready = [
-        {
-            "group_id": group.group_id,
-            "task_id": group.task_id,
-            "task_kind": group.task_kind,
-            "baseline": group.baseline,
-            "episodes": [asdict(episode) for episode in group.episodes],
-            "advantages": [None if values is None else list(values) for values in group.advantages],
-            "num_bytes": group.num_bytes,
-        }
-        for group in state.ready
-    ]
-    sampler = {field.name: getattr(state.sampler, field.name) for field in fields(state.sampler)}  # a copy already
-    return {"step": state.step, "version": state.version, "sampler": sampler, "ready": ready}
+    return _STATE.dump_python(state, mode="json", exclude={"ready": {"__all__": _HANDLES}}, warnings=False)
 
 
 def _state_from_json(content: dict[str, Any]) -> RunState:
-    ready = [
-        ReadyGroup(
-            group_id=group["group_id"],
-            task_id=group["task_id"],
-            task_kind=group["task_kind"],
-            baseline=group["baseline"],
-            episodes=[
-                EpisodeSummary(
-                    **{
-                        **episode,
-                        "end": EpisodeEnd(episode["end"]),
-                        "turns": tuple(TurnSummary(**turn) for turn in episode["turns"]),
-                    }
-                )
-                for episode in group["episodes"]
-            ],
-            payloads=[],
-            advantages=group["advantages"],
-            references=None,
-            num_bytes=group["num_bytes"],
-        )
-        for group in content["ready"]
-    ]
-    sampler = SamplerState(
-        **{**content["sampler"], "put_back": [tuple(item) for item in content["sampler"]["put_back"]]}
-    )
-    return RunState(step=content["step"], version=content["version"], sampler=sampler, ready=ready)
+    ready = [{**group, "payloads": [], "references": None} for group in content["ready"]]
+    return _STATE.validate_python({**content, "ready": ready})

@@ -27,7 +27,7 @@ async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in failed or tasks]
 
 
-async def all_ended(awaitables: Sequence[Awaitable[T]]) -> list[T]:
+async def wait_until_all_ended(awaitables: Sequence[Awaitable[T]]) -> list[T]:
     """All results in order, or the first failure; either way only when every one of them has ended."""
     results = await asyncio.gather(*awaitables, return_exceptions=True)
     for result in results:

@@ -1,4 +1,4 @@
-"""Nothing waits forever: every wait of the driver goes through here and has a name."""
+"""Nothing waits forever: every wait of the driver goes through `within`, with a name and a deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where files go, how they last, and what a person is told when the disk is full."""
+"""Where temporary files go, how files last, and what a person is told when the disk is full."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from safetensors import SafetensorError
 from rlflow.errors import RunError
 
 TEMPORARY = "/tmp"
-"""For folders with sockets, whatever TMPDIR says: the path of a socket has room for 107 bytes."""
+"""The folder for sockets, whatever TMPDIR says: a socket's path has at most 107 bytes."""
 RESUMES = "run the same command again: it resumes from the last complete checkpoint"
 
 
 @contextmanager
 def disk_errors(what: str, folder: Path, afterwards: str = RESUMES) -> Iterator[None]:
-    """Turn "no space" into an error that says what to free; `afterwards` says what to do then."""
+    """Turn "no space" into a RunError that says what to free; `afterwards` says what to do then."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -15,13 +15,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopper:
-    """The first SIGINT or SIGTERM asks to stop; another SIGINT, from somebody who has read that, leaves at once.
+    """The first SIGINT or SIGTERM asks the run to stop. A second SIGINT ends the process at once.
 
-    Another SIGTERM changes nothing: a job is often asked by several at the same time.
+    A second SIGTERM changes nothing, because a job often gets several at the same time.
     """
 
     def __init__(self, what_is_kept: Callable[[], str]) -> None:
-        """Of the running event loop. `what_is_kept` is told to people when no step is in hand."""
+        """Handle the signals of the running event loop. `what_is_kept` is told to people if no step is under way."""
         self.signal: signal.Signals | None = None
         """The first one."""
         self._what_is_kept = what_is_kept
@@ -32,14 +32,14 @@ class Stopper:
             asyncio.get_running_loop().add_signal_handler(number, self._handle, number)
 
     def restore(self) -> None:
-        """Leave signals to Python; but not SIGTERM after a first signal, for the process is about to end by itself."""
+        """Give signals back to Python. After a first signal SIGTERM is ignored, because the process is about to end."""
         for number in SIGNALS:
             asyncio.get_running_loop().remove_signal_handler(number)
         if self.signal is not None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    async def until_stopped(self, starting: Coroutine[Any, Any, T], tell: Callable[[str], None]) -> T | None:
-        """What is started, or None when a signal came before; from now on, people are told through `tell`."""
+    async def run_unless_stopped(self, starting: Coroutine[Any, Any, T], tell: Callable[[str], None]) -> T | None:
+        """The result of `starting`, or None if a signal comes first. From now on, people are told through `tell`."""
         self._tell = tell
         start = asyncio.create_task(starting)
         stopped = asyncio.create_task(self._stopped.wait())
@@ -52,7 +52,7 @@ class Stopper:
         return None
 
     def hand_to(self, on_stop: Callable[[], None] | None) -> None:
-        """From now on a signal calls `on_stop`, and so does one that came before; None takes that back."""
+        """From now on a signal calls `on_stop`, also one that came before. None takes that back."""
         self._on_stop = on_stop
         if on_stop is not None and self.signal is not None:
             on_stop()

@@ -10,15 +10,15 @@ import math
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from rlflow.telemetry.metrics import StepRecord
 from rlflow.telemetry.samples import ShownEpisode, rows, title
-from rlflow.telemetry.sparkline import ASCII_LEVELS, UNICODE_LEVELS, Curve, sparkline
 from rlflow.telemetry.text import duration, number, printable
 
 if TYPE_CHECKING:
@@ -29,8 +29,36 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PLAIN_WIDTH = 100
-"""Characters of a row of a sample where there is no terminal to ask."""
+"""Characters in a row of a sample when there is no terminal to ask."""
 STEPS_FOR_TIME_LEFT = 20
+UNICODE_LEVELS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+ASCII_LEVELS = "_.-=+*%#"
+
+
+class Curve:
+    """The values of the whole run in fewer than `max_points` points: each is the mean of equally many neighbours."""
+
+    def __init__(self, max_points: int = 512) -> None:
+        assert max_points >= 2 and max_points % 2 == 0, f"max_points must be even and at least 2; got {max_points}"
+        self._max_points = max_points
+        self._points: list[float] = []
+        self._pending: list[float] = []
+        self._stride = 1
+
+    def add(self, value: float) -> None:
+        self._pending.append(value)
+        if len(self._pending) < self._stride:
+            return
+        self._points.append(fmean(self._pending))
+        self._pending = []
+        if len(self._points) == self._max_points:
+            self._points = [fmean(self._points[index : index + 2]) for index in range(0, self._max_points, 2)]
+            self._stride *= 2
+
+    @property
+    def points(self) -> list[float]:
+        """Oldest first; the last point may stand for fewer values than the others."""
+        return [*self._points, fmean(self._pending)] if self._pending else list(self._points)
 
 
 @dataclass(slots=True)
@@ -62,9 +90,7 @@ class Console:
             self._start_live()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
         self._live = self._rich = None
@@ -107,8 +133,12 @@ class Console:
             if self._rich is None:
                 self._plain("\n".join([f"-- {title(label, episode)}", *rows(episode, width=PLAIN_WIDTH)]))
             else:
-                lines = rows(episode, width=max(self._rich.width - 4, 20))
-                self._rich.print(_sample_panel(title(label, episode), lines, style))
+                from rich.panel import Panel
+                from rich.text import Text
+
+                text = Text("\n".join(rows(episode, width=max(self._rich.width - 4, 20))))
+                heading = Text(title(label, episode))
+                self._rich.print(Panel(text, title=heading, title_align="left", border_style=style))
 
     def _line(self, text: str, style: str) -> None:
         if self._rich is None:
@@ -157,49 +187,37 @@ class Console:
         from rich.console import Group
         from rich.text import Text
 
-        parts: list[Table | Text] = [self._progress_row(), self._reward_row(), self._figures()]
+        parts: list[Table | Text] = [self._rows(), self._figures()]
         if self._view.num_alarms:
             text = f"{self._view.num_alarms} alarm(s), the last one: {self._view.last_alarm}"
             parts.append(Text(text, style="bold red", no_wrap=True, overflow="ellipsis"))
         return Group(*parts)
 
-    def _progress_row(self) -> Table:
+    def _rows(self) -> Table:
+        """How far the run is, and below it the reward so far."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
-        step = self._view.record.get("step") or 0
-        times = self._view.step_times_s
-        pace = f"{fmean(times):.2f} s a step, {self._time_left()} left" if times else "no step yet"
-        row = Table.grid(padding=(0, 2), expand=True)
-        row.add_column()
-        row.add_column(ratio=1)
-        row.add_column(justify="right")
-        row.add_row(
+        assert self._rich is not None
+        record, times, points = self._view.record, self._view.step_times_s, self._view.rewards.points
+        step = record.get("step") or 0
+        levels = UNICODE_LEVELS if self._rich.encoding.lower().startswith("utf") else ASCII_LEVELS
+        table = Table.grid(padding=(0, 2), expand=True)
+        table.add_column()
+        table.add_column(ratio=1)
+        table.add_column(justify="right")
+        table.add_row(
             Text(f"step {step}/{self._total_steps}", style="bold"),
             ProgressBar(total=self._total_steps, completed=step),
-            pace,
+            f"{fmean(times):.2f} s a step, {self._time_left()} left" if times else "no step yet",
         )
-        return row
-
-    def _reward_row(self) -> Table:
-        from rich.table import Table
-        from rich.text import Text
-
-        assert self._rich is not None
-        points = self._view.rewards.points
-        levels = UNICODE_LEVELS if self._rich.encoding.lower().startswith("utf") else ASCII_LEVELS
-        bounds = f"{number(min(points))} .. {number(max(points))}" if points else ""
-        row = Table.grid(padding=(0, 2), expand=True)
-        row.add_column()
-        row.add_column(ratio=1)
-        row.add_column(justify="right")
-        row.add_row(
-            Text.assemble("reward ", (number(self._view.record.get("reward")), "bold green")),
+        table.add_row(
+            Text.assemble("reward ", (number(record.get("reward")), "bold green")),
             Text(sparkline(points, max(self._rich.width - 46, 8), levels), style="green", no_wrap=True),
-            Text(bounds, style="dim"),
+            Text(f"{number(min(points))} .. {number(max(points))}" if points else "", style="dim"),
         )
-        return row
+        return table
 
     def _figures(self) -> Table:
         from rich.table import Table
@@ -215,7 +233,7 @@ class Console:
 
 
 def _figures(record: StepRecord) -> list[tuple[str, str]]:
-    """(name, value) of what is shown of a step besides its reward."""
+    """(name, value) of what is shown for a step besides its reward."""
     return [
         ("staleness mean/max", f"{number(record.get('staleness/mean'))} / {number(record.get('staleness/max'))}"),
         ("ready", number(record.get("queue/ready"))),
@@ -236,8 +254,13 @@ def plain_line(record: StepRecord, total_steps: int, time_left: str) -> str:
     )
 
 
-def _sample_panel(heading: str, lines: list[str], style: str) -> Panel:
-    from rich.panel import Panel
-    from rich.text import Text
-
-    return Panel(Text("\n".join(lines)), title=Text(heading), title_align="left", border_style=style)
+def sparkline(points: Sequence[float], width: int, levels: str = UNICODE_LEVELS) -> str:
+    """At most `width` characters, from the lowest level at the least value to the highest at the greatest."""
+    if not points or width < 1:
+        return ""
+    count = min(width, len(points))
+    bounds = [index * len(points) // count for index in range(count + 1)]
+    means = [fmean(points[start:end]) for start, end in pairwise(bounds)]
+    low, high = min(means), max(means)
+    step = (high - low) / (len(levels) - 1)
+    return "".join(levels[round((mean - low) / step)] if step > 0 else levels[0] for mean in means)

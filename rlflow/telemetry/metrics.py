@@ -12,15 +12,14 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 from rlflow.errors import RunError
 from rlflow.groups.ledger import DropReason
 from rlflow.runtime.disk import disk_errors
 
 StepRecord: TypeAlias = dict[str, float | int | None]
-"""Numbers of one step by name; None where there was nothing to measure."""
+"""Numbers of one step by name; None when there was nothing to measure."""
 
 REQUIRED: tuple[str, ...] = (
     "step",
@@ -59,7 +58,7 @@ EVALUATION: tuple[str, ...] = ("step", "version", "eval/reward", "eval/episodes"
 
 
 class MetricsFile:
-    """Appends records; each one is handed to the system before `append` returns, so that a killed run keeps them."""
+    """Appends records. Each is handed to the system before `append` returns, so that a killed run keeps them."""
 
     def __init__(self, path: Path, required: Sequence[str] = REQUIRED) -> None:
         self._path = path
@@ -84,24 +83,16 @@ class MetricsFile:
         with disk_errors("metrics", self._path.parent):
             self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def finite(value: float | int | None) -> float | int | None:
-    """The value, or None where it is not a finite number."""
+    """The value, or None if it is not a finite number."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Make the file end with the record of `step`, for a run that goes on from there: later lines and a torn one go.
+    """Remove the records after `step` and a torn last line, because a run goes on from `step`.
 
-    Does nothing where there is no file. Raises RunError for a line that is not a record and not the last.
+    Does nothing when there is no file. Raises RunError for a line that is not a record and not the last.
     """
     if not path.exists():
         return

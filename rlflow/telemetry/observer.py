@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from rlflow.config import Config
@@ -14,7 +13,7 @@ from rlflow.groups.evaluation import Evaluation
 from rlflow.groups.ledger import DropReason
 from rlflow.roles import Runners
 from rlflow.rundir.directory import RunDir, plain
-from rlflow.rundir.restarts import Loss
+from rlflow.rundir.restarts import Setback
 from rlflow.rundir.store import RunState
 from rlflow.runtime.deadlines import within
 from rlflow.telemetry import metrics, samples
@@ -33,12 +32,12 @@ MISMATCH_ALARM = {"float32": 1e-3, "bfloat16": 0.1}
 class RunObserver:
     """The driver's Observer of a real run. `runners` must be set before the first step."""
 
-    def __init__(self, config: Config, run_dir: RunDir, state: RunState | None, loss: Loss | None = None) -> None:
-        """`loss` is what the run makes up for, where it is no fresh start."""
+    def __init__(self, config: Config, run_dir: RunDir, state: RunState | None, setback: Setback | None = None) -> None:
+        """`setback` is the loss that this start makes up for; None for a start without one."""
         self.runners: Runners | None = None
         self.num_steps = state.step if state else 0
-        """Done so far."""
-        self._loss = loss
+        """Steps done so far."""
+        self._setback = setback
         self._config = config
         self._run_dir = run_dir
         metrics.truncate_after(run_dir.metrics, state.step if state else 0)
@@ -54,19 +53,17 @@ class RunObserver:
         self._trace = Trace(run_dir.path / "trace.json")
         self._trackers = open_trackers(config.trackers, run_dir.path, flatten(plain(config)))
         self._console = Console(config.run.steps, run_dir.path)
+        self._closing = ExitStack()
+        for each in (self._file, self._evaluations, self._trace, *self._trackers):
+            if each is not None:
+                self._closing.callback(each.close)
 
     def __enter__(self) -> Self:
-        self._console.__enter__()
+        self._closing.enter_context(self._console)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with ExitStack() as closing:
-            for each in (self._file, self._evaluations, self._trace, *self._trackers):
-                if each is not None:
-                    closing.callback(each.close)
-            self._console.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
 
     def message(self, text: str) -> None:
         self._console.message(text)
@@ -122,8 +119,8 @@ class RunObserver:
             tracker.log(report.step, record)
         self._console.step(record)
         self._check(report, record)
-        if self._loss is not None and report.step == self._loss.step:
-            self.message(f"step {report.step} is done again, {self._loss.seconds:.0f} s after the loss")
+        if self._setback is not None and report.step == self._setback.step:
+            self.message(f"step {report.step} is done again, {self._setback.seconds:.0f} s after the loss")
         if report.step % self._config.run.show_samples_every == 0 or report.step == 1:
             await self._show(report)
 

@@ -1,17 +1,16 @@
-"""From a StepReport to the numbers of one line of metrics.jsonl: a pure function."""
+"""From a StepReport to the numbers of one line of metrics.jsonl. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from rlflow.driver import StepReport
 from rlflow.groups.ledger import DropReason
 from rlflow.telemetry.metrics import StepRecord
-from rlflow.telemetry.utilisation import busy_share
-from rlflow.types import EpisodeSummary
+from rlflow.types import EpisodeSummary, Span
 
 PHASES = ("rollout", "reward", "train", "weights", "checkpoint")
 
@@ -23,8 +22,12 @@ def step_record(report: StepReport, *, since_s: float, num_tokens_before: int) -
     """
     trained = [episode for group in report.groups for episode in group.episodes]
     step_time = max(report.end_s - since_s, 1e-9)
+    ages = [report.trained_version - episode.oldest_version for episode in trained]
     num_tokens = sum(episode.num_prompt_tokens + episode.num_completion_tokens for episode in trained)
-    shares = {name: _share(report, name, since_s) for name in PHASES}
+    shares = {
+        name: busy_share([span for span in report.spans if span.name == name], since_s, report.end_s) for name in PHASES
+    }
+    ends = Counter(episode.end.value for episode in report.episodes)
     means = {name: mean.value for name, mean in report.outcome.metrics.items() if name != "num_tokens"}
     return {
         "step": report.step,
@@ -36,32 +39,45 @@ def step_record(report: StepReport, *, since_s: float, num_tokens_before: int) -
         "grad_norm": report.outcome.grad_norm,
         "update_skipped": int(not report.outcome.applied),
         "lr": report.outcome.learning_rate,
-        **_completions(trained),
+        "completions/mean_length": float(np.mean([episode.num_completion_tokens for episode in trained])),
+        "completions/clipped_ratio": float(np.mean([episode.end.is_truncated for episode in trained])),
         "num_tokens": num_tokens_before + num_tokens,
         "step_time": step_time,
         **{f"time/{name}": share * step_time for name, share in shares.items()},
         "throughput/tokens_per_s": num_tokens / step_time,
         "throughput/samples_per_s": len(trained) / step_time,
-        **_staleness(report.trained_version, trained),
+        "staleness/mean": float(np.mean(ages)),
+        "staleness/max": max(ages),
         "weights/pause_s": report.pause_s,
         "queue/ready": report.num_ready,
         "groups/admitted": report.counts["admitted_total"],
         "groups/trained": report.counts["trained"],
         **{f"groups/dropped_{reason}": report.counts[f"dropped_{reason}"] for reason in DropReason},
         **report.curriculum,
-        **_ends(report.episodes),
+        # How the episodes since the last step ended; what did not occur is left out.
+        **{f"episodes/{end}": count for end, count in sorted(ends.items())},
         "utilisation/rollout": shares["rollout"],
         "utilisation/train": shares["train"],
     }
 
 
-def _share(report: StepReport, name: str, since_s: float) -> float:
-    spans = [span for span in report.spans if span.name == name]
-    return busy_share(spans, since_s, report.end_s)
+def busy_share(spans: Iterable[Span], start_s: float, end_s: float) -> float:
+    """The share [0, 1] of the window [start_s, end_s] in which at least one of `spans` was open.
+
+    Overlapping spans count once; what lies outside the window does not count. Times are seconds since the epoch.
+    """
+    assert start_s < end_s, f"the window [{start_s}, {end_s}] is empty"
+    busy_s, covered_until_s = 0.0, start_s
+    for span in sorted(spans, key=lambda span: span.start_s):
+        begin_s, finish_s = max(span.start_s, covered_until_s), min(span.end_s, end_s)
+        if begin_s < finish_s:
+            busy_s += finish_s - begin_s
+            covered_until_s = finish_s
+    return min(busy_s / (end_s - start_s), 1.0)
 
 
 def rewards_of(episodes: Sequence[EpisodeSummary]) -> StepRecord:
-    """Of episodes that all have one: the reward, its functions as TRL names them, and the episodes' other metrics."""
+    """The mean reward of episodes that all have one, that of each function (TRL's names), and their other metrics."""
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
     metrics: dict[str, list[float]] = {}
     for episode in episodes:
@@ -74,20 +90,3 @@ def rewards_of(episodes: Sequence[EpisodeSummary]) -> StepRecord:
         else:
             record[f"episode/{name}"] = float(np.mean(values))
     return record
-
-
-def _completions(episodes: Sequence[EpisodeSummary]) -> StepRecord:
-    lengths = [episode.num_completion_tokens for episode in episodes]
-    clipped = [episode.end.is_truncated for episode in episodes]
-    return {"completions/mean_length": float(np.mean(lengths)), "completions/clipped_ratio": float(np.mean(clipped))}
-
-
-def _staleness(trained_version: int, episodes: Sequence[EpisodeSummary]) -> StepRecord:
-    versions = [trained_version - episode.oldest_version for episode in episodes]
-    return {"staleness/mean": float(np.mean(versions)), "staleness/max": max(versions)}
-
-
-def _ends(episodes: Sequence[EpisodeSummary]) -> StepRecord:
-    """How the episodes since the last step ended; what did not occur is left out."""
-    ends = Counter(f"episodes/{episode.end}" for episode in episodes)
-    return {name: ends[name] for name in sorted(ends)}

@@ -96,7 +96,7 @@ def title(label: str, episode: ShownEpisode) -> str:
 def rows(episode: ShownEpisode, *, width: int, max_rows: int = MAX_ROWS) -> list[str]:
     """The conversation in at most `max_rows` rows of at most `width` characters, safe to print.
 
-    Of a longer one the end is kept. Plain text: whoever prints it must not read markup into it.
+    If it is longer, the end is kept. The rows are plain text and must not be printed as markup.
     """
     assert width >= 20 and max_rows >= 2, f"no room to show an episode: width {width}, rows {max_rows}"
     shown: list[str] = []

@@ -39,7 +39,7 @@ def shorten(text: str, max_characters: int) -> str:
 
 
 def number(value: float | int | None) -> str:
-    """A number for people, three digits of it: "0.532", "1.2e-05", "13.4k"; "-" where there is none."""
+    """A number for people, three digits of it: "0.532", "1.2e-05", "13.4k"; "-" for None."""
     if value is None:
         return "-"
     if not math.isfinite(value):

@@ -1,11 +1,11 @@
 """trace.json: every phase on every actor, in Chrome's trace event format, which Perfetto opens.
 
-One process for the run and one row (thread) for each actor; spans of one actor that overlap go to further rows named
-"actor (2)", because events of one row must nest. One event a line in a JSON array: valid JSON after `close`; a killed
-run leaves the closing bracket away, which viewers accept and the next `Trace` on the path repairs.
+The run is one process, and each actor is one row (thread). Spans of one actor that overlap go to further rows, named
+"actor (2)", because the events of one row must nest. The file is a JSON array with one event on each line. It is valid
+after `close`; a killed run leaves out the closing bracket, which viewers accept and the next `Trace` on the path adds.
 
-Bounded: when the file reaches `max_bytes` it becomes trace_previous.json (replacing the one before) and a new file
-begins, so that the two hold the newest `max_bytes` to 2 x `max_bytes` of events.
+The files are bounded: one that reaches `max_bytes` becomes trace_previous.json, replacing the one before, and a new one
+begins. Together they hold the newest `max_bytes` to 2 x `max_bytes` of events.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rlflow.runtime.disk import disk_errors
 from rlflow.types import Span
@@ -52,14 +51,6 @@ class Trace:
             if not self._file.closed:
                 self._file.write(_END)
                 self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _open(self) -> None:
         end = self._read_rows() if self._path.exists() else 0

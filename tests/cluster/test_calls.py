@@ -15,7 +15,7 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import ObjectLostError, RayError, RayTaskError, TaskCancelledError
 
-from rlflow.cluster.calls import DISK, WATCH, RayTrainer, answer, ended, open_calls
+from rlflow.cluster.calls import DISK, WATCH, RayTrainer, answer, open_calls, wait_until_ended
 from rlflow.cluster.start import ray_cluster
 from rlflow.config import Config, TrainerConfig
 from rlflow.errors import ConfigError, DeadlineError, PayloadLost, RunError, WorkerError, WorkerLost
@@ -115,7 +115,7 @@ async def test_what_a_worker_raises(cluster: None, method: str, kind: type[Excep
 
 async def test_the_end_of_a_process_is_noticed_while_nobody_asks_it_for_anything(cluster: None) -> None:
     actor = cast(Any, ray.remote)(concurrency_groups={WATCH: 1})(Faulty).options(num_cpus=0).remote()
-    watching = asyncio.create_task(ended("clerk", actor))
+    watching = asyncio.create_task(wait_until_ended("clerk", actor))
     with pytest.raises(WorkerError, match=r"^the clerk failed: KeyError: 'lost'$"):
         await answer("clerk", actor.bug.remote())
     assert not watching.done()

@@ -12,7 +12,6 @@ import pytest
 import ray
 from listening import is_loopback, listeners
 
-from rlflow.cluster import joined_ray
 from rlflow.cluster import ray as local_ray
 from rlflow.cluster.ray import private_ray
 from rlflow.cluster.start import ray_cluster
@@ -98,8 +97,8 @@ def test_a_cluster_that_anyone_may_join_is_warned_of(
     nodes.append({"Alive": False, "NodeManagerAddress": "10.0.0.9"})
     monkeypatch.setattr(ray, "init", lambda **_: None)
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    monkeypatch.setattr(joined_ray, "is_token_auth_enabled", lambda: False)
-    joined_ray.join_ray("auto")
+    monkeypatch.setattr(local_ray, "is_token_auth_enabled", lambda: False)
+    local_ray.join_ray("auto")
     written = capsys.readouterr().err
     assert warned in written
     assert bool(warned) == bool(written)

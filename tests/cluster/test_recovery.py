@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import ray
 
-from rlflow.cluster.start import Fleet, ray_cluster, start_fleet, stop_fleet
+from rlflow.cluster.start import Fleet, ray_cluster, start_fleet
 from rlflow.config import Config, Update
 from rlflow.environments.find import load_environment
 from rlflow.errors import RunError, StaleGroup
@@ -69,7 +69,7 @@ class Stage:
 
     async def until(self, condition: Callable[[list[str]], bool]) -> None:
         """Wait for a state of the engines, by what they say of themselves."""
-        waiting = self.engines._until(lambda: condition(self.engines.describe()))
+        waiting = self.engines._wait_until(lambda: condition(self.engines.describe()))
         await asyncio.wait_for(waiting, TIMEOUT_S)
 
     async def process(self, engine: int) -> int:
@@ -92,7 +92,7 @@ async def stage() -> AsyncIterator[Stage]:
             await on.load(1)
             yield on
         finally:
-            await stop_fleet(fleet)
+            await fleet.stop()
 
 
 def vllm_of(engine: int) -> int:

@@ -335,7 +335,7 @@ def test_each_scored_group_is_told_once(tmp_path: Path, own: str) -> None:
 def test_the_greedy_episode_is_no_result(tmp_path: Path, own: str) -> None:
     world = make_curriculum_world(tmp_path, f"{own}:Last", 1, args={"last": 1})
     world.config.algorithm.advantage = "remax"
-    world.driver._intake.judge = type(world.driver._intake.judge)(world.config)
+    world.driver._intake.grader = type(world.driver._intake.grader)(world.config)
     world.runners.outcome = lambda order, index: (float(index == order.num_episodes - 1), EpisodeEnd.COMPLETED)
     run_virtually(world.driver.run())
     assert world.driver._intake.sampler.state.curriculum["told"] == [["t11", 0.0, 0.0, 0.0, 0.0]] * 3

@@ -9,7 +9,7 @@ import pytest
 from fakes import make_episode
 
 from rlflow.config import Config
-from rlflow.groups.grading import Judge, components_of
+from rlflow.groups.grading import Grader, components_of
 from rlflow.types import EpisodeEnd, PlayedGroup, ReadyGroup, Task, TurnSummary
 
 CUT_OFF = EpisodeEnd.TRUNCATED_LENGTH
@@ -28,7 +28,7 @@ def played(
 
 
 def ready(config: Config, group: PlayedGroup, kind: str = "") -> ReadyGroup:
-    found = Judge(config).ready(Task(id="t", prompt=(), kind=kind), group)
+    found = Grader(config).ready(Task(id="t", prompt=(), kind=kind), group)
     assert found is not None
     return found
 
@@ -45,7 +45,7 @@ def test_an_episode_without_a_verdict_is_left_out_of_the_statistics() -> None:
 
 
 def test_one_verdict_is_nothing_to_compare() -> None:
-    assert Judge(Config()).ready(Task(id="t", prompt=()), played([1.0, None])) is None
+    assert Grader(Config()).ready(Task(id="t", prompt=()), played([1.0, None])) is None
 
 
 def test_the_advantage_is_chosen_by_name() -> None:
@@ -57,11 +57,11 @@ def test_the_advantage_is_chosen_by_name() -> None:
 def test_an_advantage_over_the_batch_waits_for_the_step() -> None:
     config = Config()
     config.algorithm.advantage = "grpo_task_std"
-    judge = Judge(config)
-    assert judge.needs_batch
+    grader = Grader(config)
+    assert grader.needs_batch
     groups = [ready(config, played(rewards), kind) for rewards, kind in (([4.0, 0.0], "a"), ([1.0, 0.0], "b"))]
     assert [group.advantages for group in groups] == [[], []]
-    judge.assign(groups)
+    grader.assign(groups)
     # Each kind of task has a deviation of its own, so that large rewards do not drown small ones.
     assert whole(groups[0]) == pytest.approx(whole(groups[1]), abs=1e-4)
 
@@ -69,20 +69,20 @@ def test_an_advantage_over_the_batch_waits_for_the_step() -> None:
 def test_dynamic_sampling_passes_over_equal_rewards() -> None:
     config = Config()
     config.algorithm.dynamic_sampling = True
-    judge = Judge(config)
-    assert judge.is_filtered(ready(config, played([1.0, 1.0])))
-    assert not judge.is_filtered(ready(config, played([1.0, 0.0])))
-    assert not Judge(Config()).is_filtered(ready(config, played([1.0, 1.0])))
+    grader = Grader(config)
+    assert grader.is_filtered(ready(config, played([1.0, 1.0])))
+    assert not grader.is_filtered(ready(config, played([1.0, 0.0])))
+    assert not Grader(Config()).is_filtered(ready(config, played([1.0, 1.0])))
 
 
 def test_truncated_episodes_are_compared_with_and_not_trained_on() -> None:
     config = Config()
     config.algorithm.mask_truncated = True
-    judge = Judge(config)
+    grader = Grader(config)
     group = ready(config, played([1.0, 0.0], [EpisodeEnd.COMPLETED, CUT_OFF]))
     assert group.advantages == [[pytest.approx(0.5**0.5, abs=1e-5)], None]
-    assert not judge.is_filtered(group)
-    assert judge.is_filtered(ready(config, played([1.0, 0.0], [CUT_OFF, CUT_OFF])))
+    assert not grader.is_filtered(group)
+    assert grader.is_filtered(ready(config, played([1.0, 0.0], [CUT_OFF, CUT_OFF])))
 
 
 def test_a_long_reply_loses_reward() -> None:
@@ -109,12 +109,12 @@ def test_turns_have_advantages_of_their_own() -> None:
 def test_remax_compares_with_the_greedy_episode() -> None:
     config = Config()
     config.algorithm.advantage = "remax"
-    judge = Judge(config)
-    assert judge.needs_greedy
+    grader = Grader(config)
+    assert grader.needs_greedy
     group = ready(config, played([1.0, 0.0, 0.25]))
     assert (group.payloads, group.baseline) == (["a", "b"], 0.25)
     assert group.advantages == [[0.75], [-0.25]]
-    assert judge.ready(Task(id="t", prompt=()), played([1.0, 0.0, None])) is None
+    assert grader.ready(Task(id="t", prompt=()), played([1.0, 0.0, None])) is None
 
 
 def test_the_greedy_episode_is_punished_for_its_length_too() -> None:

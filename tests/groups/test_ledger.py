@@ -89,7 +89,7 @@ class AnyLife(RuleBasedStateMachine):
     def conserved(self) -> None:
         counts = self.ledger.counts()
         total = counts.pop("admitted_total")
-        ended = counts["trained"] + sum(self.ledger.num_dropped(reason) for reason in DropReason)
+        ended = counts["trained"] + sum(counts[f"dropped_{reason}"] for reason in DropReason)
         assert total == self.admitted == sum(counts.values()) == ended + self.ledger.num_live
 
 

@@ -72,7 +72,7 @@ class FakeProcess:
                 self.die(f"ended after: {error}")
             raise error
 
-    async def placed(self) -> None:
+    async def wait_until_placed(self) -> None:
         if "place" in self.held:
             self._released.clear()
             await self._released.wait()
@@ -89,7 +89,7 @@ class FakeProcess:
         await asyncio.shield(self._death)
         raise AssertionError
 
-    async def answered(self) -> None:
+    async def wait_until_answered(self) -> None:
         await self._answered.wait()
 
     async def load_weights(self, staged: StagedWeights) -> float:
@@ -302,7 +302,7 @@ async def test_an_engine_overtaken_by_the_trainer_waits_for_the_next_version() -
 
 async def test_three_deaths_in_a_row_give_an_engine_up_and_the_last_one_ends_the_run() -> None:
     async with scene(2) as on:
-        failed = asyncio.create_task(on.fleet.failed())
+        failed = asyncio.create_task(on.fleet.wait_until_failed())
         on.engines[0].fails["start"] = [RunError("no memory"), ConfigError("no model")]
         on.engines[0].die()
         await settle()
@@ -347,7 +347,7 @@ async def test_an_engine_that_finds_no_machine_stays_away_while_others_serve() -
 async def test_without_an_engine_and_a_machine_for_one_the_run_ends_at_the_deadline_of_starts() -> None:
     async with scene(2) as on:
         on.fleet._start_s = 0.05
-        failed = asyncio.create_task(on.fleet.failed())
+        failed = asyncio.create_task(on.fleet.wait_until_failed())
         for engine in on.engines:
             engine.held.add("place")
             engine.die(f"machine {engine.index} is gone")
@@ -398,7 +398,7 @@ async def test_a_fault_of_the_fleet_itself_ends_the_run() -> None:
         on.engines[0].load_weights = broken
         on.engines[0].die()
         with pytest.raises(RunError, match=r"looking after rollout engine 0 failed: KeyError\('oops'\)"):
-            await on.fleet.failed()
+            await on.fleet.wait_until_failed()
 
 
 async def test_a_pinned_engine_keeps_its_version_and_gets_the_current_one_when_given_back() -> None:

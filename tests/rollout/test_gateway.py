@@ -333,7 +333,7 @@ async def test_a_failure_of_the_engine_is_kept_whatever_the_program_does() -> No
     failure = RuntimeError("the engine is broken")
     async with visiting("a.", failure, "b.") as visit:
         await visit.post()
-        failed = asyncio.create_task(visit.gateway.failed(visit.endpoint))
+        failed = asyncio.create_task(visit.gateway.wait_until_failed(visit.endpoint))
         status, answer = await visit.post()
         assert (status, answer["error"]["message"]) == (503, "the policy cannot reply: the engine is broken")
         async with asyncio.timeout(5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import socket
@@ -50,6 +51,45 @@ def write(store: CheckpointStore, step: int) -> Path:
 def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     assert read_state(write(store, 7)) == make_state(7)
+
+
+def test_the_form_on_disk_stays_so_that_older_checkpoints_are_read() -> None:
+    state = make_state(7)
+    state.ready[0].payloads, state.ready[0].references = [object()], [object()]
+    state.ready[0].episodes[0].metrics["turns"] = 2.0
+    written = json.loads(json.dumps(state_to_json(state)))
+    first = {
+        "end": "completed",
+        "reward": 1.0,
+        "num_prompt_tokens": 3,
+        "num_completion_tokens": 2,
+        "num_loss_tokens": 2,
+        "oldest_version": 2,
+        "newest_version": 2,
+        "detail": "",
+        "metrics": {"turns": 2.0},
+        "turns": [],
+    }
+    [group] = written.pop("ready")
+    assert written == {
+        "step": 7,
+        "version": 6,
+        "sampler": {
+            "kind": "uniform",
+            "tasks": "e3b0",
+            "put_back": [["t3", 0]],
+            "curriculum": {"pass": 1, "position": 5},
+        },
+    }
+    assert group.pop("episodes")[0] == first
+    assert group == {
+        "group_id": 4,
+        "task_id": "t",
+        "task_kind": "sums",
+        "baseline": None,
+        "advantages": [[0.7], [-0.7, 0.1]],
+        "num_bytes": 10,
+    }
 
 
 def test_the_last_ones_are_kept_and_half_written_ones_removed(tmp_path: Path) -> None:

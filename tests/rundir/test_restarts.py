@@ -3,7 +3,7 @@
 import pytest
 
 from rlflow.errors import WorkerLost
-from rlflow.rundir.restarts import Loss, Restarts, still_to_make_up
+from rlflow.rundir.restarts import Restarts, Setback, larger_setback
 
 LOST = WorkerLost("the trainer rank 0 died")
 
@@ -21,7 +21,7 @@ def test_a_newer_checkpoint_begins_the_count_anew() -> None:
 
 
 def test_a_loss_is_kept_until_it_is_made_up_for() -> None:
-    before = Loss(step=7, at_s=1.0)
-    assert still_to_make_up(before, 6) is before
-    assert still_to_make_up(before, 7).at_s > 1.0
-    assert (still_to_make_up(before, 8).step, still_to_make_up(None, 3).step) == (8, 3)
+    before = Setback(step=7, at_s=1.0)
+    assert larger_setback(before, 6) is before
+    assert larger_setback(before, 7).at_s > 1.0
+    assert (larger_setback(before, 8).step, larger_setback(None, 3).step) == (8, 3)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rlflow.runtime.concurrency import all_ended, all_or_none
+from rlflow.runtime.concurrency import all_or_none, wait_until_all_ended
 
 
 async def value(number: int) -> int:
@@ -70,6 +70,6 @@ async def test_a_failure_waits_for_the_others_to_end() -> None:
         raise KeyError("lost")
 
     with pytest.raises(KeyError, match="lost"):
-        await all_ended([work(), fail()])
+        await wait_until_all_ended([work(), fail()])
     assert ended == ["work"]
-    assert await all_ended([value(3), value(1)]) == [3, 1]
+    assert await wait_until_all_ended([value(3), value(1)]) == [3, 1]

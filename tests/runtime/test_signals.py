@@ -17,7 +17,7 @@ from rlflow.runtime.signals import Stopper
 async def run():
     stopper = Stopper(lambda: "step 4 is the last that was saved")
     os.kill(os.getpid(), signal.SIGTERM)
-    await stopper.until_stopped(asyncio.Event().wait(), print)
+    await stopper.run_unless_stopped(asyncio.Event().wait(), print)
     stopper.restore()
 
 asyncio.run(run())
@@ -31,7 +31,7 @@ def test_a_signal_that_came_before_there_was_a_driver_reaches_it() -> None:
         seen: list[str] = []
         stopper = Stopper(lambda: "nothing has been saved yet")
         try:
-            assert await stopper.until_stopped(asyncio.sleep(0, "fleet"), seen.append) == "fleet"
+            assert await stopper.run_unless_stopped(asyncio.sleep(0, "fleet"), seen.append) == "fleet"
             os.kill(os.getpid(), signal.SIGINT)
             async with asyncio.timeout(30):
                 while stopper.signal is None:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from rlflow.cluster.joined_ray import join_ray
-from rlflow.cluster.runner_calls import RayRunners
+from rlflow.cluster.ray import join_ray
+from rlflow.cluster.runners import RayRunners
 from rlflow.errors import WorkerLost
 from rlflow.types import GroupOrder, PlayedGroup, Task
 

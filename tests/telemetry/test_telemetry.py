@@ -7,7 +7,9 @@ import io
 import json
 import subprocess
 import sys
+from contextlib import closing
 from html.parser import HTMLParser
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -15,16 +17,15 @@ import pytest
 from rlflow.config import TrackersConfig
 from rlflow.errors import ConfigError, RunError
 from rlflow.telemetry import metrics
-from rlflow.telemetry.console import Console
+from rlflow.telemetry.console import Console, Curve, sparkline
 from rlflow.telemetry.metrics import REQUIRED, MetricsFile, StepRecord
-from rlflow.telemetry.report import charts
+from rlflow.telemetry.record import busy_share
+from rlflow.telemetry.report import curves
 from rlflow.telemetry.report.report import write_report
 from rlflow.telemetry.samples import ShownEpisode, read_samples, rows, sampled_steps, write_samples
-from rlflow.telemetry.sparkline import Curve, sparkline
 from rlflow.telemetry.text import duration, number, printable, shorten
 from rlflow.telemetry.trace import Trace
 from rlflow.telemetry.trackers import open_trackers
-from rlflow.telemetry.utilisation import busy_share
 from rlflow.types import EpisodeEnd, Span
 
 NO_SPACE = Path("/dev/full")
@@ -36,7 +37,7 @@ def make_record(step: int, **values: float | int | None) -> StepRecord:
 
 
 def write_metrics(path: Path, *records: StepRecord) -> None:
-    with MetricsFile(path) as file:
+    with closing(MetricsFile(path)) as file:
         for record in records:
             file.append(record)
 
@@ -73,7 +74,7 @@ def test_required_names_hold_every_reason_for_a_drop() -> None:
 def test_a_record_without_a_required_name_is_a_bug(tmp_path: Path) -> None:
     record = make_record(1)
     del record["staleness/max"]
-    with MetricsFile(tmp_path / "metrics.jsonl") as file, pytest.raises(AssertionError, match="staleness/max"):
+    with closing(MetricsFile(tmp_path / "metrics.jsonl")) as file, pytest.raises(AssertionError, match="staleness/max"):
         file.append(record)
 
 
@@ -301,7 +302,7 @@ def row_names(events: list[dict]) -> dict[str, int]:
 
 def test_a_closed_trace_is_json_with_one_row_for_each_actor(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    with Trace(path) as trace:
+    with closing(Trace(path)) as trace:
         trace.add([make_span(2.0, 2.5), make_span(1.0, 1.5), make_span(1.0, 3.0, actor="engine-0", name="rollout")])
     events = read_events(path)
     assert row_names(events) == {"engine-0": 1, "trainer-0": 2}
@@ -314,7 +315,7 @@ def test_a_closed_trace_is_json_with_one_row_for_each_actor(tmp_path: Path) -> N
 
 def test_overlapping_spans_of_one_actor_get_rows_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    with Trace(path) as trace:
+    with closing(Trace(path)) as trace:
         trace.add([make_span(0.0, 4.0), make_span(1.0, 2.0), make_span(2.0, 6.0), make_span(4.0, 5.0)])
     events = read_events(path)
     assert row_names(events) == {"trainer-0": 1, "trainer-0 (2)": 2}
@@ -328,7 +329,7 @@ def test_a_trace_goes_on_after_a_kill_and_after_a_close(tmp_path: Path, torn: by
     first.add([make_span(1.0, 2.0, actor="engine-0"), make_span(1.0, 2.0)])
     first._file.close()
     path.write_bytes(path.read_bytes() + torn)
-    with Trace(path) as second:
+    with closing(Trace(path)) as second:
         second.add([make_span(3.0, 4.0)])
     events = read_events(path)
     assert row_names(events) == {"engine-0": 1, "trainer-0": 2}
@@ -342,14 +343,14 @@ def test_a_trace_goes_on_after_a_kill_and_after_a_close(tmp_path: Path, torn: by
 def test_an_empty_or_torn_first_line_starts_the_trace_anew(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_bytes(b'[\n{"name":"proc')
-    with Trace(path) as trace:
+    with closing(Trace(path)) as trace:
         trace.add([make_span(1.0, 2.0)])
     assert [event["name"] for event in read_events(path)] == ["process_name", "thread_name", "train"]
 
 
 def test_a_trace_keeps_the_newest_events_within_its_bound(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    with Trace(path, max_bytes=2000) as trace:
+    with closing(Trace(path, max_bytes=2000)) as trace:
         for second in range(200):
             trace.add([make_span(second, second + 0.5)])
     files = sorted(tmp_path.iterdir())
@@ -397,35 +398,51 @@ def test_a_missing_tracker_names_the_extra(tmp_path: Path, config: TrackersConfi
 
 
 def test_buckets_are_bounded_and_cover_every_step() -> None:
-    buckets = charts.make_buckets(range(1, 11), max_buckets=4)
+    buckets = curves.make_buckets(range(1, 11), max_buckets=4)
     assert [(bucket.first_step, bucket.last_step) for bucket in buckets] == [(1, 2), (3, 5), (6, 7), (8, 10)]
-    assert len(charts.make_buckets(range(10_000))) == charts.MAX_BUCKETS
-    assert charts.make_buckets([]) == []
+    assert len(curves.make_buckets(range(10_000))) == curves.MAX_BUCKETS
+    assert curves.make_buckets([]) == []
 
 
 def test_a_bucket_holds_the_mean_and_the_extremes_of_its_steps() -> None:
-    buckets = charts.make_buckets([1, 2, 3, 4, 5, 6], max_buckets=3)
-    series = charts.make_series("loss", [1.0, 3.0, None, 5.0, None, None], buckets)
+    buckets = curves.make_buckets([1, 2, 3, 4, 5, 6], max_buckets=3)
+    series = curves.make_series("loss", [1.0, 3.0, None, 5.0, None, None], buckets)
     assert (series.values, series.low, series.high) == ([2.0, 5.0, None], [1.0, 5.0, None], [3.0, 5.0, None])
-
-
-def test_ticks_are_round_and_within_the_axis() -> None:
-    assert charts.ticks(0.0, 1.0) == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    assert charts.ticks(-0.06, 0.07, 4) == pytest.approx([-0.05, 0.0, 0.05])
-    assert charts.ticks(1.0, 10_000.0) == [2000, 4000, 6000, 8000, 10_000]
 
 
 def test_a_rare_spike_does_not_flatten_the_curve() -> None:
     values: list[float | None] = [1.0 + index % 2 for index in range(100)]
     values[50] = 1e6
-    chart = charts.Chart(key="loss", title="Loss", series=[charts.Series(name="loss", values=values)])
-    assert charts.axis(chart) == pytest.approx((0.94, 2.06))
+    chart = curves.Chart(key="loss", title="Loss", series=[curves.Series(name="loss", values=values)])
+    assert curves.axis(chart) == pytest.approx((0.94, 2.06))
+
+
+def test_what_is_stacked_is_drawn_at_its_upper_edge_and_told_by_its_own_value() -> None:
+    phases = [curves.Series(name="rollout", values=[1.0, None]), curves.Series(name="train", values=[0.5, 2.0])]
+    data = curves.Chart(key="time", title="Time", series=phases, stacked=True, from_zero=True).data()
+    assert data["lines"] == [[1.0, 0.0], [1.5, 2.0]]
+    assert data["texts"] == [["1", "-"], ["0.5", "2"]]
+
+
+def test_the_band_of_the_reward_is_one_standard_deviation_to_each_side() -> None:
+    records = [make_record(1, reward=0.5, reward_std=0.25), make_record(2, reward=None)]
+    [(_, [reward, *_]), *_] = curves.sections(records, curves.make_buckets([1, 2]))
+    assert reward.data()["lines"] == [[0.5, None]]
+    assert reward.data()["bands"] == [[[0.25, None], [0.75, None]]]
+
+
+def test_a_report_carries_the_library_that_draws_and_its_licence(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "metrics.jsonl", make_record(1))
+    text = write_report(tmp_path).read_text()
+    folder = resources.files("rlflow.telemetry.report") / "uplot"
+    for name in ("LICENSE", "uPlot.iife.min.js", "uPlot.min.css"):
+        assert (folder / name).read_text() in text
 
 
 class Page(HTMLParser):
     """Checks that elements are closed in order, and collects what the page would fetch."""
 
-    VOID = frozenset({"meta", "rect", "line", "circle", "polyline", "polygon"})
+    VOID = frozenset({"meta"})
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -482,7 +499,7 @@ def test_report_of_any_length(tmp_path: Path, steps: int, status: str) -> None:
     text = write_report(tmp_path).read_text()
     Page(text)
     assert f">{status}<" in text
-    assert len(pointer_data(text)["labels"]) == min(steps, charts.MAX_BUCKETS)
+    assert len(pointer_data(text)["labels"]) == min(steps, curves.MAX_BUCKETS)
     assert len(text) < 400_000
 
 
@@ -494,7 +511,7 @@ def test_report_names_a_broken_config(tmp_path: Path) -> None:
 
 
 def test_importing_telemetry_loads_none_of_the_heavy_packages() -> None:
-    modules = ("console", "metrics", "report", "samples", "trace", "trackers", "utilisation")
+    modules = ("console", "metrics", "report", "samples", "trace", "trackers")
     imports = "; ".join(f"import rlflow.telemetry.{module}" for module in modules)
     code = f"import sys; {imports}; print({{'torch', 'vllm', 'ray', 'rich', 'tensorboard'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

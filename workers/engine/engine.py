@@ -23,7 +23,7 @@ from rlflow.roles import StagedWeights
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
 from rlflow.runtime.deadlines import within
 from rlflow.runtime.disk import TEMPORARY
-from rlflow.runtime.variables import variables
+from rlflow.runtime.environment import variables
 from rlflow.weights.engine.messages import ADAPTER_ID, WeightReport
 from rlflow.workers.engine.admission import Gate, RunningLimit, pressure_gauge
 from rlflow.workers.engine.loading import Loading
@@ -127,7 +127,7 @@ class RolloutEngine:
                 loop.remove_reader(sentinel)
         raise self._lost(f"vLLM's process ended; {log_hint()}")
 
-    async def answered(self) -> None:
+    async def wait_until_answered(self) -> None:
         """Wait until a request has been answered since the start."""
         await self._has_answered.wait()
 

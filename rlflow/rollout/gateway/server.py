@@ -138,7 +138,7 @@ class Gateway:
             reply.cancel()
         return visit.metrics
 
-    async def failed(self, endpoint: Endpoint) -> None:
+    async def wait_until_failed(self, endpoint: Endpoint) -> None:
         """Returns when a reply failed for a reason that is not the program's; `chat.failure` holds it.
 
         Nothing that the program does from then on can make the episode whole.

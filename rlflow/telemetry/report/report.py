@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,18 +18,7 @@ from rlflow.errors import RunError
 from rlflow.groups.ledger import DropReason
 from rlflow.runtime.disk import disk_errors
 from rlflow.telemetry import metrics, samples
-from rlflow.telemetry.report.charts import (
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    Bucket,
-    Chart,
-    draw,
-    make_buckets,
-    pointer_data,
-    positions,
-)
-from rlflow.telemetry.report.curves import Records, column, hold_evaluations, sections
+from rlflow.telemetry.report.curves import Chart, Records, column, hold_evaluations, make_buckets, sections
 from rlflow.telemetry.report.page import folded, page, tile
 from rlflow.telemetry.samples import ShownEpisode
 from rlflow.telemetry.text import duration, number, printable, shorten
@@ -38,6 +27,10 @@ MAX_SAMPLED_STEPS = 24
 MAX_MESSAGES = 12
 """Messages of one episode; of more, the first and the last are shown."""
 MAX_MESSAGE_CHARACTERS = 4000
+_HOW_TO_READ = (
+    '<p class="note">Point at a chart to read all of them at that step. Drag across one to zoom; a double click shows '
+    "the whole run again.</p><noscript><p>The curves need JavaScript; the numbers are below.</p></noscript>"
+)
 
 
 def write_report(run_dir: Path) -> Path:
@@ -63,31 +56,27 @@ def render(run_dir: Path, records: Records) -> str:
     """The page of these records, with the samples and the settings that `run_dir` holds."""
     config_text, config = _read_config(run_dir)
     buckets = make_buckets([record["step"] for record in records])
-    parts_of_page = sections(records, buckets)
+    curves = sections(records, buckets)
     name = printable(str(_setting(config, "run", "name") or run_dir.resolve().name))
     parts = [_header(name, records, config), _tiles(records)]
     if records:
-        parts += [_chart_section(title, charts, buckets) for title, charts in parts_of_page]
+        parts.append(_HOW_TO_READ)
+        for title, charts in curves:
+            parts.append(f'<h2>{title}</h2><div class="charts">{"".join(map(_card, charts))}</div>')
         parts.append(_groups(records[-1]))
     parts += [_samples(run_dir), _all_numbers(records), _config(config_text)]
-    shown = [chart for _, charts in parts_of_page for chart in charts]
     data: dict[str, object] = {
-        "across": [round(place, 5) for place in positions(buckets)],
+        "steps": [(bucket.first_step + bucket.last_step) / 2 for bucket in buckets],
         "labels": [bucket.label for bucket in buckets],
-        "left": LEFT,
-        "right": RIGHT,
-        "height": HEIGHT,
-        "charts": {chart.key: pointer_data(chart, buckets) for chart in shown if chart.has_values},
+        "charts": {chart.key: chart.data() for _, charts in curves for chart in charts if chart.has_values},
     }
     return page(name, "".join(parts), data)
 
 
 def _read_config(run_dir: Path) -> tuple[str, Mapping[str, Any]]:
-    """The text of config.yaml and what it says; empty where there is none."""
+    """The text of config.yaml and what it says; both empty when there is none."""
     path = run_dir / "config.yaml"
-    if not path.is_file():
-        return "", {}
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
     try:
         config = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -100,13 +89,16 @@ def _setting(config: Mapping[str, Any], group: str, name: str) -> Any:
     return section.get(name) if isinstance(section, dict) else None
 
 
-def _present(values: Sequence[float | None]) -> list[float]:
+def _present(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    present = _present(values)
-    return fmean(present) if present else None
+def _mean(values: Iterable[float | None]) -> float | None:
+    return fmean(present) if (present := _present(values)) else None
+
+
+def _number(record: Mapping[str, Any], name: str) -> float | None:
+    return column([record], name)[0]
 
 
 # -- head
@@ -151,26 +143,17 @@ def _tiles(records: Records) -> str:
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
-def _number(record: Mapping[str, Any], name: str) -> float | None:
-    return column([record], name)[0]
-
-
 # -- curves
 
 
-def _chart_section(title: str, charts: Sequence[Chart], buckets: Sequence[Bucket]) -> str:
-    cards = "".join(_card(chart, buckets) for chart in charts)
-    return f'<h2>{title}</h2><div class="charts">{cards}</div>'
-
-
-def _card(chart: Chart, buckets: Sequence[Bucket]) -> str:
-    drawing = draw(chart, buckets) if chart.has_values else '<p class="nothing">nothing was measured</p>'
-    readouts = []
-    for rank, series in enumerate(chart.series):
-        label = f'<span class="swatch s{rank + 1}"></span>{series.name} ' if len(chart.series) > 1 else ""
-        last = number(series.values[-1]) if series.values else "-"
-        readouts.append(f'<span>{label}<b data-readout="{chart.key}:{rank}">{last}</b>{chart.unit}</span>')
-    legend = "".join(readouts) if chart.has_values else ""
+def _card(chart: Chart) -> str:
+    drawing, legend = '<p class="nothing">nothing was measured</p>', ""
+    if chart.has_values:
+        label = html.escape(f"{chart.title} by step")
+        drawing = f'<div class="chart" role="img" aria-label="{label}" data-chart="{chart.key}"></div>'
+        for rank, series in enumerate(chart.series):
+            name = f'<span class="swatch s{rank + 1}"></span>{series.name} ' if len(chart.series) > 1 else ""
+            legend += f"<span>{name}<b data-readout>{number(series.values[-1])}</b>{chart.unit}</span>"
     note = f'<p class="note">{html.escape(chart.note)}</p>' if chart.note else ""
     return (
         f'<section class="card{" wide" if chart.wide else ""}"><header><h3>{chart.title}</h3>'
@@ -216,19 +199,17 @@ def _samples(run_dir: Path) -> str:
 
 
 def _episode(label: str, kind: str, episode: ShownEpisode) -> str:
-    messages = list(episode.messages)
-    parts = [_message(message["role"], message["content"]) for message in messages]
+    parts = [
+        f'<div class="message"><b>{html.escape(printable(message["role"]))}</b>'
+        f"<pre>{html.escape(shorten(printable(message['content']), MAX_MESSAGE_CHARACTERS))}</pre></div>"
+        for message in episode.messages
+    ]
     if len(parts) > MAX_MESSAGES:
         cut = f'<p class="cut">{len(parts) - MAX_MESSAGES} messages cut</p>'
         parts = [*parts[: MAX_MESSAGES // 3], cut, *parts[len(parts) - (MAX_MESSAGES - MAX_MESSAGES // 3) :]]
     about = f"{episode.end.value.replace('_', ' ')}, task {shorten(printable(episode.task_id), 120)}"
     head = f"<h3>{label}: reward {number(episode.reward)}</h3><p>{html.escape(about)}</p>"
     return f'<div class="episode {kind}">{head}{"".join(parts)}</div>'
-
-
-def _message(role: str, content: str) -> str:
-    text = html.escape(shorten(printable(content), MAX_MESSAGE_CHARACTERS))
-    return f'<div class="message"><b>{html.escape(printable(role))}</b><pre>{text}</pre></div>'
 
 
 def _all_numbers(records: Records) -> str:

@@ -17,8 +17,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlflow.cluster.devices import machines_of_nodes, nodes_there
+from rlflow.cluster.fit_errors import check_counts
 from rlflow.cluster.gpus import check_gpus
-from rlflow.cluster.misfit import check_counts
 from rlflow.cluster.placement import describe, fit
 from rlflow.config import Config
 from rlflow.errors import ConfigError

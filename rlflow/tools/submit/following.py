@@ -71,7 +71,7 @@ class Follower:
         self._unread = 0
         """How often in a row the log broke off before its first line."""
 
-    async def ended(self) -> JobDetails:
+    async def wait_until_ended(self) -> JobDetails:
         """How the job ended, once its log was shown.
 
         Raises ConnectionLost, and UnknownJob when the cluster answers but has no such job, as after its head was

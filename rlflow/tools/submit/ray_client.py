@@ -15,7 +15,7 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
 from rlflow.errors import ConfigError, RunError, first_line
-from rlflow.runtime.variables import variables
+from rlflow.runtime.environment import variables
 from rlflow.tools.submit.job import MaybeStarted
 
 CONNECT_S = 10.0

@@ -135,7 +135,7 @@ def _entrypoint(job: Job) -> str:
 async def _within(follower: Follower, name: str, seconds: float | None) -> JobDetails:
     try:
         async with asyncio.timeout(seconds):
-            return await follower.ended()
+            return await follower.wait_until_ended()
     except TimeoutError:
         raise RunError(f"job {name} has not ended within {seconds:g} s; Ray kills it about now") from None
 

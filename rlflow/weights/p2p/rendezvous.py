@@ -31,7 +31,7 @@ from torch.distributed import (
 
 from rlflow.errors import ConfigError
 from rlflow.roles import StagedWeights
-from rlflow.runtime.variables import variables
+from rlflow.runtime.environment import variables
 from rlflow.weights.shape.landings import layout_from_json, layout_to_json
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from rlflow.batching import in_order_of_training, plan_micro_batches
 from rlflow.cli import main
 from rlflow.cluster.calls import RayTrainer
 from rlflow.cluster.gpus import gpu_plan
-from rlflow.config import Config, LoraConfig, Process, Send, TrainerConfig, needs_reference, refers_to_itself
+from rlflow.config import Config, LoraConfig, ProcessKind, Send, TrainerConfig, needs_reference, refers_to_itself
 from rlflow.errors import ConfigError, RunError
 from rlflow.groups.sampler import SamplerState
 from rlflow.rundir.store import CheckpointStore, RunState, state_to_json
@@ -288,13 +288,13 @@ async def test_a_policy_that_is_its_own_reference_is_asked_before_it_learns(num_
 def test_no_process_holds_the_reference_of_a_policy_with_adapters() -> None:
     config = Config()
     config.algorithm.kl_coefficient = 0.1
-    assert (needs_reference(config), refers_to_itself(config), Process.reference in gpu_plan(config).counts) == (
+    assert (needs_reference(config), refers_to_itself(config), ProcessKind.reference in gpu_plan(config).counts) == (
         True,
         False,
         True,
     )
     config.lora.rank = 8
-    assert (needs_reference(config), refers_to_itself(config), Process.reference in gpu_plan(config).counts) == (
+    assert (needs_reference(config), refers_to_itself(config), ProcessKind.reference in gpu_plan(config).counts) == (
         False,
         True,
         False,

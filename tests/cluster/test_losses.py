@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from rlflow import run as running
-from rlflow.cluster import loss
+from rlflow.cluster import failover
 from rlflow.config import Config
 from rlflow.errors import PayloadLost, WorkerLost
 from rlflow.rundir.store import CheckpointStore
@@ -27,18 +27,17 @@ async def test_a_lost_payload_ends_the_fleet_at_once(monkeypatch: pytest.MonkeyP
     async def nothing_lost(fleet: object) -> None:
         await asyncio.Event().wait()
 
-    async def end(fleet: object) -> None:
+    async def end() -> None:
         ended.append(fleet)
 
     async def work() -> None:
         raise PayloadLost("what the trainer was to read is lost")
 
-    monkeypatch.setattr(loss, "_first_lost", nothing_lost)
-    monkeypatch.setattr(loss, "end_fleet", end)
-    fleet: Any = SimpleNamespace(is_joined=True)
+    monkeypatch.setattr(failover, "_wait_until_one_is_lost", nothing_lost)
+    fleet: Any = SimpleNamespace(is_joined=True, end=end)
     async with asyncio.timeout(30):
         with pytest.raises(PayloadLost):
-            await loss.unless_lost(fleet, work())
+            await failover.run_unless_lost(fleet, work())
     assert ended == [fleet]
 
 
@@ -49,7 +48,7 @@ def test_a_loss_after_a_signal_ends_the_run_as_the_signal_does(tmp_path: Path, m
     observer = SimpleNamespace(alarm=alarms.append, message=alarms.append)
 
     async def start(run: object, observer: object) -> object:
-        return SimpleNamespace()
+        return SimpleNamespace(stop=stop)
 
     async def drive(run: object, observer: object, fleet: object, stopper: Stopper) -> int:
         stopper.hand_to(lambda: None)
@@ -62,13 +61,13 @@ def test_a_loss_after_a_signal_ends_the_run_as_the_signal_does(tmp_path: Path, m
     async def as_it_is(fleet: object, work: Any) -> Any:
         return await work
 
-    async def stop(fleet: object) -> None:
+    async def stop() -> None:
         pass
 
-    for name, fake in (("_start", start), ("_drive", drive), ("unless_lost", as_it_is), ("stop_fleet", stop)):
+    for name, fake in (("_start", start), ("_drive", drive), ("run_unless_lost", as_it_is)):
         monkeypatch.setattr(running, name, fake)
     monkeypatch.setattr(running, "RunObserver", lambda *arguments: nullcontext(observer))
-    run = SimpleNamespace(config=Config(), run_dir=SimpleNamespace(checkpoints=checkpoints), state=None, loss=None)
+    run = SimpleNamespace(config=Config(), run_dir=SimpleNamespace(checkpoints=checkpoints), state=None, setback=None)
     try:
         assert asyncio.run(running._train(cast(Any, run))) is signal.SIGTERM
     finally:

@@ -6,8 +6,9 @@ import re
 import string
 from collections.abc import Sequence
 
+from rlflow.envs.texts import END_OF_THOUGHT
+
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_THOUGHT_END = "</think>"
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -24,7 +25,7 @@ def final_answer(text: str) -> str:
     Example: final_answer("<think>2 + 3</think> 5") == "5"
     """
     tagged = tagged_answer(text)
-    return text.rpartition(_THOUGHT_END)[2].strip() if tagged is None else tagged
+    return text.rpartition(END_OF_THOUGHT)[2].strip() if tagged is None else tagged
 
 
 def normalise(text: str) -> str:

@@ -14,6 +14,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from typing_extensions import TypedDict
 
 from rlflow.envs.base import ToolSchema
+from rlflow.envs.callables import name_of
 from rlflow.errors import ConfigError
 
 _SECTION = re.compile(
@@ -48,7 +49,7 @@ def signature_of(function: Callable[..., object]) -> Signature:
     Raises:
         ConfigError: hints or the docstring are missing, or JSON cannot hold a type.
     """
-    name = getattr(function, "__name__", type(function).__name__)
+    name = name_of(function)
     description, documented = _docstring(inspect.getdoc(function) or "")
     try:
         hints = typing.get_type_hints(function, include_extras=True)

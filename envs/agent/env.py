@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlflow.envs.agent.command import Ended, run_command
+from rlflow.envs.agent.command import run_command
 from rlflow.envs.agent.data import task_source
 from rlflow.envs.agent.results import printed_result, result_of
 from rlflow.envs.base import Endpoint, EnvironmentSpec, Program, Result
+from rlflow.envs.callables import load_callable
 from rlflow.errors import ConfigError, EnvironmentFailure
-from rlflow.plugins.loading import load_object
 from rlflow.types import Task
 
 SHOWN_CHARS = 2000
@@ -106,9 +106,13 @@ class CommandProgram(Program):
         finally:
             # Shielded from a second cancellation: the folder goes in any case.
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True))
-        if ended.code != 0:
-            raise EnvironmentFailure(f"run: {shlex.join(self._command)} {ended.describe()}{_last_words(ended)}")
-        return printed_result(ended.output)
+        if ended.code == 0:
+            return printed_result(ended.output)
+        last_words = " and wrote nothing"
+        for name, text in (("standard output", ended.output), ("standard error", ended.errors)):
+            if text.strip():
+                last_words = f"; its {name} ends with:\n{text.strip()[-SHOWN_CHARS:]}"
+        raise EnvironmentFailure(f"run: {shlex.join(self._command)} {ended.describe()}{last_words}")
 
 
 class FunctionProgram(Program):
@@ -175,17 +179,8 @@ def _without_exit(function: Callable[..., Any], arguments: Mapping[str, object])
         raise EnvironmentFailure(f"run: SystemExit: {error}") from error
 
 
-def _last_words(ended: Ended) -> str:
-    for name, text in (("standard error", ended.errors), ("standard output", ended.output)):
-        if text.strip():
-            return f"; its {name} ends with:\n{text.strip()[-SHOWN_CHARS:]}"
-    return " and wrote nothing"
-
-
 def _load_function(path: str) -> Callable[..., Any]:
-    function = load_object(path)
-    if not callable(function):
-        raise ConfigError(f"env.args.function={path} must be a function; got {type(function).__name__}")
+    function = load_callable("function", path)
     try:
         inspect.signature(function).bind(**dict.fromkeys(_ARGUMENTS))
     except TypeError as error:

@@ -8,8 +8,9 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
+from rlflow.envs.texts import prompt_of
 from rlflow.errors import ConfigError
-from rlflow.types import Message, Task
+from rlflow.types import Task
 
 DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
@@ -44,13 +45,14 @@ def make_dataset(dataset: str, size: int, seed: int, options: Mapping[str, Any] 
         raise ConfigError(f"env.args.options of {dataset}: {reason}; got {chosen}") from error
 
 
-def make_tasks(dataset: str, size: int, seed: int, system_prompt: str, options: Mapping[str, Any] | None) -> list[Task]:
+def make_tasks(dataset: str, system_prompt: str, options: Mapping[str, Any] | None, size: int, seed: int) -> list[Task]:
     """One Task an item; its id is "<dataset>/<seed>/<index>"."""
     items = make_dataset(dataset, size, seed, options)
-    system = (Message(role="system", content=system_prompt),) if system_prompt else ()
-    tasks = []
-    for index in range(size):
-        item = items[index]
-        question = Message(role="user", content=item["question"])
-        tasks.append(Task(id=f"{dataset}/{seed}/{index}", prompt=(*system, question), answer=str(item["answer"])))
-    return tasks
+    return [
+        Task(
+            id=f"{dataset}/{seed}/{index}",
+            prompt=prompt_of(system_prompt, item["question"]),
+            answer=str(item["answer"]),
+        )
+        for index, item in ((index, items[index]) for index in range(size))
+    ]

@@ -1,4 +1,4 @@
-"""An episode is one run of a program; what it asks the endpoint for is trained on."""
+"""An episode is one run of a program, a command or a function. What it asks the endpoint for is trained on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from typing import Any
 
 from rlflow.envs.agent.command import run_command
 from rlflow.envs.agent.data import task_source
-from rlflow.envs.agent.results import printed_result, result_of
 from rlflow.envs.base import Endpoint, EnvironmentSpec, Program, Result
 from rlflow.envs.callables import load_callable
 from rlflow.errors import ConfigError, EnvironmentFailure
@@ -199,3 +198,32 @@ def _checked_folder(folder: str, command: Sequence[str]) -> str:
     if program != "{python}" and shutil.which(str(path / program) if "/" in program else program) is None:
         raise ConfigError(f"env.args.command: there is no program {program!r} to run, in {path} or on the PATH")
     return str(path)
+
+
+def printed_result(output: str) -> Result:
+    """What a program's last line says: {"reward": ..., "metrics": {...}}; without such a line there is no verdict.
+
+    Only the very last line counts, as what a program prints before it may be the model's own words.
+    """
+    lines = output.rstrip().splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else None
+    except (ValueError, RecursionError):
+        return Result()
+    return result_of(found) if isinstance(found, dict) and "reward" in found else Result()
+
+
+def result_of(value: object) -> Result:
+    """What a function's answer means: a Result, a dict of its fields, a number, or None for no verdict."""
+    if isinstance(value, Result):
+        return value
+    if value is None or isinstance(value, int | float):
+        return Result(reward=value)
+    if not isinstance(value, dict) or not set(value) <= {"reward", "metrics"}:
+        raise EnvironmentFailure(
+            f'run: expected {{"reward": ..., "metrics": {{...}}}}, a number or None; got {value!r:.200}'
+        )
+    metrics = value.get("metrics") or {}
+    if not isinstance(metrics, dict):
+        raise EnvironmentFailure(f"run: `metrics` must be an object of numbers; got {metrics!r:.200}")
+    return Result(reward=value.get("reward"), metrics=metrics)

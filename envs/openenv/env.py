@@ -107,7 +107,17 @@ class OpenEnv(Environment):
         answer = await self._session.reset({"seed": seed, **data})
         if answer.done:
             raise OpenEnvError("the episode was over before the policy's first action")
-        tools = await self._tools()
+        tools: list[ToolSchema] = []
+        if self._form.parameters is not None:
+            tools = [_tool(ACT, "Act in the environment.", self._form.parameters)]
+            self._tool_names = {ACT}
+        elif self._form.text_field is None:
+            listed = (await self._session.step({"type": "list_tools"})).observation.get("tools") or []
+            self._tool_names = {each["name"] for each in listed}
+            empty: dict[str, Json] = {"type": "object", "properties": {}}
+            for each in listed:
+                schema = each.get("input_schema") or empty
+                tools.append(_tool(each["name"], each.get("description") or "", schema))
         return Prompt(messages=with_observation(task.prompt, await self._text(answer)), tools=tools)
 
     async def step(self, reply: Message) -> Step:
@@ -123,19 +133,6 @@ class OpenEnv(Environment):
 
     async def close(self) -> None:
         await self._session.close()
-
-    async def _tools(self) -> list[ToolSchema]:
-        if self._form.text_field is not None:
-            return []
-        if self._form.parameters is not None:
-            self._tool_names = {ACT}
-            return [_tool(ACT, "Act in the environment.", self._form.parameters)]
-        listed = (await self._session.step({"type": "list_tools"})).observation.get("tools") or []
-        self._tool_names = {each["name"] for each in listed}
-        empty: dict[str, Json] = {"type": "object", "properties": {}}
-        return [
-            _tool(each["name"], each.get("description") or "", each.get("input_schema") or empty) for each in listed
-        ]
 
     async def _answer_calls(self, calls: Sequence[ToolCall]) -> Step:
         """The calls in their order, as far as the first that ends the episode."""

@@ -56,19 +56,20 @@ def dataset_of(part: Part) -> Any:
 def _dataset(key: str) -> Any:
     part = Part(**json.loads(key))
     if part.dataset == "composite":
-        raise ConfigError("composite is not a data set of reasoning-gym; give the data sets of a mix as env.args.mix")
+        raise ConfigError("dataset=composite is no single data set; give the data sets of a mix as env.args.mix")
     if part.dataset not in DATASETS:
         close = get_close_matches(part.dataset, DATASETS, n=3)
         some = f"there are {len(DATASETS) - 1}, such as chain_sum and gcd"
         hint = f"did you mean {' or '.join(close)}?" if close else some
-        raise ConfigError(f"{part.dataset} is not a data set of reasoning-gym; {hint}")
+        raise ConfigError(f"dataset={part.dataset} is not a data set of reasoning-gym; {hint}")
     options = {**_level_options(part), **part.options}
     accepted = [each.name for each in fields(DATASETS[part.dataset][1]) if each.name not in ("size", "seed")]
     for name in options:
         if name not in accepted:
             close = get_close_matches(name, accepted, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"{name} is not an option of {part.dataset}, which takes {', '.join(accepted)}{hint}")
+            takes = ", ".join(accepted)
+            raise ConfigError(f"options.{name} is not an option of {part.dataset}; it takes {takes}{hint}")
     try:
         return create_dataset(part.dataset, size=part.size, seed=part.seed, **options)
     except (AssertionError, TypeError, ValueError) as error:  # how reasoning-gym's configurations refuse a value

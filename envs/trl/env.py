@@ -35,7 +35,16 @@ def load(
     make = load_object(environment) if isinstance(environment, str) else environment
     if not callable(make):
         raise ConfigError(f"env.args.environment={environment} must be a class or a function; got {make!r:.80}")
-    _check(make)
+    # What can be seen without making one:
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise ConfigError(f"{name_of(make)}: TRL makes its environments without arguments; {error}") from error
+    if isinstance(make, type):
+        if not callable(getattr(make, "reset", None)):
+            raise ConfigError(f"{name_of(make)} has no method `reset`; TRL's environments have one")
+        # Bound to any object, because they are not called.
+        ToolSet([MethodType(getattr(make, name), object()) for name in _tool_names(make)])
     rows = load_rows(path=path, system_prompt=system_prompt, evaluation_path=evaluation_path)
     # A class without `get_reward` is known to give none, so that the run asks for a reward function before it starts.
     is_silent = isinstance(make, type) and not hasattr(make, "get_reward")
@@ -73,19 +82,6 @@ class RewardingTrlEnvironment(TrlEnvironment):
             reward = await call(self._world.get_reward)
             step.reward = None if reward is None else float(reward)
         return step
-
-
-def _check(make: Callable[[], Any]) -> None:
-    """ConfigError where a class can be seen to be no such environment, without making one."""
-    try:
-        inspect.signature(make).bind()
-    except TypeError as error:
-        raise ConfigError(f"{name_of(make)}: TRL makes its environments without arguments; {error}") from error
-    if isinstance(make, type):
-        if not callable(getattr(make, "reset", None)):
-            raise ConfigError(f"{name_of(make)} has no method `reset`; TRL's environments have one")
-        # Bound to any object, because they are not called.
-        ToolSet([MethodType(getattr(make, name), object()) for name in _tool_names(make)])
 
 
 def _tool_names(kind: type) -> list[str]:

@@ -114,13 +114,21 @@ async def _serve(environment: Any, answers: TextIO) -> None:
     reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     running: dict[int, asyncio.Task[None]] = {}
+
+    async def answer(request: dict[str, Any]) -> None:
+        try:
+            outcome = await _rollout(environment, request)
+        except Exception as error:
+            outcome = {"error": _describe(error)}
+        _say(answers, {"id": request["id"], **outcome})
+
     while line := await reader.readline():
         request = json.loads(line)
         if "cancel" in request:
             if (task := running.get(request["cancel"])) is not None:
                 task.cancel()
             continue
-        task = asyncio.create_task(_answer(environment, request, answers))
+        task = asyncio.create_task(answer(request))
         running[request["id"]] = task
         task.add_done_callback(lambda _, number=request["id"]: running.pop(number, None))
     # Nobody listens any more: end what runs, and the process, come what may.
@@ -132,14 +140,6 @@ async def _serve(environment: Any, answers: TextIO) -> None:
         task.cancel()
     if left:
         await asyncio.wait(left)
-
-
-async def _answer(environment: Any, request: dict[str, Any], answers: TextIO) -> None:
-    try:
-        outcome = await _rollout(environment, request)
-    except Exception as error:
-        outcome = {"error": _describe(error)}
-    _say(answers, {"id": request["id"], **outcome})
 
 
 async def _rollout(environment: Any, request: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class ToolBroken(Exception):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ToolAnswer:
-    """What one call came to."""
+    """The outcome of one call."""
 
     message: Message
     is_failure: bool

@@ -1,4 +1,4 @@
-"""Where the tasks of a program come from."""
+"""The tasks of a program: from a function, or from rows as `dataset` reads them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def task_source(argument: str, source: str, system_prompt: str) -> Callable[[], 
 
 
 def sums() -> list[Task]:
-    """Sums of two numbers of two digits, for the example `calculator.py`."""
+    """Sums of two two-digit numbers, which the example `calculator.py` is asked."""
     draw = random.Random(0)
     tasks = []
     for index in range(NUM_SUMS):

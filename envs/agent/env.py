@@ -24,7 +24,7 @@ from rlflow.errors import ConfigError, EnvironmentFailure
 from rlflow.types import Task
 
 SHOWN_CHARS = 2000
-"""Of what a failed command wrote last."""
+"""How much of the end of a failed command's output is shown."""
 _ARGUMENTS = ("task", "base_url", "api_key", "model")
 
 
@@ -44,7 +44,7 @@ def load(
     command: what to run, as a list, or as one line that is split as a shell would, but not run by one.
     function: package.module:name or file.py:name of `run(task, base_url, api_key, model)`, async or not.
     folder: where the command runs; relative to the current directory.
-    leases: what each run of the command has one of for itself, such as the addresses of sites; no more run at a time.
+    leases: resources that one run of the command at a time may use, such as the addresses of sites.
     system_prompt: put before each prompt of the rows that has none of its own.
     evaluation_tasks: as `tasks`, for `eval.every`.
     """
@@ -115,7 +115,7 @@ class CommandProgram(Program):
 
 
 class FunctionProgram(Program):
-    """Calls a function; one that is not async runs in a thread of its own, which nothing can end but itself."""
+    """Calls a function. If it is not async, it runs in a thread, which only the function itself can end."""
 
     def __init__(self, path: str) -> None:
         self._function = _load_function(path)
@@ -146,7 +146,7 @@ def filled(command: Sequence[str], task: Task, endpoint: Endpoint, *, task_file:
 
 
 def _replaced(word: str, values: Mapping[str, str]) -> str:
-    """All at once: a prompt that reads "{model}" stays as it is."""
+    """The word with all names replaced in one pass, so that a prompt that reads "{model}" stays as it is."""
     for name, value in values.items():
         before, found, after = word.partition(name)
         if found:
@@ -155,7 +155,7 @@ def _replaced(word: str, values: Mapping[str, str]) -> str:
 
 
 def environment_of(inherited: Mapping[str, str], endpoint: Endpoint, scratch: str) -> dict[str, str]:
-    """The variables of a command: where the policy is, and a temporary folder of its own."""
+    """The environment variables of a command: the address of the policy, and a temporary folder of its own."""
     # A proxy for the outer world does not reach this machine's loopback.
     direct = ",".join(filter(None, (inherited.get("NO_PROXY") or inherited.get("no_proxy"), "127.0.0.1")))
     return {
@@ -201,9 +201,9 @@ def _checked_folder(folder: str, command: Sequence[str]) -> str:
 
 
 def printed_result(output: str) -> Result:
-    """What a program's last line says: {"reward": ..., "metrics": {...}}; without such a line there is no verdict.
+    """The result in a program's last line, {"reward": ..., "metrics": {...}}; without such a line there is no verdict.
 
-    Only the very last line counts, as what a program prints before it may be the model's own words.
+    Only the very last line counts, because earlier ones may be the model's own words.
     """
     lines = output.rstrip().splitlines()
     try:
@@ -214,7 +214,7 @@ def printed_result(output: str) -> Result:
 
 
 def result_of(value: object) -> Result:
-    """What a function's answer means: a Result, a dict of its fields, a number, or None for no verdict."""
+    """The result that a function returned: a Result, a dict of its fields, a number, or None for no verdict."""
     if isinstance(value, Result):
         return value
     if value is None or isinstance(value, int | float):

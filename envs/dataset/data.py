@@ -22,7 +22,7 @@ from rlflow.types import FunctionCall, Json, Message, Task, ToolCall
 PROMPTS = ("prompt", "messages", "question")
 """The first one that a row has is its prompt."""
 ANSWERS = (("label", None), ("reward_model", "ground_truth"), ("reward_spec", "ground_truth"))
-"""(column, key within it) of the answer, where there is no column `answer`."""
+"""(column, key within it) of the answer, if there is no column `answer`."""
 KINDS = (
     ("kind", None),
     ("data_source", None),
@@ -30,7 +30,7 @@ KINDS = (
     ("env_class", None),
     ("metadata", "source_dataset"),
 )
-"""The same of the task's kind."""
+"""(column, key within it) of the task's kind."""
 
 Columns = dict[str, Any]
 

@@ -1,4 +1,7 @@
-"""Where rows come from: a file, a folder, or the hub of the library `datasets` -> rows with a name and a place."""
+"""A file, a folder, or a data set of the hub -> rows, each with its place for messages.
+
+Folders and the hub are read by the library `datasets`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _HUB_NAME = re.compile(r"(?:hf://)?(?P<name>\w[\w.-]*(?:/[\w.-]+)?)(?:/(?P<subse
 
 
 class Kind(StrEnum):
-    """What a path leads to; the values of the files are their suffixes."""
+    """The kind of thing that a path leads to; for files, the suffix."""
 
     lines = ".jsonl"
     json = ".json"
@@ -34,7 +37,7 @@ _FILES = (Kind.lines, Kind.json, Kind.parquet)
 
 class Row(NamedTuple):
     where: str
-    """For messages: the file and the line, or the number of the row counted from 0."""
+    """The place that messages name: the file and the line, or the number of the row counted from 0."""
     default_id: str
     """The task's id if the row has none of its own."""
     columns: dict[str, Any]
@@ -59,7 +62,7 @@ class Source:
 
 
 def find_source(text: str, argument: str) -> Source:
-    """What `text`, the value of the setting `argument`, means. A file or folder that exists comes first.
+    """What `text`, the value of the setting `argument`, means. A file or folder that exists beats a name of the hub.
 
     Raises ConfigError for what is neither that nor a name of the hub.
     """

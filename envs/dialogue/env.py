@@ -1,4 +1,4 @@
-"""A conversation with a guest, whom the policy itself plays, or a few rules do."""
+"""A conversation with a guest, played by the policy itself or by a few rules."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Dialogue(Environment):
 
 
 def by_rules(question: str, wish: Mapping[str, Json]) -> str:
-    """What a guest says who looks for the words city, night and room."""
+    """The reply of a guest who only looks for the words city, night and room."""
     words = question.lower()
     answers = {
         "city": f"I am going to {wish['city']}.",

@@ -1,6 +1,6 @@
 """An environment behind an OpenEnv server; each episode has a session of its own.
 
-What a reply becomes goes by the server's schema of actions: one text, the arguments of a tool `act`, or a call of one
+The server's schema of actions decides what a reply becomes: one text, the arguments of a tool `act`, or a call of one
 of the server's own (MCP) tools.
 """
 
@@ -25,7 +25,7 @@ ACT = "act"
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ActionForm:
-    """What an action is made of; all None: calls of the server's own tools."""
+    """What an action consists of. If both are None, an action is a call of one of the server's own tools."""
 
     text_field: str | None = None
     """The reply is this field."""

@@ -47,7 +47,7 @@ FIRST_FAILURE = {
     "two_sum": "10010",
     "words_by_length": "00",
 }
-"""For each broken version of a function the first test that it fails; "-" where it passes all: no task then."""
+"""The number of the first test that each broken version of a function fails. "-" if it passes all: it makes no task."""
 
 
 def make_tasks(size: int | None, seed: int, *, is_evaluation: bool) -> list[Task]:

@@ -52,5 +52,5 @@ def load(
 
 
 def tagged(task: Task, messages: Sequence[Message]) -> str:
-    """The answer where the reward looks for it."""
+    """The answer between the tags that the reward looks for."""
     return f"<answer>{task.answer}</answer>"

@@ -10,7 +10,7 @@ from typing import Any
 from rlflow.types import Message
 
 UNUSABLE = -2.0
-"""A call whose arguments are no JSON object, or of a tool that there is not; or none where one is expected."""
+"""A call whose arguments are no JSON object, a call of an unknown tool, or no call when one is expected."""
 WRONG_TOOL = -1.5
 WRONG_VALUES = -0.25
 RIGHT = 1.0

@@ -20,7 +20,7 @@ from rlflow.types import Message, Task
 
 POLICY_PLAYS = "policy"
 OPPONENT = "opponent"
-"""The agent that plays the other seats where the policy plays itself."""
+"""The name of the policy in the other seats, when it plays against itself."""
 
 
 def load(
@@ -68,7 +68,7 @@ class TextArena(Environment):
         self._game: Game
         self._seat = 0
         self._conversations: dict[int, list[Message]] = {}
-        """Of the other players."""
+        """Seat -> the conversation of the player in it; the policy's is not here."""
 
     async def reset(self, task: Task) -> Prompt:
         seed, seat = task.data["seed"], task.data["seat"]
@@ -90,7 +90,7 @@ class TextArena(Environment):
         return Step(done=True, reward=reward, metrics={**metrics, "textarena/forbidden_move": float(is_forbidden)})
 
     async def _others_move(self) -> str | None:
-        """What the policy sees when it is its move; None when the game is over before that."""
+        """Let the others move until it is the policy's turn: what it sees then, or None if the game ended before."""
         while True:
             seat, seen = await asyncio.to_thread(self._game.observe)
             if seat == self._seat:

@@ -1,4 +1,4 @@
-"""A TRL-style class: `reset(**row)`, public methods as tools, and `get_reward` if it likes.
+"""A TRL-style class: `reset(**row)`, public methods as tools, and optionally `get_reward`.
 
 The conventions are those of `environment_factory` of TRL's GRPOTrainer. `close` is an addition.
 """
@@ -29,8 +29,8 @@ def load(
 ) -> EnvironmentSpec:
     """Rows, played in objects that `environment` makes.
 
-    environment: a class, or a function without arguments, or where one is, as package.module:Name or file.py:Name.
-    path, system_prompt, evaluation_path: as of `rlflow.envs.dataset`.
+    environment: a class or a function without arguments, or its path as package.module:Name or file.py:Name.
+    path, system_prompt, evaluation_path: as in `rlflow.envs.dataset`.
     """
     make = load_object(environment) if isinstance(environment, str) else environment
     if not callable(make):

@@ -48,7 +48,7 @@ class Source:
 
 @lru_cache(maxsize=8)
 def rows_of(source: Source, size: int, evaluation_size: int) -> dict[str, Any]:
-    """The data sets `train` and `eval`, the latter None where there is none; blocking. -1 for all rows.
+    """The data sets `train` and `eval`; `eval` is None if there is none. A size of -1 means all rows. Blocking.
 
     Raises:
         ConfigError: the environment cannot be loaded.

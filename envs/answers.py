@@ -1,4 +1,4 @@
-"""What a reply says in the end, and how texts are compared."""
+"""The final answer of a reply, and how it is compared with the right ones."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import re
 import string
 from collections.abc import Sequence
 
+from rlflow.envs.texts import END_OF_THOUGHT
+
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_THOUGHT_END = "</think>"
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def tagged_answer(text: str) -> str | None:
-    """What stands between the last <answer> and </answer>; None without them."""
+    """The text between the last <answer> and </answer>, stripped; None without them."""
     found = _ANSWER.findall(text)
     return found[-1].strip() if found else None
 
@@ -24,7 +25,7 @@ def final_answer(text: str) -> str:
     Example: final_answer("<think>2 + 3</think> 5") == "5"
     """
     tagged = tagged_answer(text)
-    return text.rpartition(_THOUGHT_END)[2].strip() if tagged is None else tagged
+    return text.rpartition(END_OF_THOUGHT)[2].strip() if tagged is None else tagged
 
 
 def normalise(text: str) -> str:
@@ -33,7 +34,7 @@ def normalise(text: str) -> str:
 
 
 def references(answer: str | None, answers: Sequence[str] | None, separator: str | None) -> list[str]:
-    """All right answers: the list where there is one, else the answer, cut at `separator`."""
+    """All right answers: the list if there is one, else the answer, cut at `separator`."""
     if answers is not None:
         return list(answers)
     if answer is None:
@@ -42,7 +43,7 @@ def references(answer: str | None, answers: Sequence[str] | None, separator: str
 
 
 def token_f1(text: str, reference: str) -> float:
-    """2 |both| / (|text| + |reference|) over the sets of normalised words; 1 where both are empty."""
+    """2 |both| / (|text| + |reference|) over the sets of normalised words; 1 if both are empty."""
     words, expected = set(normalise(text).split()), set(normalise(reference).split())
     if not words and not expected:
         return 1.0

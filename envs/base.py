@@ -21,7 +21,7 @@ RewardFunction = Callable[..., object]
 """In any shape that `rlflow.rewards.call` knows. Runs in a killable process."""
 
 POLICY = "policy"
-"""The agent whose replies `step` is given."""
+"""The agent whose replies are passed to `step`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,11 +47,12 @@ class Step:
     """Shown to the policy before its next reply; empty when done."""
     done: bool = False
     reward: float | None = None
-    """Steps add up to the environment's reward; all None is no verdict of the environment."""
+    """The rewards of the steps are added up. If all are None, the environment has no verdict."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Added up over the episode's steps."""
     context: list[Message] | None = None
-    """Replaces all that the policy has seen so far, `messages` excepted: the episode goes on in a new Sample."""
+    """If given, it replaces everything that the policy has seen so far, except `messages`, and the episode goes on in a
+    new Sample."""
 
 
 class Ask(Protocol):
@@ -65,15 +66,15 @@ class Ask(Protocol):
         tools: Sequence[ToolSchema] = (),
         trainable: bool = False,
     ) -> Message:
-        """The reply of the current policy in the role of `agent`; only of a trainable one are its tokens trained on."""
+        """The reply of the current policy in the role of `agent`. Its tokens are trained on only if `trainable`."""
         ...
 
 
 class Environment(ABC):
     """One episode's world.
 
-    `seed` and `ask` are set before `reset`: a number that is equal for all episodes of a group, and other agents such
-    as a simulated user.
+    Before `reset`, `seed` is set to a number that is the same for all episodes of a group, and `ask` to a way of asking
+    other agents, such as a simulated user.
     """
 
     seed: int = 0
@@ -128,24 +129,24 @@ class Program(ABC):
     async def run(self, task: Task, endpoint: Endpoint) -> Result: ...
 
     async def close(self) -> None:  # noqa: B027  optional
-        """As of an Environment."""
+        """As `Environment.close`."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EnvironmentSpec:
-    """An environment as data: picklable, built where it is needed."""
+    """An environment as data: it is pickled and sent to the process that builds it."""
 
     tasks: Callable[[], Sequence[Task]]
     """Called once, by the driver. The order and the ids must not change between runs: a resumed run counts by them."""
     build: Callable[[], Environment | Program]
     """Called once an episode, in a process for environments."""
     reward: RewardFunction | None = None
-    """None: what the environment itself gives, in its steps or its result."""
+    """None: the reward is what the environment itself gives, in its steps or its result."""
     evaluation_tasks: Callable[[], Sequence[Task]] | None = None
     """Held out from `tasks`; needed by `eval.every` only."""
     expert: Callable[[Task, Sequence[Message]], str] | None = None
-    """What somebody who can do the task replies to the conversation so far; `rlflow env check` plays it. None: the
-    task's answer, all by itself."""
+    """The reply of somebody who can do the task to the conversation so far; `rlflow env check` plays it. None: the
+    reply is the task's answer."""
     leases: tuple[str, ...] = ()
-    """Resources of which each episode has one for itself, such as the addresses of sites; it is `build`'s only argument
-    then. Empty: episodes share nothing."""
+    """Resources that one episode at a time may use, such as the addresses of sites. Each episode is given one, as the
+    only argument of `build`. Empty: `build` takes no argument."""

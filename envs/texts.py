@@ -1,4 +1,4 @@
-"""What adapters share: texts from values, actions from replies."""
+"""Texts from values, and actions from replies, for the environments that adapt other projects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ END_OF_THOUGHT = "</think>"
 
 
 def text_of(value: object) -> str:
-    """A text as it is, anything else as JSON where JSON can hold it, else as `str` writes it; None is "".
+    """A text as it is; anything else as JSON, or as `str` writes it if JSON cannot hold it; None is "".
 
     Example: text_of({"left": [1, 2]}) == '{"left": [1, 2]}'
     """
@@ -26,7 +26,7 @@ def text_of(value: object) -> str:
 
 
 def answer_part(reply: Message) -> str:
-    """What a reply says after its thoughts, stripped.
+    """The part of a reply after its thoughts, stripped.
 
     Example: answer_part({"role": "assistant", "content": "<think>7?</think> 12"}) == "12"
     """
@@ -36,8 +36,8 @@ def answer_part(reply: Message) -> str:
 def with_observation(prompt: Sequence[Message], observation: str) -> list[Message]:
     """The prompt with the first observation below the text of its last message, if there is one.
 
-    Many chat templates refuse two messages of a user in a row, so it does not become a message of its own, unless the
-    prompt ends with another role.
+    It becomes a message of its own only if the prompt ends with another role, because many chat templates refuse two
+    user messages in a row.
     """
     messages = list(prompt)
     if not observation:

@@ -1,4 +1,4 @@
-"""What a typed function takes, for the model that calls it: from hints and a docstring in Google's style."""
+"""A typed function -> the schema that the model sees, from its hints and a docstring in Google's style."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from typing_extensions import TypedDict
 
 from rlflow.envs.base import ToolSchema
+from rlflow.envs.callables import name_of
 from rlflow.errors import ConfigError
 
 _SECTION = re.compile(
@@ -43,12 +44,12 @@ class Signature:
 
 
 def signature_of(function: Callable[..., object]) -> Signature:
-    """What the function takes.
+    """The function's schema, and a check of the arguments that a model gives it.
 
     Raises:
         ConfigError: hints or the docstring are missing, or JSON cannot hold a type.
     """
-    name = getattr(function, "__name__", type(function).__name__)
+    name = name_of(function)
     description, documented = _docstring(inspect.getdoc(function) or "")
     try:
         hints = typing.get_type_hints(function, include_extras=True)
@@ -84,7 +85,7 @@ def _field(parameter: inspect.Parameter, hints: Mapping[str, Any], documented: M
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What a docstring says of the function, and of each of its arguments."""
+    """A docstring -> the description of the function, and that of each argument."""
     parts = _SECTION.split(text)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     arguments: dict[str, str] = {}

@@ -11,14 +11,14 @@ episode in an error instead, and nothing is learnt from it.
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 from rlflow.envs.base import Environment, Prompt, Step, ToolSchema
+from rlflow.envs.callables import call as call_function
+from rlflow.envs.callables import name_of
 from rlflow.envs.texts import json_object, text_of
 from rlflow.envs.tool_schema import signature_of
 from rlflow.errors import ConfigError
@@ -34,7 +34,7 @@ class ToolBroken(Exception):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ToolAnswer:
-    """What one call came to."""
+    """The outcome of one call."""
 
     message: Message
     is_failure: bool
@@ -51,12 +51,12 @@ class ToolSet:
     """
 
     def __init__(self, functions: Sequence[Tool], *, in_order: bool = False) -> None:
-        self._signatures = {_name_of(function): signature_of(function) for function in functions}
+        self._signatures = {name_of(function): signature_of(function) for function in functions}
         self.schemas: list[ToolSchema] = [signature.schema for signature in self._signatures.values()]
-        self._functions = {_name_of(function): function for function in functions}
+        self._functions = {name_of(function): function for function in functions}
         self._in_order = in_order
         if len(self._functions) < len(functions):
-            raise ConfigError(f"two tools have the same name; got {[_name_of(function) for function in functions]}")
+            raise ConfigError(f"two tools have the same name; got {[name_of(function) for function in functions]}")
 
     async def answer(self, calls: Sequence[ToolCall]) -> Step:
         """The messages that answer the calls, in their order; metrics `tools/calls` and `tools/failures`.
@@ -78,23 +78,18 @@ class ToolSet:
         """Run one call. Raises ToolBroken only."""
         name = call["function"]["name"]
         try:
-            function = self._find(name)
+            if (function := self._functions.get(name)) is None:
+                close = get_close_matches(name, self._functions, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(self._functions)}"
+                raise LookupError(f"there is no tool {name}; {hint}")
             arguments = self._signatures[name].checked(json_object(call["function"]["arguments"] or "{}"))
-            content, is_failure = text_of(await _run(function, arguments)), False
+            content, is_failure = text_of(await call_function(function, **arguments)), False
         except ToolBroken:
             raise
         except Exception as error:  # the model sees it, and may do better
             content, is_failure = json.dumps({"error": str(error) or type(error).__name__}), True
         message = Message(role="tool", content=content, tool_call_id=call["id"], name=name)
         return ToolAnswer(message=message, is_failure=is_failure)
-
-    def _find(self, name: str) -> Tool:
-        function = self._functions.get(name)
-        if function is None:
-            close = get_close_matches(name, self._functions, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(self._functions)}"
-            raise LookupError(f"there is no tool {name}; {hint}")
-        return function
 
 
 class ToolEnvironment(Environment):
@@ -115,14 +110,3 @@ class ToolEnvironment(Environment):
     async def step(self, reply: Message) -> Step:
         calls = reply.get("tool_calls")
         return await self.tool_set.answer(calls) if calls else Step(done=True)
-
-
-async def _run(function: Tool, arguments: Mapping[str, object]) -> object:
-    if inspect.iscoroutinefunction(function):
-        return await function(**arguments)
-    result = await asyncio.to_thread(function, **arguments)
-    return await result if inspect.isawaitable(result) else result
-
-
-def _name_of(function: Tool) -> str:
-    return getattr(function, "__name__", type(function).__name__)

@@ -29,7 +29,7 @@ CALCULATOR: Any = {
 
 
 def example(sum_: str, result: str, call_id: str) -> list[Any]:
-    """A conversation for the model to go by."""
+    """A conversation that shows the model what to do."""
     function = {"name": "calculator", "arguments": json.dumps({"expression": sum_})}
     return [
         {"role": "user", "content": f"What is {sum_}?"},
@@ -43,7 +43,7 @@ EXAMPLES = [*example("31 + 45", "76", "first"), *example("68 + 57", "125", "seco
 
 
 def calculate(arguments: str) -> str:
-    """What the tool says; what is wrong with the call is for the model to read."""
+    """The tool's answer. If the call is wrong, the answer says why, for the model to read."""
     try:
         expression = json.loads(arguments)["expression"]
         terms = re.fullmatch(r"\s*(\d{1,9})\s*\+\s*(\d{1,9})\s*", expression)

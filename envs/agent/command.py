@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import IO, TypeAlias
 
 KEPT_BYTES = 64 * 2**10
-"""Of each of standard output and standard error the end; what came before is dropped."""
+"""How much is kept of the end of standard output, and of standard error; the rest is dropped."""
 DRAIN_TIMEOUT_S = 5.0
 """Seconds for reading what is left in the pipes once every process of the group is dead."""
 
@@ -34,7 +34,7 @@ class Ended:
     """The end of its standard error."""
 
     def describe(self) -> str:
-        """For people, such as "exited with code 1"."""
+        """In words, such as "exited with code 1"."""
         return f"was killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exited with code {self.code}"
 
 

@@ -1,4 +1,4 @@
-"""Where the tasks of a program come from."""
+"""The tasks of a program: from a function, or from rows as `dataset` reads them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from rlflow.envs.callables import load_callable
 from rlflow.envs.dataset.data import read_tasks
 from rlflow.envs.dataset.sources import find_source
+from rlflow.envs.texts import prompt_of
 from rlflow.errors import ConfigError
-from rlflow.plugins.loading import load_object
-from rlflow.types import Message, Task
+from rlflow.types import Task
 
 NUM_SUMS = 2000
 
@@ -27,20 +28,18 @@ def task_source(argument: str, source: str, system_prompt: str) -> Callable[[], 
     before = source.partition(":")[0]
     if not _FUNCTION.fullmatch(source) or (Path(before).exists() and not before.endswith(".py")):
         return partial(read_tasks, find_source(source, f"env.args.{argument}"), system_prompt)
-    function = load_object(source)
-    if not callable(function):
-        raise ConfigError(f"env.args.{argument}={source} must be a function; got {type(function).__name__}")
+    function = load_callable(argument, source)
     if system_prompt:
         raise ConfigError(f"env.args.system_prompt has no effect with the function {argument}={source}; leave it out")
-    return function  # pyright: ignore[reportReturnType]  what it returns is checked where it is called
+    return function
 
 
 def sums() -> list[Task]:
-    """Sums of two numbers of two digits, for the example `calculator.py`."""
+    """Sums of two two-digit numbers, which the example `calculator.py` is asked."""
     draw = random.Random(0)
-    return [_sum(index, draw.randint(10, 99), draw.randint(10, 99)) for index in range(NUM_SUMS)]
-
-
-def _sum(index: int, a: int, b: int) -> Task:
-    question = Message(role="user", content=f"What is {a} + {b}?")
-    return Task(id=f"sum/{index}", prompt=(question,), answer=str(a + b), data={"a": a, "b": b})
+    tasks = []
+    for index in range(NUM_SUMS):
+        a, b = draw.randint(10, 99), draw.randint(10, 99)
+        question = prompt_of("", f"What is {a} + {b}?")
+        tasks.append(Task(id=f"sum/{index}", prompt=question, answer=str(a + b), data={"a": a, "b": b}))
+    return tasks

@@ -1,4 +1,4 @@
-"""An episode is one run of a program; what it asks the endpoint for is trained on."""
+"""An episode is one run of a program, a command or a function. What it asks the endpoint for is trained on."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlflow.envs.agent.command import Ended, run_command
+from rlflow.envs.agent.command import run_command
 from rlflow.envs.agent.data import task_source
-from rlflow.envs.agent.results import printed_result, result_of
 from rlflow.envs.base import Endpoint, EnvironmentSpec, Program, Result
+from rlflow.envs.callables import load_callable
 from rlflow.errors import ConfigError, EnvironmentFailure
-from rlflow.plugins.loading import load_object
 from rlflow.types import Task
 
 SHOWN_CHARS = 2000
-"""Of what a failed command wrote last."""
+"""How much of the end of a failed command's output is shown."""
 _ARGUMENTS = ("task", "base_url", "api_key", "model")
 
 
@@ -45,7 +44,7 @@ def load(
     command: what to run, as a list, or as one line that is split as a shell would, but not run by one.
     function: package.module:name or file.py:name of `run(task, base_url, api_key, model)`, async or not.
     folder: where the command runs; relative to the current directory.
-    leases: what each run of the command has one of for itself, such as the addresses of sites; no more run at a time.
+    leases: resources that one run of the command at a time may use, such as the addresses of sites.
     system_prompt: put before each prompt of the rows that has none of its own.
     evaluation_tasks: as `tasks`, for `eval.every`.
     """
@@ -106,13 +105,17 @@ class CommandProgram(Program):
         finally:
             # Shielded from a second cancellation: the folder goes in any case.
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True))
-        if ended.code != 0:
-            raise EnvironmentFailure(f"run: {shlex.join(self._command)} {ended.describe()}{_last_words(ended)}")
-        return printed_result(ended.output)
+        if ended.code == 0:
+            return printed_result(ended.output)
+        last_words = " and wrote nothing"
+        for name, text in (("standard output", ended.output), ("standard error", ended.errors)):
+            if text.strip():
+                last_words = f"; its {name} ends with:\n{text.strip()[-SHOWN_CHARS:]}"
+        raise EnvironmentFailure(f"run: {shlex.join(self._command)} {ended.describe()}{last_words}")
 
 
 class FunctionProgram(Program):
-    """Calls a function; one that is not async runs in a thread of its own, which nothing can end but itself."""
+    """Calls a function. If it is not async, it runs in a thread, which only the function itself can end."""
 
     def __init__(self, path: str) -> None:
         self._function = _load_function(path)
@@ -143,7 +146,7 @@ def filled(command: Sequence[str], task: Task, endpoint: Endpoint, *, task_file:
 
 
 def _replaced(word: str, values: Mapping[str, str]) -> str:
-    """All at once: a prompt that reads "{model}" stays as it is."""
+    """The word with all names replaced in one pass, so that a prompt that reads "{model}" stays as it is."""
     for name, value in values.items():
         before, found, after = word.partition(name)
         if found:
@@ -152,7 +155,7 @@ def _replaced(word: str, values: Mapping[str, str]) -> str:
 
 
 def environment_of(inherited: Mapping[str, str], endpoint: Endpoint, scratch: str) -> dict[str, str]:
-    """The variables of a command: where the policy is, and a temporary folder of its own."""
+    """The environment variables of a command: the address of the policy, and a temporary folder of its own."""
     # A proxy for the outer world does not reach this machine's loopback.
     direct = ",".join(filter(None, (inherited.get("NO_PROXY") or inherited.get("no_proxy"), "127.0.0.1")))
     return {
@@ -175,17 +178,8 @@ def _without_exit(function: Callable[..., Any], arguments: Mapping[str, object])
         raise EnvironmentFailure(f"run: SystemExit: {error}") from error
 
 
-def _last_words(ended: Ended) -> str:
-    for name, text in (("standard error", ended.errors), ("standard output", ended.output)):
-        if text.strip():
-            return f"; its {name} ends with:\n{text.strip()[-SHOWN_CHARS:]}"
-    return " and wrote nothing"
-
-
 def _load_function(path: str) -> Callable[..., Any]:
-    function = load_object(path)
-    if not callable(function):
-        raise ConfigError(f"env.args.function={path} must be a function; got {type(function).__name__}")
+    function = load_callable("function", path)
     try:
         inspect.signature(function).bind(**dict.fromkeys(_ARGUMENTS))
     except TypeError as error:
@@ -204,3 +198,32 @@ def _checked_folder(folder: str, command: Sequence[str]) -> str:
     if program != "{python}" and shutil.which(str(path / program) if "/" in program else program) is None:
         raise ConfigError(f"env.args.command: there is no program {program!r} to run, in {path} or on the PATH")
     return str(path)
+
+
+def printed_result(output: str) -> Result:
+    """The result in a program's last line, {"reward": ..., "metrics": {...}}; without such a line there is no verdict.
+
+    Only the very last line counts, because earlier ones may be the model's own words.
+    """
+    lines = output.rstrip().splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else None
+    except (ValueError, RecursionError):
+        return Result()
+    return result_of(found) if isinstance(found, dict) and "reward" in found else Result()
+
+
+def result_of(value: object) -> Result:
+    """The result that a function returned: a Result, a dict of its fields, a number, or None for no verdict."""
+    if isinstance(value, Result):
+        return value
+    if value is None or isinstance(value, int | float):
+        return Result(reward=value)
+    if not isinstance(value, dict) or not set(value) <= {"reward", "metrics"}:
+        raise EnvironmentFailure(
+            f'run: expected {{"reward": ..., "metrics": {{...}}}}, a number or None; got {value!r:.200}'
+        )
+    metrics = value.get("metrics") or {}
+    if not isinstance(metrics, dict):
+        raise EnvironmentFailure(f"run: `metrics` must be an object of numbers; got {metrics!r:.200}")
+    return Result(reward=value.get("reward"), metrics=metrics)

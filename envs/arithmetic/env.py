@@ -9,9 +9,8 @@ from typing import Any
 from rlflow.envs.arithmetic.data import make_dataset, make_tasks
 from rlflow.envs.arithmetic.reward import is_right
 from rlflow.envs.base import EnvironmentSpec, SingleTurn
+from rlflow.envs.seeds import seeded_tasks
 
-EVALUATION_SEED = 1_000_003
-"""Added to the seed of the training tasks."""
 SYSTEM_PROMPT = "You are a calculator. You reply with a single number."
 
 
@@ -32,6 +31,6 @@ def load(
     evaluation_size: number of tasks for `eval.every`, from another seed.
     """
     make_dataset(dataset, size, seed, options)  # a wrong name or option shows now, not when the run is up
-    tasks = partial(make_tasks, dataset, size, seed, system_prompt, options)
-    evaluation = partial(make_tasks, dataset, evaluation_size, seed + EVALUATION_SEED, system_prompt, options)
-    return EnvironmentSpec(tasks=tasks, build=SingleTurn, reward=is_right, evaluation_tasks=evaluation)
+    make = partial(make_tasks, dataset, system_prompt, options)
+    tasks, evaluation_tasks = seeded_tasks(make, size, seed, evaluation_size)
+    return EnvironmentSpec(tasks=tasks, build=SingleTurn, reward=is_right, evaluation_tasks=evaluation_tasks)

@@ -1,5 +1,3 @@
 """Arithmetic that needs a tool."""
 
-from rlflow.envs.calculator.env import load
-
-__all__ = ["load"]
+from rlflow.envs.calculator.env import load as load

@@ -11,10 +11,11 @@ from functools import partial
 from rlflow.envs.base import EnvironmentSpec, Prompt
 from rlflow.envs.calculator.data import EXAMPLES, make_tasks
 from rlflow.envs.calculator.reward import right_by_tool
+from rlflow.envs.seeds import seeded_tasks
 from rlflow.envs.tools import ToolEnvironment
+from rlflow.errors import ConfigError
 from rlflow.types import Message, Task
 
-EVALUATION_SEED = 1_000_003
 MAX_LENGTH = 200
 
 _OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
@@ -30,13 +31,11 @@ def load(digits: int = 3, size: int = 2000, seed: int = 0, evaluation_size: int 
 
     size: number of tasks; seed: which ones; evaluation_size: number of tasks for `eval.every`, from another seed.
     """
-    make_tasks(digits, 1, seed)
+    if not 1 <= digits <= 12:
+        raise ConfigError(f"env.args.digits must be from 1 to 12; got {digits}")
+    tasks, evaluation_tasks = seeded_tasks(partial(make_tasks, digits), size, seed, evaluation_size)
     return EnvironmentSpec(
-        tasks=partial(make_tasks, digits, size, seed),
-        build=Calculator,
-        reward=right_by_tool,
-        evaluation_tasks=partial(make_tasks, digits, evaluation_size, seed + EVALUATION_SEED),
-        expert=calculate,
+        tasks=tasks, build=Calculator, reward=right_by_tool, evaluation_tasks=evaluation_tasks, expert=calculate
     )
 
 
@@ -48,18 +47,16 @@ class Calculator(ToolEnvironment):
 
     async def reset(self, task: Task) -> Prompt:
         system, question = task.prompt
-        solved = [message for expression in EXAMPLES for message in _solved(expression)]
+        solved = []
+        for expression in EXAMPLES:
+            result = calculator(expression)
+            solved += [
+                Message(role="user", content=f"What is {expression}?"),
+                Message(role="assistant", content=call_text(expression)),
+                Message(role="tool", content=result, tool_call_id="example", name="calculator"),
+                Message(role="assistant", content=f"{expression} = {result}"),
+            ]
         return Prompt(messages=[system, *solved, question], tools=self.tool_set.schemas)
-
-
-def _solved(expression: str) -> list[Message]:
-    result = calculator(expression)
-    return [
-        Message(role="user", content=f"What is {expression}?"),
-        Message(role="assistant", content=call_text(expression)),
-        Message(role="tool", content=result, tool_call_id="example", name="calculator"),
-        Message(role="assistant", content=f"{expression} = {result}"),
-    ]
 
 
 def calculator(expression: str) -> str:

@@ -6,7 +6,7 @@ from rlflow.envs.arithmetic.reward import is_right
 from rlflow.types import Message, Task
 
 RIGHT_CALL = 0.2
-"""For having asked the tool for the right thing, when the answer is wrong."""
+"""The reward of a wrong answer after the right call."""
 
 
 def right_by_tool(task: Task, completion: str, messages: list[Message]) -> float | None:

@@ -1,5 +1,3 @@
 """Single-turn tasks from rows: a file, a folder, or a data set of the hub."""
 
-from rlflow.envs.dataset.env import load
-
-__all__ = ["load"]
+from rlflow.envs.dataset.env import load as load

@@ -22,7 +22,7 @@ from rlflow.types import FunctionCall, Json, Message, Task, ToolCall
 PROMPTS = ("prompt", "messages", "question")
 """The first one that a row has is its prompt."""
 ANSWERS = (("label", None), ("reward_model", "ground_truth"), ("reward_spec", "ground_truth"))
-"""(column, key within it) of the answer, where there is no column `answer`."""
+"""(column, key within it) of the answer, if there is no column `answer`."""
 KINDS = (
     ("kind", None),
     ("data_source", None),
@@ -30,26 +30,35 @@ KINDS = (
     ("env_class", None),
     ("metadata", "source_dataset"),
 )
-"""The same of the task's kind."""
+"""(column, key within it) of the task's kind."""
 
 Columns = dict[str, Any]
 
 
 def read_tasks(source: Source, system_prompt: str) -> list[Task]:
-    """One Task a row. Raises ConfigError that names the file and the row that cannot be used."""
+    """One Task for each row. Raises ConfigError, which names the file and the row, for a row that cannot be used."""
     return [_task(row, system_prompt) for row in rows_of(source)]
 
 
 def _task(row: Row, system_prompt: str) -> Task:
     columns = {name: _plain(value, f"{row.where}: the column `{name}`") for name, value in row.columns.items()}
-    prompt_column = _prompt_column(columns, row.where)
+    prompt_column = next((name for name in PROMPTS if columns.get(name) is not None), None)
+    if prompt_column is None:
+        raise ConfigError(
+            f"{row.where} has no prompt; give it the column `prompt`, `messages` or `question`, and for the answer "
+            f"`answer`, `label`, `reward_model.ground_truth` or `reward_spec.ground_truth`; found {sorted(columns)}"
+        )
     messages = _messages(columns[prompt_column], f"{row.where}: `{prompt_column}`")
     if system_prompt and messages[0]["role"] != "system":
         messages.insert(0, Message(role="system", content=system_prompt))
+    id_column = next((name for name in ("id", "example_id") if columns.get(name) is not None), None)
+    id_ = row.default_id if id_column is None else columns[id_column]
+    if isinstance(id_, bool) or not isinstance(id_, (str, int)):
+        raise ConfigError(f"{row.where}: `{id_column}` must be text or a whole number; got {id_!r:.80}")
     kinds = (value for value in _values(columns, KINDS) if isinstance(value, str) and value)
     consumed = ("id", "answer", prompt_column)
     return Task(
-        id=_id(columns, row),
+        id=str(id_),
         prompt=tuple(messages),
         answer=_answer(columns, row.where),
         kind=next(kinds, ""),
@@ -57,31 +66,13 @@ def _task(row: Row, system_prompt: str) -> Task:
     )
 
 
-def _prompt_column(columns: Columns, where: str) -> str:
-    found = next((name for name in PROMPTS if columns.get(name) is not None), None)
-    if found is None:
-        raise ConfigError(
-            f"{where} has no prompt; give it the column `prompt`, `messages` or `question`, and for the answer "
-            f"`answer`, `label`, `reward_model.ground_truth` or `reward_spec.ground_truth`; found {sorted(columns)}"
-        )
-    return found
-
-
-def _id(columns: Columns, row: Row) -> str:
-    column = next((name for name in ("id", "example_id") if columns.get(name) is not None), None)
-    if column is None:
-        return row.default_id
-    value = columns[column]
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise ConfigError(f"{row.where}: `{column}` must be text or a whole number; got {value!r:.80}")
-    return str(value)
-
-
 # -- the answer
 
 
 def _answer(columns: Columns, where: str) -> str | None:
-    """Text. What is neither text nor a number is an error in `answer`, and left to the reward in the other columns."""
+    """The answer as text. A value that is neither text nor a number is an error in the column `answer`; in the other
+    columns it is left to the reward.
+    """
     value = columns.get("answer")
     if value is not None:
         text = _text(value)
@@ -132,7 +123,7 @@ def _messages(value: Json, where: str) -> list[Message]:
 
 
 def _message(value: Json) -> Message | None:
-    """None for what is no message. Fields that are null are as good as missing: columns of Parquet have them all."""
+    """None if it is no message. A field that is null counts as missing, because columns of Parquet have all fields."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         return None
     calls, content = value.get("tool_calls"), value.get("content")

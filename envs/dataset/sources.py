@@ -1,10 +1,14 @@
-"""Where rows come from: a file, a folder, or the hub of the library `datasets` -> rows with a name and a place."""
+"""A file, a folder, or a data set of the hub -> rows, each with its place for messages.
+
+Folders and the hub are read by the library `datasets`.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -19,7 +23,7 @@ _HUB_NAME = re.compile(r"(?:hf://)?(?P<name>\w[\w.-]*(?:/[\w.-]+)?)(?:/(?P<subse
 
 
 class Kind(StrEnum):
-    """What a path leads to; the values of the files are their suffixes."""
+    """The kind of thing that a path leads to; for files, the suffix."""
 
     lines = ".jsonl"
     json = ".json"
@@ -33,9 +37,9 @@ _FILES = (Kind.lines, Kind.json, Kind.parquet)
 
 class Row(NamedTuple):
     where: str
-    """For messages: the file and the line, or the number of the row counted from 0."""
+    """The place that messages name: the file and the line, or the number of the row counted from 0."""
     default_id: str
-    """Of a row that has no id of its own."""
+    """The task's id if the row has none of its own."""
     columns: dict[str, Any]
 
 
@@ -45,7 +49,7 @@ class Source:
 
     kind: Kind
     path: str
-    """Of a file or folder; of the hub the name."""
+    """The file or folder; for the hub, the name."""
     subset: str | None = None
     split: str = "train"
     argument: str = "env.args.path"
@@ -53,12 +57,12 @@ class Source:
 
     @property
     def name(self) -> str:
-        """Of the tasks' ids."""
+        """The beginning of the tasks' ids."""
         return f"{self.path}/{self.split}" if self.kind is Kind.hub else Path(self.path).stem
 
 
 def find_source(text: str, argument: str) -> Source:
-    """What `text`, the value of the setting `argument`, means. A file or folder that exists comes first.
+    """What `text`, the value of the setting `argument`, means. A file or folder that exists beats a name of the hub.
 
     Raises ConfigError for what is neither that nor a name of the hub.
     """
@@ -83,14 +87,15 @@ def find_source(text: str, argument: str) -> Source:
 
 def rows_of(source: Source) -> Iterator[Row]:
     """The rows in order, a bounded number of them at a time. Raises ConfigError for what cannot be read."""
-    readers: dict[Kind, Callable[[Source], Iterator[Row]]] = {
-        Kind.lines: _lines,
-        Kind.json: _json,
-        Kind.parquet: _parquet,
-        Kind.folder: _folder,
-        Kind.hub: _hub,
-    }
-    return readers[source.kind](source)
+    match source.kind:
+        case Kind.lines:
+            return _lines(source)
+        case Kind.json:
+            return _json(source)
+        case Kind.parquet:
+            return _parquet(source)
+        case Kind.folder | Kind.hub:
+            return _table_rows(source, _dataset(source).with_format("arrow").iter(batch_size=BATCH_ROWS))
 
 
 def _local(path: Path, split: str | None, argument: str) -> Source:
@@ -112,21 +117,18 @@ def _lines(source: Source) -> Iterator[Row]:
     try:
         with open(source.path, encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    where = f"{source.path}:{number}"
-                    yield Row(where, f"{source.name}/{number}", _object(line, where))
+                if not line.strip():
+                    continue
+                where, cure = f"{source.path}:{number}", "write one JSON object on each line"
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ConfigError(f"{where} is not JSON ({error}); {cure}") from error
+                if not isinstance(row, dict):
+                    raise ConfigError(f"{where} is a JSON {type(row).__name__}; {cure}")
+                yield Row(where, f"{source.name}/{number}", row)
     except UnicodeDecodeError as error:
         raise _not_utf8(source, error) from error
-
-
-def _object(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where} is not JSON ({error}); write one JSON object on each line") from error
-    if not isinstance(row, dict):
-        raise ConfigError(f"{where} is a JSON {type(row).__name__}; write one JSON object on each line")
-    return row
 
 
 def _json(source: Source) -> Iterator[Row]:
@@ -157,46 +159,45 @@ def _not_utf8(source: Source, error: UnicodeDecodeError) -> ConfigError:
 
 
 def _parquet(source: Source) -> Iterator[Row]:
+    arrow, parquet = _package(source, "pyarrow"), _package(source, "pyarrow.parquet")
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError as error:
-        raise _needs_extra(source, error) from error
-    try:
-        with pyarrow.parquet.ParquetFile(source.path) as file:
+        with parquet.ParquetFile(source.path) as file:
             yield from _table_rows(source, file.iter_batches(batch_size=BATCH_ROWS))
-    except pyarrow.ArrowException as error:
+    except arrow.ArrowException as error:
         raise ConfigError(f"{source.path} cannot be read as Parquet: {error}") from error
 
 
-def _folder(source: Source) -> Iterator[Row]:
-    """Saved by `save_to_disk`, or files that `load_dataset` finds its way in."""
-    datasets = _library(source)
-    folder = Path(source.path)
-    if not any((folder / name).exists() for name in ("dataset_dict.json", "dataset_info.json", "state.json")):
-        return _table_rows(
-            source, _batches(_loaded(source, lambda: datasets.load_dataset(str(folder), split=source.split)))
+def _dataset(source: Source) -> Any:
+    """A data set of the hub, one that `save_to_disk` saved, or a folder of files that `load_dataset` can read."""
+    datasets, folder = _package(source, "datasets"), Path(source.path)
+    was_saved = any((folder / name).exists() for name in ("dataset_dict.json", "dataset_info.json", "state.json"))
+    hint = ""
+    if source.kind is Kind.hub:
+        was_saved = False
+        hint = (
+            "; without a connection only what this machine has loaded before is there, and a file or folder of this "
+            f"name is not (from {Path.cwd()})"
         )
-    saved = _loaded(source, lambda: datasets.load_from_disk(str(folder)))
+    try:
+        if not was_saved:
+            return datasets.load_dataset(source.path, source.subset, split=source.split)
+        saved = datasets.load_from_disk(source.path)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ConfigError(f"{source.argument}={source.path} cannot be loaded by `datasets`: {error}{hint}") from error
     if isinstance(saved, datasets.DatasetDict):
         if source.split not in saved:
             raise ConfigError(
                 f"{source.argument}={source.path} has no split {source.split}; put one of its own behind a colon, "
                 f"{', '.join(saved)}"
             )
-        saved = saved[source.split]
-    elif source.split != "train":
+        return saved[source.split]
+    if source.split != "train":
         raise ConfigError(f"{source.argument}={source.path} was saved without splits; leave out :{source.split}")
-    return _table_rows(source, _batches(saved))
-
-
-def _hub(source: Source) -> Iterator[Row]:
-    datasets = _library(source)
-    found = _loaded(source, lambda: datasets.load_dataset(source.path, source.subset, split=source.split))
-    return _table_rows(source, _batches(found))
+    return saved
 
 
 def _table_rows(source: Source, batches: Iterator[Any]) -> Iterator[Row]:
+    """From Arrow's tables, so that pictures and sounds are not decoded."""
     where = source.path if source.kind is Kind.parquet else f"{source.path}:{source.split}"
     index = 0
     for batch in batches:
@@ -205,36 +206,11 @@ def _table_rows(source: Source, batches: Iterator[Any]) -> Iterator[Row]:
             index += 1
 
 
-def _batches(dataset: Any) -> Iterator[Any]:
-    """Arrow's tables, so that pictures and sounds are not decoded."""
-    return dataset.with_format("arrow").iter(batch_size=BATCH_ROWS)
-
-
-def _library(source: Source) -> Any:
+def _package(source: Source, name: str) -> Any:
     try:
-        import datasets
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise _needs_extra(source, error) from error
-    return datasets
-
-
-def _loaded(source: Source, load: Callable[[], Any]) -> Any:
-    from datasets.exceptions import DatasetsError
-
-    try:
-        return load()
-    except (OSError, ValueError, DatasetsError) as error:
-        hint = ""
-        if source.kind is Kind.hub:
-            hint = (
-                "; without a connection only what this machine has loaded before is there, and a file or folder of "
-                f"this name is not (from {Path.cwd()})"
-            )
-        raise ConfigError(f"{source.argument}={source.path} cannot be loaded by `datasets`: {error}{hint}") from error
-
-
-def _needs_extra(source: Source, error: ModuleNotFoundError) -> ConfigError:
-    return ConfigError(
-        f"{source.argument}={source.path} needs the package {error.name}, which is not installed; "
-        "pip install rlflow[datasets], or give a .jsonl file"
-    )
+        raise ConfigError(
+            f"{source.argument}={source.path} needs the package {error.name}, which is not installed; "
+            "pip install rlflow[datasets], or give a .jsonl file"
+        ) from error

@@ -1,5 +1,3 @@
 """Find out what a simulated guest wants, and book it."""
 
-from rlflow.envs.dialogue.env import load
-
-__all__ = ["load"]
+from rlflow.envs.dialogue.env import load as load

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from rlflow.errors import ConfigError
-from rlflow.types import Message, Task
+from rlflow.envs.texts import prompt_of
+from rlflow.types import Task
 
 CITIES = ("Lisbon", "Oslo", "Kyoto", "Quito", "Cairo", "Perth", "Lima", "Riga")
 ROOMS = ("single", "double", "family")
@@ -17,17 +17,16 @@ GREETING = "Hello, I would like to book a room."
 
 def make_tasks(size: int, seed: int) -> list[Task]:
     """`size` guests; the answer is the line that books what the guest wants."""
-    if size < 1:
-        raise ConfigError(f"env.args of dialogue need size >= 1; got {size}")
     chance = random.Random(f"dialogue/{seed}")
-    return [_task(chance, f"dialogue/{seed}/{index}") for index in range(size)]
-
-
-def _task(chance: random.Random, identity: str) -> Task:
-    city, nights, room = chance.choice(CITIES), chance.randint(1, 9), chance.choice(ROOMS)
-    return Task(
-        id=identity,
-        prompt=(Message(role="system", content=SYSTEM_PROMPT), Message(role="user", content=GREETING)),
-        answer=f"BOOK city={city} nights={nights} room={room}",
-        data={"city": city, "nights": nights, "room": room},
-    )
+    tasks = []
+    for index in range(size):
+        city, nights, room = chance.choice(CITIES), chance.randint(1, 9), chance.choice(ROOMS)
+        tasks.append(
+            Task(
+                id=f"dialogue/{seed}/{index}",
+                prompt=prompt_of(SYSTEM_PROMPT, GREETING),
+                answer=f"BOOK city={city} nights={nights} room={room}",
+                data={"city": city, "nights": nights, "room": room},
+            )
+        )
+    return tasks

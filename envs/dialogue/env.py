@@ -1,4 +1,4 @@
-"""A conversation with a guest, whom the policy itself plays, or a few rules do."""
+"""A conversation with a guest, played by the policy itself or by a few rules."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import partial
 from rlflow.envs.base import Environment, EnvironmentSpec, Prompt, Step
 from rlflow.envs.dialogue.data import make_tasks
 from rlflow.envs.dialogue.reward import booked, share_right
+from rlflow.envs.seeds import seeded_tasks
 from rlflow.errors import ConfigError
 from rlflow.types import Json, Message, Task
 
-EVALUATION_SEED = 1_000_003
 GUEST = "guest"
 GUESTS = ("policy", "rules")
 GUEST_PROMPT = """You are a guest who wants to book a hotel room: in {city}, for {nights} nights, a {room} room. Answer
@@ -31,12 +31,9 @@ def load(
         raise ConfigError(f"env.args.guest={guest} is not one of {', '.join(GUESTS)}")
     if questions < 1:
         raise ConfigError(f"env.args.questions must be at least 1; got {questions}")
-    return EnvironmentSpec(
-        tasks=partial(make_tasks, size, seed),
-        build=partial(Dialogue, guest, questions),
-        evaluation_tasks=partial(make_tasks, evaluation_size, seed + EVALUATION_SEED),
-        expert=clerk,
-    )
+    tasks, evaluation_tasks = seeded_tasks(make_tasks, size, seed, evaluation_size)
+    build = partial(Dialogue, guest, questions)
+    return EnvironmentSpec(tasks=tasks, build=build, evaluation_tasks=evaluation_tasks, expert=clerk)
 
 
 class Dialogue(Environment):
@@ -65,20 +62,17 @@ class Dialogue(Environment):
                 done=True, reward=share_right(booking, self._wish), metrics={"booked": float(booking is not None)}
             )
         self._left -= 1
-        answer = await self._answer(reply["content"])
-        return Step(messages=[Message(role="user", content=answer)], metrics={"questions": 1.0})
-
-    async def _answer(self, question: str) -> str:
         if self._guest == "rules":
-            return by_rules(question, self._wish)
-        self._said.append(Message(role="user", content=question))
-        answer = await self.ask(self._said, agent=GUEST)
-        self._said.append(answer)
-        return answer["content"]
+            answer = by_rules(reply["content"], self._wish)
+        else:
+            self._said.append(Message(role="user", content=reply["content"]))
+            self._said.append(await self.ask(self._said, agent=GUEST))
+            answer = self._said[-1]["content"]
+        return Step(messages=[Message(role="user", content=answer)], metrics={"questions": 1.0})
 
 
 def by_rules(question: str, wish: Mapping[str, Json]) -> str:
-    """What a guest says who looks for the words city, night and room."""
+    """The reply of a guest who only looks for the words city, night and room."""
     words = question.lower()
     answers = {
         "city": f"I am going to {wish['city']}.",

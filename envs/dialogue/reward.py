@@ -11,7 +11,7 @@ _BOOKING = re.compile(r"BOOK\s+city=(?P<city>[A-Za-z ]+?)\s+nights=(?P<nights>[0
 
 
 def booked(text: str) -> dict[str, str] | None:
-    """City, nights and room of the first booking in a reply; None where there is none."""
+    """City, nights and room of the first booking in a reply; None if there is none."""
     found = _BOOKING.search(text)
     return None if found is None else found.groupdict()
 

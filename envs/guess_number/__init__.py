@@ -1,5 +1,3 @@
 """Guess a number in a few turns."""
 
-from rlflow.envs.guess_number.env import load
-
-__all__ = ["load"]
+from rlflow.envs.guess_number.env import load as load

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-from rlflow.errors import ConfigError
 from rlflow.types import Message, Task
 
 SYSTEM_PROMPT = "You play a guessing game. You reply with a single number and nothing else."
@@ -22,18 +21,14 @@ QUESTION = "Right! Now I think of a number between 1 and {highest}. Which one is
 
 def make_tasks(highest: int, size: int, seed: int) -> list[Task]:
     """`size` tasks."""
-    if highest < 2 or size < 1:
-        raise ConfigError(f"env.args of guess_number need highest >= 2 and size >= 1; got {highest} and {size}")
     chance = random.Random(f"guess_number/{seed}")
-    return [_task(highest, chance, f"guess_number/{seed}/{index}") for index in range(size)]
-
-
-def _task(highest: int, chance: random.Random, identity: str) -> Task:
-    question = ("user", QUESTION.format(highest=highest))
-    spoken = (("system", SYSTEM_PROMPT), *EXAMPLE, question)
-    return Task(
-        id=identity,
-        prompt=tuple(Message(role=role, content=content) for role, content in spoken),
-        answer=str(chance.randint(1, highest)),
-        data={"highest": highest},
-    )
+    spoken = (("system", SYSTEM_PROMPT), *EXAMPLE, ("user", QUESTION.format(highest=highest)))
+    return [
+        Task(
+            id=f"guess_number/{seed}/{index}",
+            prompt=tuple(Message(role=role, content=content) for role, content in spoken),
+            answer=str(chance.randint(1, highest)),
+            data={"highest": highest},
+        )
+        for index in range(size)
+    ]

@@ -8,10 +8,9 @@ from functools import partial
 from rlflow.envs.base import Environment, EnvironmentSpec, Prompt, Step
 from rlflow.envs.guess_number.data import make_tasks
 from rlflow.envs.guess_number.reward import guess_in, worth
+from rlflow.envs.seeds import seeded_tasks
 from rlflow.errors import ConfigError
 from rlflow.types import Message, Task
-
-EVALUATION_SEED = 1_000_003
 
 
 def load(
@@ -23,13 +22,11 @@ def load(
     """
     if guesses < 1:
         raise ConfigError(f"env.args.guesses must be at least 1; got {guesses}")
-    make_tasks(highest, 1, seed)
-    return EnvironmentSpec(
-        tasks=partial(make_tasks, highest, size, seed),
-        build=partial(GuessNumber, guesses),
-        evaluation_tasks=partial(make_tasks, highest, evaluation_size, seed + EVALUATION_SEED),
-        expert=halve,
-    )
+    if highest < 2:
+        raise ConfigError(f"env.args.highest must be at least 2; got {highest}")
+    tasks, evaluation_tasks = seeded_tasks(partial(make_tasks, highest), size, seed, evaluation_size)
+    build = partial(GuessNumber, guesses)
+    return EnvironmentSpec(tasks=tasks, build=build, evaluation_tasks=evaluation_tasks, expert=halve)
 
 
 class GuessNumber(Environment):
@@ -51,12 +48,10 @@ class GuessNumber(Environment):
         metrics = {"guesses": 1.0, "not_a_number": float(guess is None)}
         if reward == 1.0 or self._left == 0:
             return Step(done=True, reward=reward, metrics=metrics)
-        return Step(messages=[Message(role="user", content=self._hint(guess))], metrics=metrics)
-
-    def _hint(self, guess: int | None) -> str:
-        if guess is None:
-            return "That is not a number. Reply with a number."
-        return f"My number is {'higher' if guess < self._number else 'lower'} than {guess}. What is my number?"
+        hint = "That is not a number. Reply with a number."
+        if guess is not None:
+            hint = f"My number is {'higher' if guess < self._number else 'lower'} than {guess}. What is my number?"
+        return Step(messages=[Message(role="user", content=hint)], metrics=metrics)
 
 
 def halve(task: Task, messages: Sequence[Message]) -> str:

@@ -8,7 +8,7 @@ _NUMBER = re.compile(r"(?<![\w.-])[0-9]{1,9}(?![\w]|\.[0-9])")
 
 
 def guess_in(text: str) -> int | None:
-    """The only whole number in a reply; None where there is none, or there are several different ones."""
+    """The only whole number in a reply; None if there is none, or if there are several different ones."""
     numbers = {int(found) for found in _NUMBER.findall(text)}
     return numbers.pop() if len(numbers) == 1 else None
 

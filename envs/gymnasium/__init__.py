@@ -1,5 +1,3 @@
 """Gymnasium environments, in words."""
 
-from rlflow.envs.gymnasium.env import load
-
-__all__ = ["load"]
+from rlflow.envs.gymnasium.env import load as load

@@ -13,15 +13,13 @@ from functools import partial
 from typing import Any
 
 from rlflow.envs.base import Environment, EnvironmentSpec, Prompt, Step
+from rlflow.envs.callables import load_callable
 from rlflow.envs.extras import need
 from rlflow.envs.gymnasium.spaces import instructions_for, observation_text, parser_of
+from rlflow.envs.seeds import seeded_tasks, variant_tasks
 from rlflow.envs.texts import answer_part, prompt_of, with_observation
 from rlflow.errors import ConfigError
-from rlflow.plugins.loading import load_object
 from rlflow.types import Json, Message, Task
-
-EVALUATION_SEED = 1_000_003
-"""Added to the seed of the training tasks."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -41,8 +39,15 @@ class World:
     def make(self, options: Mapping[str, Any]) -> Any:
         chosen = {**self.options, **options}
         if self.environment is not None:
-            return _callable("environment", self.environment)(**chosen)
+            return load_callable("environment", self.environment)(**chosen)
         return need("gymnasium", "gymnasium").make(self.id, **chosen)
+
+    def parser(self, space: Any) -> Callable[[Message], object]:
+        """What turns a reply into an action of `space`; it raises ValueError for a reply that is no action."""
+        if self.action_parser is None:
+            return parser_of(space)
+        parse = load_callable("action_parser", self.action_parser)
+        return lambda reply: parse(answer_part(reply))
 
 
 def load(
@@ -71,8 +76,6 @@ def load(
     """
     if (id is None) == (environment is None):
         raise ConfigError("env.args of gymnasium need one of `id` and `environment`")
-    if size < 1 or evaluation_size < 1:
-        raise ConfigError(f"env.args.size and evaluation_size must be positive; got {size} and {evaluation_size}")
     world = World(
         id=id,
         environment=environment,
@@ -82,12 +85,9 @@ def load(
     )
     world, told = _try_out(world, variants[0] if variants else {})
     prompt = prompt_of(system_prompt, told if instructions is None else instructions)
-    make_tasks = partial(_tasks, world.name, prompt, [dict(each) for each in variants])
-    return EnvironmentSpec(
-        tasks=partial(make_tasks, size, seed),
-        build=partial(GymnasiumEnvironment, world),
-        evaluation_tasks=partial(make_tasks, evaluation_size, seed + EVALUATION_SEED),
-    )
+    make = partial(variant_tasks, world.name, prompt, "options", [dict(each) for each in variants])
+    tasks, evaluation_tasks = seeded_tasks(make, size, seed, evaluation_size)
+    return EnvironmentSpec(tasks=tasks, build=partial(GymnasiumEnvironment, world), evaluation_tasks=evaluation_tasks)
 
 
 class GymnasiumEnvironment(Environment):
@@ -113,7 +113,7 @@ class GymnasiumEnvironment(Environment):
         options, seed = task.data["options"], task.data["seed"]
         assert isinstance(options, dict) and isinstance(seed, int)
         self._env = self._world.make(options)
-        self._parse = _parser(self._world, self._env.action_space)
+        self._parse = self._world.parser(self._env.action_space)
         observation, _ = self._env.reset(seed=seed)
         return self._text(observation)
 
@@ -134,23 +134,9 @@ class GymnasiumEnvironment(Environment):
 
     def _text(self, observation: object) -> str:
         if self._world.observation_to_text is not None:
-            return str(_callable("observation_to_text", self._world.observation_to_text)(observation))
+            return str(load_callable("observation_to_text", self._world.observation_to_text)(observation))
         drawing = self._env.render() if getattr(self._env, "render_mode", None) == "ansi" else None
         return observation_text(observation, drawing)
-
-
-def _tasks(
-    name: str, prompt: tuple[Message, ...], variants: Sequence[dict[str, Json]], size: int, seed: int
-) -> list[Task]:
-    """Task i has seed `seed + i`, and variant i modulo their number."""
-    return [
-        Task(
-            id=f"{name}/{seed + index}",
-            prompt=prompt,
-            data={"seed": seed + index, "options": variants[index % len(variants)] if variants else {}},
-        )
-        for index in range(size)
-    ]
 
 
 def _try_out(world: World, options: Mapping[str, Any]) -> tuple[World, str]:
@@ -164,24 +150,10 @@ def _try_out(world: World, options: Mapping[str, Any]) -> tuple[World, str]:
     except (gymnasium.error.Error, ImportError, TypeError) as error:
         raise ConfigError(f"env.name=gymnasium: cannot make {world.name}: {error}") from error
     try:
-        _parser(world, env.action_space)
+        world.parser(env.action_space)
         draws = "ansi" in (env.metadata or {}).get("render_modes", ())
         if draws and world.id is not None and world.observation_to_text is None:
             world = replace(world, options={"render_mode": "ansi", **world.options})
         return world, instructions_for(world.name, env.action_space)
     finally:
         env.close()
-
-
-def _parser(world: World, space: Any) -> Callable[[Message], object]:
-    if world.action_parser is None:
-        return parser_of(space)
-    parse = _callable("action_parser", world.action_parser)
-    return lambda reply: parse(answer_part(reply))
-
-
-def _callable(argument: str, path: str) -> Callable[..., Any]:
-    found = load_object(path)
-    if not callable(found):
-        raise ConfigError(f"env.args.{argument}={path} must be a function; got {found!r:.80}")
-    return found

@@ -1,4 +1,4 @@
-"""The words for Gymnasium's observations and actions, where the user gives none. Pure, but for gymnasium's types."""
+"""Gymnasium's observations and actions in words, if the user brings no functions for that. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COLOURED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m", re.DOTALL)
 def observation_text(observation: object, drawing: object) -> str:
     """The observation as text or JSON, and below it the environment's own drawing, if it makes one.
 
-    Terminals show by colour where the player is; here it stands in brackets.
+    A terminal marks the player's place by colour; here it stands in brackets.
     """
     text = text_of(_plain(observation))
     if not isinstance(drawing, str):
@@ -53,7 +53,7 @@ def parser_of(space: Any) -> ParseAction:
 
 
 def instructions_for(name: str, space: Any) -> str:
-    """What the model is told where `instructions` is not given."""
+    """What the model is told if `instructions` is not given."""
     spaces = need("gymnasium.spaces", "gymnasium")
     if isinstance(space, spaces.Discrete):
         return f"You play {name}. After each observation reply with one action: a whole number {_range(space)}."

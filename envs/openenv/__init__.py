@@ -1,5 +1,3 @@
 """Environments behind an OpenEnv server."""
 
-from rlflow.envs.openenv.env import load
-
-__all__ = ["load"]
+from rlflow.envs.openenv.env import load as load

@@ -1,6 +1,6 @@
 """An environment behind an OpenEnv server; each episode has a session of its own.
 
-What a reply becomes goes by the server's schema of actions: one text, the arguments of a tool `act`, or a call of one
+The server's schema of actions decides what a reply becomes: one text, the arguments of a tool `act`, or a call of one
 of the server's own (MCP) tools.
 """
 
@@ -13,20 +13,19 @@ from functools import partial
 from typing import Any, cast
 
 from rlflow.envs.base import Environment, EnvironmentSpec, Prompt, Step, ToolSchema
+from rlflow.envs.callables import load_callable
 from rlflow.envs.openenv.session import ActionRefused, Answer, OpenEnvError, Session, action_schema
+from rlflow.envs.seeds import seeded_tasks, variant_tasks
 from rlflow.envs.texts import answer_part, json_object, prompt_of, text_of, with_observation
 from rlflow.errors import ConfigError
-from rlflow.plugins.loading import load_object
 from rlflow.types import Json, Message, Task, ToolCall
 
-EVALUATION_SEED = 1_000_003
-"""Added to the seed of the training tasks."""
 ACT = "act"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ActionForm:
-    """What an action is made of; all None: calls of the server's own tools."""
+    """What an action consists of. If both are None, an action is a call of one of the server's own tools."""
 
     text_field: str | None = None
     """The reply is this field."""
@@ -57,22 +56,23 @@ def load(
     size, seed: how many tasks, and which; evaluation_size: number of tasks for `eval.every`, from other seeds.
     """
     urls = [each.rstrip("/") for each in ([url] if isinstance(url, str) else url)]
-    if not urls or sessions < 1 or size < 1 or evaluation_size < 1 or message_timeout_s <= 0:
-        raise ConfigError("env.args of openenv need a url, and positive sessions, sizes and message_timeout_s")
+    if not urls or sessions < 1 or message_timeout_s <= 0:
+        raise ConfigError("env.args of openenv need a url, and positive sessions and message_timeout_s")
     forms = [form_of(action_schema(each)) for each in urls]
     if any(form != forms[0] for form in forms):
         raise ConfigError(f"the servers of env.args.url take different actions; give one environment; got {urls}")
-    if observation_to_text is not None and not callable(load_object(observation_to_text)):
-        raise ConfigError(f"env.args.observation_to_text={observation_to_text} must be a function")
+    if observation_to_text is not None:
+        load_callable("observation_to_text", observation_to_text)
     prompt = prompt_of(system_prompt, instructions)
-    make_tasks = partial(_tasks, prompt, [dict(each) for each in variants])
+    make = partial(variant_tasks, "openenv", prompt, "reset", [dict(each) for each in variants])
+    tasks, evaluation_tasks = seeded_tasks(make, size, seed, evaluation_size)
     return EnvironmentSpec(
-        tasks=partial(make_tasks, size, seed),
+        tasks=tasks,
         build=cast(
             Callable[[], Environment],
             partial(OpenEnv, form=forms[0], to_text=observation_to_text, timeout_s=message_timeout_s),
         ),
-        evaluation_tasks=partial(make_tasks, evaluation_size, seed + EVALUATION_SEED),
+        evaluation_tasks=evaluation_tasks,
         leases=tuple(f"{each}#{number}" for number in range(sessions) for each in urls),
     )
 
@@ -98,7 +98,7 @@ class OpenEnv(Environment):
     def __init__(self, lease: str, *, form: ActionForm, to_text: str | None, timeout_s: float) -> None:
         self._session = Session(lease.rpartition("#")[0], timeout_s)
         self._form = form
-        self._to_text = load_object(to_text) if to_text is not None else observation_text
+        self._to_text = observation_text if to_text is None else load_callable("observation_to_text", to_text)
         self._tool_names: set[str] = set()
 
     async def reset(self, task: Task) -> Prompt:
@@ -107,9 +107,18 @@ class OpenEnv(Environment):
         answer = await self._session.reset({"seed": seed, **data})
         if answer.done:
             raise OpenEnvError("the episode was over before the policy's first action")
-        tools = await self._tools()
-        messages = with_observation(task.prompt, await self._text(answer))
-        return Prompt(messages=messages, tools=tools)
+        tools: list[ToolSchema] = []
+        if self._form.parameters is not None:
+            tools = [_tool(ACT, "Act in the environment.", self._form.parameters)]
+            self._tool_names = {ACT}
+        elif self._form.text_field is None:
+            listed = (await self._session.step({"type": "list_tools"})).observation.get("tools") or []
+            self._tool_names = {each["name"] for each in listed}
+            empty: dict[str, Json] = {"type": "object", "properties": {}}
+            for each in listed:
+                schema = each.get("input_schema") or empty
+                tools.append(_tool(each["name"], each.get("description") or "", schema))
+        return Prompt(messages=with_observation(task.prompt, await self._text(answer)), tools=tools)
 
     async def step(self, reply: Message) -> Step:
         calls = reply.get("tool_calls")
@@ -124,19 +133,6 @@ class OpenEnv(Environment):
 
     async def close(self) -> None:
         await self._session.close()
-
-    async def _tools(self) -> list[ToolSchema]:
-        if self._form.text_field is not None:
-            return []
-        if self._form.parameters is not None:
-            self._tool_names = {ACT}
-            return [_tool(ACT, "Act in the environment.", self._form.parameters)]
-        listed = (await self._session.step({"type": "list_tools"})).observation.get("tools") or []
-        self._tool_names = {each["name"] for each in listed}
-        empty: dict[str, Json] = {"type": "object", "properties": {}}
-        return [
-            _tool(each["name"], each.get("description") or "", each.get("input_schema") or empty) for each in listed
-        ]
 
     async def _answer_calls(self, calls: Sequence[ToolCall]) -> Step:
         """The calls in their order, as far as the first that ends the episode."""
@@ -175,26 +171,20 @@ class OpenEnv(Environment):
         return Step(messages=messages, done=answer.done, reward=answer.reward, metrics={"openenv/actions": 1.0})
 
     async def _text(self, answer: Answer) -> str:
-        assert callable(self._to_text)
         return str(await asyncio.to_thread(self._to_text, answer.observation))
 
 
 def observation_text(observation: Mapping[str, Any]) -> str:
     """The only text of an observation, else its fields as JSON; fields that are null or empty do not count.
 
-    Of what a tool of the server came to, the error or what the tool returned.
+    For a tool of the server: the error, or what the tool returned.
 
     Example: observation_text({"text": "You are in a cave.", "image": None}) == "You are in a cave."
     """
-    if {"tool_name", "result"} <= observation.keys():
-        return _tool_text(observation)
-    fields = {name: value for name, value in observation.items() if value not in (None, "", [], {})}
-    if len(fields) == 1 and isinstance(value := next(iter(fields.values())), str):
-        return value
-    return text_of(fields)
-
-
-def _tool_text(observation: Mapping[str, Any]) -> str:
+    if not {"tool_name", "result"} <= observation.keys():
+        fields = {name: value for name, value in observation.items() if value not in (None, "", [], {})}
+        values = list(fields.values())
+        return values[0] if len(values) == 1 and isinstance(values[0], str) else text_of(fields)
     error, result = observation.get("error"), observation["result"]
     if error:
         return text_of({"error": error})
@@ -220,15 +210,3 @@ def _message(text: str, call: ToolCall | None) -> Message:
 def _tool(name: str, description: str, parameters: dict[str, Json]) -> ToolSchema:
     function: dict[str, Json] = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": function}
-
-
-def _tasks(prompt: tuple[Message, ...], variants: Sequence[dict[str, Json]], size: int, seed: int) -> list[Task]:
-    """Task i has seed `seed + i`, and variant i modulo their number."""
-    return [
-        Task(
-            id=f"openenv/{number}",
-            prompt=prompt,
-            data={"seed": number, "reset": variants[(number - seed) % len(variants)] if variants else {}},
-        )
-        for number in range(seed, seed + size)
-    ]

@@ -68,22 +68,6 @@ class Session:
 
     async def reset(self, data: Mapping[str, Json]) -> Answer:
         """Raises OpenEnvError."""
-        await self._connect()
-        return await self._ask("reset", data)
-
-    async def step(self, action: Mapping[str, Json]) -> Answer:
-        """Raises OpenEnvError, and ActionRefused for what is the model's doing."""
-        return await self._ask("step", action)
-
-    async def close(self) -> None:
-        try:
-            if self._socket is not None and not self._socket.closed and not self._is_lost:
-                await self._leave(self._socket)
-        finally:
-            if self._http is not None:
-                await self._http.close()
-
-    async def _connect(self) -> None:
         self._http = aiohttp.ClientSession()
         parts = urlsplit(self._url)
         address = parts._replace(scheme="wss" if parts.scheme == "https" else "ws", path=f"{parts.path}/ws").geturl()
@@ -94,16 +78,27 @@ class Session:
             raise ServerSlow(f"{self._url} took no connection within {self._timeout_s:g} s") from error
         except aiohttp.ClientError as error:
             raise ServerLost(f"no connection to {self._url}: {first_line(error)}") from error
+        return await self._ask("reset", data)
 
-    async def _leave(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        # The server frees the session before it closes its end, so the next episode finds a place.
+    async def step(self, action: Mapping[str, Json]) -> Answer:
+        """Raises OpenEnvError, and ActionRefused for what is the model's doing."""
+        return await self._ask("step", action)
+
+    async def close(self) -> None:
+        socket = self._socket
         try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await socket.send_str(json.dumps({"type": "close"}))
-                while not socket.closed:
-                    await socket.receive()
+            if socket is not None and not socket.closed and not self._is_lost:
+                # The server frees the session before it closes its end, so the next episode finds a place.
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await socket.send_str(json.dumps({"type": "close"}))
+                    while not socket.closed:
+                        await socket.receive()
         except (TimeoutError, ConnectionError, aiohttp.ClientError):
+            assert socket is not None
             await socket.close()
+        finally:
+            if self._http is not None:
+                await self._http.close()
 
     async def _ask(self, kind: str, data: Mapping[str, Json]) -> Answer:
         assert self._socket is not None, "reset comes first"

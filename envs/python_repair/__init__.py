@@ -1,5 +1,3 @@
 """Repair a Python function until its tests pass: several turns, with what the sandbox said in between."""
 
-from rlflow.envs.python_repair.env import load
-
-__all__ = ["load"]
+from rlflow.envs.python_repair.env import load as load

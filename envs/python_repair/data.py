@@ -8,8 +8,9 @@ import random
 from rlflow.envs.python_repair import functions
 from rlflow.envs.python_repair.cases import TESTS
 from rlflow.envs.python_repair.mutations import broken_versions
+from rlflow.envs.texts import prompt_of
 from rlflow.errors import ConfigError
-from rlflow.types import Message, Task
+from rlflow.types import Task
 
 EVALUATION = ("clamp", "digit_sum", "is_sorted", "longest_run", "two_sum")
 """Functions that are never trained on."""
@@ -46,7 +47,7 @@ FIRST_FAILURE = {
     "two_sum": "10010",
     "words_by_length": "00",
 }
-"""For each broken version of a function the first test that it fails; "-" where it passes all: no task then."""
+"""The number of the first test that each broken version of a function fails. "-" if it passes all: it makes no task."""
 
 
 def make_tasks(size: int | None, seed: int, *, is_evaluation: bool) -> list[Task]:
@@ -57,13 +58,21 @@ def make_tasks(size: int | None, seed: int, *, is_evaluation: bool) -> list[Task
     Raises:
         ConfigError: there are not as many as `size`.
     """
-    tasks = [
-        _task(name, version, broken, int(FIRST_FAILURE[name][version]))
-        for name in TESTS
-        if (name in EVALUATION) == is_evaluation
-        for version, broken in enumerate(broken_versions(source_of(name)))
-        if FIRST_FAILURE[name][version] != "-"
-    ]
+    tasks = []
+    for name, tests in TESTS.items():
+        if (name in EVALUATION) != is_evaluation:
+            continue
+        for version, broken in enumerate(broken_versions(source_of(name))):
+            if (first_failure := FIRST_FAILURE[name][version]) == "-":
+                continue
+            question = (
+                f"This Python function has one mistake:\n\n```python\n{broken}\n```\n\n"
+                f"It fails this test:\n\n```python\nassert {tests[int(first_failure)]}\n```\n\n"
+                "Reply with the whole function, repaired, in a ```python block."
+            )
+            answer = f"```python\n{source_of(name)}```"
+            task_id, prompt = f"{name}/{version}", prompt_of("", question)
+            tasks.append(Task(id=task_id, prompt=prompt, answer=answer, data={"tests": list(tests)}))
     if size is not None and not 1 <= size <= len(tasks):
         raise ConfigError(f"env.args.size must be from 1 to {len(tasks)}, or null for all; got {size}")
     random.Random(seed).shuffle(tasks)
@@ -73,18 +82,3 @@ def make_tasks(size: int | None, seed: int, *, is_evaluation: bool) -> list[Task
 def source_of(name: str) -> str:
     """The right version of a function."""
     return inspect.getsource(getattr(functions, name))
-
-
-def _task(name: str, version: int, broken: str, first_failure: int) -> Task:
-    tests = TESTS[name]
-    question = (
-        f"This Python function has one mistake:\n\n```python\n{broken}\n```\n\n"
-        f"It fails this test:\n\n```python\nassert {tests[first_failure]}\n```\n\n"
-        "Reply with the whole function, repaired, in a ```python block."
-    )
-    return Task(
-        id=f"{name}/{version}",
-        prompt=(Message(role="user", content=question),),
-        answer=f"```python\n{source_of(name)}```",
-        data={"tests": list(tests)},
-    )

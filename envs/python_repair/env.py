@@ -49,25 +49,19 @@ class PythonRepair(Environment):
     async def step(self, reply: Message) -> Step:
         """The reward is the change of worth, so that the sum is right wherever the episode stops."""
         self._turn += 1
-        tested = await self._test(reply["content"])
+        program = last_program(reply["content"])
+        if program is None:
+            tested = Tested(passed=(False,) * len(self._statements), error=NO_PROGRAM)
+        else:
+            tested = await run_statements(program, self._statements, LIMITS)
         is_solved = all(tested.passed)
         before, self._worth = self._worth, worth(tested.share, self._turn)
         is_done = is_solved or self._turn == self._max_turns
+        count = f"{sum(tested.passed)} of {len(tested.passed)} tests pass"
+        complaint = f"{count}. The first problem: {tested.error}\nReply with the whole function in a ```python block."
         return Step(
-            messages=[] if is_done else [_complaint(tested)],
+            messages=[] if is_done else [Message(role="user", content=complaint)],
             done=is_done,
             reward=self._worth - before,
             metrics={"solved": float(is_solved), "timed_out_programs": float(tested.is_timed_out)},
         )
-
-    async def _test(self, text: str) -> Tested:
-        program = last_program(text)
-        if program is None:
-            return Tested(passed=(False,) * len(self._statements), error=NO_PROGRAM)
-        return await run_statements(program, self._statements, LIMITS)
-
-
-def _complaint(tested: Tested) -> Message:
-    count = f"{sum(tested.passed)} of {len(tested.passed)} tests pass"
-    content = f"{count}. The first problem: {tested.error}\nReply with the whole function in a ```python block."
-    return Message(role="user", content=content)

@@ -7,7 +7,7 @@ MAX_TURNS = 10
 
 
 def worth(share: float, turn: int) -> float:
-    """Of a program that passes `share` of its tests, in reply number `turn` (1 is the first).
+    """The worth of a program that passes `share` of its tests, in reply number `turn` (1 is the first).
 
     Example: worth(1.0, 1) == 1.0; worth(1.0, 2) == 0.9; worth(0.5, 3) == 0.4
     """

@@ -11,14 +11,15 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from random import Random
 from typing import Any
 
+from rlflow.envs.texts import prompt_of
 from rlflow.errors import ConfigError
-from rlflow.types import Json, Message, Task
+from rlflow.types import Json, Task
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", SyntaxWarning)  # of a package below reasoning-gym, when it is first compiled
@@ -38,7 +39,7 @@ class Part:
     size: int
     options: dict[str, Json] = field(default_factory=dict)
     level: int | None = None
-    """Of the data set's curriculum, which sets some of the options."""
+    """A level of the data set's curriculum, which sets some of the options."""
     weight: float = 1.0
 
     @property
@@ -54,14 +55,21 @@ def dataset_of(part: Part) -> Any:
 @lru_cache(maxsize=256)
 def _dataset(key: str) -> Any:
     part = Part(**json.loads(key))
-    _check_name(part.dataset)
+    if part.dataset == "composite":
+        raise ConfigError("dataset=composite is no single data set; give the data sets of a mix as env.args.mix")
+    if part.dataset not in DATASETS:
+        close = get_close_matches(part.dataset, DATASETS, n=3)
+        some = f"there are {len(DATASETS) - 1}, such as chain_sum and gcd"
+        hint = f"did you mean {' or '.join(close)}?" if close else some
+        raise ConfigError(f"dataset={part.dataset} is not a data set of reasoning-gym; {hint}")
     options = {**_level_options(part), **part.options}
     accepted = [each.name for each in fields(DATASETS[part.dataset][1]) if each.name not in ("size", "seed")]
     for name in options:
         if name not in accepted:
             close = get_close_matches(name, accepted, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"{name} is not an option of {part.dataset}, which takes {', '.join(accepted)}{hint}")
+            takes = ", ".join(accepted)
+            raise ConfigError(f"options.{name} is not an option of {part.dataset}; it takes {takes}{hint}")
     try:
         return create_dataset(part.dataset, size=part.size, seed=part.seed, **options)
     except (AssertionError, TypeError, ValueError) as error:  # how reasoning-gym's configurations refuse a value
@@ -69,14 +77,27 @@ def _dataset(key: str) -> Any:
         raise ConfigError(f"options of {part.dataset}: {reason}; got {options}") from error
 
 
-def make_tasks(parts: Sequence[Part], size: int, seed: int, prompt_style: str) -> list[Task]:
-    """`size` tasks, each from a part that is drawn by weight. Their ids are "<kind>/<seed>/<index in the part>"."""
+def make_tasks(mix: Sequence[Part], prompt_style: str, size: int, seed: int) -> list[Task]:
+    """`size` tasks, each from a part of the mix that is drawn by weight; `seed` and `size` replace those of the parts.
+    Their ids are "<kind>/<seed>/<index in the part>".
+    """
+    parts = [replace(part, size=size, seed=seed) for part in mix]
     system = SYSTEM_PROMPTS.get(prompt_style, "")
     chosen = Random(seed).choices(range(len(parts)), weights=[part.weight for part in parts], k=size)
     next_index = [0] * len(parts)
     tasks = []
     for number in chosen:
-        tasks.append(_task(parts[number], next_index[number], system))
+        part, index = parts[number], next_index[number]
+        item = dataset_of(part)[index]
+        tasks.append(
+            Task(
+                id=f"{part.kind}/{part.seed}/{index}",
+                prompt=prompt_of(system, item["question"]),
+                answer=None if item["answer"] is None else str(item["answer"]),
+                kind=part.kind,
+                data={"part": asdict(part), "index": index, "question": item["question"]},
+            )
+        )
         next_index[number] += 1
     return tasks
 
@@ -98,19 +119,6 @@ def item_of(task: Task) -> tuple[Any, Item]:
     return dataset, item
 
 
-def _task(part: Part, index: int, system: str) -> Task:
-    item = dataset_of(part)[index]
-    question = Message(role="user", content=item["question"])
-    answer = item["answer"]
-    return Task(
-        id=f"{part.kind}/{part.seed}/{index}",
-        prompt=(Message(role="system", content=system), question) if system else (question,),
-        answer=None if answer is None else str(answer),
-        kind=part.kind,
-        data={"part": asdict(part), "index": index, "question": item["question"]},
-    )
-
-
 def _level_options(part: Part) -> dict[str, Any]:
     if part.level is None:
         return {}
@@ -125,16 +133,6 @@ def _level_options(part: Part) -> dict[str, Any]:
     chosen = curriculum.generate_configuration()
     names = (each.name for each in fields(chosen) if each.name not in ("size", "seed"))
     return {name: getattr(chosen, name) for name in names}
-
-
-def _check_name(dataset: str) -> None:
-    if dataset not in DATASETS or dataset == "composite":
-        close = get_close_matches(dataset, DATASETS, n=3)
-        some = f"there are {len(DATASETS) - 1}, such as chain_sum and gcd"
-        if dataset == "composite":
-            some = "give the data sets of a mix as env.args.mix"
-        hint = f"did you mean {' or '.join(close)}?" if close and dataset != "composite" else some
-        raise ConfigError(f"{dataset} is not a data set of reasoning-gym; {hint}")
 
 
 def check_style(prompt_style: str) -> None:

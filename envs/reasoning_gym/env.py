@@ -9,11 +9,9 @@ from typing import Any
 from rlflow.envs.base import EnvironmentSpec, SingleTurn
 from rlflow.envs.reasoning_gym.data import Part, check_style, dataset_of, make_tasks, options_of
 from rlflow.envs.reasoning_gym.reward import score
+from rlflow.envs.seeds import seeded_tasks
 from rlflow.errors import ConfigError
 from rlflow.types import Message, Task
-
-EVALUATION_SEED = 1_000_003
-"""Added to the seed of the training tasks."""
 
 
 def load(
@@ -38,31 +36,21 @@ def load(
         raise ConfigError("env.args of reasoning_gym need one of `dataset` and `mix`")
     if mix and options:
         raise ConfigError("env.args.options belong to `dataset`; with `mix`, give each data set its own")
-    if size < 1 or evaluation_size < 1:
-        raise ConfigError(f"env.args.size and evaluation_size must be positive; got {size} and {evaluation_size}")
     check_style(prompt_style)
     entries = {dataset: {"options": options}} if dataset is not None else dict(mix or {})
-
-    def parts(count: int, first: int) -> list[Part]:
-        made = []
-        for name, entry in entries.items():
-            weight, chosen = options_of(entry or {})
-            for level in levels or (None,):
-                part = Part(dataset=name, seed=first, size=count, options=chosen, level=level, weight=weight)
-                dataset_of(part)  # a wrong name or option shows now, not when the run is up
-                made.append(part)
-        return made
-
-    held_out = seed + EVALUATION_SEED
+    parts = []
+    for name, entry in entries.items():
+        weight, chosen = options_of(entry or {})
+        for level in levels or (None,):
+            parts.append(Part(dataset=name, seed=seed, size=size, options=chosen, level=level, weight=weight))
+    tasks, evaluation_tasks = seeded_tasks(partial(make_tasks, parts, prompt_style), size, seed, evaluation_size)
+    for part in parts:
+        dataset_of(part)  # a wrong name or option shows now, not when the run is up
     return EnvironmentSpec(
-        tasks=partial(make_tasks, parts(size, seed), size, seed, prompt_style),
-        build=SingleTurn,
-        reward=score,
-        expert=tagged,
-        evaluation_tasks=partial(make_tasks, parts(evaluation_size, held_out), evaluation_size, held_out, prompt_style),
+        tasks=tasks, build=SingleTurn, reward=score, expert=tagged, evaluation_tasks=evaluation_tasks
     )
 
 
 def tagged(task: Task, messages: Sequence[Message]) -> str:
-    """The answer where the reward looks for it."""
+    """The answer between the tags that the reward looks for."""
     return f"<answer>{task.answer}</answer>"

@@ -1,24 +1,17 @@
-"""reasoning-gym's own score, of what stands between the last <answer> tags.
+"""reasoning-gym's own score of the text between the last <answer> tags.
 
-Only of that: several data sets give partial credit to a text that merely contains the answer, or to any text at all.
+The rest of the reply does not count, because several data sets give partial credit to a text that merely contains the
+answer, or to any text at all.
 """
 
 from __future__ import annotations
 
-import re
-
+from rlflow.envs.answers import tagged_answer
 from rlflow.envs.reasoning_gym.data import item_of
 from rlflow.types import Task
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _REFUSALS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 """What `score_answer` of some data sets raises for an answer that it cannot read."""
-
-
-def answer_of(completion: str) -> str | None:
-    """What stands between the last <answer> tags, stripped."""
-    found = _ANSWER.findall(completion)
-    return found[-1].strip() if found else None
 
 
 def score(task: Task, completion: str) -> float:
@@ -27,7 +20,7 @@ def score(task: Task, completion: str) -> float:
     An answer cannot be read where scoring it fails although scoring the data set's own answer does not. Any other
     failure is an error, not a score.
     """
-    answer = answer_of(completion)
+    answer = tagged_answer(completion)
     if answer is None:
         return 0.0
     dataset, item = item_of(task)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import re
@@ -123,7 +122,9 @@ async def run_pairs(program: str, pairs: Sequence[Pair], limits: SandboxLimits) 
     passed: list[bool] = []
     error = ""
     is_timed_out = False
-    for chunk in _chunks(pairs, len(os.sched_getaffinity(0))):
+    at_once = len(os.sched_getaffinity(0))
+    for start in range(0, len(pairs), at_once):
+        chunk = pairs[start : start + at_once]
         left = deadline - time.monotonic()
         if left <= 0:
             is_timed_out = True
@@ -140,11 +141,6 @@ async def run_pairs(program: str, pairs: Sequence[Pair], limits: SandboxLimits) 
                 printed = f"for the input {given!r:.200} it printed {result.stdout!r:.200}, not {wanted!r:.200}"
                 error = printed if result.is_success else _why(result, limits)
     return Tested(passed=tuple(passed), error=error[:MAX_ERROR], is_timed_out=is_timed_out)
-
-
-def _chunks(pairs: Sequence[Pair], size: int) -> list[list[Pair]]:
-    iterator = iter(pairs)
-    return list(iter(lambda: list(itertools.islice(iterator, size)), []))
 
 
 def _lines(text: str) -> list[str]:

@@ -15,7 +15,7 @@ def exact_match(
     separator: str | None = None,
     normalised: bool = False,
 ) -> float | None:
-    """1 where the reply's final answer is one of the right ones, else 0; None for a task without an answer.
+    """1 if the reply's final answer is one of the right ones, else 0; None for a task without an answer.
 
     answers: a column with several right answers; separator: what stands between several in `answer`.
     normalised: without regard to case, punctuation, articles and space, as SQuAD compares.

@@ -12,7 +12,7 @@ THINK_THEN_ANSWER = (
 
 
 def format(completion: str, *, pattern: str = THINK_THEN_ANSWER) -> float:
-    """1 where the whole last reply matches the regular expression, in which "." is any character; else 0.
+    """1 if the whole last reply matches the regular expression, in which "." is any character; else 0.
 
     pattern: as Python's `re` reads it. The default is <think>...</think> <answer>...</answer>, each once.
     """

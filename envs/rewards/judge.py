@@ -8,7 +8,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ MAX_REPLY_BYTES = 1 << 20
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 8.0
 SHARE_OF_TIME = 0.9
-"""Of the time for scoring, so that what went wrong can still be said."""
+"""The share of the time for scoring in which the judge is asked; the rest is for saying what went wrong."""
 _FIELD = re.compile(r"\{(prompt|completion|answer)\}")
 _SCORE = re.compile(r"[\s*_]*(?:score[\s*_:=]*)?([-+]?(?:\d+(?:\.\d+)?|\.\d+))[\s*_.]*", re.IGNORECASE)
 
@@ -82,16 +82,25 @@ def judge(
         raise ConfigError("reward.args.judge.template must contain {completion}, for the reply that is judged")
     if not lowest < highest:
         raise ConfigError(f"reward.args.judge.lowest must be below highest; got {lowest} and {highest}")
-    texts = {"prompt": _as_text(prompt), "completion": completion, "answer": answer or ""}
+    asked = "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    texts = {"prompt": asked, "completion": completion, "answer": answer or ""}
     # In one pass: what a reply has in braces is no field.
     question = _FIELD.sub(lambda found: texts[found[1]], template)
     content = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0.0}
-    request = _Request(url=f"{url.rstrip('/')}/chat/completions", content=content, headers=_headers(key_variable))
-    return _judge(request, timeout_s * SHARE_OF_TIME, lowest, highest)
+    headers = {}
+    if key_variable is not None:
+        if not (key := os.environ.get(key_variable)):
+            raise ConfigError(
+                f"reward.args.judge.key_variable={key_variable} is not set in the environment; set it where the run "
+                "starts, and on every node of a cluster"
+            )
+        headers["Authorization"] = f"Bearer {key}"
+    request = _Request(url=f"{url.rstrip('/')}/chat/completions", content=content, headers=headers)
 
+    async def ask() -> float:
+        return score_in(await _ask(request, timeout_s * SHARE_OF_TIME), lowest, highest)
 
-async def _judge(request: _Request, patience_s: float, lowest: float, highest: float) -> float:
-    return score_in(await _ask(request, patience_s), lowest, highest)
+    return ask()
 
 
 def score_in(reply: str, lowest: float, highest: float) -> float:
@@ -104,22 +113,6 @@ def score_in(reply: str, lowest: float, highest: float) -> float:
     if not lowest <= score <= highest:
         raise JudgeError(f"the judge's score {score:g} is not from {lowest:g} to {highest:g}")
     return score
-
-
-def _as_text(messages: Sequence[Message]) -> str:
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
-
-
-def _headers(key_variable: str | None) -> dict[str, str]:
-    if key_variable is None:
-        return {}
-    key = os.environ.get(key_variable)
-    if not key:
-        raise ConfigError(
-            f"reward.args.judge.key_variable={key_variable} is not set in the environment; set it where the run "
-            "starts, and on every node of a cluster"
-        )
-    return {"Authorization": f"Bearer {key}"}
 
 
 async def _ask(request: _Request, patience_s: float) -> str:
@@ -154,13 +147,8 @@ async def _post(session: Any, request: _Request) -> str:
             raise _Busy(f"HTTP {response.status}: {text[:200]}")
         if response.status != 200:
             raise JudgeError(f"{request.url} answered HTTP {response.status}: {text[:200]}")
-    return _content(text)
-
-
-def _content(text: str) -> str:
     try:
-        answer: Mapping[str, Any] = json.loads(text)
-        content = answer["choices"][0]["message"]["content"]
+        content = json.loads(text)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError) as error:
         raise JudgeError(f"the judge's answer is no chat completion: {text[:200]}") from error
     if not isinstance(content, str):

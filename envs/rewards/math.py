@@ -12,7 +12,7 @@ _DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 
 
 def math(completion: str, answer: str | None) -> float | None:
-    r"""1 where the reply's expression equals the answer's, else 0; None where there is no answer that can be read.
+    r"""1 if the reply's expression equals the answer's, else 0; None if there is no answer that can be read.
 
     The expression of a reply is what its <answer> tags hold, else the last \boxed{...}, else the last formula or
     number. math-verify's own time-outs are off: they need signals, and what runs too long here is ended from outside,

@@ -22,7 +22,7 @@ def search_f1(
 ) -> float | None:
     """The largest F1 of what the last reply has between <answer> and </answer> with a right answer (DeepResearcher).
 
-    -1 where a tag <think>, <tool_call> or <answer> of any reply is not closed, or was never opened, or where the last
+    -1 if a tag <think>, <tool_call> or <answer> of any reply is not closed or was never opened, or if the last
     reply has no answer; None for a task without an answer.
     answers: a column with several right answers; separator: what stands between several in `answer`.
     """

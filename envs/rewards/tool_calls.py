@@ -10,7 +10,7 @@ from typing import Any
 from rlflow.types import Message
 
 UNUSABLE = -2.0
-"""A call whose arguments are no JSON object, or of a tool that there is not; or none where one is expected."""
+"""A call whose arguments are no JSON object, a call of an unknown tool, or no call when one is expected."""
 WRONG_TOOL = -1.5
 WRONG_VALUES = -0.25
 RIGHT = 1.0
@@ -41,7 +41,10 @@ def tool_calls(
     wrong values -0.25; right +1. Nothing called where nothing is expected: +1.
     """
     expected = [_expected(call) for call in expected_calls]
-    schemas = None if tools is None else _parameters(tools)
+    schemas = None
+    if tools is not None:
+        functions = [tool.get("function", tool) for tool in tools]
+        schemas = {each["name"]: set(each.get("parameters", {}).get("properties", {})) for each in functions}
     made = [_parsed(call) for message in messages for call in message.get("tool_calls", [])]
     if not made and not expected:
         return RIGHT
@@ -61,11 +64,6 @@ def _parsed(call: Mapping[str, Any]) -> _Call:
     except (ValueError, RecursionError):
         arguments = None
     return _Call(name=call["function"]["name"], arguments=arguments if isinstance(arguments, dict) else None)
-
-
-def _parameters(tools: Schemas) -> dict[str, set[str]]:
-    functions = [tool.get("function", tool) for tool in tools]
-    return {each["name"]: set(each.get("parameters", {}).get("properties", {})) for each in functions}
 
 
 def _pairs(made: Sequence[_Call], expected: Sequence[_Call]) -> list[tuple[_Call | None, _Call | None]]:
@@ -95,12 +93,8 @@ def _score(call: _Call | None, goal: _Call | None, schemas: Mapping[str, set[str
     extra = call.arguments.keys() - goal.arguments.keys()
     hallucinated = set() if schemas is None else extra - schemas[call.name]
     redundant, missing = extra - hallucinated, goal.arguments.keys() - call.arguments.keys()
-    if extra or missing:
-        return _wrong_names(bool(hallucinated), bool(redundant), bool(missing))
-    return RIGHT if call.arguments == goal.arguments else WRONG_VALUES
-
-
-def _wrong_names(hallucinated: bool, redundant: bool, missing: bool) -> float:
     if hallucinated:
-        return {0: -0.8, 1: -1.3, 2: -1.8}[redundant + missing]
-    return -1.0 if redundant and missing else -0.5
+        return (-0.8, -1.3, -1.8)[bool(redundant) + bool(missing)]
+    if redundant or missing:
+        return -1.0 if redundant and missing else -0.5
+    return RIGHT if call.arguments == goal.arguments else WRONG_VALUES

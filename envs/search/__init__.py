@@ -1,5 +1,3 @@
 """Questions that need two searches in a small library."""
 
-from rlflow.envs.search.env import load
-
-__all__ = ["load"]
+from rlflow.envs.search.env import load as load

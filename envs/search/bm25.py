@@ -33,15 +33,11 @@ class Index:
 
     def _score(self, index: int, words: set[str]) -> float:
         counts, norm = self._counts[index], self._norms[index]
-        return sum(
-            self._rarity(word) * counts[word] * (SATURATION + 1) / (counts[word] + norm)
-            for word in words
-            if word in counts
-        )
-
-    def _rarity(self, word: str) -> float:
-        found = self._found_in[word]
-        return math.log(1 + (len(self._documents) - found + 0.5) / (found + 0.5))
+        total = 0.0
+        for word in words & counts.keys():
+            rarity = math.log(1 + (len(self._documents) - self._found_in[word] + 0.5) / (self._found_in[word] + 0.5))
+            total += rarity * counts[word] * (SATURATION + 1) / (counts[word] + norm)
+        return total
 
 
 def words_of(text: str) -> list[str]:

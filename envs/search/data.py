@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from rlflow.errors import ConfigError
-from rlflow.types import Message, Task
+from rlflow.envs.texts import prompt_of
+from rlflow.types import Task
 
 SYLLABLES = ("ba", "do", "fen", "ga", "hil", "ka", "lor", "mi", "nu", "per", "qua", "ris", "sol", "ta", "ven", "zo")
 COUNTRIES = ("Aldova", "Brenia", "Corvia", "Delmar", "Estoria", "Fareland")
@@ -32,7 +32,10 @@ class Library:
 def make_library(seed: int) -> Library:
     """The same library for the same seed: one document a town, and one a person with a book."""
     chance = random.Random(f"search/library/{seed}")
-    names = _names(chance, NUM_TOWNS + 3 * NUM_PEOPLE)
+    made_up: dict[str, None] = {}  # in the order in which they were drawn
+    while len(made_up) < NUM_TOWNS + 3 * NUM_PEOPLE:
+        made_up["".join(chance.choices(SYLLABLES, k=chance.randint(2, 3))).capitalize()] = None
+    names = iter(made_up)
     towns = [next(names) for _ in range(NUM_TOWNS)]
     country_of = {town: chance.choice(COUNTRIES) for town in towns}
     people = [f"{next(names)} {next(names)}" for _ in range(NUM_PEOPLE)]
@@ -48,8 +51,6 @@ def make_library(seed: int) -> Library:
 
 def make_tasks(library_seed: int, size: int, seed: int) -> list[Task]:
     """`size` questions about one library; `data` has the searches that answer each."""
-    if size < 1:
-        raise ConfigError(f"env.args of search need size >= 1; got {size}")
     library = make_library(library_seed)
     chance = random.Random(f"search/{library_seed}/{seed}")
     books, people = list(library.author_of), list(library.town_of)
@@ -66,18 +67,10 @@ def make_tasks(library_seed: int, size: int, seed: int) -> list[Task]:
         tasks.append(
             Task(
                 id=f"search/{library_seed}/{seed}/{index}",
-                prompt=(Message(role="system", content=SYSTEM_PROMPT), Message(role="user", content=question)),
+                prompt=prompt_of(SYSTEM_PROMPT, question),
                 answer=answer,
                 kind="two searches" if len(searches) == 2 else "one search",
                 data={"searches": list(searches)},
             )
         )
     return tasks
-
-
-def _names(chance: random.Random, count: int):
-    """`count` different made-up names."""
-    seen: dict[str, None] = {}
-    while len(seen) < count:
-        seen["".join(chance.choices(SYLLABLES, k=chance.randint(2, 3))).capitalize()] = None
-    return iter(seen)

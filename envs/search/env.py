@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from functools import cache, partial
 
 from rlflow.envs.base import Environment, EnvironmentSpec
+from rlflow.envs.rewards.search_f1 import search_f1
 from rlflow.envs.search.bm25 import Index
 from rlflow.envs.search.data import make_library, make_tasks
-from rlflow.envs.search.reward import score
+from rlflow.envs.seeds import seeded_tasks
 from rlflow.envs.tools import ToolEnvironment
 from rlflow.types import Message, Task
 
-EVALUATION_SEED = 1_000_003
 MAX_RESULTS = 3
 
 
@@ -22,11 +22,12 @@ def load(library_seed: int = 0, size: int = 2000, seed: int = 0, evaluation_size
 
     size: number of tasks; seed: which ones; evaluation_size: number of tasks for `eval.every`, from another seed.
     """
+    tasks, evaluation_tasks = seeded_tasks(partial(make_tasks, library_seed), size, seed, evaluation_size)
     return EnvironmentSpec(
-        tasks=partial(make_tasks, library_seed, size, seed),
+        tasks=tasks,
         build=partial(build, library_seed),
-        reward=score,
-        evaluation_tasks=partial(make_tasks, library_seed, evaluation_size, seed + EVALUATION_SEED),
+        reward=search_f1,
+        evaluation_tasks=evaluation_tasks,
         expert=look_up,
     )
 

@@ -1,5 +1,3 @@
 """Games of TextArena."""
 
-from rlflow.envs.textarena.env import load
-
-__all__ = ["load"]
+from rlflow.envs.textarena.env import load as load

@@ -6,23 +6,21 @@ The reward is TextArena's, at the end of the game; a game that is not played to 
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from rlflow.envs.base import Environment, EnvironmentSpec, Prompt, Step
+from rlflow.envs.callables import call, load_callable
+from rlflow.envs.seeds import seeded_tasks
 from rlflow.envs.textarena.game import Game, GameSpec
 from rlflow.envs.texts import answer_part, prompt_of, with_observation
 from rlflow.errors import ConfigError
-from rlflow.plugins.loading import load_object
 from rlflow.types import Message, Task
 
-EVALUATION_SEED = 1_000_003
-"""Added to the seed of the training tasks."""
 POLICY_PLAYS = "policy"
 OPPONENT = "opponent"
-"""The agent that plays the other seats where the policy plays itself."""
+"""The name of the policy in the other seats, when it plays against itself."""
 
 
 def load(
@@ -46,8 +44,6 @@ def load(
     options: keyword arguments for making the game; instructions: shown before the game's own words.
     size, seed: how many tasks, and which; evaluation_size: number of tasks for `eval.every`, from other seeds.
     """
-    if size < 1 or evaluation_size < 1:
-        raise ConfigError(f"env.args.size and evaluation_size must be positive; got {size} and {evaluation_size}")
     if (num_players > 1) != (opponent is not None):
         raise ConfigError(
             "env.args.opponent is needed with more than one player, and only then; "
@@ -59,12 +55,8 @@ def load(
     _opponent(opponent)
     _try_out(spec)
     prompt = prompt_of(system_prompt, f"You play {game}." if instructions is None else instructions)
-    make_tasks = partial(_tasks, spec, prompt, seat)
-    return EnvironmentSpec(
-        tasks=partial(make_tasks, size, seed),
-        build=partial(TextArena, spec, opponent),
-        evaluation_tasks=partial(make_tasks, evaluation_size, seed + EVALUATION_SEED),
-    )
+    tasks, evaluation_tasks = seeded_tasks(partial(_tasks, spec, prompt, seat), size, seed, evaluation_size)
+    return EnvironmentSpec(tasks=tasks, build=partial(TextArena, spec, opponent), evaluation_tasks=evaluation_tasks)
 
 
 class TextArena(Environment):
@@ -76,7 +68,7 @@ class TextArena(Environment):
         self._game: Game
         self._seat = 0
         self._conversations: dict[int, list[Message]] = {}
-        """Of the other players."""
+        """Seat -> the conversation of the player in it; the policy's is not here."""
 
     async def reset(self, task: Task) -> Prompt:
         seed, seat = task.data["seed"], task.data["seat"]
@@ -98,7 +90,7 @@ class TextArena(Environment):
         return Step(done=True, reward=reward, metrics={**metrics, "textarena/forbidden_move": float(is_forbidden)})
 
     async def _others_move(self) -> str | None:
-        """What the policy sees when it is its move; None when the game is over before that."""
+        """Let the others move until it is the policy's turn: what it sees then, or None if the game ended before."""
         while True:
             seat, seen = await asyncio.to_thread(self._game.observe)
             if seat == self._seat:
@@ -113,11 +105,7 @@ class TextArena(Environment):
     async def _reply_of_other(self, conversation: list[Message]) -> Message:
         if self._opponent is None:
             return await self.ask(conversation, agent=OPPONENT)
-        text = "\n".join(message["content"] for message in conversation)
-        if inspect.iscoroutinefunction(self._opponent):
-            move = await self._opponent(text)
-        else:
-            move = await asyncio.to_thread(self._opponent, text)
+        move = await call(self._opponent, "\n".join(message["content"] for message in conversation))
         if not isinstance(move, str):
             raise TypeError(f"the opponent must return its move as a text; got {move!r:.80}")
         return Message(role="assistant", content=move)
@@ -151,10 +139,5 @@ def _try_out(spec: GameSpec) -> None:
 
 
 def _opponent(path: str | None) -> Callable[[str], object] | None:
-    """The function; None where the policy plays, or nobody."""
-    if path is None or path == POLICY_PLAYS:
-        return None
-    found = load_object(path)
-    if not callable(found):
-        raise ConfigError(f"env.args.opponent={path} must be a function, or policy; got {found!r:.80}")
-    return found
+    """The function that moves for the other players; None if the policy does, or if there are none."""
+    return None if path is None or path == POLICY_PLAYS else load_callable("opponent", path)

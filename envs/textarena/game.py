@@ -91,12 +91,8 @@ class Game:
 def _without_downloads() -> Iterator[None]:
     nltk: Any = need("nltk", "textarena")
     download = nltk.download
-    nltk.download = _no_download
+    nltk.download = lambda *_, **__: False
     try:
         yield
     finally:
         nltk.download = download
-
-
-def _no_download(*_: object, **__: object) -> bool:
-    return False

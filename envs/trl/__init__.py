@@ -1,5 +1,3 @@
 """Environment classes written for TRL."""
 
-from rlflow.envs.trl.env import load
-
-__all__ = ["load"]
+from rlflow.envs.trl.env import load as load

@@ -1,5 +1,3 @@
 """Environments of the verifiers library, as they are."""
 
-from rlflow.envs.verifiers.env import load
-
-__all__ = ["load"]
+from rlflow.envs.verifiers.env import load as load

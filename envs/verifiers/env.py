@@ -59,18 +59,19 @@ class Verifiers(Program):
 
 
 def _tasks(source: Source, limits: tuple[int, int], split: str) -> list[Task]:
-    rows = rows_of(source, *limits)[split]
-    return [_task(source.id, split, index, row) for index, row in enumerate(rows)]
-
-
-def _task(name: str, split: str, index: int, row: dict[str, Any]) -> Task:
-    prompt, answer = row.get("prompt") or row.get("question") or "", row.get("answer")
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not all(isinstance(message.get("content"), str) for message in messages):
-        raise ConfigError(f"env.args.id={name}: row {index} has a message that is not text, which is not supported")
-    return Task(
-        id=f"{name}/{split}/{index}",
-        prompt=tuple(Message(role=message["role"], content=message["content"]) for message in messages),
-        answer=None if answer is None else str(answer),
-        data={"row": row},
-    )
+    tasks = []
+    for index, row in enumerate(rows_of(source, *limits)[split]):
+        prompt, answer = row.get("prompt") or row.get("question") or "", row.get("answer")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not all(isinstance(message.get("content"), str) for message in messages):
+            what = f"row {index} has a message that is not text, which is not supported"
+            raise ConfigError(f"env.args.id={source.id}: {what}")
+        tasks.append(
+            Task(
+                id=f"{source.id}/{split}/{index}",
+                prompt=tuple(Message(role=message["role"], content=message["content"]) for message in messages),
+                answer=None if answer is None else str(answer),
+                data={"row": row},
+            )
+        )
+    return tasks

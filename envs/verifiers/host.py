@@ -48,7 +48,7 @@ class Source:
 
 @lru_cache(maxsize=8)
 def rows_of(source: Source, size: int, evaluation_size: int) -> dict[str, Any]:
-    """The data sets `train` and `eval`, the latter None where there is none; blocking. -1 for all rows.
+    """The data sets `train` and `eval`; `eval` is None if there is none. A size of -1 means all rows. Blocking.
 
     Raises:
         ConfigError: the environment cannot be loaded.
@@ -78,8 +78,8 @@ class Host:
         self._open: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = count()
 
-    async def start(self) -> None:
-        """Raises VerifiersError where the environment cannot be loaded, DeadlineError where that takes too long."""
+    async def start(self) -> Host:
+        """Raises VerifiersError if the environment cannot be loaded, DeadlineError if that takes too long."""
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
             *self._source.command("serve"), stdin=pipe, stdout=pipe, limit=MAX_LINE_BYTES
@@ -98,13 +98,14 @@ class Host:
         if "fatal" in greeting:
             raise VerifiersError(_with_hint(greeting["fatal"], self._source))
         self._listening = asyncio.create_task(self._listen())
+        return self
 
     @property
     def is_alive(self) -> bool:
         return not self._listening.done()
 
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one rollout, which is cancelled where the wait for it is. Raises VerifiersError."""
+        """The answer to one rollout, which is cancelled when the wait for it is. Raises VerifiersError."""
         number = next(self._numbers)
         answer = self._open[number] = asyncio.get_running_loop().create_future()
         try:
@@ -163,15 +164,18 @@ _hosts: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Source, asyncio.Task[H
 
 
 async def host_of(source: Source) -> Host:
-    """The running process of an environment, started by whoever asks first, and again when it died.
+    """The running process of an environment. The first caller starts it; it is started again after it died.
 
     Raises:
         VerifiersError, DeadlineError: as `Host.start`.
     """
     hosts = _hosts.setdefault(asyncio.get_running_loop(), {})
     starting = hosts.get(source)
-    if starting is None or _is_lost(starting):
-        starting = hosts[source] = asyncio.create_task(_started(source))
+    if starting is not None and starting.done():
+        has_failed = starting.cancelled() or starting.exception() is not None
+        starting = None if has_failed or not starting.result().is_alive else starting
+    if starting is None:
+        starting = hosts[source] = asyncio.create_task(Host(source).start())
     return await asyncio.shield(starting)
 
 
@@ -179,18 +183,6 @@ async def close_hosts() -> None:
     """End the processes that belong to this event loop."""
     for starting in _hosts.pop(asyncio.get_running_loop(), {}).values():
         await (await starting).close()
-
-
-async def _started(source: Source) -> Host:
-    host = Host(source)
-    await host.start()
-    return host
-
-
-def _is_lost(starting: asyncio.Task[Host]) -> bool:
-    if not starting.done():
-        return False
-    return starting.cancelled() or starting.exception() is not None or not starting.result().is_alive
 
 
 def _with_hint(message: str, source: Source) -> str:

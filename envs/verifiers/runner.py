@@ -33,7 +33,9 @@ _reward_errors: ContextVar[list[str]] = ContextVar("_reward_errors")
 
 def main() -> None:
     """Errors while loading are one line {"fatal": ...}."""
-    answers = _answers_only()
+    # Standard output, for this file alone.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
     try:
         asked = json.loads(sys.argv[2])
         environment = _load(asked["id"], asked["args"])
@@ -45,13 +47,6 @@ def main() -> None:
         return
     _say(answers, {"ready": True})
     asyncio.run(_serve(environment, answers))
-
-
-def _answers_only() -> TextIO:
-    """Standard output, for this file alone."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return answers
 
 
 def _load(identifier: str, arguments: dict[str, Any]) -> Any:
@@ -119,35 +114,32 @@ async def _serve(environment: Any, answers: TextIO) -> None:
     reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     running: dict[int, asyncio.Task[None]] = {}
+
+    async def answer(request: dict[str, Any]) -> None:
+        try:
+            outcome = await _rollout(environment, request)
+        except Exception as error:
+            outcome = {"error": _describe(error)}
+        _say(answers, {"id": request["id"], **outcome})
+
     while line := await reader.readline():
         request = json.loads(line)
         if "cancel" in request:
             if (task := running.get(request["cancel"])) is not None:
                 task.cancel()
             continue
-        task = asyncio.create_task(_answer(environment, request, answers))
+        task = asyncio.create_task(answer(request))
         running[request["id"]] = task
         task.add_done_callback(lambda _, number=request["id"]: running.pop(number, None))
-    await _leave(list(running.values()))
-
-
-async def _leave(running: list[asyncio.Task[None]]) -> None:
-    """Nobody listens any more: end what runs, and the process, come what may."""
+    # Nobody listens any more: end what runs, and the process, come what may.
     watchdog = threading.Timer(LEAVE_TIMEOUT_S, os._exit, args=(1,))
     watchdog.daemon = True
     watchdog.start()
-    for task in running:
+    left = list(running.values())
+    for task in left:
         task.cancel()
-    if running:
-        await asyncio.wait(running)
-
-
-async def _answer(environment: Any, request: dict[str, Any], answers: TextIO) -> None:
-    try:
-        outcome = await _rollout(environment, request)
-    except Exception as error:
-        outcome = {"error": _describe(error)}
-    _say(answers, {"id": request["id"], **outcome})
+    if left:
+        await asyncio.wait(left)
 
 
 async def _rollout(environment: Any, request: dict[str, Any]) -> dict[str, Any]:
@@ -155,8 +147,8 @@ async def _rollout(environment: Any, request: dict[str, Any]) -> dict[str, Any]:
     _reward_errors.set(errors)
     clients: Any = importlib.import_module("verifiers.clients")
     types: Any = importlib.import_module("verifiers.types")
-    # A name that is not set: no key of the user's goes to the endpoint. Nor is a request tried twice, for each try
-    # would be another reply of the episode.
+    # The variable is not set, so that no key of the user's goes to the endpoint. No request is tried twice, because
+    # each try would be another reply of the episode.
     config = types.ClientConfig(
         api_base_url=request["base_url"], api_key_var="RLFLOW_NO_KEY", max_retries=0, timeout=CLIENT_TIMEOUT_S
     )

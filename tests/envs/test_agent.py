@@ -14,8 +14,7 @@ import pytest
 from rlflow.envs.agent import load
 from rlflow.envs.agent.command import KEPT_BYTES
 from rlflow.envs.agent.data import sums
-from rlflow.envs.agent.env import CommandProgram, FunctionProgram, environment_of, filled
-from rlflow.envs.agent.results import printed_result, result_of
+from rlflow.envs.agent.env import CommandProgram, FunctionProgram, environment_of, filled, printed_result, result_of
 from rlflow.envs.base import Endpoint, Result
 from rlflow.errors import ConfigError, EnvironmentFailure
 from rlflow.types import Message, Task

@@ -12,8 +12,9 @@ from playing import play
 
 from rlflow.config import EnvConfig, RewardConfig
 from rlflow.environments.find import load_environment
+from rlflow.envs.answers import tagged_answer
 from rlflow.envs.base import EnvironmentSpec
-from rlflow.envs.reasoning_gym.reward import answer_of, score
+from rlflow.envs.reasoning_gym.reward import score
 from rlflow.errors import ConfigError
 from rlflow.types import Task
 
@@ -90,7 +91,7 @@ def test_levels_are_kinds() -> None:
     ],
 )
 def test_answer_of(text: str, expected: str | None) -> None:
-    assert answer_of(text) == expected
+    assert tagged_answer(text) == expected
 
 
 def test_an_answer_that_cannot_be_read_is_wrong() -> None:

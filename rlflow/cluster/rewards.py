@@ -1,8 +1,8 @@
-"""The actors that score: processes that call a function, or replicas of a reward model."""
+"""The actors that score: one that has processes call functions, or replicas of a reward model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import ray
@@ -28,7 +28,7 @@ def start_rewards(
     threads: int,
     max_calls: int,
 ) -> dict[str, Any]:
-    """Name -> actor; none where only what environments give in their steps counts.
+    """Name -> actor; no actor if only what environments give in their steps counts.
 
     `own` is the environment's own function, `model_path` the folder of the reward model.
     """
@@ -48,7 +48,7 @@ def start_rewards(
 
 
 def scorer_of(config: Config, names: Sequence[str]) -> Scorer:
-    """Whom an episode runner asks, given the names of the actors that score."""
+    """What an episode runner has score its episodes, given the names of the actors."""
     if names:
         return RewardClient([RayReward(name) for name in names], patience_s=config.deadlines.start_s)
     (weight,) = config.reward.weights or (1.0,)
@@ -63,17 +63,14 @@ class RayReward:
         self._actor: Any = ray.get_actor(name)
 
     async def score(self, transcript: Transcript) -> Verdict:
-        try:
-            return await self._actor.score.remote(transcript)
-        except RayActorError as error:
-            raise self._lost(error) from error
+        return await self._unless_dead(self._actor.score.remote(transcript))
 
-    async def ready(self) -> None:
-        try:
-            # Retried, for a process that Ray is restarting does not answer yet.
-            await self._actor.__ray_ready__.options(max_task_retries=-1).remote()
-        except RayActorError as error:
-            raise self._lost(error) from error
+    async def wait_until_ready(self) -> None:
+        # Retried, because a process that Ray is restarting does not answer yet.
+        await self._unless_dead(self._actor.__ray_ready__.options(max_task_retries=-1).remote())
 
-    def _lost(self, error: RayActorError) -> RewardLost:
-        return RewardLost(f"the {self._name} died: {first_line(error)}")
+    async def _unless_dead(self, answer: Awaitable[Any]) -> Any:
+        try:
+            return await answer
+        except RayActorError as error:
+            raise RewardLost(f"the {self._name} died: {first_line(error)}") from error

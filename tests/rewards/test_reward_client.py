@@ -28,7 +28,7 @@ class FakeProcess:
         self.asked.append(asyncio.get_running_loop().create_future())
         return await self.asked[-1]
 
-    async def ready(self) -> None:
+    async def wait_until_ready(self) -> None:
         if self.is_gone:
             raise RewardLost("it cannot start")
         await self.is_back.wait()

@@ -56,7 +56,7 @@ def scorer_of(config: Config, names: Sequence[str]) -> Scorer:
 
 
 class RayReward:
-    """Implements `reward_client.RewardProcess` for an actor that Ray restarts under the same handle."""
+    """Implements `rewards.client.RewardProcess` for an actor that Ray restarts under the same handle."""
 
     def __init__(self, name: str) -> None:
         self._name = name

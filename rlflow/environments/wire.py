@@ -1,12 +1,12 @@
-"""What goes between a runner and its environment processes, as JSON: tasks there; prompts, steps and results back.
+"""What a runner and its environment processes send each other as JSON: tasks go there, prompts and steps come back.
 
-What an environment says is checked twice: its type in its process (`plain`), where that is still known, and its content
+What an environment returns is checked twice: its type in its process (`plain`), which still knows it, and its content
 in the runner, which trusts no process of other people's code.
 
 Messages of the runner            answers of the process
   {"call": 3, "operation": "step", "episode": 0, "reply": ..}
                                     {"answer": 3, "value": ..} or {"answer": 3, "failure": "step: ValueError: .."}
-  {"cancel": 3}                     {"acknowledged": 3}
+  {"cancel": 3, "episode": 0}       {"acknowledged": 3}
                                     {"ask": 1, "call": 3, "messages": .., "agent": .., "tools": .., "trainable": ..}
   {"reply": 1, "message": ..}
                                     {"closed": 0, "leaked": 0}, at the end of every episode

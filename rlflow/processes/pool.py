@@ -222,7 +222,7 @@ T = TypeVar("T")
 
 
 class Pool(Generic[P]):
-    """So many processes, each replaced when it refuses further calls."""
+    """A fixed number of processes, each replaced when it refuses further calls."""
 
     def __init__(self, make: Callable[[], P], size: int, closed: Callable[[], Exception]) -> None:
         """`closed` is raised to callers that wait for a process when the pool is closed."""
@@ -256,7 +256,7 @@ class Pool(Generic[P]):
                 await self.close()
                 raise
 
-    async def open(self, key: Callable[[P], float]) -> P:
+    async def pick(self, key: Callable[[P], float]) -> P:
         """The process with the least `key`, of those that take calls; waits for one however long it takes."""
         slots = self._slots
         await self._wait_until(lambda: any(slot.is_open for slot in slots))
@@ -264,7 +264,7 @@ class Pool(Generic[P]):
 
     @contextlib.asynccontextmanager
     async def idle(self) -> AsyncIterator[P]:
-        """A process for one caller alone; the others wait. Raises what a process that is missing could not start of."""
+        """A process for one caller alone; the others wait. Raises the error of a process that could not start."""
         async with self._turns:
             process = await self._wait_until(self._find_idle)
             self._busy.add(process)

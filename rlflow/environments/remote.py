@@ -214,12 +214,17 @@ async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
         return False
 
 
-class _RemoteEnvironment(Environment):
-    """The runner sets `ask`; the seed is the one it was opened with."""
-
+class _Remote:
     def __init__(self, host: RemoteHost, episode: _Episode) -> None:
         self._host = host
         self._episode = episode
+
+    async def close(self) -> None:
+        await self._host.close_episode(self._episode)
+
+
+class _RemoteEnvironment(_Remote, Environment):
+    """The runner sets `ask`; the seed is the one it was opened with."""
 
     async def reset(self, task: Task) -> Prompt:
         return prompt_of(await self._host.call("reset", self._episode, task=fields_of_task(task)))
@@ -227,18 +232,8 @@ class _RemoteEnvironment(Environment):
     async def step(self, reply: Message) -> Step:
         return step_of(await self._host.call("step", self._episode, reply=reply))
 
-    async def close(self) -> None:
-        await self._host.close_episode(self._episode)
 
-
-class _RemoteProgram(Program):
-    def __init__(self, host: RemoteHost, episode: _Episode) -> None:
-        self._host = host
-        self._episode = episode
-
+class _RemoteProgram(_Remote, Program):
     async def run(self, task: Task, endpoint: Endpoint) -> Result:
         where = dataclasses.asdict(endpoint)
         return result_of(await self._host.call("run", self._episode, task=fields_of_task(task), endpoint=where))
-
-    async def close(self) -> None:
-        await self._host.close_episode(self._episode)

@@ -72,10 +72,8 @@ def _quota(folder: Path) -> Iterator[float]:
 
 def _memory(folder: Path) -> Iterator[tuple[int, int]]:
     """Limit and use; file cache that was not used lately is left out, because the kernel would give it back."""
-    for limit_name, use_name in (
-        ("memory.max", "memory.current"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
+    files = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+    for limit_name, use_name in files:
         limit, used = _words(folder / limit_name), _words(folder / use_name)
         if limit and used and limit[0] != "max" and int(limit[0]) < _UNLIMITED:
             words = _words(folder / "memory.stat")

@@ -55,7 +55,10 @@ def _become_program(request: ProgramRequest, pipe: int, folder: str | None) -> N
                 os.makedirs(parent, exist_ok=True)
             with open(name, "wb") as file:
                 file.write(base64.b64decode(content))
-        _open_stdin(base64.b64decode(request["stdin"]), pipe)
+        # The program gets its input, its output, and `pipe`, which closes when it starts; no other descriptor.
+        os.dup2(linux.memory_file(base64.b64decode(request["stdin"])), 0)
+        os.closerange(3, pipe)
+        os.closerange(pipe + 1, MAX_OPEN_FILES)
         if folder is not None:
             if os.geteuid() == 0:
                 _drop_capabilities()
@@ -72,17 +75,6 @@ def _become_program(request: ProgramRequest, pipe: int, folder: str | None) -> N
         os.write(pipe, f"{'F' if started else 'E'}{type(error).__name__}: {error}".splitlines()[0].encode() + b"\n")
     finally:
         os._exit(127)
-
-
-def _open_stdin(content: bytes, pipe: int) -> None:
-    """Give the program its input, and no other descriptor but its output and `pipe`, which closes when it starts."""
-    descriptor = os.memfd_create("stdin")
-    with os.fdopen(os.dup(descriptor), "wb") as file:
-        file.write(content)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    os.dup2(descriptor, 0)
-    os.closerange(3, pipe)
-    os.closerange(pipe + 1, MAX_OPEN_FILES)
 
 
 def _drop_capabilities() -> None:

@@ -86,6 +86,15 @@ def pivot_root(new: str, old: str) -> None:
     _system_call("pivot_root", _NR_PIVOT_ROOT[os.uname().machine], *paths)
 
 
+def memory_file(content: bytes) -> int:
+    """A descriptor, which programs inherit, from which `content` can be read."""
+    descriptor = os.memfd_create("rlflow", 0)
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
 def restrict_files(readable: Sequence[str], writable: Sequence[str], devices: Sequence[str]) -> None:
     """Let this process and all that it starts touch no other files, from now on and for good.
 

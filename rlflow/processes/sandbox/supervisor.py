@@ -138,7 +138,14 @@ def _become_init(request: ProgramRequest, pipe: int, folder: str | None) -> None
         with contextlib.suppress(OSError):  # hidden in some containers; it only says what to kill first
             namespaces.write("/proc/self/oom_score_adj", "1000")
         if request["method"] == BUBBLEWRAP:
-            _become_bubblewrap(request, pipe)
+            os.set_inheritable(pipe, True)
+            words = [str(linux.memory_file(protocol.frame_of(request))), str(pipe)]
+            inner = [sys.executable, *protocol.interpreter_arguments(request["package"], words)]
+            bwrap, package = request["bwrap"], os.path.join(request["package"], "rlflow")
+            os.execv(
+                bwrap,
+                namespaces.bubblewrap_command(bwrap, request["readable"], package, request["file_mb"], inner),
+            )
         if request["method"] == NAMESPACES:
             namespaces.build_root(request["readable"], request["file_mb"])
         run_init(request, pipe, folder)
@@ -146,15 +153,3 @@ def _become_init(request: ProgramRequest, pipe: int, folder: str | None) -> None
         os.write(pipe, f"E{type(error).__name__}: {error}".splitlines()[0].encode())
     finally:
         os._exit(1)
-
-
-def _become_bubblewrap(request: ProgramRequest, pipe: int) -> None:
-    content = os.memfd_create("request", 0)
-    with os.fdopen(os.dup(content), "wb") as file:
-        file.write(protocol.frame_of(request))
-    os.lseek(content, 0, os.SEEK_SET)
-    os.set_inheritable(pipe, True)
-    inner = [sys.executable, *protocol.interpreter_arguments(request["package"], [str(content), str(pipe)])]
-    package = os.path.join(request["package"], "rlflow")
-    words = namespaces.bubblewrap_command(request["bwrap"], request["readable"], package, request["file_mb"], inner)
-    os.execv(words[0], words)

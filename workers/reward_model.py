@@ -1,4 +1,4 @@
-"""The actor that scores with a reward model: requests of one moment go through the model together.
+"""The actor that scores with a reward model; conversations that wait at the same time share a forward pass.
 
 score -> tokens -> queue -> row of at most trainer.micro_batch_tokens tokens -> model, in a thread -> Verdict
 """
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from rlflow.workers.trainer.reward_model import RewardModel
 
 MAX_WAITING = 1024
-"""Conversations that wait for a row; who comes when there are as many waits for a place first."""
+"""Queue size, in conversations. Further callers block until there is room."""
 END_AFTER_S = 1.0
-"""For the verdicts of a row that overran its time to be sent before the process ends."""
+"""After a row overran its time, so that its verdicts are sent before the process ends."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class _Request:
+class _Waiting:
     conversation: Conversation
     verdict: asyncio.Future[Verdict]
 
@@ -41,7 +41,7 @@ class RewardModelWorker:
         keep_memory()
         self._config = config
         self._folder = folder
-        self._waiting: asyncio.Queue[_Request] = asyncio.Queue(MAX_WAITING)
+        self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue(MAX_WAITING)
         self._starting = asyncio.Lock()
         self._model: RewardModel | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -50,7 +50,7 @@ class RewardModelWorker:
         self._rows = ThreadPoolExecutor(1, "rows")
 
     async def start(self) -> None:
-        """Load the model, unless it is. Raises ConfigError for one that cannot be used."""
+        """Load the model, unless it is loaded. Raises ConfigError if it cannot be used."""
         await self._started()
 
     async def score(self, transcript: Transcript) -> Verdict:
@@ -60,12 +60,12 @@ class RewardModelWorker:
         conversation = await loop.run_in_executor(self._tokens, model.encode, transcript)
         if isinstance(conversation, Verdict):
             return conversation
-        request = _Request(conversation=conversation, verdict=loop.create_future())
-        await self._waiting.put(request)
-        return await request.verdict
+        waiting = _Waiting(conversation=conversation, verdict=loop.create_future())
+        await self._waiting.put(waiting)
+        return await waiting.verdict
 
     async def close(self) -> None:
-        """End the row in hand, as far as anybody waits for it."""
+        """Stop scoring; the row in the model is given up."""
         if self._serving is not None:
             self._serving.cancel()
 
@@ -82,53 +82,41 @@ class RewardModelWorker:
         return load_reward_model(self._config, self._folder)
 
     async def _serve(self, model: RewardModel) -> None:
-        """Rows, one after the other, until one overruns its time."""
-        row: list[_Request] = []
+        """Score rows one after the other, until one overruns its time."""
+        taken: _Waiting | None = None
         while True:
-            row = row or [await self._waiting.get()]
-            too_many = self._fill(row)
-            if not await self._score_row(model, row):
+            row = [taken or await self._waiting.get()]
+            taken = None
+            while taken is None and not self._waiting.empty():
+                taken = self._waiting.get_nowait()
+                conversations = [each.conversation for each in (*row, taken)]
+                if row_tokens(conversations) <= self._config.trainer.micro_batch_tokens:
+                    row.append(taken)
+                    taken = None
+            verdicts = await self._score_row(model, [each.conversation for each in row])
+            for each, verdict in zip(row, verdicts, strict=True):
+                if not each.verdict.done():  # the caller may have been cancelled
+                    each.verdict.set_result(verdict)
+            if verdicts[0].end is EpisodeEnd.REWARD_TIMEOUT:
                 asyncio.get_running_loop().call_later(END_AFTER_S, self._end)
                 return
-            row = too_many
 
-    def _fill(self, row: list[_Request]) -> list[_Request]:
-        """Add what waits, as far as it fits; returns what was taken and did not fit, one at most."""
-        while not self._waiting.empty():
-            request = self._waiting.get_nowait()
-            conversations = [each.conversation for each in (*row, request)]
-            if row_tokens(conversations) > self._config.trainer.micro_batch_tokens:
-                return [request]
-            row.append(request)
-        return []
-
-    async def _score_row(self, model: RewardModel, row: Sequence[_Request]) -> bool:
-        """Answer the requests of a row; returns whether the model can go on."""
+    async def _score_row(self, model: RewardModel, row: Sequence[Conversation]) -> list[Verdict]:
         timeout_s = self._config.reward.timeout_s
-        conversations = [request.conversation for request in row]
         try:
             async with asyncio.timeout(timeout_s):
-                scores = await asyncio.get_running_loop().run_in_executor(self._rows, model.scores, conversations)
+                scores = await asyncio.get_running_loop().run_in_executor(self._rows, model.scores, row)
         except TimeoutError:
             detail = f"the reward model took longer than {timeout_s:g} s (reward.timeout_s)"
-            _answer(row, [Verdict(reward=None, end=EpisodeEnd.REWARD_TIMEOUT, detail=detail)] * len(row))
-            return False
+            return [Verdict(reward=None, end=EpisodeEnd.REWARD_TIMEOUT, detail=detail)] * len(row)
         except Exception as error:
             detail = f"the reward model failed: {type(error).__name__}: {error}"
-            _answer(row, [Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=detail)] * len(row))
-            return True
-        _answer(row, [_verdict(score) for score in scores])
-        return True
+            return [Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=detail)] * len(row)
+        return [_verdict(score) for score in scores]
 
     def _end(self) -> None:
         """A thread cannot be ended, so the process is; Ray starts another."""
         os._exit(1)
-
-
-def _answer(row: Sequence[_Request], verdicts: Sequence[Verdict]) -> None:
-    for request, verdict in zip(row, verdicts, strict=True):
-        if not request.verdict.done():  # whoever asked may have been cancelled
-            request.verdict.set_result(verdict)
 
 
 def _verdict(score: float) -> Verdict:

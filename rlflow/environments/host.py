@@ -28,9 +28,9 @@ from rlflow.types import Message
 Build = Callable[..., Environment | Program]
 
 MAX_THREADS = 256
-"""For what environments run in threads; each has a stack that counts as memory of the process."""
+"""How many threads environments may use together; each has a stack that counts as memory of the process."""
 CLOSE_GRACE_S = 2.0
-"""For a cancelled call to end before its environment is closed beside it, in another task."""
+"""How long a cancelled call may take to end; then its environment is closed beside it, in another task."""
 
 _episode: contextvars.ContextVar[int] = contextvars.ContextVar("_episode")
 """The episode that runs; tasks and threads that it starts inherit it."""
@@ -61,7 +61,7 @@ class EnvironmentHost:
     def handle(self, message: Fields) -> None:
         if "operation" in message:
             number = message["episode"]
-            if message["operation"] == "open":
+            if number not in self._episodes:  # closing one that never opened, or is closed, does no harm
                 self._episodes[number] = episode = _Episode(self, number)
                 episode.task.add_done_callback(lambda _: self._episodes.pop(number))
             self._episodes[number].take(message)
@@ -120,13 +120,16 @@ class _Episode:
 
     def take(self, message: Fields) -> None:
         """A call; closing ends the one that is under way."""
+        if self._closing is not None:
+            self._host.send({"answer": message["call"], "failure": f"{message['operation']}: it is being closed"})
+            return
         self._waiting.put_nowait(message)
         if message["operation"] == "close" and self._call is not None:
             self.cancel(self._call)
             asyncio.get_running_loop().call_later(CLOSE_GRACE_S, self._close_beside)
 
     def cancel(self, call: int) -> None:
-        """End a call; one that has not begun will not, but an environment is closed in any case."""
+        """End a call. One that has not begun never will, unless it is the one that closes."""
         if call in self._cancelled:
             return
         self._cancelled.add(call)
@@ -191,7 +194,9 @@ class _Episode:
         if isinstance(self._world, Program):
             result = await self._world.run(task_of(message["task"]), Endpoint(**message["endpoint"]))
             return plain("run", result, Result)
-        assert self._world is not None, "open comes first"
+        if self._world is None:
+            self._closing = self.task
+            raise EnvironmentFailure(f"{operation}: the environment is closed")
         if operation == "reset":
             return plain("reset", await self._world.reset(task_of(message["task"])), Prompt)
         return plain("step", await self._world.step(message["reply"]), Step)

@@ -3,11 +3,11 @@
     EnvironmentPool.open -> the process with the fewest open episodes -> Environment or Program
 
 Covered: code that waits or blocks for ever, that crashes, runs out of memory or is killed for it, prints without end,
-or leaves threads or processes behind. It costs the episode, or the episodes of its process, which is then replaced; a
+or leaves threads or processes behind. It costs the episode, or the episodes of its process, which is then replaced. A
 process in which many calls have outlived their episodes is replaced too, once the others have ended.
 
-Not covered: an environment is its author's code, and may use network, disk and processor as it likes; how many
-processes it starts is not bounded, though all of them end with theirs. Code that a model wrote belongs into a sandbox.
+Not covered: an environment is its author's code, and may use network, disk and processor as it likes. It may start any
+number of processes, but all of them end with its own. Code that a model wrote belongs in a sandbox.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EnvironmentPool:
         lease_timeout_s: float = 900.0,
         max_memory_bytes: int | None = None,
     ) -> None:
-        """`max_memory_bytes` is for each process; None shares half of the machine's memory out among them."""
+        """`max_memory_bytes` is for each process; None divides half of the machine's memory among them."""
         if processes < 1:
             raise ValueError(f"processes must be at least 1; got {processes}")
         code = HostedCode(
@@ -81,10 +81,9 @@ class EnvironmentPool:
 
     @contextlib.asynccontextmanager
     async def lease(self) -> AsyncIterator[None]:
-        """Hold this around an episode, so that a lease is free when it opens its environment. Without leases it does
-        nothing.
+        """Hold this around an episode, so that a lease is free when it opens its environment.
 
-        Raises EnvironmentFailure when none came free in time.
+        It does nothing if there are no leases. Raises EnvironmentFailure when none came free in time.
         """
         if self._turns is None:
             yield
@@ -115,7 +114,7 @@ class EnvironmentPool:
                 self._leases.put_nowait(lease)
 
         try:
-            host = await self._pool.open(lambda host: host.num_open)
+            host = await self._pool.pick(lambda host: host.num_open)
         except BaseException:
             freed()
             raise

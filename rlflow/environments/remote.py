@@ -24,18 +24,18 @@ from rlflow.processes.pool import Call, HostedCode, HostedProcess
 from rlflow.types import Message, Task
 
 GRACE_S = 5.0
-"""For the process to acknowledge that a call is cancelled, and for an environment to end when its `close` is."""
+"""How long the process may take to acknowledge a cancellation, and an environment to end after its `close` did."""
 CLOSE_TIMEOUT_S = 30.0
-"""For an environment whose opening was cancelled to close."""
+"""How long an environment may take to close whose opening was cancelled."""
 RETIRE_TIMEOUT_S = 3600.0
-"""For the episodes of a process that takes no new ones; each has a deadline of its own, which is earlier."""
+"""How long a process that takes no new episodes may keep its own; each has an earlier deadline."""
 MAX_LEAKED = 16
 """Calls that go on after their episode has ended, such as threads that hang; with more, a process takes no new ones."""
 
 
 @dataclass(slots=True, eq=False)
 class _Episode:
-    """One that may hold something in the process."""
+    """An episode that may hold something in the process."""
 
     number: int
     freed: Callable[[], None]
@@ -122,7 +122,7 @@ class RemoteHost(HostedProcess):
                 asked.cancel()
 
     async def retire(self) -> None:
-        """Let the open episodes end, but for those that are stuck, then the process."""
+        """Wait until all open episodes have ended, except those that are stuck, then end the process."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RETIRE_TIMEOUT_S):
                 await self._idle.wait()
@@ -214,12 +214,17 @@ async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
         return False
 
 
-class _RemoteEnvironment(Environment):
-    """The runner sets `ask`; the seed is the one it was opened with."""
-
+class _Remote:
     def __init__(self, host: RemoteHost, episode: _Episode) -> None:
         self._host = host
         self._episode = episode
+
+    async def close(self) -> None:
+        await self._host.close_episode(self._episode)
+
+
+class _RemoteEnvironment(_Remote, Environment):
+    """The runner sets `ask`; the seed is the one it was opened with."""
 
     async def reset(self, task: Task) -> Prompt:
         return prompt_of(await self._host.call("reset", self._episode, task=fields_of_task(task)))
@@ -227,18 +232,8 @@ class _RemoteEnvironment(Environment):
     async def step(self, reply: Message) -> Step:
         return step_of(await self._host.call("step", self._episode, reply=reply))
 
-    async def close(self) -> None:
-        await self._host.close_episode(self._episode)
 
-
-class _RemoteProgram(Program):
-    def __init__(self, host: RemoteHost, episode: _Episode) -> None:
-        self._host = host
-        self._episode = episode
-
+class _RemoteProgram(_Remote, Program):
     async def run(self, task: Task, endpoint: Endpoint) -> Result:
         where = dataclasses.asdict(endpoint)
         return result_of(await self._host.call("run", self._episode, task=fields_of_task(task), endpoint=where))
-
-    async def close(self) -> None:
-        await self._host.close_episode(self._episode)

@@ -1,12 +1,12 @@
-"""What goes between a runner and its environment processes, as JSON: tasks there; prompts, steps and results back.
+"""What a runner and its environment processes send each other as JSON: tasks go there, prompts and steps come back.
 
-What an environment says is checked twice: its type in its process (`plain`), where that is still known, and its content
+What an environment returns is checked twice: its type in its process (`plain`), which still knows it, and its content
 in the runner, which trusts no process of other people's code.
 
 Messages of the runner            answers of the process
   {"call": 3, "operation": "step", "episode": 0, "reply": ..}
                                     {"answer": 3, "value": ..} or {"answer": 3, "failure": "step: ValueError: .."}
-  {"cancel": 3}                     {"acknowledged": 3}
+  {"cancel": 3, "episode": 0}       {"acknowledged": 3}
                                     {"ask": 1, "call": 3, "messages": .., "agent": .., "tools": .., "trainable": ..}
   {"reply": 1, "message": ..}
                                     {"closed": 0, "leaked": 0}, at the end of every episode
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import cast
 
 from rlflow.envs.base import Prompt, Result, Step, ToolSchema
 from rlflow.errors import EnvironmentFailure
@@ -68,28 +69,23 @@ def result_of(fields: Fields) -> Result:
 
 
 def _messages(call: str, messages: object) -> list[Message]:
+    """The messages; one with no tool calls is as good as one with an empty list of them."""
     if not isinstance(messages, list):
         raise EnvironmentFailure(f"{call}: messages must be a list; got {_shown(messages)}")
+    checked: list[Message] = []
     for message in messages:
-        is_message = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        if not is_message:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise EnvironmentFailure(f"{call}: a message needs the texts `role` and `content`; got {_shown(message)}")
-    return [_with_calls_checked(call, message) for message in messages]
-
-
-def _with_calls_checked(call: str, message: Message) -> Message:
-    """The message; no calls are as good as an empty list of them."""
-    if "tool_calls" not in message:
-        return message
-    if not message["tool_calls"]:
-        return Message(**{key: value for key, value in message.items() if key != "tool_calls"})  # pyright: ignore
-    calls = message["tool_calls"]
-    if not isinstance(calls, list) or not all(map(_is_call, calls)):
-        raise EnvironmentFailure(
-            f"{call}: a tool call has an `id`, and a `function` with the texts `name` and `arguments`; got "
-            f"{_shown(calls)}"
-        )
-    return message
+        calls = message.get("tool_calls")
+        if not calls:
+            message = {key: value for key, value in message.items() if key != "tool_calls"}
+        elif not isinstance(calls, list) or not all(map(_is_call, calls)):
+            raise EnvironmentFailure(
+                f"{call}: a tool call has an `id`, and a `function` with the texts `name` and `arguments`; got "
+                f"{_shown(calls)}"
+            )
+        checked.append(cast(Message, message))
+    return checked
 
 
 def _is_call(call: object) -> bool:

@@ -1,4 +1,4 @@
-"""A process of our own that runs other people's code, and that can be killed with all that it started.
+"""A process that runs other people's code and can be killed with all that it started.
 
     Child -> `python -m <module> SOCKET_FD LIFE_FD ...` -> rlflow.processes.supervisor -> the code
 
@@ -23,7 +23,7 @@ CLUSTER_KEYS = frozenset({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"})
 
 
 def _variables() -> dict[str, str]:
-    """This process's, without what opens its Ray cluster: programs that run there may show theirs to a model."""
+    """This process's variables without the keys of its Ray cluster: a program may show its own to a model."""
     kept = {name: value for name, value in os.environ.items() if name not in CLUSTER_KEYS}
     return kept | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
 

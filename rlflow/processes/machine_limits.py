@@ -1,4 +1,4 @@
-"""What the kernel lets this process have: memory of the machine, and the limits of its control groups."""
+"""What the kernel lets this process have: the machine's memory, and the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNLIMITED = 2**60
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Limits:
-    """Of the control groups that this process is in; None for none."""
+    """What the control groups of this process grant; None means no limit."""
 
     cpus: float | None
     memory: int | None
@@ -20,7 +20,7 @@ class Limits:
 
 
 def read_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """Bytes of the machine, and those that can be taken without swapping."""
+    """The machine's memory in bytes, and how much of it can be taken without swapping."""
     lines = (root / "proc/meminfo").read_text().splitlines()
     sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
     return sizes["MemTotal"], sizes["MemAvailable"]
@@ -44,14 +44,14 @@ def read_limits(root: Path = Path("/")) -> Limits:
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
-    """Of this machine, or of the control groups that this process is in, if they grant less."""
+    """The memory of this machine, or what its control groups grant this process if that is less."""
     total, _ = read_memory(root)
     limit = read_limits(root).memory
     return total if limit is None else min(total, limit)
 
 
 def _folders(top: Path, controllers: str, path: str) -> Iterator[Path]:
-    """Those of one line of /proc/self/cgroup. In a container the path may be that of the host, which is not there."""
+    """The folders of one line of /proc/self/cgroup. In a container the path may be the host's, which is not there."""
     if not controllers:
         mounts = [top, top / "unified"]
     else:
@@ -71,11 +71,9 @@ def _quota(folder: Path) -> Iterator[float]:
 
 
 def _memory(folder: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use, without what the kernel would give back: the file cache that was not used lately."""
-    for limit_name, use_name in (
-        ("memory.max", "memory.current"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
+    """Limit and use; file cache that was not used lately is left out, because the kernel would give it back."""
+    files = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+    for limit_name, use_name in files:
         limit, used = _words(folder / limit_name), _words(folder / use_name)
         if limit and used and limit[0] != "max" and int(limit[0]) < _UNLIMITED:
             words = _words(folder / "memory.stat")

@@ -22,7 +22,7 @@ from rlflow.processes.child import Child
 from rlflow.processes.frames import MAX_FRAME_BYTES, Fields, check_size, encode
 
 START_TIMEOUT_S = 120.0
-"""For a process to start and load its code."""
+"""How long a process may take to start and load its code."""
 MAX_RESTART_WAIT_S = 60.0
 _numbers = itertools.count()
 
@@ -46,7 +46,7 @@ class HostedCode:
     process: str
     """Such as "the scoring process"."""
     what: str
-    """Such as "reward.function"; messages say that it "cannot be loaded in the scoring process"."""
+    """Such as "the environment"; messages say that it "cannot be loaded in the environment process"."""
     cure: str
     """What to do about that, such as "define it at the top level of an importable module"."""
     answer: str = "JSON"
@@ -154,7 +154,7 @@ class HostedProcess:
         self.kill(f"{self._code.process} was killed, because {call.operation} was cancelled")
 
     def _take(self, message: Fields) -> None:
-        """One message of the process. Raises ValueError, LookupError or TypeError for nonsense."""
+        """Handle one message of the process. Raises ValueError, LookupError or TypeError for nonsense."""
         call = self._calls.get(message["answer"])
         if call is not None and "failure" in message:
             call.is_answered = True
@@ -187,9 +187,10 @@ class HostedProcess:
                 answer = json.loads(await self._child.receive())
         except (EOFError, ConnectionError, ValueError) as error:
             death = await self._child.describe_death()
-            raise ConfigError(f"{code.what}: {death} while it loaded {code.what}; its output may say why") from error
+            raise ConfigError(f"{death} while it loaded {code.what}; its output may say why") from error
         except TimeoutError as error:
-            raise DeadlineError(f"start of {code.process}", START_TIMEOUT_S, "importing a module takes long") from error
+            hint = f"importing {code.what} takes too long"
+            raise DeadlineError(f"start of {code.process}", START_TIMEOUT_S, hint) from error
         if "broken" in answer:
             raise ConfigError(f"{code.what} cannot be loaded in {code.process}: {answer['broken']}; {code.cure}")
         if "refused" in answer:
@@ -222,7 +223,7 @@ T = TypeVar("T")
 
 
 class Pool(Generic[P]):
-    """So many processes, each replaced when it refuses further calls."""
+    """A fixed number of processes, each replaced when it refuses further calls."""
 
     def __init__(self, make: Callable[[], P], size: int, closed: Callable[[], Exception]) -> None:
         """`closed` is raised to callers that wait for a process when the pool is closed."""
@@ -256,7 +257,7 @@ class Pool(Generic[P]):
                 await self.close()
                 raise
 
-    async def open(self, key: Callable[[P], float]) -> P:
+    async def pick(self, key: Callable[[P], float]) -> P:
         """The process with the least `key`, of those that take calls; waits for one however long it takes."""
         slots = self._slots
         await self._wait_until(lambda: any(slot.is_open for slot in slots))
@@ -264,7 +265,7 @@ class Pool(Generic[P]):
 
     @contextlib.asynccontextmanager
     async def idle(self) -> AsyncIterator[P]:
-        """A process for one caller alone; the others wait. Raises what a process that is missing could not start of."""
+        """A process for one caller alone; the others wait. Raises the error of a process that could not start."""
         async with self._turns:
             process = await self._wait_until(self._find_idle)
             self._busy.add(process)

@@ -1,16 +1,17 @@
-"""Who watches over a process that runs other people's code: its parent, forked before any of that code is loaded.
+"""The parent of a process that runs other people's code, forked before any of that code is loaded.
 
     runner -> supervisor -> worker -> whatever the worker starts
 
-The supervisor kills the worker when the runner is gone or closes the life pipe. When the worker has ended, however that
-was, it kills everything that the worker started, whether it left the process group or became an orphan, and ends the
-way the worker did. What they print it passes on, up to a bound.
+The supervisor kills the worker when the runner is gone or closes the life pipe. When the worker has ended, for whatever
+reason, it kills everything that the worker started, also what left the process group or became an orphan, and ends the
+way the worker did. It passes on what they print, up to a bound.
+
+`python -m rlflow.processes.supervisor SOCKET_FD LIFE_FD MODULE MAX_MEMORY_BYTES`; the worker is `processes.host`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import signal
@@ -18,12 +19,12 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from rlflow.processes.sandbox import linux
+
 MAX_OUTPUT_BYTES = 16 << 20
-"""Of one worker's standard output and error together. The rest is dropped: what is printed ends up in a log on disk."""
+"""Standard output and error of one worker together. The rest is dropped: what is printed ends up in a log on disk."""
 OUTPUT_TIMEOUT_S = 2.0
 _STANDARD_ERROR = 2
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 def supervise(life_fd: int, worker_fds: Sequence[int]) -> None:
@@ -31,11 +32,11 @@ def supervise(life_fd: int, worker_fds: Sequence[int]) -> None:
 
     `worker_fds` are for the worker and are not inherited by what it executes. Standard output becomes standard error.
     """
-    # As inherited from a runner, SIGCHLD may be ignored, which leaves nothing to wait for, and signals blocked, which
-    # they would stay in all that the worker starts.
+    # As inherited from a runner, SIGCHLD may be ignored, which leaves nothing to wait for, and signals may be blocked,
+    # which they would stay in all that the worker starts.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    _control(_PR_SET_CHILD_SUBREAPER, 1)
+    linux.prctl("CHILD_SUBREAPER", linux.PR_SET_CHILD_SUBREAPER, 1)
     output_read, output_write = os.pipe()
     supervisor = os.getpid()
     worker = os.fork()
@@ -46,18 +47,26 @@ def supervise(life_fd: int, worker_fds: Sequence[int]) -> None:
         return
     for descriptor in (*worker_fds, output_write):
         os.close(descriptor)
-    _own_group(worker)
+    with contextlib.suppress(ProcessLookupError):  # the worker does the same; after this line the group exists
+        os.setpgid(worker, worker)
     threading.Thread(target=_kill_at_end_of_life, args=(life_fd, worker), daemon=True).start()
     output = threading.Thread(target=_pass_on, args=(output_read,), daemon=True)
     output.start()
     status = _wait_for_all(worker)
     output.join(OUTPUT_TIMEOUT_S)
-    _end_as(os.waitstatus_to_exitcode(status))
+    # End with the exit code, or by the signal (negative), that ended the worker.
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        signal.raise_signal(-code)
+    os._exit(code)
 
 
 def _become_worker(supervisor: int, output_fd: int, worker_fds: Sequence[int]) -> None:
     os.setpgid(0, 0)
-    _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    linux.die_with_parent()
     if os.getppid() != supervisor:  # it ended before the line above
         os._exit(1)
     os.dup2(output_fd, 1)
@@ -67,18 +76,6 @@ def _become_worker(supervisor: int, output_fd: int, worker_fds: Sequence[int]) -
     # When memory runs out, the kernel ends this process rather than a model's.
     with contextlib.suppress(FileNotFoundError, PermissionError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
-
-
-def _own_group(worker: int) -> None:
-    """Also said by the worker itself: whoever comes first, the group exists from here on."""
-    with contextlib.suppress(ProcessLookupError):
-        os.setpgid(worker, worker)
-
-
-def _control(option: int, value: int) -> None:
-    library = ctypes.CDLL(None, use_errno=True)
-    if library.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl {option} failed")
 
 
 def _kill_at_end_of_life(life_fd: int, worker: int) -> None:
@@ -94,7 +91,7 @@ def _kill_group(worker: int) -> None:
 def _wait_for_all(worker: int) -> int:
     """The worker's status, once it and all that descends from it have ended.
 
-    A subreaper is given the orphans of all its descendants, so that whoever is left turns up among its children.
+    A subreaper is given the orphans of all its descendants, so every process that is left turns up among its children.
     """
     pid, status = os.wait()
     while pid != worker:
@@ -128,16 +125,6 @@ def _pass_on(output_fd: int) -> None:
             note = b"" if left > 0 else b"\n[rlflow: what this process prints from here on is dropped]\n"
             with contextlib.suppress(OSError), open(_STANDARD_ERROR, "wb", closefd=False) as error:
                 error.write(part + note)
-
-
-def _end_as(code: int) -> None:
-    """End with the exit code, or by the signal (negative), that ended the worker."""
-    if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if -code != signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
-        signal.raise_signal(-code)
-    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Calling a user's reward function: which shape it has, what it is given, and what its answer means. Pure."""
+"""Calling a user's reward function: which shape it has, what it is given, and what its answer means. Pure.
+
+signature -> Shape -> arguments, by name -> the function's answer -> Verdict -> combined with those of the others
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,16 @@ from rlflow.types import EpisodeEnd, Transcript, Verdict
 Reward = Callable[..., object]
 
 MAX_METRICS = 64
-"""Metrics of one function; what it says beyond is left out."""
+"""Metrics of one function; the rest is left out."""
 MAX_METRIC_NAME = 100
 MAX_DETAIL = 500
 """Characters."""
 
 
 class Shape(StrEnum):
-    """How a reward function is called; told by the names of its parameters."""
+    """How a reward function is called, as the names of its parameters show."""
 
-    EPISODE = "episode"
-    BATCHED = "batched"
-    SOLUTION = "solution"
+    EPISODE, BATCHED, SOLUTION = "episode", "batched", "solution"
 
 
 SHAPES = """\
@@ -39,15 +40,8 @@ SHAPES = """\
 
 KNOWN: dict[Shape, tuple[str, ...]] = {
     Shape.EPISODE: (
-        "task",
-        "prompt",
-        "completion",
-        "messages",
-        "answer",
-        "environment_reward",
-        "end",
-        "num_sampled",
-        "timeout_s",
+        *("task", "prompt", "completion", "messages", "answer"),
+        *("environment_reward", "end", "num_sampled", "timeout_s"),
     ),
     Shape.BATCHED: ("prompts", "completions", "answer", "trainer_state", "log_metric", "log_extra"),
     Shape.SOLUTION: ("data_source", "solution_str", "ground_truth", "extra_info"),
@@ -93,22 +87,18 @@ def shape_of(function: Reward) -> Shape:
     elif "solution_str" in parameters:
         shape = Shape.SOLUTION
     for parameter in parameters.values():
-        if reason := _why_not(parameter, shape):
+        if not _is_required(parameter):
+            continue
+        reason = ""
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            reason = f"{parameter.name} has no name to callers, and arguments are given by name"
+        elif shape is Shape.BATCHED and parameter.name in _REFUSED:
+            reason = f"there is no {parameter.name}: {_REFUSED[parameter.name]}"
+        if reason:
             raise ConfigError(
                 f"reward.function: {name}({', '.join(parameters)}) cannot be called: {reason}; accepted are:\n{SHAPES}"
             )
     return shape
-
-
-def _why_not(parameter: inspect.Parameter, shape: Shape) -> str:
-    """Why a call cannot give this parameter, or ""."""
-    if not _is_required(parameter):
-        return ""
-    if parameter.kind is parameter.POSITIONAL_ONLY:
-        return f"{parameter.name} has no name to callers, and arguments are given by name"
-    if shape is Shape.BATCHED and parameter.name in _REFUSED:
-        return f"there is no {parameter.name}: {_REFUSED[parameter.name]}"
-    return ""
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
@@ -117,7 +107,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 
 def needed_columns(function: Reward, args: Mapping[str, object]) -> list[str]:
-    """The parameters that only a column of the task can fill, or `args`."""
+    """The parameters that only `args` or a column of the task can fill."""
     known = KNOWN[shape_of(function)]
     parameters = inspect.signature(function).parameters
     return [name for name, each in parameters.items() if _is_required(each) and name not in known and name not in args]
@@ -159,41 +149,34 @@ def _arguments(
     task = transcript.task
     match shape:
         case Shape.SOLUTION:
-            return _solution_arguments(transcript)
+            reward_model = task.data.get("reward_model")
+            nested = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+            return {
+                **task.data,
+                "data_source": task.data.get("data_source"),
+                "solution_str": transcript.text,
+                "ground_truth": nested if task.answer is None else task.answer,
+                "extra_info": task.data.get("extra_info", task.data),
+            }
         case Shape.BATCHED:
             columns = {"answer": task.answer, **task.data}
             columns |= {"prompts": list(transcript.prompt), "completions": list(transcript.completion)}
             lists: dict[str, object] = {name: [value] for name, value in columns.items()}
-            return {**lists, "trainer_state": None, "log_metric": log_metric, "log_extra": _forget}
-    return {
-        **task.data,
-        "task": task,
-        "prompt": list(transcript.prompt),
-        "completion": transcript.text,
-        "messages": list(transcript.completion),
-        "answer": task.data.get("answer") if task.answer is None else task.answer,
-        "environment_reward": transcript.environment_reward,
-        "end": transcript.end,
-        "num_sampled": transcript.num_sampled,
-        "timeout_s": timeout_s,
-    }
-
-
-def _solution_arguments(transcript: Transcript) -> dict[str, object]:
-    task = transcript.task
-    reward_model = task.data.get("reward_model")
-    nested = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-    return {
-        **task.data,
-        "data_source": task.data.get("data_source"),
-        "solution_str": transcript.text,
-        "ground_truth": nested if task.answer is None else task.answer,
-        "extra_info": task.data.get("extra_info", task.data),
-    }
-
-
-def _forget(column: str, values: Sequence[object]) -> None:
-    """TRL's `log_extra` adds a column to a table that rlflow does not have."""
+            # TRL's `log_extra` adds a column to a table that rlflow does not have.
+            return {**lists, "trainer_state": None, "log_metric": log_metric, "log_extra": lambda column, values: None}
+        case Shape.EPISODE:
+            return {
+                **task.data,
+                "task": task,
+                "prompt": list(transcript.prompt),
+                "completion": transcript.text,
+                "messages": list(transcript.completion),
+                "answer": task.data.get("answer") if task.answer is None else task.answer,
+                "environment_reward": transcript.environment_reward,
+                "end": transcript.end,
+                "num_sampled": transcript.num_sampled,
+                "timeout_s": timeout_s,
+            }
 
 
 def verdict_of(value: object, is_batched: bool, logged: Mapping[str, object] | None = None) -> Verdict:
@@ -208,34 +191,26 @@ def verdict_of(value: object, is_batched: bool, logged: Mapping[str, object] | N
             return invalid(f"a batched reward function returns a list with one number; got {_shown(value)}")
         value = _plain(value[0])
     extras = dict(logged or {})
-    if not isinstance(value, Mapping):
-        return _number_verdict(value, _metrics(extras))
-    key = next((key for key in ("score", "reward") if key in value), None)
-    if key is None:
-        return invalid(f'a dict needs the key "score" or "reward"; got the keys {_cut(", ".join(map(str, value)))}')
-    extras |= {str(name): extra for name, extra in value.items() if name != key}
-    return _number_verdict(value[key], _metrics(extras))
+    if isinstance(value, Mapping):
+        key = next((key for key in ("score", "reward") if key in value), None)
+        if key is None:
+            return invalid(f'a dict needs the key "score" or "reward"; got the keys {_cut(", ".join(map(str, value)))}')
+        extras |= {str(name): extra for name, extra in value.items() if name != key}
+        value = value[key]
+    finite = {name[:MAX_METRIC_NAME]: number for name, each in extras.items() if (number := _finite(each)) is not None}
+    metrics = dict(itertools.islice(finite.items(), MAX_METRICS))
+    if value is None:
+        return Verdict(reward=None, end=EpisodeEnd.NO_VERDICT, detail="returned None", metrics=metrics)
+    reward = _finite(value)
+    if reward is None:
+        return invalid(f"a reward is a finite number or None; got {_shown(value)}")
+    return Verdict(reward=reward, metrics=metrics)
 
 
 def _plain(value: object) -> object:
     """Arrays and tensors as Python's own numbers and lists."""
     to_list = None if isinstance(value, type) else getattr(value, "tolist", None)
     return to_list() if callable(to_list) else value
-
-
-def _number_verdict(value: object, metrics: dict[str, float]) -> Verdict:
-    if value is None:
-        return Verdict(reward=None, end=EpisodeEnd.NO_VERDICT, detail="returned None", metrics=metrics)
-    number = _finite(value)
-    if number is not None:
-        return Verdict(reward=number, metrics=metrics)
-    return invalid(f"a reward is a finite number or None; got {_shown(value)}")
-
-
-def _metrics(extras: Mapping[str, object]) -> dict[str, float]:
-    numbers_by_name = {name[:MAX_METRIC_NAME]: _finite(extra) for name, extra in extras.items()}
-    kept = {name: number for name, number in numbers_by_name.items() if number is not None}
-    return dict(itertools.islice(kept.items(), MAX_METRICS))
 
 
 def _finite(value: object) -> float | None:
@@ -251,10 +226,10 @@ def _finite(value: object) -> float | None:
 
 
 def combine(chosen: Sequence[ChosenReward], verdicts: Sequence[Verdict]) -> Verdict:
-    """The verdict on an episode from those of all functions: the weighted sum of those that have a say.
+    """The verdict on an episode from those of all functions: the weighted sum of those that gave a number.
 
-    None has no say, as in TRL; where no function with a weight has one there is no verdict. A failure of one is the
-    failure of all. Metrics: `rewards/<function>`, and `rewards/<function>/<metric>` for what it said beside.
+    None counts for nothing, as in TRL; if no function with a weight gave a number there is no verdict. If one fails,
+    all do. Metrics: `rewards/<function>`, and `rewards/<function>/<metric>` for what it returned beside.
     """
     metrics: dict[str, float] = {}
     total: float | None = None
@@ -275,7 +250,7 @@ def combine(chosen: Sequence[ChosenReward], verdicts: Sequence[Verdict]) -> Verd
 
 
 def environment_verdict(transcript: Transcript) -> Verdict:
-    """What the environment gave in its steps: 0 where a limit ended the episode before it gave anything."""
+    """What the environment gave in its steps: 0 if a limit ended the episode before it gave anything."""
     if transcript.environment_reward is None and transcript.end.is_truncated:
         return Verdict(reward=0.0)
     if transcript.environment_reward is None:

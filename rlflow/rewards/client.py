@@ -1,7 +1,7 @@
-"""Whom an episode runner asks for a verdict: the reward process with the fewest requests, of those that are there.
+"""Picks the reward process for each episode: the one with the fewest open requests.
 
-What a process had when it died is asked again, a few times only, for it may be this very reply that it dies of; then
-there is no verdict, as when scoring fails otherwise. A process that died gets nothing until it is back.
+If that process dies, the request is retried elsewhere, at most 3 times, because the reply itself may be what kills it;
+then there is no verdict, as when scoring fails otherwise. A process that died gets nothing until it is back.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MAX_ASKED = 3
 
 
 class Scorer(Protocol):
-    """What an episode runner knows of rewards."""
+    """What an episode runner needs of rewards."""
 
     async def score(self, transcript: Transcript) -> Verdict: ...
 
 
 class EnvironmentScorer:
-    """Implements Scorer where only what the environment gave counts: no process is needed to add that up."""
+    """Implements Scorer for runs in which only what the environment gave counts; that takes no process."""
 
     def __init__(self, reward: ChosenReward) -> None:
         self._reward = reward
@@ -36,14 +36,14 @@ class EnvironmentScorer:
 
 
 class RewardProcess(Protocol):
-    """One process that scores; it may die and come back."""
+    """One actor that scores; it may die and come back."""
 
     async def score(self, transcript: Transcript) -> Verdict:
         """Raises RewardLost when the process ends meanwhile."""
         ...
 
     async def wait_until_ready(self) -> None:
-        """Returns when a process that died is there again. Raises RewardLost when it will not be."""
+        """Wait for a process that died to be back. Raises RewardLost when it will not be."""
         ...
 
 
@@ -60,30 +60,26 @@ class RewardClient:
         """The processes that died, each with the wait for its return."""
 
     async def score(self, transcript: Transcript) -> Verdict:
-        lost = ""
+        problem = ""
         for _ in range(MAX_ASKED):
             try:
                 index = await within("waiting for a process that scores", self._patience_s, self._choose())
-                return await self._ask(index, transcript)
+            except (RewardLost, DeadlineError) as error:
+                problem = str(error)
+                break
+            self._num_open[index] += 1
+            try:
+                return await self._processes[index].score(transcript)
             except RewardLost as error:
-                lost = str(error)
-            except DeadlineError as error:
-                return Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=str(error))
-        return Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=lost)
-
-    async def _ask(self, index: int, transcript: Transcript) -> Verdict:
-        self._num_open[index] += 1
-        try:
-            return await self._processes[index].score(transcript)
-        except RewardLost:
-            if index not in self._returning:
-                self._returning[index] = asyncio.create_task(self._return(index))
-            raise
-        finally:
-            self._num_open[index] -= 1
+                problem = str(error)
+                if index not in self._returning:
+                    self._returning[index] = asyncio.create_task(self._return(index))
+            finally:
+                self._num_open[index] -= 1
+        return Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=problem)
 
     async def _choose(self) -> int:
-        """The process with the fewest open requests; they take turns where several have as few."""
+        """The process with the fewest open requests; if several have as few, they take turns."""
         while True:
             number = len(self._processes)
             there = [index for index in range(number) if index not in self._returning]
@@ -100,5 +96,5 @@ class RewardClient:
         try:
             await self._processes[index].wait_until_ready()
         except RewardLost:
-            return  # for good, so that it stays among those that are not there
+            return  # it is gone for good, so it stays among those that are not there
         del self._returning[index]

@@ -49,14 +49,6 @@ class _Loaded:
     is_batched: bool
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class _Pending:
-    """What an asynchronous function has yet to say."""
-
-    answer: Awaitable[object]
-    metrics: dict[str, float]
-
-
 class Scoring:
     """Reward functions, loaded and ready to be called."""
 
@@ -68,30 +60,30 @@ class Scoring:
 
     async def score(self, transcript: Transcript) -> Verdict:
         """Functions are called in their order; those that are asynchronous finish together. Raises nothing."""
-        said = [self._call(one, transcript) for one in self._loaded]
-        verdicts = await asyncio.gather(*(_said(one, each) for one, each in zip(self._loaded, said, strict=True)))
-        return combine(self._chosen, verdicts)
+        begun = [_begin(one, transcript, self._timeout_s) for one in self._loaded]
+        later = iter(await asyncio.gather(*(each for each in begun if not isinstance(each, Verdict))))
+        return combine(self._chosen, [each if isinstance(each, Verdict) else next(later) for each in begun])
 
-    def _call(self, one: _Loaded, transcript: Transcript) -> Verdict | _Pending:
-        if one.function is None:
-            return environment_verdict(transcript)
-        metrics: dict[str, float] = {}
-        try:
-            answer = call(one.function, transcript, one.chosen.args, self._timeout_s, metrics.__setitem__)
-            if inspect.isawaitable(answer):
-                return _Pending(answer=answer, metrics=metrics)
+
+def _begin(one: _Loaded, transcript: Transcript, timeout_s: float) -> Verdict | Awaitable[Verdict]:
+    """Call a function; the verdict of one that is asynchronous comes later. Neither raises anything."""
+    if one.function is None:
+        return environment_verdict(transcript)
+    metrics: dict[str, float] = {}
+    try:
+        answer = call(one.function, transcript, one.chosen.args, timeout_s, metrics.__setitem__)
+        if not inspect.isawaitable(answer):
             return verdict_of(answer, one.is_batched, metrics)
-        except BaseException as error:  # SystemExit and time-outs of scoring libraries are not of Exception
+    except BaseException as error:  # SystemExit and time-outs of scoring libraries are not of Exception
+        return _failed(error)
+
+    async def finish() -> Verdict:
+        try:
+            return verdict_of(await answer, one.is_batched, metrics)
+        except BaseException as error:  # as above; nobody cancels this task
             return _failed(error)
 
-
-async def _said(one: _Loaded, said: Verdict | _Pending) -> Verdict:
-    if isinstance(said, Verdict):
-        return said
-    try:
-        return verdict_of(await said.answer, one.is_batched, said.metrics)
-    except BaseException as error:  # as above; nobody cancels this task
-        return _failed(error)
+    return finish()
 
 
 def _load(chosen: ChosenReward) -> _Loaded:

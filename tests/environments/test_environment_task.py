@@ -102,6 +102,9 @@ async def test_a_group_of_tasks_that_breaks_between_steps_fails_the_next_step_an
         with pytest.raises(EnvironmentFailure, match="^close: ExceptionGroup: unhandled errors in a TaskGroup"):
             await world.close()
         await beside.close()
+        with pytest.raises(EnvironmentFailure, match="^step: the environment is closed"):
+            await beside.step(reply_of())
+        await beside.close()
         assert (await noted(tmp_path / "broken")).startswith("1 task, ExceptionGroup(")
         assert await noted(tmp_path / "beside") == LEFT
         assert pool.num_open == 0

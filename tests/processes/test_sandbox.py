@@ -20,7 +20,7 @@ import pytest
 
 from rlflow.envs.rewards.code import code, last_program
 from rlflow.errors import ConfigError, SandboxError
-from rlflow.processes.sandbox import bubblewrap
+from rlflow.processes.sandbox import namespaces
 from rlflow.processes.sandbox import run as sandbox
 from rlflow.processes.sandbox.protocol import BUBBLEWRAP, FILTERS, NAMESPACES
 from rlflow.processes.sandbox.run import (
@@ -402,7 +402,7 @@ def test_what_a_program_may_read_holds_this_python_and_nothing_twice() -> None:
 
 
 def test_the_command_line_of_bubblewrap() -> None:
-    words = bubblewrap.command("/usr/bin/bwrap", ["/usr"], "/opt/site/rlflow", 64, ["python3", "-I"])
+    words = namespaces.bubblewrap_command("/usr/bin/bwrap", ["/usr"], "/opt/site/rlflow", 64, ["python3", "-I"])
     assert words[:6] == ["/usr/bin/bwrap", "--unshare-all", "--die-with-parent", "--as-pid-1", "--cap-drop", "ALL"]
     assert words[-5:] == ["--chdir", "/sandbox", "--", "python3", "-I"]
     text = " ".join(words)

@@ -7,8 +7,8 @@ import os
 import resource
 import signal
 
-from rlflow.processes.sandbox import landlock, linux, namespaces, seccomp
-from rlflow.processes.sandbox.protocol import Request
+from rlflow.processes.sandbox import linux, namespaces, seccomp
+from rlflow.processes.sandbox.protocol import ProgramRequest
 
 MAX_OPEN_FILES = 256
 ENVIRONMENT = {
@@ -23,10 +23,10 @@ ENVIRONMENT = {
 """All that a program sees, HOME and TMPDIR apart. One thread for numpy, as each thread counts as a process."""
 
 
-def run_init(request: Request, pipe: int, folder: str | None) -> None:
+def run_init(request: ProgramRequest, pipe: int, folder: str | None) -> None:
     """Start the program and wait for it; does not return.
 
-    folder: the program's own, where it has no file system of its own.
+    folder: the program's own folder, if it has no file system of its own.
     """
     # Process 1 is deaf to signals from within that it has no handler for, and Python has one for this.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -40,7 +40,7 @@ def run_init(request: Request, pipe: int, folder: str | None) -> None:
             os._exit(0)
 
 
-def _become_program(request: Request, pipe: int, folder: str | None) -> None:
+def _become_program(request: ProgramRequest, pipe: int, folder: str | None) -> None:
     started = False
     try:
         linux.prctl("NO_NEW_PRIVS", linux.PR_SET_NO_NEW_PRIVS, 1)
@@ -50,12 +50,19 @@ def _become_program(request: Request, pipe: int, folder: str | None) -> None:
             namespaces.become_nobody()
         home = folder or namespaces.HOME
         os.chdir(home)
-        _write_files(request["files"])
-        _open_stdin(base64.b64decode(request["stdin"]), pipe)
+        for name, content in request["files"].items():
+            if parent := os.path.dirname(name):
+                os.makedirs(parent, exist_ok=True)
+            with open(name, "wb") as file:
+                file.write(base64.b64decode(content))
+        # The program gets its input, its output, and `pipe`, which closes when it starts; no other descriptor.
+        os.dup2(linux.memory_file(base64.b64decode(request["stdin"])), 0)
+        os.closerange(3, pipe)
+        os.closerange(pipe + 1, MAX_OPEN_FILES)
         if folder is not None:
-            _drop_capabilities()
-            devices = [f"/dev/{name}" for name in namespaces.DEVICES]
-            landlock.restrict(request["readable"], [folder], devices)
+            if os.geteuid() == 0:
+                _drop_capabilities()
+            linux.restrict_files(request["readable"], [folder], [f"/dev/{name}" for name in namespaces.DEVICES])
         _limit(request, has_namespace=folder is None)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # an interpreter ignores them, which its children would inherit
             signal.signal(number, signal.SIG_DFL)
@@ -70,38 +77,16 @@ def _become_program(request: Request, pipe: int, folder: str | None) -> None:
         os._exit(127)
 
 
-def _write_files(files: dict[str, str]) -> None:
-    for name, content in files.items():
-        if folder := os.path.dirname(name):
-            os.makedirs(folder, exist_ok=True)
-        with open(name, "wb") as file:
-            file.write(base64.b64decode(content))
-
-
-def _open_stdin(content: bytes, pipe: int) -> None:
-    """What the program reads; no other descriptor but its output and `pipe`, which closes when it starts."""
-    descriptor = os.memfd_create("stdin")
-    with os.fdopen(os.dup(descriptor), "wb") as file:
-        file.write(content)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    os.dup2(descriptor, 0)
-    os.closerange(3, pipe)
-    os.closerange(pipe + 1, MAX_OPEN_FILES)
-
-
 def _drop_capabilities() -> None:
     """Without this a program of root's could do what only root may."""
-    if os.geteuid() != 0:
-        return
     with open("/proc/sys/kernel/cap_last_cap") as file:
         last = int(file.read())
     for capability in range(last + 1):  # exec gives root the bounding set; Landlock guards what root owns
         linux.prctl("CAPBSET_DROP", linux.PR_CAPBSET_DROP, capability)
 
 
-def _limit(request: Request, *, has_namespace: bool) -> None:
-    megabyte = 2**20
-    cpu = request["cpu_seconds"]
+def _limit(request: ProgramRequest, *, has_namespace: bool) -> None:
+    cpu, megabyte = request["cpu_seconds"], 2**20
     limits = {
         resource.RLIMIT_CPU: (cpu, cpu + 1),
         resource.RLIMIT_AS: (request["memory_mb"] * megabyte,) * 2,

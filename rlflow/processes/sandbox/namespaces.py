@@ -1,4 +1,4 @@
-"""A world of its own: user, process, network, IPC, host name and mount namespaces.
+"""A world of its own: user, process, network, IPC, host name and mount namespaces, made here or by bubblewrap.
 
 `leave` is called by the supervisor, whose next child is process 1 of the new world; that child calls `build_root`.
 When process 1 ends, the kernel kills every other process in there, however it detached itself.
@@ -7,6 +7,7 @@ When process 1 ends, the kernel kills every other process in there, however it d
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from rlflow.processes.sandbox import linux
 
@@ -16,21 +17,35 @@ NOBODY = 65534
 MAX_FILES = 16384
 
 
+def bubblewrap_command(
+    bwrap: str, readable: Sequence[str], package: str, megabytes: int, program: Sequence[str]
+) -> list[str]:
+    """bubblewrap (0.7 or later) around `program`, which is process 1 and sees `readable` and the folder `package`.
+
+    `package` is shown at its own path; `megabytes` bounds HOME and /tmp, each.
+    """
+    words = [bwrap, "--unshare-all", "--die-with-parent", "--as-pid-1", "--cap-drop", "ALL"]
+    for folder in (HOME, "/tmp"):
+        words += ["--size", str(megabytes * 2**20), "--tmpfs", folder]
+    for path in readable:
+        words += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    for name in DEVICES:
+        words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    words += ["--symlink", "/tmp", "/dev/shm", "--ro-bind", package, package]
+    return [*words, "--remount-ro", "/", "--chdir", HOME, "--", *program]
+
+
 def leave() -> None:
-    """Into new namespaces, all but the mounts. Root is mapped to itself, and `NOBODY` for the program besides."""
-    flags = linux.CLONE_NEWPID | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
+    """Enter new namespaces, all but the mounts. Root is mapped to itself, and `NOBODY` to the program's user."""
+    flags = linux.CLONE_NEWUSER | linux.CLONE_NEWPID | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
     user, group = os.geteuid(), os.getegid()
-    if user == 0:
-        _leave_as_root(flags)
+    if user != 0:
+        linux.unshare(flags)
+        write("/proc/self/setgroups", "deny")
+        write("/proc/self/uid_map", f"{user} {user} 1")
+        write("/proc/self/gid_map", f"{group} {group} 1")
         return
-    linux.unshare(linux.CLONE_NEWUSER | flags)
-    _write("/proc/self/setgroups", "deny")
-    _write("/proc/self/uid_map", f"{user} {user} 1")
-    _write("/proc/self/gid_map", f"{group} {group} 1")
-
-
-def _leave_as_root(flags: int) -> None:
-    """Two users take a process outside of the namespace that writes the maps."""
+    # To map two users takes a process outside of the namespace that writes the maps.
     target = os.getpid()
     go_read, go_write = os.pipe()
     helper = os.fork()
@@ -39,7 +54,7 @@ def _leave_as_root(flags: int) -> None:
         os._exit(_write_maps(target) if os.read(go_read, 1) else 1)
     os.close(go_read)
     try:
-        linux.unshare(linux.CLONE_NEWUSER | flags)
+        linux.unshare(flags)
         os.write(go_write, b"g")
     finally:
         os.close(go_write)
@@ -52,7 +67,7 @@ def _write_maps(target: int) -> int:
     """An errno, or 0."""
     try:
         for name in ("uid_map", "gid_map"):
-            _write(f"/proc/{target}/{name}", f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+            write(f"/proc/{target}/{name}", f"0 0 1\n{NOBODY} {NOBODY} 1\n")
     except OSError as error:
         return error.errno or 1
     return 0
@@ -74,7 +89,13 @@ def build_root(readable: list[str], megabytes: int) -> None:
         os.mkdir(folder)
         _mount_memory(folder, megabytes, "1777")
     for path in readable:
-        _show(path)
+        source = f"/old{path}"
+        if os.path.islink(source):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.symlink(os.readlink(source), path)
+        else:
+            _bind(source, path)
+            linux.make_read_only(path, with_mounts_below=True)
     for name in DEVICES:
         _bind(f"/old/dev/{name}", f"/dev/{name}")
     os.symlink("/tmp", "/dev/shm")
@@ -87,16 +108,6 @@ def build_root(readable: list[str], megabytes: int) -> None:
 def _mount_memory(folder: str, megabytes: int, mode: str) -> None:
     options = f"size={megabytes}m,nr_inodes={MAX_FILES},mode={mode}"
     linux.mount("tmpfs", folder, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
-
-
-def _show(path: str) -> None:
-    source = f"/old{path}"
-    if os.path.islink(source):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        os.symlink(os.readlink(source), path)
-        return
-    _bind(source, path)
-    linux.make_read_only(path, with_mounts_below=True)
 
 
 def _bind(source: str, path: str) -> None:
@@ -116,6 +127,6 @@ def become_nobody() -> None:
         os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
-def _write(path: str, text: str) -> None:
+def write(path: str, text: str) -> None:
     with open(path, "w") as file:
         file.write(text)

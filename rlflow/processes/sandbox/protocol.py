@@ -1,21 +1,20 @@
-"""What the caller and the supervisor of a sandboxed program say to each other, on a socket that only they hold.
-
-One frame each way: 4 bytes of length, big-endian, then JSON.
-"""
+"""What the caller and the supervisor of a sandboxed program say to each other: a frame of JSON each way."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
-from typing import TypedDict, cast
+from typing import TypedDict
+
+from rlflow.processes import frames
 
 NAMESPACES = "namespaces"
 BUBBLEWRAP = "bubblewrap"
 FILTERS = "filters"
+_MAX_BYTES = 2**32 - 1
 
 
-class Request(TypedDict):
+class ProgramRequest(TypedDict):
     method: str
     bwrap: str
     """The program bubblewrap; "" for the other methods."""
@@ -35,7 +34,7 @@ class Request(TypedDict):
     processes: int
 
 
-class Report(TypedDict):
+class ProgramReport(TypedDict):
     failure: str
     """Why the program could not be started; "" when it could."""
     status: int | None
@@ -44,29 +43,16 @@ class Report(TypedDict):
     seconds: float
 
 
-def frame_of(content: Request | Report) -> bytes:
-    text = json.dumps(content).encode()
-    return len(text).to_bytes(4, "big") + text
+def frame_of(content: ProgramRequest | ProgramReport) -> bytes:
+    return frames.frame_of(json.dumps(content).encode(), _MAX_BYTES)
 
 
-def receive(descriptor: int) -> Request:
+def receive(descriptor: int) -> ProgramRequest:
     """Raises EOFError when the caller has gone."""
-    size = int.from_bytes(_exactly(descriptor, 4), "big")
-    return cast(Request, json.loads(_exactly(descriptor, size)))
-
-
-def _exactly(descriptor: int, count: int) -> bytes:
-    parts: list[bytes] = []
-    while count:
-        part = os.read(descriptor, min(count, 2**20))
-        if not part:
-            raise EOFError
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
+    return json.loads(frames.receive(descriptor, _MAX_BYTES))
 
 
 def interpreter_arguments(package: str, words: Sequence[str] = ()) -> list[str]:
-    """Of an interpreter that runs the supervisor; it imports the standard library and this package, no more."""
+    """Those of an interpreter that runs the supervisor with nothing but the standard library and this package."""
     boot = "import sys; sys.path.insert(0, sys.argv[1]); from rlflow.processes.sandbox.supervisor import main; main()"
     return ["-I", "-S", "-B", "-c", boot, package, *words]

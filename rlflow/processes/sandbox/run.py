@@ -5,8 +5,8 @@
 
 Three methods; each program gets the first that works on this machine, and a ConfigError says why none does.
 
-- *bubblewrap* (an ordinary user who has `bwrap` 0.7 or later) and *namespaces* (root, or any user whom the kernel lets
-  make user namespaces) cover the same: a network that leads nowhere; process, IPC, mount and user namespaces, so that
+- *bubblewrap* (an ordinary user who has `bwrap` 0.7 or later) and *namespaces* (root, or any user who may make user
+  namespaces) cover the same: a network that leads nowhere; process, IPC, mount and user namespaces, so that
   the program sees no other process, and all that it started is dead when it ends, detached or not; a file system in
   memory with nothing but /usr, the libraries, this Python and its packages, read-only, and an empty /sandbox (working
   directory, HOME and TMPDIR) and /tmp, gone afterwards; no /proc. Root's programs run as nobody. `file_mb` bounds all
@@ -36,18 +36,17 @@ import socket
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
-from typing import cast
 
 from rlflow.errors import ConfigError, SandboxError
 from rlflow.processes.sandbox.protocol import (
     BUBBLEWRAP,
     FILTERS,
     NAMESPACES,
-    Report,
-    Request,
+    ProgramReport,
+    ProgramRequest,
     frame_of,
     interpreter_arguments,
 )
@@ -58,15 +57,8 @@ PROGRAM_FILE = "program.py"
 TRIAL_SECONDS = 60.0
 """For a program that does nothing, on a machine that may be very busy."""
 _SYSTEM = (
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/etc/ld.so.cache",
-    "/etc/localtime",
-    "/etc/alternatives",
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"),
+    *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"),
 )
 
 
@@ -88,9 +80,9 @@ class SandboxLimits:
     """Of standard output and of standard error; more ends the program."""
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "cpu_seconds", "memory_mb", "file_mb", "processes", "output_bytes"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"the limit {name} of a sandbox must be positive; got {getattr(self, name)}")
+        for name, value in asdict(self).items():
+            if value <= 0:
+                raise ConfigError(f"the limit {name} of a sandbox must be positive; got {value}")
 
 
 class Outcome(StrEnum):
@@ -145,9 +137,18 @@ async def run(
         ConfigError: this machine has no way to run it safely.
         ValueError: a path of `files` is absolute or leaves the folder.
     """
-    method = await _method()
-    command, contents = _command_and_files(program, files or {})
-    async with _slot():
+    method = await _find_method()
+    contents: dict[str, bytes] = {}
+    for name, content in (files or {}).items():
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            raise ValueError(f"a file of a sandbox has a relative path without `..`; got {name!r}")
+        contents[name] = _bytes_of(content) if isinstance(content, str) else content
+    if isinstance(program, str):
+        contents[PROGRAM_FILE] = _bytes_of(program)
+    command = command_of_python() if isinstance(program, str) else program
+    slot = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(len(os.sched_getaffinity(0))))
+    async with slot:
         return await _run(method, command, contents, stdin, limits or SandboxLimits())
 
 
@@ -157,7 +158,7 @@ async def describe() -> str:
     Raises:
         ConfigError: no method works here; it says why.
     """
-    method = await _method()
+    method = await _find_method()
     return "; ".join([f"sandbox: {method.name}", *method.refused])
 
 
@@ -181,54 +182,29 @@ def _candidates() -> list[_Method]:
     return [_Method(name=BUBBLEWRAP, bwrap=bwrap), *candidates] if bwrap and os.geteuid() != 0 else candidates
 
 
-async def _method() -> _Method:
+async def _find_method() -> _Method:
     """The first that works; tried once in a process."""
     global _found
-    if _found is None:
-        _found = await _find()
-    return _found
-
-
-async def _find() -> _Method:
+    if _found is not None:
+        return _found
     if sys.platform != "linux":
         raise ConfigError(f"programs of a model can be run on Linux only; this is {sys.platform}")
     refused: list[str] = []
+    trial = {PROGRAM_FILE: b"print(1)"}
     for candidate in _candidates():
         try:
-            result = await _run(
-                candidate, command_of_python(), {PROGRAM_FILE: b"print(1)"}, "", SandboxLimits(seconds=TRIAL_SECONDS)
-            )
+            result = await _run(candidate, command_of_python(), trial, "", SandboxLimits(seconds=TRIAL_SECONDS))
         except SandboxError as error:
             refused.append(f"{candidate.name}: {error}")
             continue
         if result.is_success and result.stdout == "1\n":
-            return _Method(name=candidate.name, bwrap=candidate.bwrap, refused=tuple(refused))
+            _found = _Method(name=candidate.name, bwrap=candidate.bwrap, refused=tuple(refused))
+            return _found
         refused.append(f"{candidate.name}: a trial ended with {result}")
     raise ConfigError(
         "this machine has no way to run a model's programs safely; install bubblewrap, or run where user namespaces or "
         f"Landlock (Linux 6.2) are allowed. Tried: {'; '.join(refused)}"
     )
-
-
-def _slot() -> asyncio.Semaphore:
-    loop = asyncio.get_running_loop()
-    if loop not in _slots:
-        _slots[loop] = asyncio.Semaphore(len(os.sched_getaffinity(0)))
-    return _slots[loop]
-
-
-def _command_and_files(
-    program: str | Sequence[str], files: Mapping[str, str | bytes]
-) -> tuple[list[str], dict[str, bytes]]:
-    contents: dict[str, bytes] = {}
-    for name, content in files.items():
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or not path.parts:
-            raise ValueError(f"a file of a sandbox has a relative path without `..`; got {name!r}")
-        contents[name] = _bytes_of(content) if isinstance(content, str) else content
-    if not isinstance(program, str):
-        return list(program), contents
-    return command_of_python(), contents | {PROGRAM_FILE: _bytes_of(program)}
 
 
 def _bytes_of(text: str) -> bytes:
@@ -252,7 +228,7 @@ def readable_paths() -> list[str]:
 async def _run(
     method: _Method, command: Sequence[str], files: Mapping[str, bytes], stdin: str, limits: SandboxLimits
 ) -> SandboxResult:
-    request = Request(
+    request = ProgramRequest(
         method=method.name,
         bwrap=method.bwrap,
         package=str(Path(__file__).resolve().parent.parent.parent.parent),
@@ -266,92 +242,83 @@ async def _run(
         file_mb=limits.file_mb,
         processes=limits.processes,
     )
-    async with _Supervisor(request) as supervisor:
-        return await supervisor.result(limits)
-
-
-class _Supervisor:
-    """The process that runs one program (`processes/sandbox/supervisor.py`), and the socket to it."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-
-    async def __aenter__(self) -> _Supervisor:
-        ours, theirs = socket.socketpair()
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *interpreter_arguments(self._request["package"]),
-                stdin=theirs.fileno(),
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env={},
-                cwd="/",
-                start_new_session=True,
-            )
-            self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-        except BaseException as error:
-            ours.close()
-            if isinstance(error, OSError):
-                raise SandboxError(f"no process could be started for a sandbox: {error}") from error
-            raise
-        finally:
-            theirs.close()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """The program ends when the socket closes; a caller that was cancelled waits for that too."""
-        self._writer.close()
+    ours, theirs = socket.socketpair()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *interpreter_arguments(request["package"]),
+            stdin=theirs.fileno(),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={},
+            cwd="/",
+            start_new_session=True,
+        )
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+    except BaseException as error:
+        ours.close()
+        if isinstance(error, OSError):
+            raise SandboxError(f"no process could be started for a sandbox: {error}") from error
+        raise
+    finally:
+        theirs.close()
+    try:
+        return await _result(request, process, reader, writer, limits)
+    finally:
+        # The program ends when the socket closes; a caller that was cancelled waits for that too.
+        writer.close()
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                await asyncio.shield(self._process.wait())
+                await asyncio.shield(process.wait())
         except TimeoutError as error:
-            self._process.kill()
+            process.kill()
             raise SandboxError(f"a sandbox did not end within {ANSWER_SECONDS:g} s") from error
 
-    async def result(self, limits: SandboxLimits) -> SandboxResult:
-        assert self._process.stdout is not None and self._process.stderr is not None
-        try:
-            async with asyncio.timeout(limits.seconds + ANSWER_SECONDS):
-                self._writer.write(frame_of(self._request))
-                await self._writer.drain()
-                outputs = [self._read(stream, limits) for stream in (self._process.stdout, self._process.stderr)]
-                stdout, stderr = await asyncio.gather(*outputs)
-                answer = await self._reader.read()
-        except TimeoutError as error:
-            raise SandboxError(f"a sandbox gave no answer within {limits.seconds + ANSWER_SECONDS:g} s") from error
-        except ConnectionError as error:
-            raise SandboxError(f"the process that watches a sandbox died: {error}") from error
-        report = cast(Report, json.loads(answer[4:])) if answer else None
-        return _result(report, stdout, stderr, limits.output_bytes)
 
-    async def _read(self, stream: asyncio.StreamReader, limits: SandboxLimits) -> bytes:
+async def _result(
+    request: ProgramRequest,
+    process: asyncio.subprocess.Process,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    limits: SandboxLimits,
+) -> SandboxResult:
+    async def read(stream: asyncio.StreamReader | None) -> bytes:
         """One byte more than allowed at the most, which ends the program."""
+        assert stream is not None
         held = bytearray()
         while part := await stream.read(65536):
             held += part[: limits.output_bytes + 1 - len(held)]
-            if len(held) > limits.output_bytes and self._writer.can_write_eof() and not self._writer.is_closing():
-                self._writer.write_eof()
+            if len(held) > limits.output_bytes and writer.can_write_eof() and not writer.is_closing():
+                writer.write_eof()
         return bytes(held)
 
-
-def _result(report: Report | None, stdout: bytes, stderr: bytes, max_bytes: int) -> SandboxResult:
-    shown = [each[:max_bytes].decode(errors="replace") for each in (stdout, stderr)]
+    try:
+        async with asyncio.timeout(limits.seconds + ANSWER_SECONDS):
+            writer.write(frame_of(request))
+            await writer.drain()
+            outputs = await asyncio.gather(read(process.stdout), read(process.stderr))
+            answer = await reader.read()
+    except TimeoutError as error:
+        raise SandboxError(f"a sandbox gave no answer within {limits.seconds + ANSWER_SECONDS:g} s") from error
+    except ConnectionError as error:
+        raise SandboxError(f"the process that watches a sandbox died: {error}") from error
+    stdout, stderr = [each[: limits.output_bytes].decode(errors="replace") for each in outputs]
+    report: ProgramReport | None = json.loads(answer[4:]) if answer else None
     if report is None or report["failure"]:
         failure = report["failure"] if report else "the process that watches it died"
         raise SandboxError(
-            f"a program could not be run in its sandbox: {failure}; {shown[1].strip()[-500:]}".rstrip("; ")
+            f"a program could not be run in its sandbox: {failure}; {stderr.strip()[-500:]}".rstrip("; ")
         )
     status = report["status"]
     code = None if status is None else os.waitstatus_to_exitcode(status)
-    if len(stdout) > max_bytes or len(stderr) > max_bytes:
+    if any(len(each) > limits.output_bytes for each in outputs):
         outcome, code = Outcome.TOO_MUCH_OUTPUT, None
     elif report["is_timed_out"] or code == -signal.SIGXCPU:
         outcome, code = Outcome.TIMED_OUT, None
     elif code is None or code < 0:
         outcome = Outcome.KILLED
-    elif code and shown[1].rstrip().rpartition("\n")[2].startswith("MemoryError"):
+    elif code and stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):
         outcome = Outcome.OUT_OF_MEMORY
     else:
         outcome = Outcome.EXITED
-    return SandboxResult(outcome=outcome, exit_code=code, stdout=shown[0], stderr=shown[1], seconds=report["seconds"])
+    return SandboxResult(outcome=outcome, exit_code=code, stdout=stdout, stderr=stderr, seconds=report["seconds"])

@@ -54,7 +54,7 @@ _WITHOUT_EFFECT: Calls = {
 calls one of them."""
 
 _CLONE = (56, 220)
-_CLONE3 = (435, 435)
+_CLONE3: Calls = {"clone3": (435, 435)}
 _PRCTL = (157, 167)
 _KILL = (62, 129)
 _CLONE_THREAD = 0x00010000
@@ -99,7 +99,7 @@ def program_of(machine: str, alone_pid: int | None) -> bytes:
     ]
     if machine == "x86_64":
         code += [_jump(_JUMP_AT_LEAST, _X32_BIT, 0, 1), _refuse(errno.EPERM)]
-    code += _refusals(_DEEP, column, errno.EPERM) + _refusal(_CLONE3[column], errno.ENOSYS)
+    code += _refusals(_DEEP, column, errno.EPERM) + _refusals(_CLONE3, column, errno.ENOSYS)
     flags = _statement(_LOAD, _FIRST_ARGUMENT_OFFSET)
     new_namespace = [_jump(_JUMP_ANY_BIT, _NEW_NAMESPACES, 0, 1), _refuse(errno.EPERM)]
     if alone_pid is None:
@@ -126,12 +126,9 @@ def _alone(column: int, pid: int) -> list[bytes]:
 def _refusals(calls: Calls, column: int, number: int) -> list[bytes]:
     code: list[bytes] = []
     for numbers in calls.values():
-        code += _refusal(numbers[column], number)
+        if (call := numbers[column]) is not None:
+            code += [_jump(_JUMP_EQUAL, call, 0, 1), _refuse(number)]
     return code
-
-
-def _refusal(call: int | None, number: int) -> list[bytes]:
-    return [] if call is None else [_jump(_JUMP_EQUAL, call, 0, 1), _refuse(number)]
 
 
 def _when(call: int | None, then: Iterable[bytes]) -> list[bytes]:

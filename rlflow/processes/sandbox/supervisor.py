@@ -20,9 +20,9 @@ import sys
 import tempfile
 import time
 
-from rlflow.processes.sandbox import bubblewrap, linux, namespaces, protocol
+from rlflow.processes.sandbox import linux, namespaces, protocol
 from rlflow.processes.sandbox.init import run_init
-from rlflow.processes.sandbox.protocol import BUBBLEWRAP, FILTERS, NAMESPACES, Report, Request
+from rlflow.processes.sandbox.protocol import BUBBLEWRAP, FILTERS, NAMESPACES, ProgramReport, ProgramRequest
 
 SET_UP_SECONDS = 30.0
 REMOVE_SECONDS = 60.0
@@ -31,8 +31,11 @@ REMOVE_SECONDS = 60.0
 def main() -> None:
     """Without arguments the supervisor; with two descriptors (request, pipe) the init within bubblewrap."""
     if len(sys.argv) > 2:
-        _main_of_init(int(sys.argv[2]), int(sys.argv[3]))
-        return
+        descriptor, pipe = int(sys.argv[2]), int(sys.argv[3])
+        os.set_inheritable(pipe, False)
+        request = protocol.receive(descriptor)
+        os.close(descriptor)
+        run_init(request, pipe, None)
     with socket.socket(fileno=fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3)) as connection:
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
@@ -42,14 +45,7 @@ def main() -> None:
             connection.sendall(protocol.frame_of(_supervise(request, connection)))
 
 
-def _main_of_init(request: int, pipe: int) -> None:
-    os.set_inheritable(pipe, False)
-    content = protocol.receive(request)
-    os.close(request)
-    run_init(content, pipe, None)
-
-
-def _supervise(request: Request, connection: socket.socket) -> Report:
+def _supervise(request: ProgramRequest, connection: socket.socket) -> ProgramReport:
     linux.prctl("CHILD_SUBREAPER", linux.PR_SET_CHILD_SUBREAPER, 1)
     folder = tempfile.mkdtemp(prefix="rlflow-sandbox-") if request["method"] == FILTERS else None
     try:
@@ -57,7 +53,7 @@ def _supervise(request: Request, connection: socket.socket) -> Report:
             namespaces.leave()
         return _Watch(request, connection).run(folder)
     except OSError as error:
-        return Report(failure=str(error), status=None, is_timed_out=False, seconds=0.0)
+        return ProgramReport(failure=str(error), status=None, is_timed_out=False, seconds=0.0)
     finally:
         if folder is not None:
             _remove(folder)
@@ -75,7 +71,7 @@ def _remove(folder: str) -> None:
 class _Watch:
     """One program, from its start to the end of all that it started."""
 
-    def __init__(self, request: Request, connection: socket.socket) -> None:
+    def __init__(self, request: ProgramRequest, connection: socket.socket) -> None:
         self._request = request
         self._connection = connection
         self._said = b""
@@ -83,25 +79,38 @@ class _Watch:
         all, E an error of init. After R an error of init is the program's doing, and says nothing about the set-up."""
         self._started_at = 0.0
 
-    def run(self, folder: str | None) -> Report:
+    def run(self, folder: str | None) -> ProgramReport:
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         child = os.fork()
         if child == 0:
             self._connection.close()
             _become_init(self._request, theirs, folder)
         os.close(theirs)
-        with contextlib.suppress(OSError):  # the child does the same; whoever is first
+        with contextlib.suppress(OSError):  # the child does the same; either may be first
             os.setpgid(child, child)
         try:
             is_timed_out = self._wait(ours)
         finally:
             seconds = time.monotonic() - self._started_at if self._started_at else 0.0
-            _end(child)
-        self._said += _rest(ours)
-        return self._report(is_timed_out, seconds)
+            # Kill everything below this process, and go on when it is gone. The group may be gone before its leader.
+            for kill in (os.kill, os.killpg):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    kill(child, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                while True:
+                    os.waitpid(-1, 0)
+        with open(ours, "rb") as rest:
+            self._said += rest.read()
+        said = {line[:1]: line[1:] for line in self._said.decode(errors="replace").splitlines()}
+        failure = said.get("F", "")
+        if "R" not in said:
+            late = f"it took longer than {SET_UP_SECONDS:g} s"
+            failure = said.get("E") or (late if is_timed_out else "it ended before it could start the program")
+        status = int(said["X"]) if "X" in said and not failure else None
+        return ProgramReport(failure=failure, status=status, is_timed_out=is_timed_out and not failure, seconds=seconds)
 
     def _wait(self, pipe: int) -> bool:
-        """Until the program ended, was over its limit (then True), or nobody waits for it any more."""
+        """Wait until the program ended, was over its limit (then True), or nobody waits for it any more."""
         poll = select.poll()
         poll.register(pipe, select.POLLIN)
         poll.register(self._connection, select.POLLIN)
@@ -121,24 +130,22 @@ class _Watch:
                     deadline = self._started_at + self._request["seconds"]
         return True
 
-    def _report(self, is_timed_out: bool, seconds: float) -> Report:
-        said = {line[:1]: line[1:] for line in self._said.decode(errors="replace").splitlines()}
-        failure = said.get("F", "")
-        if "R" not in said:
-            late = f"it took longer than {SET_UP_SECONDS:g} s"
-            failure = said.get("E") or (late if is_timed_out else "it ended before it could start the program")
-        status = int(said["X"]) if "X" in said and not failure else None
-        return Report(failure=failure, status=status, is_timed_out=is_timed_out and not failure, seconds=seconds)
 
-
-def _become_init(request: Request, pipe: int, folder: str | None) -> None:
+def _become_init(request: ProgramRequest, pipe: int, folder: str | None) -> None:
     try:
         os.setpgid(0, 0)
         linux.die_with_parent()
-        with contextlib.suppress(OSError):  # hidden in some containers; it only says whom to kill first
-            _write("/proc/self/oom_score_adj", "1000")
+        with contextlib.suppress(OSError):  # hidden in some containers; it only says what to kill first
+            namespaces.write("/proc/self/oom_score_adj", "1000")
         if request["method"] == BUBBLEWRAP:
-            _become_bubblewrap(request, pipe)
+            os.set_inheritable(pipe, True)
+            words = [str(linux.memory_file(protocol.frame_of(request))), str(pipe)]
+            inner = [sys.executable, *protocol.interpreter_arguments(request["package"], words)]
+            bwrap, package = request["bwrap"], os.path.join(request["package"], "rlflow")
+            os.execv(
+                bwrap,
+                namespaces.bubblewrap_command(bwrap, request["readable"], package, request["file_mb"], inner),
+            )
         if request["method"] == NAMESPACES:
             namespaces.build_root(request["readable"], request["file_mb"])
         run_init(request, pipe, folder)
@@ -146,38 +153,3 @@ def _become_init(request: Request, pipe: int, folder: str | None) -> None:
         os.write(pipe, f"E{type(error).__name__}: {error}".splitlines()[0].encode())
     finally:
         os._exit(1)
-
-
-def _become_bubblewrap(request: Request, pipe: int) -> None:
-    content = os.memfd_create("request", 0)
-    with os.fdopen(os.dup(content), "wb") as file:
-        file.write(protocol.frame_of(request))
-    os.lseek(content, 0, os.SEEK_SET)
-    os.set_inheritable(pipe, True)
-    inner = [sys.executable, *protocol.interpreter_arguments(request["package"], [str(content), str(pipe)])]
-    package = os.path.join(request["package"], "rlflow")
-    words = bubblewrap.command(request["bwrap"], request["readable"], package, request["file_mb"], inner)
-    os.execv(words[0], words)
-
-
-def _end(child: int) -> None:
-    """Kill everything below this process, and return when it is gone."""
-    for kill in (os.kill, os.killpg):
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # the group may be gone before its leader
-            kill(child, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.waitpid(-1, 0)
-
-
-def _rest(pipe: int) -> bytes:
-    parts: list[bytes] = []
-    while part := os.read(pipe, 4096):
-        parts.append(part)
-    os.close(pipe)
-    return b"".join(parts)
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from rlflow.algorithms.loss.base import PolicyLoss, TokenLoss
     from rlflow.algorithms.tokens import Tokens
 
-_LONGEST = 80
-"""Characters of a value that a message shows."""
-
 
 def checked_advantage(function: Callable[[Sequence[Group]], object], name: str) -> AdvantageFunction:
     """The advantage `name`, whose result becomes plain floats; arrays and tensors are taken too.
@@ -54,7 +51,7 @@ def checked_advantage(function: Callable[[Sequence[Group]], object], name: str) 
 
     def wrong(found: object, owner: str) -> ConfigError:
         return ConfigError(
-            f"algorithm.advantage={name} returned {_shown(found)} for {owner}; it must return a list with an entry for "
+            f"algorithm.advantage={name} returned {found!r:.80} for {owner}; it must return a list with an entry for "
             "each group, which is a list with an entry for each episode, which is a list of one finite number, or of "
             "one for each turn"
         )
@@ -97,10 +94,5 @@ def _per_token(found: object, count: int, what: str) -> Tensor:
 
     if isinstance(found, Tensor) and found.shape == (count,):
         return found
-    shown = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else _shown(found)
+    shown = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else f"{found!r:.80}"
     raise ConfigError(f"{what} must be a tensor with one value for each loss token, here [{count}]; got {shown}")
-
-
-def _shown(found: object) -> str:
-    text = repr(found)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -3,13 +3,11 @@
 groups of scored episodes -> group -> episode -> one advantage for the whole episode, or one for each of its turns
 """
 
-from __future__ import annotations
-
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from rlflow.errors import ConfigError
 
@@ -60,10 +58,8 @@ Advantages: TypeAlias = list[list[list[float]]]
 """Group -> episode -> one value for the whole episode, or one for each turn."""
 
 
-class AdvantageFunction(Protocol):
-    """An estimator with its options bound. With Scope.group the result for a group depends on that group alone."""
-
-    def __call__(self, groups: Sequence[Group], /) -> Advantages: ...
+AdvantageFunction: TypeAlias = Callable[[Sequence[Group]], Advantages]
+"""An estimator with its options bound. With Scope.group the result for a group depends on that group alone."""
 
 
 def all_equal(values: Sequence[float]) -> bool:

@@ -1,7 +1,5 @@
 """Group-relative advantage without the deviation (Dr. GRPO, arXiv:2503.20783)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rlflow.algorithms.advantage.base import Advantages, Group, centre, rewards_of, whole_episodes

@@ -1,7 +1,5 @@
 """Rewards of several components, each standardised by itself (GDPO, arXiv:2601.05242)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from rlflow.algorithms.advantage.base import Advantages, Group, Scope, deviation, divide, standardise, whole_episodes

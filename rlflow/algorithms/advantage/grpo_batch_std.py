@@ -1,7 +1,5 @@
 """The group's mean, the batch's deviation (Lite-PPO, arXiv:2508.08221)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rlflow.algorithms.advantage.base import (

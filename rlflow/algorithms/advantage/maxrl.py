@@ -1,7 +1,5 @@
 """Maximum-likelihood reinforcement learning (MaxRL 2026): rare successes count more."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rlflow.algorithms.advantage.base import Advantages, Group, all_equal, centre, rewards_of, whole_episodes

@@ -1,7 +1,5 @@
 """On-policy optimal baseline (OPO, arXiv:2505.23585)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rlflow.algorithms.advantage.base import Advantages, Group, all_equal, rewards_of, whole_episodes

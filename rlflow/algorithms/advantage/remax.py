@@ -1,7 +1,5 @@
 """The greedy episode as baseline (ReMax, arXiv:2310.10505)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rlflow.algorithms.advantage.base import Advantages, Group, Scored

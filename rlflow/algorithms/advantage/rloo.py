@@ -1,7 +1,5 @@
 """Leave-one-out baseline (RLOO, arXiv:2402.14740)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rlflow.algorithms.advantage.base import Advantages, Group, centre, rewards_of, whole_episodes

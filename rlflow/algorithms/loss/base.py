@@ -1,8 +1,7 @@
 """What every policy loss returns, and what several of them do."""
 
-from __future__ import annotations
-
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,10 +17,8 @@ class TokenLoss(NamedTuple):
     """[N] bool, True where the loss took the gradient away."""
 
 
-class PolicyLoss(Protocol):
-    """A loss with its options bound."""
-
-    def __call__(self, tokens: Tokens, /) -> TokenLoss: ...
+PolicyLoss: TypeAlias = Callable[[Tokens], TokenLoss]
+"""A loss with its options bound."""
 
 
 def check_clips(clip_low: float | None, clip_high: float | None) -> None:

@@ -6,8 +6,8 @@ Shape letter: L tokens of a sequence after its prompt, those without loss includ
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,10 @@ class TokenAdvantages(NamedTuple):
     """[L], 0 where there is no loss."""
     returns: DoubleArray
     """[L], what the critic learns: advantage + value; 0 where there is no loss."""
+
+
+TokenAdvantage: TypeAlias = Callable[[NDArray[np.floating], NDArray[np.floating], BoolArray], TokenAdvantages]
+"""An estimator with its options bound: rewards, values and mask of a sequence, all [L] -> its advantages."""
 
 
 def gae(

@@ -25,14 +25,11 @@ def checked_advantage(function: Callable[[Sequence[Group]], object], name: str) 
     """
 
     def checked(groups: Sequence[Group]) -> Advantages:
-        found = function(groups)
-        return [
-            [of_episode(values, episode) for values, episode in zip(of_group(entries, group), group, strict=True)]
-            for entries, group in zip(items(found, f"{len(groups)} groups", len(groups)), groups, strict=True)
-        ]
-
-    def of_group(found: object, group: Group) -> list[Any]:
-        return items(found, f"a group of {len(group)} episodes", len(group))
+        advantages: Advantages = []
+        for entries, group in zip(items(function(groups), f"{len(groups)} groups", len(groups)), groups, strict=True):
+            episodes = items(entries, f"a group of {len(group)} episodes", len(group))
+            advantages.append([of_episode(values, episode) for values, episode in zip(episodes, group, strict=True)])
+        return advantages
 
     def of_episode(found: object, episode: Scored) -> list[float]:
         num_turns = len(episode.turns)
@@ -60,7 +57,7 @@ def checked_advantage(function: Callable[[Sequence[Group]], object], name: str) 
 
 
 def checked_loss(function: PolicyLoss, name: str) -> PolicyLoss:
-    """The loss `name`; it raises ConfigError for a result that has not one value for each token."""
+    """The loss `name`; it raises ConfigError unless the result has one value for each token."""
     from rlflow.algorithms.loss.base import TokenLoss  # imports torch, which advantages do not need
 
     def checked(tokens: Tokens) -> TokenLoss:
@@ -80,7 +77,7 @@ def checked_loss(function: PolicyLoss, name: str) -> PolicyLoss:
 
 
 def checked_correction(function: CorrectionFunction, name: str) -> CorrectionFunction:
-    """The correction `name`; it raises ConfigError for a result that has not one value for each token."""
+    """The correction `name`; it raises ConfigError unless the result has one value for each token."""
 
     def checked(tokens: Tokens, target: Tensor) -> Tensor:
         weights = function(tokens, target)

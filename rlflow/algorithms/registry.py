@@ -123,7 +123,7 @@ def _rewards_alone(groups: Sequence[Group]) -> Advantages:
 def objective_of(algorithm: AlgorithmConfig) -> ChosenObjective:
     """Imports torch. Raises ConfigError for an unknown name or option, or an option out of range.
 
-    The loss and the corrections raise it too, for a result that has not one value for each token.
+    The loss and the corrections raise it too, unless the result has one value for each token.
     """
     loss = _bound(Kind.loss, algorithm.loss, algorithm.loss_args, "algorithm.loss_args").function
     corrections = {

@@ -1,4 +1,4 @@
-"""Of each kind of task equally many (task-balanced sampling, QwenLong-L1.5, arXiv:2512.12967)."""
+"""Equally many tasks of each kind (task-balanced sampling, QwenLong-L1.5, arXiv:2512.12967)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Balanced(Curriculum):
     """The kinds in turn, whatever their sizes; within a kind, shuffled passes."""
 
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
-        """Raises ConfigError where all tasks are of one kind."""
+        """Raises ConfigError if all tasks are of one kind."""
         self._tasks: dict[str, list[Task]] = {}
         for task in tasks:
             self._tasks.setdefault(task.kind, []).append(task)

@@ -38,9 +38,9 @@ class Results:
     """What was seen of one task."""
 
     total: float
-    """Of the rewards, each with the weight that it had at `draws`."""
+    """The sum of the rewards, each with the weight that it had at `draws`."""
     count: float
-    """Of the weights."""
+    """The sum of these weights."""
     draws: int
     """How many tasks had been drawn when the last result came."""
 

@@ -20,7 +20,7 @@ from rlflow.algorithms.advantage.base import Scored
 from rlflow.algorithms.registry import CATALOGS, Kind, advantage_of, check_functions, objective_of
 from rlflow.algorithms.tokens import Tokens
 from rlflow.cli import main
-from rlflow.config import AlgorithmConfig, Config, CurriculumConfig, EnvConfig, RewardConfig
+from rlflow.config import AlgorithmConfig, Config, CurriculumConfig, EnvConfig, Proximal, RewardConfig
 from rlflow.curriculum.registry import CURRICULA, make_curriculum
 from rlflow.environments.find import ENVIRONMENTS, load_environment
 from rlflow.errors import ConfigError
@@ -53,6 +53,7 @@ def their_advantage(groups, *, bonus: float = 1.0):
     return [[[episode.reward + bonus] for episode in group] for group in groups]
 
 
+@Traits(has_no_ratio=True)
 def their_loss(tokens, *, strength: float = 1.0):
     """Minus the log-probability, times the advantage and a strength.
 
@@ -323,6 +324,10 @@ def test_what_a_packages_function_says_of_itself_is_heard(packages: Path) -> Non
     config.algorithm.corrections = {"their_correction": {}}  # a mask may stand beside the ratio of the loss
     check_functions(config)
     assert advantage_of(config.algorithm).traits.needs_greedy
+    config.algorithm.loss = "their_loss"
+    config.algorithm.proximal = Proximal.interpolated
+    with pytest.raises(ConfigError, match="algorithm.loss=their_loss, which does not compare with the proximal policy"):
+        check_functions(config)
 
 
 def test_a_loss_of_a_package_is_found_in_another_process(packages: Path) -> None:

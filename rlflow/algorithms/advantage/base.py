@@ -68,7 +68,7 @@ def all_equal(values: Sequence[float]) -> bool:
 
 
 def centre(values: Sequence[float]) -> list[float]:
-    """values - mean; exactly 0 where all are equal."""
+    """values - mean; exactly 0 if all are equal."""
     if all_equal(values):
         return [0.0] * len(values)
     mean = statistics.fmean(values)
@@ -76,7 +76,7 @@ def centre(values: Sequence[float]) -> list[float]:
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Standard deviation of a sample (divisor n - 1); exactly 0 where all are equal, a single one included."""
+    """Standard deviation of a sample (divisor n - 1); exactly 0 if all are equal, a single one included."""
     return 0.0 if all_equal(values) else statistics.stdev(values)
 
 
@@ -86,7 +86,7 @@ def divide(values: Sequence[float], scale: float) -> list[float]:
 
 
 def standardise(values: Sequence[float]) -> list[float]:
-    """(values - mean) / (deviation + 1e-6); exactly 0 where all are equal."""
+    """(values - mean) / (deviation + 1e-6); exactly 0 if all are equal."""
     return divide(centre(values), deviation(values))
 
 

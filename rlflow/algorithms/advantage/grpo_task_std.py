@@ -16,6 +16,9 @@ def grpo_task_std(groups: Sequence[Group]) -> Advantages:
             by_kind[episode.task_kind].append(episode.reward)
     scales = {kind: deviation(rewards) for kind, rewards in by_kind.items()}
     return [
-        [[value / (scales[episode.task_kind] + EPSILON)] for episode, value in zip(group, values, strict=True)]
-        for group, values in ((group, centre(rewards_of(group))) for group in groups)
+        [
+            [value / (scales[episode.task_kind] + EPSILON)]
+            for episode, value in zip(group, centre(rewards_of(group)), strict=True)
+        ]
+        for group in groups
     ]

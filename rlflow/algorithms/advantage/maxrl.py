@@ -7,7 +7,7 @@ from rlflow.errors import ConfigError
 
 
 def maxrl(groups: Sequence[Group]) -> Advantages:
-    """(r - mean) / mean of the group; exactly 0 where no reward differs.
+    """(r - mean) / mean of the group; exactly 0 if all rewards are equal.
 
     Raises ConfigError for a negative reward: then the mean is no rate of success.
     """

@@ -6,7 +6,7 @@ from rlflow.algorithms.advantage.base import Advantages, Group, all_equal, rewar
 
 
 def opo(groups: Sequence[Group]) -> Advantages:
-    """r - sum(length r) / sum(length), lengths in loss tokens; exactly 0 where no reward of the group differs."""
+    """r - sum(length r) / sum(length), lengths in loss tokens; exactly 0 if all rewards of the group are equal."""
     return [whole_episodes(_from_optimal_baseline(group)) for group in groups]
 
 

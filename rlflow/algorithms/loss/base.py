@@ -14,7 +14,7 @@ class TokenLoss(NamedTuple):
     loss: Tensor
     """[N], to be minimised."""
     is_clipped: Tensor
-    """[N] bool, True where the loss took the gradient away."""
+    """[N] bool, True if the loss took the gradient away."""
 
 
 PolicyLoss: TypeAlias = Callable[[Tokens], TokenLoss]
@@ -36,7 +36,7 @@ def clip_ratio(ratio: Tensor, clip_low: float | None, clip_high: float | None) -
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, clip_low: float | None, clip_high: float | None
 ) -> tuple[Tensor, Tensor]:
-    """max(-A r, -A clip(r)), and where the clip won; all [N]."""
+    """max(-A r, -A clip(r)), and whether the clip won; all [N]."""
     unclipped = -advantages * ratio
     clipped = -advantages * clip_ratio(ratio, clip_low, clip_high)
     return torch.maximum(unclipped, clipped), clipped > unclipped

@@ -15,7 +15,7 @@ from rlflow.algorithms.token_advantage.gae import (
     token_rewards,
     whiten,
 )
-from rlflow.batching import Piece, spread_over_turns
+from rlflow.batching import BatchPiece, spread_over_turns
 from rlflow.groups.staleness import without_old_tokens
 from rlflow.types import CriticTargets, EpisodePayload, FloatArray, ReadyGroup, Sample, TrainSample
 
@@ -39,10 +39,10 @@ class Fetcher:
         self._token_advantage = token_advantage
         self._kl_coefficient = kl_coefficient
 
-    def payloads(self, piece: Piece) -> list[EpisodePayload]:
+    def payloads(self, piece: BatchPiece) -> list[EpisodePayload]:
         return _get(self._groups[piece.group].payloads, piece)
 
-    def samples(self, piece: Piece) -> list[TrainSample]:
+    def samples(self, piece: BatchPiece) -> list[TrainSample]:
         group = self._groups[piece.group]
         nothing: list[Any] = [None] * len(piece.episodes)
         references = nothing if group.references is None else _get(group.references, piece)
@@ -136,7 +136,7 @@ def samples_in(micro_batches: Sequence[Sequence[Sequence[TrainSample]]]) -> Iter
             yield from piece
 
 
-def _get(handles: Sequence[object], piece: Piece) -> list[Any]:
+def _get(handles: Sequence[object], piece: BatchPiece) -> list[Any]:
     import ray
 
     return ray.get([handles[index] for index in piece.episodes])  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ import torch
 from packages import install
 from transcripts import said
 
+from rlflow.algorithms import loss as losses
 from rlflow.algorithms.advantage.base import Scored
 from rlflow.algorithms.registry import CATALOGS, Kind, advantage_of, check_functions, objective_of
 from rlflow.algorithms.tokens import Tokens
@@ -24,7 +25,7 @@ from rlflow.config import AlgorithmConfig, Config, CurriculumConfig, EnvConfig, 
 from rlflow.curriculum.registry import CURRICULA, make_curriculum
 from rlflow.environments.find import ENVIRONMENTS, load_environment
 from rlflow.errors import ConfigError
-from rlflow.plugins.catalog import Catalog
+from rlflow.plugins.catalog import Catalog, modules_of
 from rlflow.rewards.call import call
 from rlflow.rewards.choose import REWARDS, choose_rewards, load
 from rlflow.types import Task
@@ -225,6 +226,15 @@ def test_each_thing_is_found_in_each_way(kind: str, way: str, packages: Path) ->
         return
     name = {"entry point": "", "module": "theirs:", "file": f"{packages}/theirs.py:"}[way] + thing.name
     assert thing.use(name) == thing.gives
+
+
+def test_a_file_in_the_folder_is_all_that_a_new_loss_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fresh.py").write_text("def fresh(tokens):\n    return tokens.logprobs, tokens.logprobs > 0\n")
+    monkeypatch.setattr(losses, "__path__", [*losses.__path__, str(tmp_path)])
+    catalog = Catalog(setting="algorithm.loss", what="a loss", shipped=modules_of("rlflow.algorithms.loss"))
+    assert {*catalog.shipped} == {*CATALOGS[Kind.loss].shipped, "fresh"}
+    monkeypatch.setitem(CATALOGS, Kind.loss, catalog)
+    assert use_loss("fresh") == [-1.0, -2.0]
 
 
 @pytest.mark.parametrize("kind", THINGS)

@@ -29,7 +29,8 @@ FLOORS = (
     "batching rewards weights",
     "envs",
     "processes algorithms",
-    "runtime plugins models",
+    "models",
+    "runtime plugins",
     "types roles config errors",
 )
 """From the roof to the ground. A module imports from its own room and from lower floors, also inside functions and for

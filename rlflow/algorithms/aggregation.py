@@ -3,8 +3,6 @@
 loss [N] -> times weights [N], summed over all rows and ranks -> divided once by a count of the whole step
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 import torch

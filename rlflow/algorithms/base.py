@@ -21,17 +21,17 @@ class Traits:
     """
 
     scope: Scope = Scope.group
-    """Of an advantage: whether it must see every group of the step."""
+    """Whether an advantage must see every group of the step."""
     is_per_turn: bool = False
-    """Of an advantage: whether each turn of an episode has its own, so that the episodes must carry their turns."""
+    """Whether an advantage has a value for each turn of an episode, and so needs episodes with turns."""
     needs_greedy: bool = False
-    """Of an advantage: whether each group plays one more episode, greedily, as its baseline."""
+    """Whether an advantage has each group play one more episode, greedily, as its baseline."""
     is_mask: bool = False
-    """Of a correction: whether its weights are 0 and 1 only, so that it may be combined with others."""
+    """Whether the weights of a correction are 0 and 1 only, so that it may stand beside any loss and correction."""
     is_corrected: bool = False
-    """Of a loss: whether it weighs by policy / behaviour itself; a correction that is no mask would do so twice."""
+    """Whether a loss weighs by policy / behaviour itself; a correction that is no mask would do so twice."""
     has_no_ratio: bool = False
-    """Of a loss: whether it compares with no other policy, so that a correction may weigh it."""
+    """Whether a loss compares with no other policy, so that a correction may weigh it."""
 
     def __call__(self, function: Function) -> Function:
         vars(function).update(asdict(self))

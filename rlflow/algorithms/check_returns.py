@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from rlflow.algorithms.loss.base import PolicyLoss, TokenLoss
     from rlflow.algorithms.tokens import Tokens
 
-_LONGEST = 80
-"""Characters of a value that a message shows."""
-
 
 def checked_advantage(function: Callable[[Sequence[Group]], object], name: str) -> AdvantageFunction:
     """The advantage `name`, whose result becomes plain floats; arrays and tensors are taken too.
@@ -28,14 +25,11 @@ def checked_advantage(function: Callable[[Sequence[Group]], object], name: str) 
     """
 
     def checked(groups: Sequence[Group]) -> Advantages:
-        found = function(groups)
-        return [
-            [of_episode(values, episode) for values, episode in zip(of_group(entries, group), group, strict=True)]
-            for entries, group in zip(items(found, f"{len(groups)} groups", len(groups)), groups, strict=True)
-        ]
-
-    def of_group(found: object, group: Group) -> list[Any]:
-        return items(found, f"a group of {len(group)} episodes", len(group))
+        advantages: Advantages = []
+        for entries, group in zip(items(function(groups), f"{len(groups)} groups", len(groups)), groups, strict=True):
+            episodes = items(entries, f"a group of {len(group)} episodes", len(group))
+            advantages.append([of_episode(values, episode) for values, episode in zip(episodes, group, strict=True)])
+        return advantages
 
     def of_episode(found: object, episode: Scored) -> list[float]:
         num_turns = len(episode.turns)
@@ -54,7 +48,7 @@ def checked_advantage(function: Callable[[Sequence[Group]], object], name: str) 
 
     def wrong(found: object, owner: str) -> ConfigError:
         return ConfigError(
-            f"algorithm.advantage={name} returned {_shown(found)} for {owner}; it must return a list with an entry for "
+            f"algorithm.advantage={name} returned {found!r:.80} for {owner}; it must return a list with an entry for "
             "each group, which is a list with an entry for each episode, which is a list of one finite number, or of "
             "one for each turn"
         )
@@ -63,7 +57,7 @@ def checked_advantage(function: Callable[[Sequence[Group]], object], name: str) 
 
 
 def checked_loss(function: PolicyLoss, name: str) -> PolicyLoss:
-    """The loss `name`; it raises ConfigError for a result that has not one value for each token."""
+    """The loss `name`; it raises ConfigError unless the result has one value for each token."""
     from rlflow.algorithms.loss.base import TokenLoss  # imports torch, which advantages do not need
 
     def checked(tokens: Tokens) -> TokenLoss:
@@ -83,7 +77,7 @@ def checked_loss(function: PolicyLoss, name: str) -> PolicyLoss:
 
 
 def checked_correction(function: CorrectionFunction, name: str) -> CorrectionFunction:
-    """The correction `name`; it raises ConfigError for a result that has not one value for each token."""
+    """The correction `name`; it raises ConfigError unless the result has one value for each token."""
 
     def checked(tokens: Tokens, target: Tensor) -> Tensor:
         weights = function(tokens, target)
@@ -97,10 +91,5 @@ def _per_token(found: object, count: int, what: str) -> Tensor:
 
     if isinstance(found, Tensor) and found.shape == (count,):
         return found
-    shown = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else _shown(found)
+    shown = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else f"{found!r:.80}"
     raise ConfigError(f"{what} must be a tensor with one value for each loss token, here [{count}]; got {shown}")
-
-
-def _shown(found: object) -> str:
-    text = repr(found)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -4,8 +4,6 @@ Positive samples alone make a policy surer of itself, so its entropy falls; nega
 over the full vocabulary, in nats.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from rlflow.algorithms.base import require

@@ -1,7 +1,5 @@
 """Soft punishment of long completions (DAPO, arXiv:2503.14476)."""
 
-from __future__ import annotations
-
 from rlflow.algorithms.base import require
 
 

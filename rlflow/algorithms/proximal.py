@@ -1,7 +1,5 @@
 """The proximal policy without a forward pass of its own (decoupled PPO, AReaL, arXiv:2505.24298)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlflow.algorithms.advantage.base import Advantages, Group, Scope
 from rlflow.algorithms.base import Traits
@@ -21,26 +20,31 @@ from rlflow.config import AlgorithmConfig, Config, CriticConfig, Late, Proximal
 from rlflow.errors import ConfigError
 from rlflow.plugins.catalog import Catalog, modules_of
 from rlflow.plugins.options import bind
-from rlflow.types import BoolArray
 
 if TYPE_CHECKING:
     from rlflow.algorithms.correction.base import CorrectionFunction
     from rlflow.algorithms.kl.base import KlEstimate
     from rlflow.algorithms.loss.base import PolicyLoss
-    from rlflow.algorithms.token_advantage.gae import TokenAdvantages
+    from rlflow.algorithms.token_advantage.gae import TokenAdvantage
 
 
 class Kind(StrEnum):
     advantage = "advantage"
     token_advantage = "token_advantage"
-    """Of single tokens, from the values of a critic; named by the same setting as `advantage`."""
+    """A value for each token, from a critic; named by the same setting as `advantage`."""
     loss = "loss"
     correction = "correction"
     kl = "kl"
 
 
 CATALOGS = {
-    kind: Catalog(setting=setting, what=what, shipped=modules_of(f"rlflow.algorithms.{kind}"), group=group)
+    kind: Catalog(
+        setting=setting,
+        what=what,
+        shipped=modules_of(f"rlflow.algorithms.{kind}"),
+        group=group,
+        others=tuple(modules_of("rlflow.algorithms.token_advantage")) if kind is Kind.advantage else (),
+    )
     for kind, setting, what, group in (
         (Kind.advantage, "algorithm.advantage", "an advantage", "rlflow.advantages"),
         (Kind.token_advantage, "algorithm.advantage", "an advantage of single tokens", None),
@@ -54,14 +58,6 @@ CATALOGS = {
 class Algorithm(NamedTuple):
     function: Callable[..., Any]
     traits: Traits
-
-
-class TokenAdvantage(Protocol):
-    """An estimator of single tokens with its options bound; see `algorithms.token_advantage.gae`."""
-
-    def __call__(
-        self, rewards: NDArray[np.floating], values: NDArray[np.floating], mask: BoolArray, /
-    ) -> TokenAdvantages: ...
 
 
 class ChosenObjective(NamedTuple):
@@ -127,7 +123,7 @@ def _rewards_alone(groups: Sequence[Group]) -> Advantages:
 def objective_of(algorithm: AlgorithmConfig) -> ChosenObjective:
     """Imports torch. Raises ConfigError for an unknown name or option, or an option out of range.
 
-    The loss and the corrections raise it too, for a result that has not one value for each token.
+    The loss and the corrections raise it too, unless the result has one value for each token.
     """
     loss = _bound(Kind.loss, algorithm.loss, algorithm.loss_args, "algorithm.loss_args").function
     corrections = {

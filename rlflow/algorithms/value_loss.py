@@ -1,7 +1,5 @@
 """The critic's loss, clipped around the values that the advantages were computed with (PPO, arXiv:1707.06347)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

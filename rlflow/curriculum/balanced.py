@@ -1,4 +1,4 @@
-"""Of each kind of task equally many (task-balanced sampling, QwenLong-L1.5, arXiv:2512.12967)."""
+"""Equally many tasks of each kind (task-balanced sampling, QwenLong-L1.5, arXiv:2512.12967)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlflow.curriculum.base import Curriculum
-from rlflow.curriculum.uniform import Passes
+from rlflow.curriculum.uniform import Uniform
 from rlflow.errors import ConfigError
 from rlflow.types import Json, Task
 
@@ -15,23 +15,23 @@ class Balanced(Curriculum):
     """The kinds in turn, whatever their sizes; within a kind, shuffled passes."""
 
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
-        """Raises ConfigError where all tasks are of one kind."""
-        self._tasks: dict[str, list[Task]] = {}
+        """Raises ConfigError if all tasks are of one kind."""
+        of_kind: dict[str, list[Task]] = {}
         for task in tasks:
-            self._tasks.setdefault(task.kind, []).append(task)
-        self._kinds = list(self._tasks)
+            of_kind.setdefault(task.kind, []).append(task)
+        self._kinds = list(of_kind)
         if len(self._kinds) < 2:
             raise ConfigError(
                 f"curriculum.kind=balanced has no effect where all {len(tasks)} tasks are of one kind, "
                 f"{self._kinds[0]!r}; give them kinds (Task.kind), or set it to uniform"
             )
-        self._passes = {kind: Passes(len(self._tasks[kind]), f"{seed}/{kind}") for kind in self._kinds}
+        self._passes = {kind: Uniform(those, f"{seed}/{kind}") for kind, those in of_kind.items()}
         self._turn = 0
 
     def next(self) -> Task:
         kind = self._kinds[self._turn]
         self._turn = (self._turn + 1) % len(self._kinds)
-        return self._tasks[kind][self._passes[kind].next()]
+        return self._passes[kind].next()
 
     def state(self) -> dict[str, Json]:
         return {"turn": self._turn, "passes": {kind: passes.state() for kind, passes in self._passes.items()}}

@@ -30,7 +30,7 @@ class Curriculum(ABC):
         """
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for the record of a step, where they are called curriculum/<name>."""
+        """Numbers for the record of a step, which calls them curriculum/<name>."""
         return {}
 
     @abstractmethod
@@ -39,4 +39,4 @@ class Curriculum(ABC):
 
     @abstractmethod
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where the curriculum that gave this state was; the tasks, their order and the seed are the same."""
+        """Continue from a state that `state` gave; the tasks, their order and the seed are the same."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlflow.curriculum.base import Curriculum
-from rlflow.curriculum.uniform import Passes
+from rlflow.curriculum.uniform import Uniform
 from rlflow.errors import ConfigError
 from rlflow.types import Json, Task
 
@@ -38,9 +38,9 @@ class Results:
     """What was seen of one task."""
 
     total: float
-    """Of the rewards, each with the weight that it had at `draws`."""
+    """The sum of the rewards, each with the weight that it had at `draws`."""
     count: float
-    """Of the weights."""
+    """The sum of these weights."""
     draws: int
     """How many tasks had been drawn when the last result came."""
 
@@ -63,7 +63,7 @@ class Difficulty(Curriculum):
         self._seed = seed
         self._explore = explore
         self._half_life_draws = half_life * len(tasks)
-        self._passes = Passes(len(tasks), f"{seed}/explore")
+        self._passes = Uniform(tasks, f"{seed}/explore")
         self._results: dict[str, Results] = {}
         self._low, self._high = 0.0, 1.0
         self._draws = 0
@@ -73,13 +73,13 @@ class Difficulty(Curriculum):
     def next(self) -> Task:
         self._draws += 1
         if int(self._draws * self._explore) > int((self._draws - 1) * self._explore):
-            return self._tasks[self._passes.next()]
+            return self._passes.next()
         rng = random.Random(f"{self._seed}/draw/{self._draws}")  # one for each draw: there is no state of it to keep
         for _ in range(MOST_TRIES):
             task = rng.choice(self._tasks)
             if rng.random() * MOST_SIGNAL < self.signal(task.id):
                 return task
-        return self._tasks[self._passes.next()]
+        return self._passes.next()
 
     def on_result(self, task_id: str, rewards: Sequence[float]) -> None:
         if not rewards:

@@ -10,23 +10,24 @@ from rlflow.curriculum.base import Curriculum
 from rlflow.types import Json, Task
 
 
-class Passes:
-    """Endless passes over the numbers below `size`; each pass has its own order, fixed by (seed, pass)."""
+class Uniform(Curriculum):
+    """Endless passes over the tasks; each pass has its own order, fixed by (seed, pass)."""
 
-    def __init__(self, size: int, seed: str) -> None:
-        self._size = size
+    def __init__(self, tasks: Sequence[Task], seed: int | str) -> None:
+        """`seed` may be a text: other curricula pass over parts of the tasks, each part in an order of its own."""
+        self._tasks = tasks
         self._seed = seed
         self._pass = 0
         self._position = 0
         self._order = self._shuffled()
 
-    def next(self) -> int:
-        if self._position == self._size:
+    def next(self) -> Task:
+        if self._position == len(self._tasks):
             self._pass += 1
             self._position = 0
             self._order = self._shuffled()
         self._position += 1
-        return self._order[self._position - 1]
+        return self._tasks[self._order[self._position - 1]]
 
     def state(self) -> dict[str, Json]:
         return {"pass": self._pass, "position": self._position}
@@ -36,23 +37,6 @@ class Passes:
         self._order = self._shuffled()
 
     def _shuffled(self) -> list[int]:
-        order = list(range(self._size))
+        order = list(range(len(self._tasks)))
         random.Random(f"{self._seed}/{self._pass}").shuffle(order)
         return order
-
-
-class Uniform(Curriculum):
-    """Endless passes over the tasks, each in an order of its own."""
-
-    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
-        self._tasks = tasks
-        self._passes = Passes(len(tasks), str(seed))
-
-    def next(self) -> Task:
-        return self._tasks[self._passes.next()]
-
-    def state(self) -> dict[str, Json]:
-        return self._passes.state()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self._passes.restore(state)

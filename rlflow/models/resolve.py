@@ -12,11 +12,11 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 
 from rlflow.errors import ConfigError, first_line
 from rlflow.models.builtin import write_smollm2, write_tiny
+from rlflow.plugins.names import did_you_mean
 
 BUILTIN = ("smollm2-135m", "tiny")
 POLICY, REWARD = "model.path", "reward.model"
@@ -157,8 +157,6 @@ def _download(path: str, files: Sequence[str], setting: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     builtin = BUILTIN if setting == POLICY else ()
-    close = get_close_matches(path.lower(), builtin, n=1, cutoff=0.4)
-    hint = f"; did you mean {close[0]}?" if close else ""
     try:
         return snapshot_download(path, allow_patterns=list(files))
     except (HFValidationError, HfHubHTTPError, OSError) as error:
@@ -168,7 +166,8 @@ def _download(path: str, files: Sequence[str], setting: str) -> str:
             f"neither a built-in model ({', '.join(builtin)}) nor a folder here" if builtin else "no folder here"
         )
         raise ConfigError(
-            f"{setting}={path} is {nothing_here}, and the hub did not give it{offline}: {reason}{hint}"
+            f"{setting}={path} is {nothing_here}, and the hub did not give it{offline}: {reason}"
+            f"{did_you_mean(path.lower(), builtin, cutoff=0.4)}"
         ) from error
 
 

@@ -17,20 +17,10 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import NamedTuple
 
 from rlflow.errors import ConfigError
 from rlflow.plugins.loading import load_object
 from rlflow.plugins.names import did_you_mean
-
-
-class Offer(NamedTuple):
-    """What a name stands for."""
-
-    path: str
-    """`package.module:Name`."""
-    package: str
-    """The installed package that registers it, with its version; "rlflow" for what is shipped."""
 
 
 def modules_of(package: str, attribute: Callable[[str], str] = str) -> dict[str, str]:
@@ -61,15 +51,16 @@ class Catalog:
     others: tuple[str, ...] = ()
     """Names that the setting takes beside those of the catalog; messages list them too."""
 
-    def offers(self) -> dict[str, list[Offer]]:
-        """Name -> what it may mean; more than one meaning is an error only when the name is used."""
-        found = {name: [Offer(path, "rlflow")] for name, path in self.shipped.items()}
+    def offers(self) -> dict[str, dict[str, str]]:
+        """Name -> the paths that it may mean -> who offers each: "rlflow", or an installed package with its version.
+
+        More than one meaning is an error only when the name is used.
+        """
+        found = {name: {path: "rlflow"} for name, path in self.shipped.items()}
         for each in _installed(_state_of_path()):
-            if each.group != self.group:
-                continue
-            path, known = f"{each.module}:{each.attr}", found.setdefault(each.name, [])
-            if path not in [offer.path for offer in known]:
-                known.append(Offer(path, f"{each.dist.name} {each.dist.version}" if each.dist else ""))
+            if each.group == self.group:
+                package = f"{each.dist.name} {each.dist.version}" if each.dist else "an unnamed package"
+                found.setdefault(each.name, {}).setdefault(f"{each.module}:{each.attr}", package)
         return found
 
     def path_of(self, name: str) -> str:
@@ -87,12 +78,13 @@ class Catalog:
                 f"{self.setting}={name} is not {self.what}{did_you_mean(name, known) or '.'} There are "
                 f"{', '.join(known)}; your own is package.module:Name or file.py:Name"
             )
-        if len(offers[name]) > 1:
+        path, *others = offers[name]
+        if others:
             raise ConfigError(
-                f"{self.setting}={name}: two installed packages register {name!r} in {self.group}: "
-                f"{' and '.join(offer.path for offer in offers[name][:2])}; name the one you mean by its path"
+                f"{self.setting}={name}: two installed packages register {name!r} in {self.group}: {path} and "
+                f"{others[0]}; name the one you mean by its path"
             )
-        return offers[name][0].path
+        return path
 
     def find(self, name: str) -> object:
         """What the name means, loaded. Raises ConfigError when it is unknown, ambiguous or cannot be imported."""

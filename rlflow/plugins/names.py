@@ -9,7 +9,7 @@ from difflib import get_close_matches
 def did_you_mean(name: str, known: Iterable[str] | Mapping[str, str], *, most: int = 1, cutoff: float = 0.6) -> str:
     """The end of an error's first sentence: "; did you mean NAME?", or "" when no similarity reaches `cutoff`.
 
-    `known` maps names to what is shown for them, where that differs. At most `most` names, the most similar first.
+    `known` may map each name to what is shown in its place. At most `most` names, the most similar first.
     """
     shown = known if isinstance(known, Mapping) else {each: each for each in known}
     near = get_close_matches(name, shown, n=most, cutoff=cutoff)

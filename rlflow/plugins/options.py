@@ -20,7 +20,7 @@ _WORDS = {float: "a number", int: "a whole number", bool: "true or false", str: 
 def parameters_of(function: Callable[..., Any]) -> list[Parameter]:
     """The parameters that can be given by name, and `**keywords`.
 
-    Annotations are types where they can be evaluated; those that only a type checker understands stay text.
+    Annotations are types if they can be evaluated; those that only a type checker understands stay text.
     """
     try:
         found = inspect.signature(function, eval_str=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
 from enum import Enum
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -21,6 +20,7 @@ from omegaconf.errors import (
 )
 
 from rlflow.config import Config, PoolConfig
+from rlflow.plugins.names import did_you_mean
 
 _GROUPS = ("recipe", "algorithm", "cluster")
 _TYPE_NAMES = {
@@ -75,9 +75,8 @@ def _explain_missing_file(error: MissingConfigException) -> str:
     group, _, name = (error.missing_cfg_file or "").rpartition("/")
     if not group or error.options is None:
         return _one_line(error)
-    close = get_close_matches(name, error.options, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return f"there is no {group} {name}; {hint}There are: {', '.join(error.options)}"
+    near = did_you_mean(name, error.options) or "."
+    return f"there is no {group} {name}{near} There are: {', '.join(error.options)}"
 
 
 def _explain_value(key: str, message: str) -> str:
@@ -116,11 +115,8 @@ def unknown_key(key: str) -> str:
     ends = {leaf.rpartition(".")[2]: leaf for leaf in reversed(known)}
     name = key.rpartition(".")[2]
     # A setting named without its section, or under another one; or else misspelt.
-    close = [ends[name]] if name in ends else get_close_matches(key, known, n=1)
-    if not close:
-        close = [ends[near] for near in get_close_matches(name, ends, n=1, cutoff=0.75)]
-    hint = f"did you mean {close[0]}?" if close else "`rlflow train --help` lists them all"
-    return f"{key} is not a setting; {hint}"
+    near = did_you_mean(name, ends, cutoff=1.0) or did_you_mean(key, known) or did_you_mean(name, ends, cutoff=0.75)
+    return f"{key} is not a setting{near or '; `rlflow train --help` lists them all'}"
 
 
 def _omegaconf_cause(error: BaseException | None) -> OmegaConfBaseException | None:

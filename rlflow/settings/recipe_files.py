@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 
 from rlflow.errors import ConfigError
+from rlflow.plugins.names import did_you_mean
 
 FOLDER = Path(__file__).parent.parent / "recipes" / "recipe"
 
@@ -17,9 +17,8 @@ def recipe_names() -> list[str]:
 def recipe_text(name: str) -> str:
     """The YAML of a recipe. Raises ConfigError for an unknown name."""
     if name not in recipe_names():
-        close = get_close_matches(name, recipe_names(), n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ConfigError(f"there is no recipe {name}; {hint}There are: {', '.join(recipe_names())}")
+        near = did_you_mean(name, recipe_names()) or "."
+        raise ConfigError(f"there is no recipe {name}{near} There are: {', '.join(recipe_names())}")
     return (FOLDER / f"{name}.yaml").read_text()
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from rlflow.algorithms.registry import CATALOGS, Kind, resolve
 from rlflow.errors import ConfigError
-from rlflow.plugins.catalog import Offer
 
 _SETTINGS = {
     Kind.advantage: "algorithm.advantage, options in algorithm.advantage_args",
@@ -30,14 +29,9 @@ def lines() -> Iterator[str]:
                 options, summary = ", ".join(_options(function)), _summary(function)
             except ConfigError as error:
                 options, summary = "", f"cannot be used: {error}"
-            yield f"  {name}{f' ({options})' if options else ''}{_origin(offers)}"
+            packages = ", ".join(f"{path} of {package}" for path, package in offers.items() if package != "rlflow")
+            yield f"  {name}{f' ({options})' if options else ''}{f'   [{packages}]' if packages else ''}"
             yield f"      {summary}"
-
-
-def _origin(offers: list[Offer]) -> str:
-    """Where a name comes from; nothing for what is shipped."""
-    packages = [f"{path} of {package}" for path, package in offers if package != "rlflow"]
-    return f"   [{', '.join(packages)}]" if packages else ""
 
 
 def _options(function: Callable[..., Any]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,3 +21,4 @@ def install(folder: Path, package: str, source: str, groups: Mapping[str, Mappin
         lines.append(f"[{group}]")
         lines += [f"{name} = {path if ':' in path else f'{package}:{path}'}" for name, path in points.items()]
     (metadata / "entry_points.txt").write_text("\n".join(lines))
+    importlib.invalidate_caches()

@@ -3,13 +3,11 @@
 groups of scored episodes -> group -> episode -> one advantage for the whole episode, or one for each of its turns
 """
 
-from __future__ import annotations
-
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from rlflow.errors import ConfigError
 
@@ -60,10 +58,8 @@ Advantages: TypeAlias = list[list[list[float]]]
 """Group -> episode -> one value for the whole episode, or one for each turn."""
 
 
-class AdvantageFunction(Protocol):
-    """An estimator with its options bound. With Scope.group the result for a group depends on that group alone."""
-
-    def __call__(self, groups: Sequence[Group], /) -> Advantages: ...
+AdvantageFunction: TypeAlias = Callable[[Sequence[Group]], Advantages]
+"""An estimator with its options bound. With Scope.group the result for a group depends on that group alone."""
 
 
 def all_equal(values: Sequence[float]) -> bool:
@@ -72,7 +68,7 @@ def all_equal(values: Sequence[float]) -> bool:
 
 
 def centre(values: Sequence[float]) -> list[float]:
-    """values - mean; exactly 0 where all are equal."""
+    """values - mean; exactly 0 if all are equal."""
     if all_equal(values):
         return [0.0] * len(values)
     mean = statistics.fmean(values)
@@ -80,7 +76,7 @@ def centre(values: Sequence[float]) -> list[float]:
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Standard deviation of a sample (divisor n - 1); exactly 0 where all are equal, a single one included."""
+    """Standard deviation of a sample (divisor n - 1); exactly 0 if all are equal, a single one included."""
     return 0.0 if all_equal(values) else statistics.stdev(values)
 
 
@@ -90,7 +86,7 @@ def divide(values: Sequence[float], scale: float) -> list[float]:
 
 
 def standardise(values: Sequence[float]) -> list[float]:
-    """(values - mean) / (deviation + 1e-6); exactly 0 where all are equal."""
+    """(values - mean) / (deviation + 1e-6); exactly 0 if all are equal."""
     return divide(centre(values), deviation(values))
 
 

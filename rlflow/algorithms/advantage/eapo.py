@@ -1,7 +1,5 @@
 """Efficiency-aware advantage of rounds (EAPO, IterResearch, arXiv:2511.07327): early turns of short episodes win."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rlflow.algorithms.advantage.base import Advantages, Group, require_turns, standardise

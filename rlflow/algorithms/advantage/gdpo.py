@@ -1,7 +1,5 @@
 """Rewards of several components, each standardised by itself (GDPO, arXiv:2601.05242)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from rlflow.algorithms.advantage.base import Advantages, Group, Scope, deviation, divide, standardise, whole_episodes
@@ -16,7 +14,7 @@ def gdpo(groups: Sequence[Group], *, weights: Mapping[str, float] | None = None)
     None weighs every component by 1; a component without a weight is left out. The mean of the batch is 0 by
     construction and is not subtracted, so that a group in which nothing differs stays at exactly 0.
 
-    Raises ConfigError where an episode lacks a component.
+    Raises ConfigError if an episode lacks a component.
     """
     if not any(groups):
         return [[] for _ in groups]

@@ -1,7 +1,5 @@
 """Group-in-group advantage for agents (GiGPO, arXiv:2505.10978): episodes compared, and turns from the same state."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

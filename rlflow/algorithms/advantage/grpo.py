@@ -1,7 +1,5 @@
 """Group-relative advantage (GRPO, arXiv:2402.03300)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rlflow.algorithms.advantage.base import Advantages, Group, rewards_of, standardise, whole_episodes

@@ -1,7 +1,5 @@
 """The group's mean, the deviation of all tasks of the same kind (QwenLong-L1.5, arXiv:2512.12967)."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -17,9 +15,10 @@ def grpo_task_std(groups: Sequence[Group]) -> Advantages:
         for episode in group:
             by_kind[episode.task_kind].append(episode.reward)
     scales = {kind: deviation(rewards) for kind, rewards in by_kind.items()}
-    return [_scaled(group, scales) for group in groups]
-
-
-def _scaled(group: Group, scales: dict[str, float]) -> list[list[float]]:
-    values = zip(group, centre(rewards_of(group)), strict=True)
-    return [[value / (scales[episode.task_kind] + EPSILON)] for episode, value in values]
+    return [
+        [
+            [value / (scales[episode.task_kind] + EPSILON)]
+            for episode, value in zip(group, centre(rewards_of(group)), strict=True)
+        ]
+        for group in groups
+    ]

@@ -1,7 +1,5 @@
 """Maximum-likelihood reinforcement learning (MaxRL 2026): rare successes count more."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rlflow.algorithms.advantage.base import Advantages, Group, all_equal, centre, rewards_of, whole_episodes
@@ -9,7 +7,7 @@ from rlflow.errors import ConfigError
 
 
 def maxrl(groups: Sequence[Group]) -> Advantages:
-    """(r - mean) / mean of the group; exactly 0 where no reward differs.
+    """(r - mean) / mean of the group; exactly 0 if all rewards are equal.
 
     Raises ConfigError for a negative reward: then the mean is no rate of success.
     """

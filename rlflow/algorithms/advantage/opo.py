@@ -1,14 +1,12 @@
 """On-policy optimal baseline (OPO, arXiv:2505.23585)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rlflow.algorithms.advantage.base import Advantages, Group, all_equal, rewards_of, whole_episodes
 
 
 def opo(groups: Sequence[Group]) -> Advantages:
-    """r - sum(length r) / sum(length), lengths in loss tokens; exactly 0 where no reward of the group differs."""
+    """r - sum(length r) / sum(length), lengths in loss tokens; exactly 0 if all rewards of the group are equal."""
     return [whole_episodes(_from_optimal_baseline(group)) for group in groups]
 
 

@@ -1,7 +1,5 @@
 """The best of k alone (arXiv:2503.19595; grpo_passk in verl)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rlflow.algorithms.advantage.base import Advantages, Group, deviation, divide, rewards_of, whole_episodes

@@ -1,7 +1,5 @@
 """REINFORCE++ (arXiv:2501.03262): no group, the batch is the baseline."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rlflow.algorithms.advantage.base import Advantages, Group, Scope, rewards_of, whole_episodes

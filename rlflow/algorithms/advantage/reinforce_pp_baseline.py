@@ -1,7 +1,5 @@
 """REINFORCE++ with the group's mean as baseline (arXiv:2501.03262)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rlflow.algorithms.advantage.base import Advantages, Group, Scope, all_equal, centre, rewards_of, whole_episodes

@@ -1,7 +1,5 @@
 """The greedy episode as baseline (ReMax, arXiv:2310.10505)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rlflow.algorithms.advantage.base import Advantages, Group, Scored
@@ -13,8 +11,8 @@ from rlflow.errors import ConfigError
 def remax(groups: Sequence[Group]) -> Advantages:
     """r - reward of the greedy episode of the same task.
 
-    A group of equal rewards is not 0 here: all may be better than the greedy episode. Raises ConfigError where the
-    greedy reward is unknown.
+    A group of equal rewards is not 0 here: all may be better than the greedy episode. Raises ConfigError if the greedy
+    reward is unknown.
     """
     return [[[episode.reward - _greedy_reward(episode)] for episode in group] for group in groups]
 

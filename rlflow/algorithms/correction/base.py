@@ -1,22 +1,18 @@
 """What every correction is, and the ratios that several of them take."""
 
-from __future__ import annotations
-
-from typing import Protocol
+from collections.abc import Callable
+from typing import TypeAlias
 
 from torch import Tensor
 
 from rlflow.algorithms.tokens import Tokens, clamp_log_ratio, sequence_mean, sequence_sum, spread
 
+CorrectionFunction: TypeAlias = Callable[[Tokens, Tensor], Tensor]
+"""A correction with its options bound: tokens, target -> the weight of each token's loss [N]; 0 rejects the token.
 
-class CorrectionFunction(Protocol):
-    """A correction with its options bound.
-
-    `target` [N] holds the log-probabilities of the policy that the loss believes has sampled the tokens: the proximal
-    policy, or the current one. Returns the weight of each token's loss [N], without gradient; 0 rejects the token.
-    """
-
-    def __call__(self, tokens: Tokens, target: Tensor, /) -> Tensor: ...
+`target` [N] holds the log-probabilities of the policy that the loss believes has sampled the tokens: the proximal one,
+or the current one. No gradient flows through the weights.
+"""
 
 
 def log_ratios(tokens: Tokens, target: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Rejection of sequences by the geometric mean of their ratios."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from rlflow.algorithms.base import Traits, require_range

@@ -1,7 +1,5 @@
 """IcePop (Ling Team 2025; used by INTELLECT-3): masked importance sampling with wide bounds."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from rlflow.algorithms.base import require_range

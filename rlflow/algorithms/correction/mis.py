@@ -1,7 +1,5 @@
 """Masked importance sampling of tokens: a token that is too far off is left out."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from rlflow.algorithms.base import require_range

@@ -1,7 +1,5 @@
 """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556): no punishing of what the policy would not say."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from rlflow.algorithms.base import Traits, require_positive

@@ -1,7 +1,5 @@
 """Truncated importance sampling by the geometric mean of a sequence (GSPO, arXiv:2507.18071)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from rlflow.algorithms.base import require_positive

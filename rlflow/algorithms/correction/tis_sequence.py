@@ -1,7 +1,5 @@
 """Truncated importance sampling of whole sequences (V-trace, arXiv:1802.01561)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from rlflow.algorithms.base import require_positive

@@ -1,7 +1,5 @@
 """Negative-gradient clipping (QwenLong-L1.5, arXiv:2512.12967): what the policy is unsure of is not punished."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from rlflow.algorithms.base import Traits, require, require_positive

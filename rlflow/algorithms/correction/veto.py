@@ -1,7 +1,5 @@
 """Rejection of sequences that hold a token which the target policy all but rules out."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from rlflow.algorithms.base import Traits, require

@@ -1,8 +1,7 @@
 """What every estimate of the KL is, and the coefficient that it is multiplied with in the loss."""
 
-from __future__ import annotations
-
-from typing import Protocol
+from collections.abc import Callable
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -12,13 +11,11 @@ _MAX_CHANGE = 0.2
 """How far one batch may push the coefficient, whatever its KL."""
 
 
-class KlEstimate(Protocol):
-    """Log-probabilities under the policy and the reference, [N] -> one estimate a token, [N], in nats.
+KlEstimate: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Log-probabilities under the policy and the reference, [N] -> one estimate a token, [N], in nats.
 
-    The gradient flows through the first.
-    """
-
-    def __call__(self, logprobs: Tensor, reference_logprobs: Tensor, /) -> Tensor: ...
+The gradient flows through the first.
+"""
 
 
 def next_coefficient(coefficient: float, kl: float, target: float, steps: int, horizon: int) -> float:

@@ -1,7 +1,5 @@
 """The plain log-ratio (k1, Schulman 2020)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

@@ -1,7 +1,5 @@
 """Half the squared log-ratio (k2, Schulman 2020)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from rlflow.algorithms.tokens import clamp_log_ratio

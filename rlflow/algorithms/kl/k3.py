@@ -1,7 +1,5 @@
 """The log-ratio with a control variate (k3, Schulman 2020; GRPO, arXiv:2402.03300)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from rlflow.algorithms.tokens import clamp_log_ratio

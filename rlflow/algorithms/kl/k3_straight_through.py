@@ -1,7 +1,5 @@
 """The value of one estimate with the gradient of another (k3 and k2, Schulman 2020)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from rlflow.algorithms.kl.k2 import k2

@@ -1,7 +1,5 @@
 """Asynchronous importance-weighted policy optimisation (AIPO, LlamaRL, arXiv:2505.24034)."""
 
-from __future__ import annotations
-
 from rlflow.algorithms.base import Traits, require_positive
 from rlflow.algorithms.loss.base import TokenLoss, behaviour_ratio, none_clipped, score
 from rlflow.algorithms.tokens import Tokens

@@ -1,8 +1,7 @@
 """What every policy loss returns, and what several of them do."""
 
-from __future__ import annotations
-
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,13 +14,11 @@ class TokenLoss(NamedTuple):
     loss: Tensor
     """[N], to be minimised."""
     is_clipped: Tensor
-    """[N] bool, True where the loss took the gradient away."""
+    """[N] bool, True if the loss took the gradient away."""
 
 
-class PolicyLoss(Protocol):
-    """A loss with its options bound."""
-
-    def __call__(self, tokens: Tokens, /) -> TokenLoss: ...
+PolicyLoss: TypeAlias = Callable[[Tokens], TokenLoss]
+"""A loss with its options bound."""
 
 
 def check_clips(clip_low: float | None, clip_high: float | None) -> None:
@@ -39,7 +36,7 @@ def clip_ratio(ratio: Tensor, clip_low: float | None, clip_high: float | None) -
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, clip_low: float | None, clip_high: float | None
 ) -> tuple[Tensor, Tensor]:
-    """max(-A r, -A clip(r)), and where the clip won; all [N]."""
+    """max(-A r, -A clip(r)), and whether the clip won; all [N]."""
     unclipped = -advantages * ratio
     clipped = -advantages * clip_ratio(ratio, clip_low, clip_high)
     return torch.maximum(unclipped, clipped), clipped > unclipped

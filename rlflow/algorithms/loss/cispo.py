@@ -1,7 +1,5 @@
 """Clipped importance weights (CISPO, MiniMax-M1, arXiv:2506.13585): the weight is clipped, no token is dropped."""
 
-from __future__ import annotations
-
 from rlflow.algorithms.loss.base import TokenLoss, check_clips, clip_ratio, none_clipped, score
 from rlflow.algorithms.tokens import Tokens, clamp_log_ratio
 

@@ -1,7 +1,5 @@
 """Divergence proximal policy optimisation by Kullback-Leibler divergence (DPPO, arXiv:2602.04879)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Divergence proximal policy optimisation by total variation (DPPO, arXiv:2602.04879)."""
 
-from __future__ import annotations
-
 from rlflow.algorithms.base import Traits, require, require_positive
 from rlflow.algorithms.loss.base import TokenLoss, behaviour_ratio, score
 from rlflow.algorithms.tokens import Tokens

@@ -1,7 +1,5 @@
 """Geometric-mean policy optimisation (GMPO, arXiv:2507.20673): clipped a token, averaged geometrically."""
 
-from __future__ import annotations
-
 import torch
 
 from rlflow.algorithms.base import require_positive

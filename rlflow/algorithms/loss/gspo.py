@@ -1,7 +1,5 @@
 """Group sequence policy optimisation (GSPO, arXiv:2507.18071): one ratio for the whole sequence."""
 
-from __future__ import annotations
-
 from rlflow.algorithms.loss.base import TokenLoss, check_clips, clipped_surrogate
 from rlflow.algorithms.tokens import Tokens, clamp_log_ratio, sequence_mean, spread
 

@@ -1,7 +1,5 @@
 """Clipped policy gradient (PPO, arXiv:1707.06347) with separate clips below and above (DAPO, arXiv:2503.14476)."""
 
-from __future__ import annotations
-
 import torch
 
 from rlflow.algorithms.base import require

@@ -1,7 +1,5 @@
 """Plain policy gradient (REINFORCE, Williams 1992; as GPG, arXiv:2504.02546)."""
 
-from __future__ import annotations
-
 from rlflow.algorithms.base import Traits
 from rlflow.algorithms.loss.base import TokenLoss, none_clipped, score
 from rlflow.algorithms.tokens import Tokens

@@ -1,7 +1,5 @@
 """Soft adaptive policy optimisation (SAPO, arXiv:2511.20347): a sigmoid gate in place of the clip."""
 
-from __future__ import annotations
-
 import torch
 
 from rlflow.algorithms.base import require_positive

@@ -6,8 +6,8 @@ Shape letter: L tokens of a sequence after its prompt, those without loss includ
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,10 @@ class TokenAdvantages(NamedTuple):
     """[L], 0 where there is no loss."""
     returns: DoubleArray
     """[L], what the critic learns: advantage + value; 0 where there is no loss."""
+
+
+TokenAdvantage: TypeAlias = Callable[[NDArray[np.floating], NDArray[np.floating], BoolArray], TokenAdvantages]
+"""An estimator with its options bound: rewards, values and mask of a sequence, all [L] -> its advantages."""
 
 
 def gae(
@@ -102,13 +106,13 @@ class Moments(NamedTuple):
 
     @property
     def variance(self) -> float:
-        """With divisor n; what is left of it by rounding, where all values are equal, counts as 0."""
+        """With divisor n; what rounding leaves of it when all values are equal counts as 0."""
         variance = self.squares / self.weight - self.mean**2
         return variance if variance > 1e-12 * self.mean**2 else 0.0
 
 
 def whiten_value(value: float, moments: Moments) -> float:
-    """(value - mean) / sqrt(variance + 1e-8); exactly 0 where all values are equal."""
+    """(value - mean) / sqrt(variance + 1e-8); exactly 0 if all values are equal."""
     variance = moments.variance
     return (value - moments.mean) / math.sqrt(variance + _EPSILON) if variance else 0.0
 

@@ -79,7 +79,7 @@ class RayEngine:
         raise AssertionError("the watch of an engine ends with an error")
 
     async def answered(self) -> None:
-        await answer(self._name, self._actor.answered.remote())
+        await answer(self._name, self._actor.wait_until_answered.remote())
 
     async def load_weights(self, staged: StagedWeights) -> float:
         loading = self._vital("load weights", self._actor.load_weights.remote(staged))

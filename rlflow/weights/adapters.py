@@ -19,44 +19,49 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 
-from rlflow.weights.engine.messages import ADAPTER_ID, Columns, Opening, WeightReport
+from rlflow.weights.engine.messages import ADAPTER_ID, Columns, WeightReport
 from rlflow.weights.engine.receiver import Named
-from rlflow.weights.shm.arena import map_arena
+from rlflow.weights.shape.landings import Landings
+from rlflow.weights.shape.layout import Shapes
 
 if TYPE_CHECKING:
     from vllm.lora.model_manager import LoRAModelManager
 
 
-class AdapterReceiver:
-    """A `Receiver` of adapters from an arena."""
+class AdapterLayers:
+    """A `Destination`: the layers to which vLLM adds an adapter. Adapters come through shared memory only."""
 
     is_beside = True
 
     def __init__(self, manager: LoRAModelManager, rank: int, alpha: float, *, is_cut: bool) -> None:
         """`is_cut` says that the engine has several workers, each of which holds slices of the adapters."""
+        self.shapes: Shapes = {}
+        self.landings: Landings = {}
+        self.targets: Mapping[str, Tensor] = {}
         self._manager = manager
         self._rank = rank
         self._alpha = alpha
         self._is_cut = is_cut
-        self._tensors: dict[str, Tensor] = {}
+        self._given: dict[str, Tensor] = {}
 
-    def open(self, opening: Opening) -> int:
-        """Adapters are small: they come in one bucket."""
-        self._staged = opening.staged
-        self._tensors = {}
-        return 1
+    @property
+    def missing(self) -> list[str]:
+        """`commit` finds what is missing: it depends on vLLM's layers."""
+        return []
 
-    def receive(self, bucket: int) -> None:
-        """Raises ValueError when the arena holds another version."""
-        arena = map_arena(self._staged.path, self._staged.num_bytes)
-        arena.check(self._staged.version)
+    def begin(self) -> None:
+        self._given = {}
+
+    def land(self, name: str, whole: Tensor) -> None:
         # vLLM multiplies B by its scale in place, and goes on to hold the tensors.
-        self._tensors = {name: tensor.clone() for name, tensor in arena.tensors(self._staged.slots)}
-        arena.check(self._staged.version)
+        self._given[name] = whole.clone()
+
+    def landed(self, name: str) -> None:
+        raise NotImplementedError("adapters come whole")
 
     def commit(self) -> None:
-        """Raises ValueError when the adapters do not fit; then those before stay."""
-        replace_adapter(self._manager, self._tensors, self._rank, self._alpha)
+        """If the adapters do not fit, those before stay."""
+        replace_adapter(self._manager, self._given, self._rank, self._alpha)
 
     def compare(self, expected: Iterable[Named] | None, columns: Columns | None) -> WeightReport:
         """Compare what this worker adds to its layers to adapters, which are always whole."""
@@ -68,9 +73,6 @@ class AdapterReceiver:
     def abort(self) -> None:
         """Hold no adapter, so that nothing can be sampled under an old one by mistake."""
         self._manager.remove_adapter(ADAPTER_ID)
-
-    def shutdown(self) -> None:
-        """Nothing is open between two versions."""
 
 
 def replace_adapter(manager: LoRAModelManager, tensors: Mapping[str, Tensor], rank: int, alpha: float) -> None:

@@ -17,7 +17,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_
 from rlflow.config import Transport
 from rlflow.errors import NotACopy
 from rlflow.runtime.environment import keep_memory
-from rlflow.weights.adapters import AdapterReceiver
+from rlflow.weights.adapters import AdapterLayers
 from rlflow.weights.disk.manifest import read_manifest
 from rlflow.weights.disk.receiver import DiskReceiver
 from rlflow.weights.engine.messages import COMPARISON, OPENING, Opening, WeightReport
@@ -82,7 +82,8 @@ class WorkerExtension:
         staged = opening.staged
         if opening.adapter is not None:
             manager = self.model_runner.lora_manager._adapter_manager
-            return AdapterReceiver(manager, *opening.adapter, is_cut=self.vllm_config.parallel_config.world_size > 1)
+            is_cut = self.vllm_config.parallel_config.world_size > 1
+            return ArenaReceiver(AdapterLayers(manager, *opening.adapter, is_cut=is_cut))
         match opening.transport:
             case Transport.shm:
                 return ArenaReceiver(self._rlflow_destination({slot.name: slot.shape for slot in staged.slots}))

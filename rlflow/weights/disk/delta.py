@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 
 import torch
 from torch import Tensor
@@ -38,15 +38,6 @@ class Changes:
     num_without_base: int
     """Ranks that cannot say what changed, because they have nothing to compare with or gave up."""
 
-    def __add__(self, other: Changes) -> Changes:
-        return Changes(
-            num_changed=self.num_changed + other.num_changed,
-            num_elements=self.num_elements + other.num_elements,
-            delta_bytes=self.delta_bytes + other.delta_bytes,
-            dense_bytes=self.dense_bytes + other.dense_bytes,
-            num_without_base=self.num_without_base + other.num_without_base,
-        )
-
     @property
     def density(self) -> float:
         return self.num_changed / self.num_elements if self.num_elements else 0.0
@@ -57,19 +48,12 @@ class Changes:
         return self.num_without_base == 0 and self.delta_bytes <= DELTA_SHARE * self.dense_bytes
 
     def counts(self) -> tuple[int, ...]:
-        """In the order of the fields: `Changes.of(total)` takes them back when they are added up over the ranks."""
+        """In the order of the fields; when they are added up over the ranks, `Changes.of` takes them back."""
         return astuple(self)
 
     @classmethod
     def of(cls, counts: Sequence[int]) -> Changes:
-        changed, elements, delta, dense, without_base = counts
-        return cls(
-            num_changed=changed,
-            num_elements=elements,
-            delta_bytes=delta,
-            dense_bytes=dense,
-            num_without_base=without_base,
-        )
+        return cls(**{each.name: count for each, count in zip(fields(cls), counts, strict=True)})
 
 
 def bits(tensor: Tensor) -> Tensor:

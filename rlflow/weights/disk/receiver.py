@@ -12,14 +12,14 @@ from pathlib import Path
 
 from rlflow.weights.disk.reader import StoreReader
 from rlflow.weights.engine.messages import Opening
-from rlflow.weights.engine.receiver import Destination, TensorReceiver
+from rlflow.weights.engine.receiver import Destination, Receiver
 from rlflow.weights.shape.layout import Shapes
 
 _ELEMENTS_AT_ONCE = 2**23
 """Elements that one call makes ready, so that an engine that samples meanwhile is not held up for long."""
 
 
-class DiskReceiver(TensorReceiver):
+class DiskReceiver(Receiver):
     """After a failure, the version that is opened next is read from an anchor on if the targets are half of one."""
 
     def __init__(self, destination: Destination, folder: Path) -> None:

@@ -53,8 +53,11 @@ class ReloadedModel:
         return sorted(self.shapes.keys() - self._given.keys())
 
     def begin(self) -> None:
-        abort_reload(self._model)
         self._given = {}
+
+    def abort(self) -> None:
+        abort_reload(self._model)
+        self.begin()
 
     def land(self, name: str, whole: Tensor) -> None:
         """vLLM's loader keeps views of what it is given until a fused layer is complete."""

@@ -87,6 +87,8 @@ class EngineTensors:
         self._missing = self._all_missing()
         self._ready = []
 
+    abort = begin
+
     def land(self, name: str, whole: Tensor) -> None:
         """Copy this worker's part of a parameter into the targets; pack the layers that are complete with it.
 

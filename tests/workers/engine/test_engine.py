@@ -273,7 +273,7 @@ def test_the_watch_ends_when_vllm_is_killed_and_its_replies_are_lost(tmp_path: P
         try:
             await engine.load_weights(arena.stage(1, model.named_parameters()))
             watch = asyncio.create_task(engine.watch())
-            answered = asyncio.create_task(engine.answered())
+            answered = asyncio.create_task(engine.wait_until_answered())
             running = asyncio.create_task(engine.generate(request(0, [3], max_new_tokens=180)))
             await until_sampling(engine)
             assert answered.done()

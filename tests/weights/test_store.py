@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import Model, models, sources
+from layouts import Model, models, run_layout, sources
 from safetensors.torch import load_file
 from stores import TINY, Engine, Trainer, random_weights, with_changes
 
@@ -19,7 +19,7 @@ from rlflow.weights.disk.manifest import ParameterSpec, box_key, parse_box_key, 
 from rlflow.weights.disk.reader import StoreReader
 from rlflow.weights.disk.writer import ANCHOR_EVERY, Part, StoreWriter
 from rlflow.weights.shape.landings import Landing
-from rlflow.weights.shape.layout import Layout, Region, fsdp_layout, run_layout
+from rlflow.weights.shape.layout import Layout, Region, fsdp_layout
 
 
 @pytest.fixture

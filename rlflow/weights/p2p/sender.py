@@ -157,7 +157,12 @@ class PeerSender:
                 if found is not None and _CLOSING in found:
                     return
                 if found is not None:
-                    self._begin(TransferRequest(**found))
+                    request = TransferRequest(**found)
+                    session = self._sessions.get(request.engine)
+                    if session is None or session.group != request.group:
+                        session = self._sessions[request.engine] = _Session(group=request.group)
+                    name = f"weights for engine {request.engine}"
+                    threading.Thread(target=self._answer, args=(request, session), name=name, daemon=True).start()
                 if self._rank == 0 and number >= _KEPT_REQUESTS:
                     store.delete_key(request_key(number - _KEPT_REQUESTS))
                 number += 1
@@ -168,13 +173,6 @@ class PeerSender:
         """The log says why at once, because nobody waits for a thread; the next version that is staged says it too."""
         _logger.exception("trainer rank %d sends no weights any more", self._rank)
         self._failure = error
-
-    def _begin(self, request: TransferRequest) -> None:
-        session = self._sessions.get(request.engine)
-        if session is None or session.group != request.group:
-            session = self._sessions[request.engine] = _Session(group=request.group)
-        name = f"weights for engine {request.engine}"
-        threading.Thread(target=self._answer, args=(request, session), name=name, daemon=True).start()
 
     def _answer(self, request: TransferRequest, session: _Session) -> None:
         try:

@@ -14,8 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -168,30 +167,22 @@ def own_address(host: str) -> str:
 
 def send(group: ProcessGroup, messages: Sequence[tuple[Tensor, int]]) -> list[Work]:
     """Begin to send tensors [bytes] to ranks of the group; each must stay as it is until it has been waited for."""
-    with _together(group, messages) as works:
-        works += [group.send([packed], peer, 0) for packed, peer in messages]
-    return works
+    return _begin(group, group.send, messages)
 
 
 def receive(group: ProcessGroup, messages: Sequence[tuple[Tensor, int]]) -> list[Work]:
     """Begin to receive tensors [bytes] from ranks of the group; they are filled when they have been waited for."""
-    with _together(group, messages) as works:
-        works += [group.recv([packed], peer, 0) for packed, peer in messages]
-    return works
+    return _begin(group, group.recv, messages)
 
 
-@contextmanager
-def _together(group: ProcessGroup, messages: Sequence[tuple[Tensor, int]]) -> Iterator[list[Work]]:
+def _begin(group: Any, transfer: Callable[..., Work], messages: Sequence[tuple[Tensor, int]]) -> list[Work]:
     """On GPUs as one operation, in which no message waits for another; there is then one thing to wait for."""
-    works: list[Work] = []
-    device = messages[0][0].device if messages else torch.device("cpu")
-    if device.type == "cpu":
-        yield works
-        return
-    made: Any = group  # made directly, it takes no device
-    made._start_coalescing()
-    yield works
-    works[:] = [made._end_coalescing()]
+    if not messages or messages[0][0].device.type == "cpu":
+        return [transfer([packed], peer, 0) for packed, peer in messages]
+    group._start_coalescing()  # made directly, a group takes no device
+    for packed, peer in messages:
+        transfer([packed], peer, 0)
+    return [group._end_coalescing()]
 
 
 def wait_all(works: Sequence[Work], deadline: Deadline) -> None:

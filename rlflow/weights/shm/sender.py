@@ -14,7 +14,6 @@ import os
 import secrets
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,34 +30,6 @@ if TYPE_CHECKING:
     from rlflow.weights.source import Specs, WeightSource
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class _Arenas:
-    """The arenas of all machines; they have the same path on each."""
-
-    own: Arena | None
-    """This rank's, if it is the first one on its machine."""
-    path: Path
-    machines: int
-
-
-def _arenas(backend: WeightSource, specs: Specs, rank: int, world_size: int, folder: Path) -> _Arenas:
-    """Make an arena on each machine. Collective."""
-    # A name that was never used: what a dead process has left must not be taken for it.
-    label = f"{round(backend.add_up([float(secrets.randbits(52)) if rank == 0 else 0.0])[0]):013x}"
-    path, own, machines = arena_path(folder, label), None, 0
-    while True:
-        flags = [0.0] * world_size
-        flags[rank] = float(not path.exists())
-        lacking = [other for other, lacks in enumerate(backend.add_up(flags)) if lacks]
-        if not lacking:
-            return _Arenas(own=own, path=path, machines=machines)
-        machines += 1
-        if lacking[0] == rank:
-            own = Arena(specs, folder, label=label)
-        # Nobody looks before it is there.
-        backend.add_up([0.0])
-
-
 class AdapterSender:
     """A `WeightSender` for adapters alone, which are small: the ranks gather them."""
 
@@ -66,8 +37,22 @@ class AdapterSender:
         """Raises ConfigError when `folder` has too little room."""
         self._backend = backend
         self._rank = rank
-        self._arenas = _arenas(backend, self._specs(), rank, world_size, folder)
-        self._arena = self._arenas.own
+        self._arena: Arena | None = None
+        """This rank's, if it is the first one on its machine."""
+        self._num_machines = 0
+        # A name that was never used: what a dead process has left must not be taken for it.
+        label = f"{round(backend.add_up([float(secrets.randbits(52)) if rank == 0 else 0.0])[0]):013x}"
+        self._path = arena_path(folder, label)  # the same on all machines
+        while True:
+            flags = [0.0] * world_size
+            flags[rank] = float(not self._path.exists())
+            lacking = [other for other, lacks in enumerate(backend.add_up(flags)) if lacks]
+            if not lacking:
+                return
+            self._num_machines += 1
+            if lacking[0] == rank:
+                self._arena = Arena(self._specs(), folder, label=label)
+            self._meet()  # nobody looks before it is there
 
     def _specs(self) -> Specs:
         return self._backend.adapter_specs()
@@ -85,6 +70,10 @@ class AdapterSender:
         staged = self._arena.stage(version, named)
         return staged if self._rank == 0 else None
 
+    def _meet(self) -> None:
+        """Return when all ranks have come here."""
+        self._backend.add_up([0.0])
+
     def release(self) -> None:
         """It lies in the memory of the CPU."""
 
@@ -100,8 +89,8 @@ class SharedMemorySender(AdapterSender):
         super().__init__(backend, rank, world_size, folder)
         self._slots = {slot.name: slot for slot in lay_out(self._specs())[0]}
         self._moves: dict[str, list[Move]] | None = None
-        if self._arenas.machines == 1:
-            self._shared = self._arena.memory if self._arena is not None else _map(self._arenas.path)
+        if self._num_machines == 1:
+            self._shared = self._arena.memory if self._arena is not None else _map(self._path)
             self._moves = self._own_moves(world_size)
 
     def _specs(self) -> Specs:
@@ -119,16 +108,13 @@ class SharedMemorySender(AdapterSender):
         if self._arena is not None:
             self._arena.begin(version)
         self._meet()
-        self._write(self._moves)
+        with torch.no_grad():
+            for name, held in self._backend.held():
+                for move in self._moves.get(name, ()):
+                    target = tensor_at(self._shared, self._slots[move.parameter])
+                    target_view(target, move).copy_(source_view(held, move))
         self._meet()
         return self._arena.finish(version) if self._arena is not None else None
-
-    @torch.no_grad()
-    def _write(self, moves: dict[str, list[Move]]) -> None:
-        for name, held in self._backend.held():
-            for move in moves.get(name, ()):
-                target = tensor_at(self._shared, self._slots[move.parameter])
-                target_view(target, move).copy_(source_view(held, move))
 
     def _own_moves(self, world_size: int) -> dict[str, list[Move]] | None:
         """What this rank writes, by the name of its own tensor; None if the ranks have to gather."""
@@ -143,10 +129,6 @@ class SharedMemorySender(AdapterSender):
         for move in plan(source, [whole], bucket_bytes=8 * source.num_bytes).moves_from(self._rank):
             moves[move.source_tensor].append(move)
         return moves
-
-    def _meet(self) -> None:
-        """Return when all ranks have come here."""
-        self._backend.add_up([0.0])
 
 
 def _map(path: Path) -> Tensor:

@@ -1,4 +1,10 @@
-"""The actor that plays groups of episodes and has them scored."""
+"""The actor that plays groups of episodes and has them scored.
+
+    GroupOrder -> episodes side by side (play -> score) -> PlayedGroup for the driver, payloads for the object store
+
+Rules: a group is returned whole or not at all. If one of its episodes raises, or the group becomes too old, the other
+episodes are cancelled and their environments closed first.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +21,8 @@ from rlflow.errors import EngineLost, StaleGroup, WorkerLost
 from rlflow.rewards.client import Scorer
 from rlflow.rollout import payloads as payload_files
 from rlflow.rollout.chat import Chat, episode_seed
-from rlflow.rollout.client import EngineClient, EngineHandle, Transport
-from rlflow.rollout.episode import Door, PlayedEpisode, Worlds, play_episode, summarize
+from rlflow.rollout.client import EngineClient, EngineHandle, RemoteCalls
+from rlflow.rollout.episode import EnvironmentSource, PlayedEpisode, ProgramGateway, play_episode, summarize
 from rlflow.rollout.limits import EpisodeLimits
 from rlflow.rollout.render import ChatRenderer, Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
@@ -44,9 +50,9 @@ class _UnderWay:
 
     order: GroupOrder
     oldest_version: int | None = None
-    """Of all tokens sampled so far, in whole slices; None before the first."""
+    """The oldest version that sampled any of its tokens, by whole slices; None before the first slice."""
     too_old: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when no update may use it any more."""
+    """Set when no update may use the group any more."""
 
     def note(self, part: Completion) -> None:
         known = [] if self.oldest_version is None else [self.oldest_version]
@@ -54,40 +60,39 @@ class _UnderWay:
 
 
 class EpisodeRunner:
-    """Plays whole groups; many at a time, so wrap it with a high `max_concurrency`.
+    """Plays whole groups, many at a time, so it needs a high `max_concurrency` as an actor.
 
-    `renderer` and `transport` are for use without Ray: None reads the model's tokenizer, which then works in a thread,
-    and calls through Ray. Programs need a `door`.
+    `renderer` None loads the model's tokenizer, which then works in a thread; `calls` None calls the engines through
+    Ray. Programs need a `gateway`.
     """
 
     def __init__(
         self,
         config: Config,
         model_path: str,
-        worlds: Worlds,
+        environments: EnvironmentSource,
         scorer: Scorer,
         *engines: EngineHandle,
         renderer: ChatRenderer | None = None,
-        transport: Transport | None = None,
-        door: Door | None = None,
+        calls: RemoteCalls | None = None,
+        gateway: ProgramGateway | None = None,
     ) -> None:
         self._limits = EpisodeLimits.of(config)
         self._is_seeded = config.rollout.seeded
-        self._worlds = worlds
-        self._door = door
+        self._environments = environments
+        self._gateway = gateway
         self._scorer = scorer
-        self._client = EngineClient(engines, transport or _ray_transport(), patience_s=config.deadlines.start_s)
+        self._client = EngineClient(engines, calls or _calls_through_ray(), patience_s=config.deadlines.start_s)
         self._under_way: set[_UnderWay] = set()
         self._renderer = renderer or _load_renderer(model_path)
-        # One thread, for tokenizers are not safe to share between threads.
+        # One thread, because tokenizers are not safe to share between threads.
         self._rendering = None if renderer else ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
 
     async def play(self, order: GroupOrder) -> tuple[PlayedGroup | EpisodePayload, ...]:
         """The group's metadata (its `payloads` empty), then the payload of each episode.
 
-        Call it with num_returns = 1 + order.num_episodes: the caller then owns each payload. An exception of an engine
-        or of the scorer loses the group; the other episodes are cancelled and closed first. Raises StaleGroup
-        when `cancel_stale` ended the group.
+        Call it with num_returns = 1 + order.num_episodes, so that the caller owns each payload. Raises StaleGroup if
+        `cancel_stale` ended the group, and whatever an engine or the scorer raises.
         """
         start_s = time.time()
         group = _UnderWay(order=order)
@@ -107,9 +112,9 @@ class EpisodeRunner:
         return (played, *(episode.payload for episode in episodes))
 
     async def cancel_stale(self, oldest_version: int) -> None:
-        """End the groups under way that hold a token sampled before `oldest_version`: their `play` raises StaleGroup.
+        """End the groups under way with a token sampled before `oldest_version`: their `play` raises StaleGroup.
 
-        Groups pinned to an engine go on. Tokens of a slice that an engine is still sampling are not known yet.
+        Groups pinned to an engine go on. The tokens of a slice count when the engine has returned it.
         """
         for group in self._under_way:
             is_pinned = group.order.engine is not None
@@ -117,7 +122,7 @@ class EpisodeRunner:
                 group.too_old.set()
 
     async def set_serving(self, engines: Collection[int]) -> None:
-        """From now on, requests that name no engine go to these only."""
+        """Send requests that name no engine to these engines only."""
         self._client.set_serving(engines)
 
     async def transcript(self, payload: EpisodePayload) -> list[Message]:
@@ -131,14 +136,14 @@ class EpisodeRunner:
     async def load_payloads(self, path: Path) -> tuple[int | EpisodePayload, ...]:
         """The number of payloads in a file, then the payloads in the order in which they were saved.
 
-        Call it with num_returns = 1 + that number: the caller then owns each payload, and the first value says that all
-        were read.
+        Call it with num_returns = 1 + that number, so that the caller owns each payload; the first value says that all
+        of them were read.
         """
         payloads = await asyncio.to_thread(payload_files.load_payloads, path)
         return (len(payloads), *payloads)
 
     async def _play_all(self, group: _UnderWay) -> list[_Scored]:
-        """All episodes of a group; none of them goes on when this ends."""
+        """All episodes of a group. None of them is still running when this returns or raises."""
         episodes = [self._play_and_score(group, index) for index in range(group.order.num_episodes)]
         playing = asyncio.create_task(all_or_none(episodes))
         too_old = asyncio.create_task(group.too_old.wait())
@@ -180,33 +185,33 @@ class EpisodeRunner:
             prefix_key=str(order.group_id),
             executor=self._rendering,
         )
-        return await play_episode(self._worlds, order.task, chat, self._limits, seed=order.seed, door=self._door)
+        return await play_episode(
+            self._environments, order.task, chat, self._limits, seed=order.seed, gateway=self._gateway
+        )
 
 
 def _reward_spans(episodes: Sequence[_Scored]) -> list[Span]:
-    """When at least one episode was being scored."""
-    intervals = sorted((one.played_at_s, one.scored_at_s) for one in episodes if one.scored_at_s is not None)
-    merged: list[tuple[float, float]] = []
-    for start_s, end_s in intervals:
-        if merged and start_s <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end_s))
-        else:
-            merged.append((start_s, end_s))
-    return [Span(actor=ACTOR, name="reward", start_s=start_s, end_s=end_s) for start_s, end_s in merged]
+    """The times during which at least one episode was being scored."""
+    spans: list[Span] = []
+    for start_s, end_s in sorted((e.played_at_s, e.scored_at_s) for e in episodes if e.scored_at_s is not None):
+        if spans and start_s <= spans[-1].end_s:
+            start_s, end_s = spans[-1].start_s, max(spans.pop().end_s, end_s)
+        spans.append(Span(actor=ACTOR, name="reward", start_s=start_s, end_s=end_s))
+    return spans
 
 
 def _load_renderer(model_path: str) -> ChatRenderer:
-    # Only the actor needs transformers, which takes seconds to import.
+    # Imported here because only the actor needs transformers, which takes seconds to import.
     from transformers import AutoTokenizer
 
     return Renderer(AutoTokenizer.from_pretrained(model_path))
 
 
-def _ray_transport() -> Transport:
+def _calls_through_ray() -> RemoteCalls:
     import ray
     from ray.exceptions import RayActorError
 
-    return Transport(
+    return RemoteCalls(
         cancel=lambda call: ray.cancel(cast(ray.ObjectRef, call)),
         is_lost=lambda error: isinstance(error, RayActorError | EngineLost),
     )

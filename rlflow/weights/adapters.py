@@ -97,7 +97,7 @@ def replace_adapter(manager: LoRAModelManager, tensors: Mapping[str, Tensor], ra
 
 
 def _name_mapper(manager: LoRAModelManager) -> Any:
-    """From Hugging Face names to vLLM's, for a model that has other ones."""
+    """Translates Hugging Face names to vLLM's; None if they are the same."""
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     return None if mapper is None else mapper.get_rename_mapper()
 

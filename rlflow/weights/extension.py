@@ -91,19 +91,14 @@ class WorkerExtension:
                 manifest = read_manifest(Path(staged.path), staged.version)
                 shapes = {name: each.shape for name, each in manifest.parameters.items()}
                 return DiskReceiver(self._rlflow_destination(shapes), Path(staged.path))
-            case Transport.p2p:
-                trainer = TrainerStore(staged.path, opening.timeout_s)
-                worker = Worker(
-                    engine=opening.engine,
-                    rank=get_tensor_model_parallel_rank(),
-                    num_ranks=get_tensor_model_parallel_world_size(),
-                    device=self.device,
-                )
-                return PeerReceiver(self._rlflow_destination(trainer.layout.shapes), trainer, worker)
-            case Transport.ipc:
+            case Transport.p2p | Transport.ipc:
                 trainer = TrainerStore(staged.path, opening.timeout_s)
                 destination = self._rlflow_destination(trainer.layout.shapes)
-                return SharedReceiver(destination, trainer, device_id(self.device))
+                if opening.transport is Transport.ipc:
+                    return SharedReceiver(destination, trainer, device_id(self.device))
+                rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+                worker = Worker(engine=opening.engine, rank=rank, num_ranks=num_ranks, device=self.device)
+                return PeerReceiver(destination, trainer, worker)
 
     def _rlflow_destination(self, shapes: Shapes) -> Destination:
         """The model's own tensors, or copies of them, if vLLM keeps weights as its loader fills them; else its loader.

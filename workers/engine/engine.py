@@ -49,7 +49,7 @@ class EngineStats:
     running: int
     """Requests that were accepted and are not answered yet."""
     tokens: int
-    """Sampled since the start, in answered requests."""
+    """Tokens sampled since the start, in answered requests."""
     busy_s: float
     """Seconds since the start in which at least one request ran."""
     limit: int

@@ -21,8 +21,8 @@ from rlflow.weights.shape.layout import Region
 
 DELTA_SHARE = 0.3
 """A delta of more than this share of the weights' bytes is not worth it: with positions of 4 bytes and values of 2,
-that is more than one changed element in 10. In bytes it breaks even at one in 3; in time earlier, since a CPU finds the
-place of one changed element while it reads, checks and copies several of the weights."""
+that is more than one changed element in 10. In bytes it breaks even at one in 3; in time earlier, because a CPU finds
+the place of one changed element while it reads, checks and copies several of the weights."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -67,7 +67,7 @@ def changed(before: Tensor, now: Tensor) -> Tensor:
 
 
 def position_dtype(num_elements: int) -> torch.dtype:
-    """Of the positions in a tensor with this many elements."""
+    """The dtype of positions in a tensor with this many elements."""
     return torch.int32 if num_elements < 2**31 else torch.int64
 
 

@@ -8,8 +8,8 @@ A version without a base is an anchor: all weights. Any other holds what changed
 from the moment that it is complete; it never changes after that.
 
 A rank's file has the safetensors format, and is believed only when it is what was written. The checksum is zlib's
-CRC-32: it needs no further package, runs at the speed of a disk, and finds what goes wrong with files; it is no
-protection against anybody who means harm.
+CRC-32: it needs no further package, runs at the speed of a disk, and finds what goes wrong with files. It does not
+protect against intent.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def version_folder(folder: Path, version: int, suffix: str = "") -> Path:
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """In the folder of a version."""
+    """The file of one rank of the trainer, in the folder of a version."""
     return folder / f"rank_{rank}.safetensors"
 
 

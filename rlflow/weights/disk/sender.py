@@ -10,19 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlflow.roles import StagedWeights
 from rlflow.weights.disk.delta import Changes
 from rlflow.weights.disk.manifest import ParameterSpec
 from rlflow.weights.disk.writer import Part, StoreWriter
-
-if TYPE_CHECKING:
-    from rlflow.weights.source import WeightSource
+from rlflow.weights.source import WeightSender, WeightSource
 
 
-class DiskSender:
-    """A `WeightSender`. Every method but `close` is collective."""
+class DiskSender(WeightSender):
+    """Writes each version to a folder."""
 
     def __init__(self, backend: WeightSource, rank: int, num_ranks: int, folder: Path) -> None:
         """All ranks see `folder`, and nobody else writes to it."""
@@ -57,12 +54,6 @@ class DiskSender:
         return StagedWeights(
             version=version, path=str(self._folder), num_bytes=manifest.num_bytes, slots=(), buckets=()
         )
-
-    def release(self) -> None:
-        """It lies on the disk."""
-
-    def close(self) -> None:
-        """What was written stays, with the run."""
 
     def _parts(self) -> Iterator[Part]:
         if self._layout is None:

@@ -62,7 +62,7 @@ class Part:
     start: Index
     stop: Index
     tensor: Tensor
-    """In the shape of the box, with any strides, or flat in row-major order; of any dtype, on any device."""
+    """The box's elements in its shape, with any strides, or flat in row-major order; of any dtype, on any device."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -43,19 +43,15 @@ class Destination(Protocol):
 
     def begin(self) -> None:
         """Forget what has landed of a version that was not committed."""
-        ...
 
     def land(self, name: str, whole: Tensor) -> None:
         """Take a whole parameter, which must stay as it is until `commit`. Raises ValueError if it does not fit."""
-        ...
 
     def landed(self, name: str) -> None:
         """Say that a parameter is in the targets."""
-        ...
 
     def commit(self) -> None:
         """Let the model compute with what has landed. Raises ValueError if it does not fit."""
-        ...
 
     def compare(self, expected: Iterable[Named] | None, columns: Columns | None) -> WeightReport:
         """See `Receiver.compare`."""
@@ -63,7 +59,6 @@ class Destination(Protocol):
 
     def abort(self) -> None:
         """Give up a half-done version. A complete one must follow before anything is sampled."""
-        ...
 
 
 class Receiver(ABC):

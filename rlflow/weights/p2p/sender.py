@@ -13,7 +13,7 @@ import json
 import logging
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,7 @@ from rlflow.weights.p2p.rendezvous import Deadline, HostedStore, build_group, se
 from rlflow.weights.shape.landings import Landings, landings_from_json, layout_of
 from rlflow.weights.shape.layout import EngineLayout, Layout
 from rlflow.weights.shape.plan import TransferPlan, plan
-
-if TYPE_CHECKING:
-    from rlflow.weights.source import WeightSource
+from rlflow.weights.source import WeightSender, WeightSource
 
 BUCKET = "bucket"
 """Key of the store: the bytes of a bucket."""
@@ -66,7 +64,7 @@ class _Session:
     messages: list[list[PeerMessage]] = field(default_factory=list)
     """What this rank sends, by bucket."""
     stream: torch.cuda.Stream | None = None
-    """On a GPU: sends wait for nothing that training does, and it waits for none of them."""
+    """The stream of the sends on a GPU, so that they and training do not wait for each other."""
 
 
 def request_key(number: int) -> str:
@@ -84,13 +82,13 @@ def submit(store: Store, request: dict[str, Any]) -> None:
 
 
 def plan_for(source: Layout, landings: list[Landings], bucket_bytes: int) -> TransferPlan:
-    """The transfer to one engine, from what each of its ranks has learnt. Equal on all who make it."""
+    """The transfer to one engine, from what each of its ranks has learnt. All ranks make the same plan."""
     dtype = next(iter(source.placements.values())).dtype
     return plan(source, [EngineLayout(layout=layout_of(source.shapes, dtype, landings))], bucket_bytes)
 
 
-class PeerSender:
-    """A `WeightSender`. `stage` and the constructor are collective."""
+class PeerSender(WeightSender):
+    """Serves engines that ask for the staged version, which they may do at any time."""
 
     def __init__(
         self,
@@ -137,9 +135,6 @@ class PeerSender:
         _finish(self._device)
         self._version = version
         return self._hosted.staged(version)
-
-    def release(self) -> None:
-        """Nothing: engines on other devices may ask for it at any time."""
 
     def close(self) -> None:
         """Answer no more requests, on all ranks."""

@@ -30,7 +30,7 @@ class Landing:
 
 
 Landings = Mapping[str, Sequence[Landing]]
-"""By the parameter's name."""
+"""What was copied from each parameter, by its name."""
 
 
 def whole_landings(shapes: Shapes, dtype: str) -> Landings:

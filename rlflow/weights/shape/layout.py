@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Shapes = Mapping[str, tuple[int, ...]]
 Mesh = tuple[tuple[int, int | None], ...]
-"""For each dimension of a mesh its size, and the dimension of a parameter that it cuts; None if it cuts none."""
+"""The size of each dimension of a mesh, and the dimension of a parameter that it cuts; None if it cuts none."""
 
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -112,7 +112,7 @@ class EngineLayout:
 
     layout: Layout
     devices: tuple[int, ...] | None = None
-    """For each rank of the engine, the rank of the trainer on the same device; None if they share none."""
+    """The rank of the trainer on the device of each rank of the engine; None if they share none."""
     senders: frozenset[int] | None = None
     """The ranks of the trainer that may send to it; None: all."""
 

@@ -85,7 +85,7 @@ def _cut(name: str, cells: list[_Cell], wanted: ParameterPlacement, move_bytes: 
 
 
 def _cells(held: Ranks, senders: frozenset[int] | None) -> list[_Cell]:
-    """Disjoint boxes, each with everybody who holds all of it; nobody holds a part of one."""
+    """Disjoint boxes, each with all ranks that hold it; no rank holds a part of one."""
     same: dict[Box, list[tuple[int, Region]]] = {}
     for rank, regions in enumerate(held):
         if senders is None or rank in senders:

@@ -1,4 +1,4 @@
-"""Who sends which elements to whom, so that every engine gets the trainer's weights and no byte twice.
+"""Which rank sends which elements to which, so that every engine gets the trainer's weights and no byte twice.
 
 Layout of the trainer, layouts of the engines -> plan -> TransferPlan: moves in buckets, bytes of every rank
 
@@ -215,7 +215,7 @@ def _choose_open(index: int, cut: Cut, engine: EngineLayout, loads: list[int]) -
 
 
 def _devices(engine: EngineLayout, cut: Cut) -> IntArray:
-    """For each piece the rank of the trainer on the receiver's device, or -2."""
+    """The rank of the trainer on the device of each piece's receiver, or -2."""
     if engine.devices is None:
         return np.full(len(cut.pieces), -2, dtype=np.int64)
     return np.array(engine.devices, dtype=np.int64)[cut.ranks]

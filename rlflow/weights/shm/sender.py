@@ -15,7 +15,6 @@ import secrets
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,13 +24,11 @@ from rlflow.weights.p2p.exchange import source_view, target_view
 from rlflow.weights.shape.layout import EngineLayout, mesh_layout
 from rlflow.weights.shape.plan import Move, plan
 from rlflow.weights.shm.arena import Arena, arena_path, lay_out, tensor_at
-
-if TYPE_CHECKING:
-    from rlflow.weights.source import Specs, WeightSource
+from rlflow.weights.source import Specs, WeightSender, WeightSource
 
 
-class AdapterSender:
-    """A `WeightSender` for adapters alone, which are small: the ranks gather them."""
+class AdapterSender(WeightSender):
+    """Adapters alone, which are small: the ranks gather them."""
 
     def __init__(self, backend: WeightSource, rank: int, world_size: int, folder: Path = Path("/dev/shm")) -> None:
         """Raises ConfigError when `folder` has too little room."""
@@ -74,16 +71,13 @@ class AdapterSender:
         """Return when all ranks have come here."""
         self._backend.add_up([0.0])
 
-    def release(self) -> None:
-        """It lies in the memory of the CPU."""
-
     def close(self) -> None:
         if self._arena is not None:
             self._arena.close()
 
 
 class SharedMemorySender(AdapterSender):
-    """A `WeightSender` for whole models. Every method but `close` is collective."""
+    """Whole models: all ranks write their parts."""
 
     def __init__(self, backend: WeightSource, rank: int, world_size: int, folder: Path = Path("/dev/shm")) -> None:
         super().__init__(backend, rank, world_size, folder)

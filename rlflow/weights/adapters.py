@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 class AdapterLayers:
     """A `Destination`: the layers to which vLLM adds an adapter. Adapters come through shared memory only."""
 
-    is_beside = True
+    is_beside = False
+    """They come during the pause, because `abort` leaves no adapter to sample with."""
 
     def __init__(self, manager: LoRAModelManager, rank: int, alpha: float, *, is_cut: bool) -> None:
         """`is_cut` says that the engine has several workers, each of which holds slices of the adapters."""

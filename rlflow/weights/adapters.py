@@ -8,7 +8,7 @@ version, because its key is the adapter's name. vLLM itself cuts an adapter for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,44 +19,50 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 
-from rlflow.weights.engine.messages import ADAPTER_ID, Columns, Opening, WeightReport
+from rlflow.weights.engine.messages import ADAPTER_ID, Columns, WeightReport
 from rlflow.weights.engine.receiver import Named
-from rlflow.weights.shm.arena import map_arena
+from rlflow.weights.shape.landings import Landings
+from rlflow.weights.shape.layout import Shapes
 
 if TYPE_CHECKING:
     from vllm.lora.model_manager import LoRAModelManager
 
 
-class AdapterReceiver:
-    """A `Receiver` of adapters from an arena."""
+class AdapterLayers:
+    """A `Destination`: the layers to which vLLM adds an adapter. Adapters come through shared memory only."""
 
-    is_beside = True
+    is_beside = False
+    """They come during the pause, because `abort` leaves no adapter to sample with."""
 
     def __init__(self, manager: LoRAModelManager, rank: int, alpha: float, *, is_cut: bool) -> None:
         """`is_cut` says that the engine has several workers, each of which holds slices of the adapters."""
+        self.shapes: Shapes = {}
+        self.landings: Landings = {}
+        self.targets: Mapping[str, Tensor] = {}
         self._manager = manager
         self._rank = rank
         self._alpha = alpha
         self._is_cut = is_cut
-        self._tensors: dict[str, Tensor] = {}
+        self._given: dict[str, Tensor] = {}
 
-    def open(self, opening: Opening) -> int:
-        """Adapters are small: they come in one bucket."""
-        self._staged = opening.staged
-        self._tensors = {}
-        return 1
+    @property
+    def missing(self) -> list[str]:
+        """`commit` finds what is missing: it depends on vLLM's layers."""
+        return []
 
-    def receive(self, bucket: int) -> None:
-        """Raises ValueError when the arena holds another version."""
-        arena = map_arena(self._staged.path, self._staged.num_bytes)
-        arena.check(self._staged.version)
+    def begin(self) -> None:
+        self._given = {}
+
+    def land(self, name: str, whole: Tensor) -> None:
         # vLLM multiplies B by its scale in place, and goes on to hold the tensors.
-        self._tensors = {name: tensor.clone() for name, tensor in arena.tensors(self._staged.slots)}
-        arena.check(self._staged.version)
+        self._given[name] = whole.clone()
+
+    def landed(self, name: str) -> None:
+        raise NotImplementedError("adapters come whole")
 
     def commit(self) -> None:
-        """Raises ValueError when the adapters do not fit; then those before stay."""
-        replace_adapter(self._manager, self._tensors, self._rank, self._alpha)
+        """If the adapters do not fit, those before stay."""
+        replace_adapter(self._manager, self._given, self._rank, self._alpha)
 
     def compare(self, expected: Iterable[Named] | None, columns: Columns | None) -> WeightReport:
         """Compare what this worker adds to its layers to adapters, which are always whole."""
@@ -68,9 +74,6 @@ class AdapterReceiver:
     def abort(self) -> None:
         """Hold no adapter, so that nothing can be sampled under an old one by mistake."""
         self._manager.remove_adapter(ADAPTER_ID)
-
-    def shutdown(self) -> None:
-        """Nothing is open between two versions."""
 
 
 def replace_adapter(manager: LoRAModelManager, tensors: Mapping[str, Tensor], rank: int, alpha: float) -> None:
@@ -95,7 +98,7 @@ def replace_adapter(manager: LoRAModelManager, tensors: Mapping[str, Tensor], ra
 
 
 def _name_mapper(manager: LoRAModelManager) -> Any:
-    """From Hugging Face names to vLLM's, for a model that has other ones."""
+    """Translates Hugging Face names to vLLM's; None if they are the same."""
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     return None if mapper is None else mapper.get_rename_mapper()
 
@@ -105,7 +108,7 @@ def _check_fit(manager: LoRAModelManager, adapter: LoRAModel, rank: int) -> None
 
     vLLM itself ignores what it has no layer for, and copies what is too small into a corner.
     """
-    missing = dict(_expected_shapes(manager, rank))
+    missing = _expected_shapes(manager, rank)
     for name, weights in adapter.loras.items():
         shapes = missing.pop(name, None)
         if shapes is None:
@@ -118,32 +121,28 @@ def _check_fit(manager: LoRAModelManager, adapter: LoRAModel, rank: int) -> None
         raise ValueError(f"{len(missing)} layers were sent no adapter, such as {next(iter(missing))!r}")
 
 
-def _expected_shapes(
-    manager: LoRAModelManager, rank: int
-) -> Iterator[tuple[str, tuple[tuple[int, int], tuple[int, int]]]]:
-    """Of A [R, I] and B [O, R] of each layer of the checkpoint that takes an adapter."""
+def _expected_shapes(manager: LoRAModelManager, rank: int) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+    """The shapes of A [R, I] and B [O, R] of each layer of the checkpoint that takes an adapter, over all ranks."""
+    found: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
     for name, module in manager.modules.items():
         parts = manager.packed_modules.get(name, [name])
         layer: Any = module.base_layer
-        for part, outputs in zip(parts, _outputs_of(layer, len(parts)), strict=True):
-            yield part, ((rank, layer.input_size), (outputs, rank))
-
-
-def _outputs_of(layer: Any, num_parts: int) -> Sequence[int]:
-    """Outputs of each part of a vLLM layer, over all ranks; heads that several ranks hold count once."""
-    sizes = [layer.output_size]
-    if isinstance(layer, QKVParallelLinear):
-        keys, values = (layer.total_num_kv_heads * size for size in (layer.head_size, layer.v_head_size))
-        sizes = [layer.total_num_heads * layer.head_size, keys, values]
-    elif isinstance(layer, MergedColumnParallelLinear):
-        sizes = layer.output_sizes
-    return sizes if num_parts > 1 else [sum(sizes)]
+        outputs = [layer.output_size]
+        if isinstance(layer, QKVParallelLinear):  # heads that several ranks hold count once
+            keys, values = (layer.total_num_kv_heads * size for size in (layer.head_size, layer.v_head_size))
+            outputs = [layer.total_num_heads * layer.head_size, keys, values]
+        elif isinstance(layer, MergedColumnParallelLinear):
+            outputs = layer.output_sizes
+        if len(parts) == 1:
+            outputs = [sum(outputs)]
+        found |= {part: ((rank, layer.input_size), (size, rank)) for part, size in zip(parts, outputs, strict=True)}
+    return found
 
 
 class DenseAdapter(PunicaWrapperCPU):
-    """What an adapter adds, where there is one only and all tokens have it: two products of matrices.
+    """What an adapter adds when it is the only one and all tokens have it: two products of matrices.
 
-    vLLM's own way on a CPU copies the adapter's matrices once for each token, since tokens could have different ones.
+    vLLM's own way on a CPU copies the adapter's matrices once for each token, because tokens could have different ones.
     """
 
     def add_lora_linear(
@@ -183,10 +182,16 @@ def compare_adapters(manager: LoRAModelManager, expected: Mapping[str, Tensor], 
     What is beyond the rank of `expected` must be zero.
     """
     report = WeightReport(num_equal=0, different=[], unverified=[])
-    held = dict(_held(manager)) if ADAPTER_ID in manager.lora_index_to_id else {}
+    held: dict[tuple[str, bool], Tensor] = {}
+    """(layer, whether it is A) -> what the layer multiplies with, padded to the largest rank."""
+    for name, module in manager.modules.items() if ADAPTER_ID in manager.lora_index_to_id else ():
+        layer: Any = module
+        parts = manager.packed_modules.get(name, [name])
+        for part, inner, outer in zip(parts, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
+            held[part, True], held[part, False] = inner[0, 0].cpu(), outer[0, 0].cpu()
     for name, tensor in expected.items():
-        layer, is_inner = parse_fine_tuned_lora_name(name, _name_mapper(manager))
-        found = held.get((layer, is_inner))
+        target, is_inner = parse_fine_tuned_lora_name(name, _name_mapper(manager))
+        found = held.get((target, is_inner))
         if found is None:
             report["unverified"].append(name)
             continue
@@ -197,13 +202,3 @@ def compare_adapters(manager: LoRAModelManager, expected: Mapping[str, Tensor], 
         else:
             report["different"].append(name)
     return report
-
-
-def _held(manager: LoRAModelManager) -> Iterator[tuple[tuple[str, bool], Tensor]]:
-    """(layer, whether it is A) -> what the layer multiplies with, padded to the largest rank."""
-    for name, module in manager.modules.items():
-        layer: Any = module
-        parts = manager.packed_modules.get(name, [name])
-        for part, inner, outer in zip(parts, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
-            yield (part, True), inner[0, 0].cpu()
-            yield (part, False), outer[0, 0].cpu()

@@ -17,7 +17,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_
 from rlflow.config import Transport
 from rlflow.errors import NotACopy
 from rlflow.runtime.environment import keep_memory
-from rlflow.weights.adapters import AdapterReceiver
+from rlflow.weights.adapters import AdapterLayers
 from rlflow.weights.disk.manifest import read_manifest
 from rlflow.weights.disk.receiver import DiskReceiver
 from rlflow.weights.engine.messages import COMPARISON, OPENING, Opening, WeightReport
@@ -82,7 +82,8 @@ class WorkerExtension:
         staged = opening.staged
         if opening.adapter is not None:
             manager = self.model_runner.lora_manager._adapter_manager
-            return AdapterReceiver(manager, *opening.adapter, is_cut=self.vllm_config.parallel_config.world_size > 1)
+            is_cut = self.vllm_config.parallel_config.world_size > 1
+            return ArenaReceiver(AdapterLayers(manager, *opening.adapter, is_cut=is_cut))
         match opening.transport:
             case Transport.shm:
                 return ArenaReceiver(self._rlflow_destination({slot.name: slot.shape for slot in staged.slots}))
@@ -90,19 +91,14 @@ class WorkerExtension:
                 manifest = read_manifest(Path(staged.path), staged.version)
                 shapes = {name: each.shape for name, each in manifest.parameters.items()}
                 return DiskReceiver(self._rlflow_destination(shapes), Path(staged.path))
-            case Transport.p2p:
-                trainer = TrainerStore(staged.path, opening.timeout_s)
-                worker = Worker(
-                    engine=opening.engine,
-                    rank=get_tensor_model_parallel_rank(),
-                    num_ranks=get_tensor_model_parallel_world_size(),
-                    device=self.device,
-                )
-                return PeerReceiver(self._rlflow_destination(trainer.layout.shapes), trainer, worker)
-            case Transport.ipc:
+            case Transport.p2p | Transport.ipc:
                 trainer = TrainerStore(staged.path, opening.timeout_s)
                 destination = self._rlflow_destination(trainer.layout.shapes)
-                return SharedReceiver(destination, trainer, device_id(self.device))
+                if opening.transport is Transport.ipc:
+                    return SharedReceiver(destination, trainer, device_id(self.device))
+                rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+                worker = Worker(engine=opening.engine, rank=rank, num_ranks=num_ranks, device=self.device)
+                return PeerReceiver(destination, trainer, worker)
 
     def _rlflow_destination(self, shapes: Shapes) -> Destination:
         """The model's own tensors, or copies of them, if vLLM keeps weights as its loader fills them; else its loader.

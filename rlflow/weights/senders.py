@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from rlflow.config import Config, Transport, sends_adapters, transport_of
-from rlflow.roles import StagedWeights
 from rlflow.weights.disk.sender import DiskSender
 from rlflow.weights.ipc.sender import SharedSender
 from rlflow.weights.p2p.sender import PeerSender
 from rlflow.weights.shm.sender import AdapterSender, SharedMemorySender
-
-if TYPE_CHECKING:
-    from rlflow.weights.source import WeightSource
-
-
-class WeightSender(Protocol):
-    """Of one rank; every method but `close` is collective."""
-
-    def stage(self, version: int) -> StagedWeights | None:
-        """Lay out the back end's weights as a version; rank 0 is told where."""
-        ...
-
-    def release(self) -> None:
-        """Give back what the staged version takes of the device: no engine reads it any more. Not collective."""
-        ...
-
-    def close(self) -> None: ...
+from rlflow.weights.source import WeightSender, WeightSource
 
 
 def build_sender(config: Config, backend: WeightSource, rank: int, world_size: int, rendezvous: str) -> WeightSender:

@@ -20,7 +20,7 @@ from rlflow.weights.shape.layout import (
     Shapes,
     chunk_of,
     mesh_layout,
-    run_layout,
+    runs_layout,
 )
 from rlflow.weights.shape.plan import Move
 
@@ -79,6 +79,21 @@ QWEN2_5_7B = Model(
 LLAMA_3_70B = Model(
     layers=80, hidden=8192, intermediate=28672, heads=64, key_value_heads=8, head_dim=128, vocabulary=128256
 )
+
+
+def run_layout(shapes: Shapes, dtype: str, num_ranks: int) -> Layout:
+    """A trainer whose ranks hold equal runs of the elements of each parameter (ZeRO 3, arXiv:1910.02054)."""
+    runs = [
+        {name: chunk_of(math.prod(shape), rank, num_ranks) for name, shape in shapes.items()}
+        for rank in range(num_ranks)
+    ]
+    return runs_layout(shapes, dtype, runs)
+
+
+def bytes_held(layout: Layout, rank: int) -> int:
+    """What the rank's tensors hold of the parameters; padding is not counted."""
+    places = layout.placements.values()
+    return sum(region.num_elements * each.element_bytes for each in places for region in each.ranks[rank])
 
 
 def engine_layout_by_hand(model: Model, tensor_parallel: int, dtype: str = "bfloat16") -> Layout:

@@ -56,6 +56,9 @@ class Targets:
     def commit(self) -> None:
         raise NotImplementedError("nothing computes with these tensors")
 
+    def abort(self) -> None:
+        self.begin()
+
     def compare(self, expected: Iterable[tuple[str, Tensor]] | None, columns: Columns | None) -> WeightReport:
         raise NotImplementedError("nothing computes with these tensors")
 

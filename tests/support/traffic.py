@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from layouts import bytes_held
 
 from rlflow.weights.shape.layout import EngineLayout, Layout
 from rlflow.weights.shape.pieces import IntArray
@@ -39,7 +40,7 @@ def gathered(source: Layout, engines: Sequence[EngineLayout]) -> Traffic:
 
     So it is with a DTensor's `full_tensor`, in the trainer's dtype, and a broadcast in the engines' dtype.
     """
-    held = [source.bytes_held(rank) for rank in range(source.num_ranks)]
+    held = [bytes_held(source, rank) for rank in range(source.num_ranks)]
     return Traffic(
         trainer=source.num_bytes - np.array(held, dtype=np.int64),
         engines=tuple(np.full(each.layout.num_ranks, each.layout.num_bytes, dtype=np.int64) for each in engines),

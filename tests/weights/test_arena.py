@@ -14,7 +14,7 @@ import torch
 
 from rlflow.config import Transport
 from rlflow.errors import ConfigError
-from rlflow.weights.engine.messages import OPENING, Opening, opening_message
+from rlflow.weights.engine.messages import OPENING, Opening
 from rlflow.weights.shm.arena import BEING_WRITTEN, Arena, cut_buckets, lay_out, remove_abandoned, tensor_at
 
 SPECS = [
@@ -142,7 +142,7 @@ def test_workers_are_told_of_a_version_in_lists_and_numbers(tmp_path: Path) -> N
     opening = Opening(
         staged=staged, transport=Transport.shm, engine=1, transfer=2**53 - 1, timeout_s=5.0, adapter=(5, 12.0)
     )
-    message = opening_message(opening)
+    message = OPENING.dump_python(opening, mode="json")
     assert json.loads(json.dumps(message)) == message
     assert OPENING.validate_python(message) == opening
     told = message["staged"]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import Model, engine_layout_by_hand
+from layouts import Model, engine_layout_by_hand, run_layout
 from processes import spawn_ranks
 from rank_tensors import Targets, landings_of, opening, tensors_of
 from torch import Tensor
@@ -32,7 +32,7 @@ from rlflow.weights.shape.landings import (
     layout_of,
     layout_to_json,
 )
-from rlflow.weights.shape.layout import EngineLayout, Layout, fsdp_layout, mesh_layout, run_layout
+from rlflow.weights.shape.layout import EngineLayout, Layout, fsdp_layout, mesh_layout
 from rlflow.weights.shape.plan import plan
 from rlflow.workers.trainer.process_group import join
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from layouts import (
     LLAMA_3_70B,
     QWEN2_5_7B,
+    bytes_held,
     empty,
     engine_layout_by_hand,
     execute,
@@ -95,7 +96,7 @@ def test_no_rank_is_sent_more_than_it_lacks(transfer: tuple[Layout, list[EngineL
     for engine, received in zip(engines, made.received, strict=True):
         for rank, num_bytes in enumerate(received.tolist()):
             on_device = 0 if engine.devices is None else _in_common(source, engine.devices[rank], engine.layout, rank)
-            assert num_bytes == engine.layout.bytes_held(rank) - on_device
+            assert num_bytes == bytes_held(engine.layout, rank) - on_device
     assert made.sent.sum() == sum(received.sum() for received in made.received)
 
 
@@ -228,7 +229,7 @@ def test_colocated_ranks_keep_what_they_have_and_take_the_rest_from_their_group(
             assert num_bytes * trained == (micro_data - 1) * layout.num_bytes
             # No redundant memory: all that the rank has trained is part of what it generates with.
             assert engine.devices is not None
-            assert layout.bytes_held(rank) - num_bytes == source.bytes_held(engine.devices[rank])
+            assert bytes_held(layout, rank) - num_bytes == bytes_held(source, engine.devices[rank])
 
 
 @pytest.mark.parametrize("size", [3, 8])

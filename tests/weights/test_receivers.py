@@ -16,7 +16,7 @@ from one_rank import OneRank
 from rlflow.config import Transport
 from rlflow.roles import StagedWeights
 from rlflow.weights.disk.sender import DiskSender
-from rlflow.weights.engine.messages import Columns, Comparison, Opening, comparison_message, opening_message
+from rlflow.weights.engine.messages import COMPARISON, OPENING, Columns, Comparison, Opening
 from rlflow.weights.p2p.sender import PeerSender
 from rlflow.weights.shm.sender import SharedMemorySender
 
@@ -74,7 +74,7 @@ def test_a_worker_computes_with_what_was_staged(
 
     def begin(worker: Any, staged: StagedWeights) -> int:
         opening = Opening(staged=staged, transport=transport, engine=0, transfer=staged.version, timeout_s=60.0)
-        is_beside, num_buckets = worker.rlflow_open(**opening_message(opening))
+        is_beside, num_buckets = worker.rlflow_open(**OPENING.dump_python(opening, mode="json"))
         assert is_beside
         return num_buckets
 
@@ -83,8 +83,8 @@ def test_a_worker_computes_with_what_was_staged(
         worker.rlflow_commit()
         columns = Columns(count=32, seed=staged.version)
         comparison = Comparison(staged=staged, columns=columns)
-        assert worker.rlflow_compare(**comparison_message(comparison))["different"] == []
-        report = worker.rlflow_compare(**comparison_message(Comparison(staged=staged, columns=None)))
+        assert worker.rlflow_compare(**COMPARISON.dump_python(comparison, mode="json"))["different"] == []
+        report = worker.rlflow_compare(**COMPARISON.dump_python(Comparison(staged=staged, columns=None), mode="json"))
         assert report["different"] == []
         assert len(report["unverified"]) == UNREADABLE[make]
         assert report["num_equal"] > 10

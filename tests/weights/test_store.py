@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import Model, models, sources
+from layouts import Model, models, run_layout, sources
 from safetensors.torch import load_file
 from stores import TINY, Engine, Trainer, random_weights, with_changes
 
@@ -19,7 +19,7 @@ from rlflow.weights.disk.manifest import ParameterSpec, box_key, parse_box_key, 
 from rlflow.weights.disk.reader import StoreReader
 from rlflow.weights.disk.writer import ANCHOR_EVERY, Part, StoreWriter
 from rlflow.weights.shape.landings import Landing
-from rlflow.weights.shape.layout import Layout, Region, fsdp_layout, run_layout
+from rlflow.weights.shape.layout import Layout, Region, fsdp_layout
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_two_hundred_versions_as_deltas_and_dense(tmp_path: Path, monkeypatch: p
         manifest = changing.write(version, masters)
         num_anchors += manifest.base is None
         for writer in dense.writers:
-            writer.start_over()
+            writer._base = None
         assert dense.write(version, masters).base is None
         for engine in engines:
             engine.follow(version)

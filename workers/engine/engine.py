@@ -2,7 +2,8 @@
 
 GenerateRequest -> gate -> vLLM -> Completion;  StagedWeights -> prepare -> pause -> load -> compare -> resume
 
-A plain class; a run wraps it in a Ray actor with many concurrent calls, a test calls it directly.
+It samples under complete versions only: an update that fails stops it until a complete one. A plain class; a run wraps
+it in a Ray actor with many concurrent calls, a test calls it directly.
 """
 
 from __future__ import annotations
@@ -36,8 +37,6 @@ from rlflow.workers.engine.setup import (
 )
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
-    from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -50,7 +49,7 @@ class EngineStats:
     running: int
     """Requests that were accepted and are not answered yet."""
     tokens: int
-    """Sampled since the start, in answered requests."""
+    """Tokens sampled since the start, in answered requests."""
     busy_s: float
     """Seconds since the start in which at least one request ran."""
     limit: int
@@ -70,7 +69,6 @@ class RolloutEngine:
         self._on_gpu = torch.cuda.is_available()
         self._version: int | None = None
         self._llm: AsyncLLM | None = None
-        self._weights: Loading | None = None
         self._has_adapters = sends_adapters(config)
         self._stop_token_ids: list[int] = []
         self._loading = asyncio.Lock()
@@ -97,7 +95,7 @@ class RolloutEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        # vLLM leaves the files of its sockets behind. Once it has started, all who will ever meet there have.
+        # vLLM leaves the files of its sockets behind. Once it has started, nobody else will connect to them.
         folder = tempfile.TemporaryDirectory(prefix="rlflow-vllm-", dir=TEMPORARY)
         with folder as sockets, variables({"VLLM_RPC_BASE_PATH": sockets}):
             try:
@@ -145,41 +143,18 @@ class RolloutEngine:
                 f"got {len(request.prompt_ids)} tokens"
             )
         with self._load.one_more():
-            completion = await self._within("reply", self._config.env.episode_timeout_s, self._admit(request))
+            completion = await self._within("reply", self._config.env.episode_timeout_s, self._sample(request))
         self._load.tokens += len(completion.ids)
         self._has_answered.set()
         return completion
 
-    async def _admit(self, request: GenerateRequest) -> Completion:
-        async with self._gate.admitted():
-            return await self._sample(request)
-
     async def _sample(self, request: GenerateRequest) -> Completion:
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        # Requests of a group share their prompt: vLLM finds cached blocks even of a request that is in the same step.
-        stream = self._engine.generate(
-            {"prompt_token_ids": request.prompt_ids},
-            self._sampling(request),
-            uuid.uuid4().hex,
-            lora_request=_adapter() if self._has_adapters else None,
-        )
-        last: CompletionOutput | None = None
-        try:
-            async for output in stream:
-                last = output.outputs[0]
-        except EngineDeadError as error:
-            raise self._lost(f"vLLM died; {log_hint()}") from error
-        except EngineGenerateError as error:
-            raise RunError(f"vLLM failed in rollout engine {self._index}; {log_hint()}: {error!r}") from error
-        assert last is not None, "vLLM ended a request without an output"
-        return _completion_of(last)
-
-    def _sampling(self, request: GenerateRequest) -> SamplingParams:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
+        sampling = SamplingParams(
             temperature=0.0 if request.is_greedy else self._config.rollout.temperature,
             max_tokens=request.max_new_tokens,
             seed=request.seed if self._config.rollout.seeded else None,
@@ -189,6 +164,26 @@ class RolloutEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        # vLLM would read the path only if it had no such adapter, which cannot be.
+        adapter = LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path="sent by the trainer")
+        last: CompletionOutput | None = None
+        async with self._gate.admitted():
+            # Requests of a group share their prompt: vLLM finds cached blocks even of a request in the same step.
+            stream = self._engine.generate(
+                {"prompt_token_ids": request.prompt_ids},
+                sampling,
+                uuid.uuid4().hex,
+                lora_request=adapter if self._has_adapters else None,
+            )
+            try:
+                async for output in stream:
+                    last = output.outputs[0]
+            except EngineDeadError as error:
+                raise self._lost(f"vLLM died; {log_hint()}") from error
+            except EngineGenerateError as error:
+                raise RunError(f"vLLM failed in rollout engine {self._index}; {log_hint()}: {error!r}") from error
+        assert last is not None, "vLLM ended a request without an output"
+        return _completion_of(last)
 
     async def load_weights(self, staged: StagedWeights) -> float:
         """Put a complete version in, and return the seconds in which nothing was sampled.
@@ -199,19 +194,20 @@ class RolloutEngine:
         weights meanwhile, EngineLost when vLLM died, RunError for other failures.
         """
         async with self._loading:
+            loading = Loading(self._engine, self._config, self._index, staged)
             try:
-                loading = self._replace_weights(staged)
-                paused_at_s = await self._within("weight update", self._config.deadlines.weights_s, loading)
+                replacing = self._replace_weights(loading, staged)
+                paused_at_s = await self._within("weight update", self._config.deadlines.weights_s, replacing)
             except BaseException as error:
                 self._version = None
-                await self._give_up(staged, error)
+                await self._give_up(loading, staged, error)
                 raise
             self._version, self._is_asleep = staged.version, False
             await self._engine.resume_generation()
             return time.perf_counter() - paused_at_s
 
-    async def _give_up(self, staged: StagedWeights, error: BaseException) -> None:
-        """Undo what a failed update left behind; raises what the failure means, where `error` does not say it."""
+    async def _give_up(self, loading: Loading, staged: StagedWeights, error: BaseException) -> None:
+        """Undo what a failed update left behind. Raises what the failure means, if `error` does not say it."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if isinstance(error, EngineDeadError):
@@ -219,12 +215,10 @@ class RolloutEngine:
         subject = f"rollout engine {self._index} could not load weights of version {staged.version}"
         is_answer = isinstance(error, Exception) and not isinstance(error, RunError)
         if is_answer and self._config.rollout.tensor_parallel > 1:
-            # vLLM takes the first worker's error for the answer and leaves the others' to be the next call's: whoever
-            # gets this ends the engine.
+            # vLLM takes the first worker's error for the answer and leaves the others' to be the next call's, so that
+            # the engine must be ended by the caller.
             raise RunError(f"{subject}: {error}") from error
-        giving_up = self._within(
-            "abort of a weight update", self._config.deadlines.weights_s, self._loading_of_engine.give_up(staged)
-        )
+        giving_up = self._within("abort of a weight update", self._config.deadlines.weights_s, loading.give_up())
         is_overtaken = await asyncio.shield(giving_up)
         if not isinstance(error, Exception):
             return
@@ -233,22 +227,21 @@ class RolloutEngine:
         if not isinstance(error, RunError):
             raise RunError(f"{subject}: {error}") from error
 
-    async def _replace_weights(self, staged: StagedWeights) -> float:
-        """When nothing was sampled any more, by `time.perf_counter`. Sampling is still paused on return."""
-        engine, weights = self._engine, self._loading_of_engine
-        await weights.prepare(staged)
+    async def _replace_weights(self, loading: Loading, staged: StagedWeights) -> float:
+        """When sampling stopped, by `time.perf_counter`. It is still paused on return."""
+        await loading.prepare()
         paused_at_s = await self._pause()
         if self._frees_memory and self._is_asleep:
-            await engine.wake_up(tags=["weights"])
-        await weights.load(staged)
+            await self._engine.wake_up(tags=["weights"])
+        await loading.load()
         await self._verify(staged)
-        await engine.update_weight_version(str(staged.version))
+        await self._engine.update_weight_version(str(staged.version))
         if self._frees_memory and self._is_asleep:
-            await engine.wake_up(tags=["kv_cache"])
+            await self._engine.wake_up(tags=["kv_cache"])
         return paused_at_s
 
     async def _pause(self) -> float:
-        """Stop sampling, and forget the cache of the weights so far; when it stopped, by `time.perf_counter`."""
+        """Stop sampling, and forget the cache of the old weights; when it stopped, by `time.perf_counter`."""
         asked_at_s = time.perf_counter()
         if self._is_asleep:
             return asked_at_s
@@ -262,8 +255,8 @@ class RolloutEngine:
     async def sleep(self) -> None:
         """Sample nothing until the next `load_weights`; requests under way are kept and go on then.
 
-        On a GPU the weights and the cache are given back: every sleep ends with a complete version, so that nothing
-        of the weights need be kept. Where adapters are all that is sent, the rest is kept in the memory of the CPU.
+        On a GPU the weights and the cache are given back: every sleep ends with a complete version, so that the weights
+        need not be kept. If adapters are all that is sent, the rest is kept in the memory of the CPU.
         """
         async with self._loading:
             self._gate.forgive()
@@ -288,7 +281,7 @@ class RolloutEngine:
 
     async def compare_weights(self, staged: StagedWeights, verify: Verify = Verify.full) -> WeightReport:
         """Compare what the engine computes with, to `staged`, bit for bit."""
-        comparing = self._loading_of_engine.compare(staged, verify)
+        comparing = Loading(self._engine, self._config, self._index, staged).compare(verify)
         return await self._within("weight check", self._config.deadlines.weights_s, comparing)
 
     async def stats(self) -> EngineStats:
@@ -301,7 +294,7 @@ class RolloutEngine:
 
     async def shutdown(self) -> None:
         """Stop vLLM and its processes. Safe to call twice."""
-        engine, self._llm, self._weights, self._version = self._llm, None, None, None
+        engine, self._llm, self._version = self._llm, None, None
         if engine is not None:
             engine.shutdown()
 
@@ -318,12 +311,6 @@ class RolloutEngine:
         if self._llm is None:
             raise RunError(f"rollout engine {self._index} is not running; start it first")
         return self._llm
-
-    @property
-    def _loading_of_engine(self) -> Loading:
-        if self._weights is None:
-            self._weights = Loading(self._engine, self._config, self._index)
-        return self._weights
 
     async def _within(self, stage: str, seconds: float, work: Awaitable[T]) -> T:
         return await within(f"{stage} of rollout engine {self._index}", seconds, work)
@@ -352,13 +339,6 @@ class _Load:
 
     def busy_s(self) -> float:
         return self._busy_before_s + (time.perf_counter() - self._busy_since if self.running else 0.0)
-
-
-def _adapter() -> LoRARequest:
-    """What a request names. vLLM would read the path only if it had no such adapter, which never is so."""
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path="sent by the trainer")
 
 
 def _completion_of(output: CompletionOutput) -> Completion:

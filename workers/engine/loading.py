@@ -19,15 +19,15 @@ from rlflow.errors import WeightsOvertaken
 from rlflow.roles import StagedWeights
 from rlflow.weights.disk.manifest import version_folder
 from rlflow.weights.engine.messages import (
+    COMPARISON,
     NUM_VERIFIED,
+    OPENING,
     VERIFIED_COLUMNS,
     Columns,
     Comparison,
     Opening,
     WeightReport,
-    comparison_message,
     merged_reports,
-    opening_message,
 )
 from rlflow.weights.shm.arena import staged_version
 
@@ -36,22 +36,23 @@ if TYPE_CHECKING:
 
 
 class Loading:
-    """Gives the workers of one engine one version after the other."""
+    """One version on its way into the workers of one engine."""
 
-    def __init__(self, engine: AsyncLLM, config: Config, index: int) -> None:
+    def __init__(self, engine: AsyncLLM, config: Config, index: int, staged: StagedWeights) -> None:
         """`index` is the engine's among all."""
         self._engine = engine
         self._config = config
         self._index = index
+        self._staged = replace(staged, spans=())
         self._transport = transport_of(config)
         self._is_beside = False
         self._num_buckets = 0
 
-    async def prepare(self, staged: StagedWeights) -> None:
+    async def prepare(self) -> None:
         """Do what can be done while the engine samples under another version."""
         lora = self._config.lora
         opening = Opening(
-            staged=replace(staged, spans=()),
+            staged=self._staged,
             transport=self._transport,
             engine=self._index,
             # 53 bits, so that nothing else that stamps messages is taken for this transfer.
@@ -59,47 +60,48 @@ class Loading:
             timeout_s=self._config.deadlines.weights_s,
             adapter=(lora.rank, lora.alpha) if sends_adapters(self._config) and lora.rank is not None else None,
         )
-        found = await self._call("rlflow_open", opening_message(opening))
+        found = await self._call("rlflow_open", OPENING.dump_python(opening, mode="json"))
         assert len({is_beside for is_beside, _ in found}) == 1, "all workers of an engine have the same model"
         self._is_beside, self._num_buckets = found[0]
         if self._is_beside:
-            await self._receive(staged)
+            await self._receive()
 
-    async def load(self, staged: StagedWeights) -> None:
+    async def load(self) -> None:
         """Let the workers of a paused engine compute with the version. If it fails, they may hold a half of it."""
         if not self._is_beside:
-            await self._receive(staged)
+            await self._receive()
         await self._call("rlflow_commit", {})
 
-    async def compare(self, staged: StagedWeights, verify: Verify) -> WeightReport:
+    async def compare(self, verify: Verify) -> WeightReport:
         """Compare what the workers compute with to what was staged, bit for bit.
 
         If nothing of that can be seen from here any more, compare to what has come, which carried checksums.
         """
-        slots, columns = staged.slots, None
+        slots, columns = self._staged.slots, None
         if verify is not Verify.full:
-            slots = tuple(random.Random(staged.version).sample(slots, min(NUM_VERIFIED, len(slots))))
-            columns = Columns(count=VERIFIED_COLUMNS, seed=staged.version)
-        comparison = Comparison(staged=replace(staged, slots=slots, buckets=(), spans=()), columns=columns)
-        return merged_reports(await self._call("rlflow_compare", comparison_message(comparison)))
+            slots = tuple(random.Random(self._staged.version).sample(slots, min(NUM_VERIFIED, len(slots))))
+            columns = Columns(count=VERIFIED_COLUMNS, seed=self._staged.version)
+        comparison = Comparison(staged=replace(self._staged, slots=slots, buckets=()), columns=columns)
+        return merged_reports(await self._call("rlflow_compare", COMPARISON.dump_python(comparison, mode="json")))
 
-    async def give_up(self, staged: StagedWeights) -> bool:
+    async def give_up(self) -> bool:
         """After a failure, let a complete version be loaded next; whether the trainer has replaced this one."""
         await self._call("rlflow_abort", {})
-        if staged.slots:
-            return await asyncio.to_thread(staged_version, staged.path) != staged.version
+        path, version = self._staged.path, self._staged.version
+        if self._staged.slots:
+            return await asyncio.to_thread(staged_version, path) != version
         if self._transport is Transport.disk:
-            return not await asyncio.to_thread(version_folder(Path(staged.path), staged.version).exists)
+            return not await asyncio.to_thread(version_folder(Path(path), version).exists)
         return False
 
-    async def _receive(self, staged: StagedWeights) -> None:
+    async def _receive(self) -> None:
         """All buckets, one by one, so that the engine samples between them if it is not paused."""
         is_overtaken = False
         for bucket in range(self._num_buckets):
             found = await self._call("rlflow_receive", {"bucket": bucket})
             is_overtaken |= any(version is not None for version in found)
         if is_overtaken:
-            raise WeightsOvertaken(f"the trainer no longer has version {staged.version}")
+            raise WeightsOvertaken(f"the trainer no longer has version {self._staged.version}")
 
     async def _call(self, method: str, message: dict[str, Any]) -> list[Any]:
         """The answers of all workers."""

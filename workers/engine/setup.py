@@ -1,6 +1,7 @@
 """What a rollout engine needs before vLLM is started: environment, checks, arguments. Does not import vLLM.
 
-vLLM reports most start-up errors only in the log of a child process, so whatever can be known ahead is checked here.
+vLLM reports most start-up errors only in the log of a child process, so everything that can be known ahead is checked
+here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlflow.config import ADAPTER_RANKS, Config, Dtype, LoraConfig, Placement, Transport, sends_adapters, transport_of
+from rlflow.config import ADAPTER_RANKS, Config, Dtype, Placement, Transport, sends_adapters, transport_of
 from rlflow.errors import ConfigError
 from rlflow.runtime.environment import share_cpu
 
@@ -56,7 +57,12 @@ def set_environment(config: Config, threads: int, on_gpu: bool) -> None:
     )
     if on_gpu:
         if transport_of(config) is Transport.ipc and config.trainer.ranks > 1:
-            _see_other_gpus()
+            import torch
+
+            # vLLM reads the memory of the machine's other GPUs too; the first one that it sees is the one it runs on.
+            own = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+            others = [str(index) for index in range(torch.cuda._raw_device_count_nvml()) if str(index) not in own]
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*own, *others])
         return
     share_cpu(threads)
     os.environ.update(
@@ -65,17 +71,8 @@ def set_environment(config: Config, threads: int, on_gpu: bool) -> None:
         TORCHDYNAMO_DISABLE="1",
         GLOO_SOCKET_IFNAME="lo",
     )
-    # vLLM takes its single-process executor on a CPU only so; one process less to start.
+    # Only so does vLLM use its single-process executor on a CPU: one process less to start.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if config.rollout.tensor_parallel > 1 else "0"
-
-
-def _see_other_gpus() -> None:
-    """Let vLLM read the memory of the machine's other GPUs too; the first one that it sees stays the one it runs on."""
-    import torch
-
-    own = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
-    others = [str(index) for index in range(torch.cuda._raw_device_count_nvml()) if str(index) not in own]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*own, *others])
 
 
 def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) -> dict[str, Any]:
@@ -98,7 +95,15 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
         "worker_extension_cls": "rlflow.weights.extension.WorkerExtension",
     }
     if sends_adapters(config):
-        arguments.update(_adapter_arguments(config.lora, model_path))
+        assert config.lora.rank is not None
+        arguments.update(
+            load_format="safetensors",
+            enable_lora=True,
+            max_loras=1,
+            max_lora_rank=largest_rank(config.lora.rank),
+            # Otherwise vLLM would multiply for the embedding and the head too, with nothing.
+            lora_target_modules=adapted_layers(model_path),
+        )
     else:
         # The first weight update fills every parameter and fails if one is left out; nothing of a checkpoint is needed.
         arguments["load_format"] = "dummy"
@@ -118,20 +123,8 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
     return arguments
 
 
-def _adapter_arguments(lora: LoraConfig, model_path: str) -> dict[str, Any]:
-    assert lora.rank is not None
-    return {
-        "load_format": "safetensors",
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_lora_rank": largest_rank(lora.rank),
-        # Else vLLM would multiply for the embedding and the head too, with nothing.
-        "lora_target_modules": adapted_layers(model_path),
-    }
-
-
 def largest_rank(rank: int) -> int:
-    """For which vLLM makes room, to hold adapters of `rank`."""
+    """The rank that vLLM makes room for, to hold adapters of `rank`."""
     return next(each for each in ADAPTER_RANKS if each >= rank)
 
 
@@ -151,7 +144,7 @@ def cache_bytes(config: Config) -> int:
 
 
 def stop_token_ids(model_path: str) -> list[int]:
-    """The ids that end a reply: from generation_config.json, else config.json. Empty where the model names none."""
+    """The ids that end a reply: from generation_config.json, else config.json. Empty if the model names none."""
     for name in ("generation_config.json", "config.json"):
         path = Path(model_path) / name
         found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
@@ -161,7 +154,7 @@ def stop_token_ids(model_path: str) -> list[int]:
 
 
 def cache_shape(model_path: str) -> CacheShape:
-    """Read from the model's config.json; raises ConfigError where there is none."""
+    """Read from the model's config.json; raises ConfigError when there is none."""
     from transformers import AutoConfig  # slow to import, and needed by engines only
 
     if not (Path(model_path) / "config.json").is_file():
@@ -206,22 +199,12 @@ def check_engine(config: Config, shape: CacheShape, model_path: str, on_gpu: boo
             f"({config.model.max_length}) tokens, which takes {needed / 2**30:.3g} GB; raise the first or "
             "lower the second"
         )
-    if not on_gpu:
-        _check_memory(config)
-
-
-def _check_memory(config: Config) -> None:
-    free = _available_memory()
+    if on_gpu:
+        return
+    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(memory["MemAvailable"].split()[0]) * 1024  # without swapping
     if cache_bytes(config) > free:
         raise ConfigError(
             f"rollout.kv_cache_gb ({config.rollout.kv_cache_gb:g}) is more than the memory that is free "
             f"({free / 2**30:.3g} GB); lower it"
         )
-
-
-def _available_memory() -> int:
-    """Bytes that can be taken without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("/proc/meminfo has no MemAvailable")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from rlflow.weights.shape.layout import Region
 
 DELTA_SHARE = 0.3
 """A delta of more than this share of the weights' bytes is not worth it: with positions of 4 bytes and values of 2,
-that is more than one changed element in 10. In bytes it breaks even at one in 3; in time earlier, since a CPU finds the
-place of one changed element while it reads, checks and copies several of the weights."""
+that is more than one changed element in 10. In bytes it breaks even at one in 3; in time earlier, because a CPU finds
+the place of one changed element while it reads, checks and copies several of the weights."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -38,15 +38,6 @@ class Changes:
     num_without_base: int
     """Ranks that cannot say what changed, because they have nothing to compare with or gave up."""
 
-    def __add__(self, other: Changes) -> Changes:
-        return Changes(
-            num_changed=self.num_changed + other.num_changed,
-            num_elements=self.num_elements + other.num_elements,
-            delta_bytes=self.delta_bytes + other.delta_bytes,
-            dense_bytes=self.dense_bytes + other.dense_bytes,
-            num_without_base=self.num_without_base + other.num_without_base,
-        )
-
     @property
     def density(self) -> float:
         return self.num_changed / self.num_elements if self.num_elements else 0.0
@@ -57,19 +48,12 @@ class Changes:
         return self.num_without_base == 0 and self.delta_bytes <= DELTA_SHARE * self.dense_bytes
 
     def counts(self) -> tuple[int, ...]:
-        """In the order of the fields: `Changes.of(total)` takes them back when they are added up over the ranks."""
+        """In the order of the fields; when they are added up over the ranks, `Changes.of` takes them back."""
         return astuple(self)
 
     @classmethod
     def of(cls, counts: Sequence[int]) -> Changes:
-        changed, elements, delta, dense, without_base = counts
-        return cls(
-            num_changed=changed,
-            num_elements=elements,
-            delta_bytes=delta,
-            dense_bytes=dense,
-            num_without_base=without_base,
-        )
+        return cls(**{each.name: count for each, count in zip(fields(cls), counts, strict=True)})
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -83,7 +67,7 @@ def changed(before: Tensor, now: Tensor) -> Tensor:
 
 
 def position_dtype(num_elements: int) -> torch.dtype:
-    """Of the positions in a tensor with this many elements."""
+    """The dtype of positions in a tensor with this many elements."""
     return torch.int32 if num_elements < 2**31 else torch.int64
 
 

@@ -8,8 +8,8 @@ A version without a base is an anchor: all weights. Any other holds what changed
 from the moment that it is complete; it never changes after that.
 
 A rank's file has the safetensors format, and is believed only when it is what was written. The checksum is zlib's
-CRC-32: it needs no further package, runs at the speed of a disk, and finds what goes wrong with files; it is no
-protection against anybody who means harm.
+CRC-32: it needs no further package, runs at the speed of a disk, and finds what goes wrong with files. It does not
+protect against intent.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def version_folder(folder: Path, version: int, suffix: str = "") -> Path:
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """In the folder of a version."""
+    """The file of one rank of the trainer, in the folder of a version."""
     return folder / f"rank_{rank}.safetensors"
 
 
@@ -146,24 +146,21 @@ def chain(folder: Path, version: int, held: Stamp | None) -> list[Manifest]:
         return []
     found = [target]
     while (base := found[-1].base) is not None and base != held:
-        found.append(_read_base(folder, found[-1], base, target))
+        above = found[-1].stamp.version
+        if base.version >= above:
+            raise WeightsDamaged(f"version {above} in {folder} cannot build on version {base.version}")
+        try:
+            found.append(read_manifest(folder, base.version))
+        except WeightsOvertaken as error:
+            raise missing(folder, target, f"version {base.version}, which it builds on") from error
+        if found[-1].stamp != base:
+            what = f"version {base.version} as it builds on it: there is another of that number"
+            raise missing(folder, target, what)
     return found[::-1]
 
 
-def _read_base(folder: Path, manifest: Manifest, base: Stamp, target: Manifest) -> Manifest:
-    if base.version >= manifest.stamp.version:
-        raise WeightsDamaged(f"version {manifest.stamp.version} in {folder} cannot build on version {base.version}")
-    try:
-        found = read_manifest(folder, base.version)
-    except WeightsOvertaken as error:
-        raise missing(folder, target, f"version {base.version}, which it builds on") from error
-    if found.stamp != base:
-        raise missing(folder, target, f"version {base.version} as it builds on it: there is another of that number")
-    return found
-
-
 def missing(folder: Path, target: Manifest, what: str) -> RunError:
-    """The error for a missing part: versions are removed from the newest on, so nothing that is there lacks a base."""
+    """The error for a missing part: versions are removed from the newest on, so that none on disk lacks a base."""
     version = target.stamp.version
     if version_folder(folder, version).exists():
         return WeightsDamaged(f"version {version} of the weights is in {folder}, but not {what}")

@@ -74,7 +74,15 @@ class StoreReader:
         for manifest in manifests:
             self._check(manifest)
         base = manifests[0].base if manifests else self.held
-        return FetchedUpdate(base=base, versions=tuple(self._open(manifest, manifests[-1]) for manifest in manifests))
+        versions: list[FetchedVersion] = []
+        for manifest in manifests:
+            path = version_folder(self._folder, manifest.stamp.version)
+            try:
+                files = tuple(PartFile(rank_file(path, rank), each) for rank, each in enumerate(manifest.files))
+            except FileNotFoundError as error:
+                raise missing(self._folder, manifests[-1], f"the file {error.filename}") from error
+            versions.append(FetchedVersion(manifest=manifest, files=files))
+        return FetchedUpdate(base=base, versions=tuple(versions))
 
     def apply(self, update: FetchedUpdate) -> None:
         """Write an update to the targets. If that fails, the next one fetched begins with an anchor."""
@@ -111,14 +119,6 @@ class StoreReader:
                     f"the engine keeps {name!r} as {other.pop()}; version {manifest.stamp.version} in {self._folder} "
                     f"has {found.dtype}; write it in the engine's dtype"
                 )
-
-    def _open(self, manifest: Manifest, target: Manifest) -> FetchedVersion:
-        path = version_folder(self._folder, manifest.stamp.version)
-        try:
-            files = tuple(PartFile(rank_file(path, rank), each) for rank, each in enumerate(manifest.files))
-        except FileNotFoundError as error:
-            raise missing(self._folder, target, f"the file {error.filename}") from error
-        return FetchedVersion(manifest=manifest, files=files)
 
     def _apply_boxes(self, file: PartFile) -> None:
         for key in file.names:

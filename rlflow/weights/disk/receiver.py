@@ -6,26 +6,29 @@ open: find and verify the files -> receive, once a file: into the targets; then 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate
 from math import prod
 from pathlib import Path
 
 from rlflow.weights.disk.reader import StoreReader
 from rlflow.weights.engine.messages import Opening
-from rlflow.weights.engine.receiver import Destination, TensorReceiver
-from rlflow.weights.shape.layout import Shapes
+from rlflow.weights.engine.receiver import Destination, Receiver
 
 _ELEMENTS_AT_ONCE = 2**23
 """Elements that one call makes ready, so that an engine that samples meanwhile is not held up for long."""
 
 
-class DiskReceiver(TensorReceiver):
+class DiskReceiver(Receiver):
     """After a failure, the version that is opened next is read from an anchor on if the targets are half of one."""
 
     def __init__(self, destination: Destination, folder: Path) -> None:
         super().__init__(destination)
         self._reader = StoreReader(folder, destination.targets, destination.landings, destination.shapes)
-        self._groups = _groups(destination.shapes)
+        groups: dict[int, list[str]] = {}
+        before = 0
+        for name, shape in destination.shapes.items():
+            groups.setdefault(before // _ELEMENTS_AT_ONCE, []).append(name)
+            before += prod(shape)
+        self._groups = list(groups.values())
         self._steps: Iterator[None] = iter(())
 
     def _ask(self, opening: Opening) -> int:
@@ -47,12 +50,3 @@ class DiskReceiver(TensorReceiver):
             for name in group:
                 self._destination.landed(name)
             yield
-
-
-def _groups(shapes: Shapes) -> list[list[str]]:
-    """The names, in order, in groups of about _ELEMENTS_AT_ONCE."""
-    groups: dict[int, list[str]] = {}
-    sizes = [prod(shape) for shape in shapes.values()]
-    for name, before in zip(shapes, accumulate(sizes, initial=0), strict=False):
-        groups.setdefault(before // _ELEMENTS_AT_ONCE, []).append(name)
-    return list(groups.values())

@@ -2,27 +2,24 @@
 
 what each rank holds -> store (anchors, and what changed) -> StagedWeights;  engines read it, see `receiver`
 
-For engines that share nothing with the trainer but a file system. Where adapters have to be merged first, the ranks
-gather and rank 0 writes everything.
+It serves engines that share only a file system with the trainer. If adapters must be merged first, the ranks gather and
+rank 0 writes everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlflow.roles import StagedWeights
 from rlflow.weights.disk.delta import Changes
 from rlflow.weights.disk.manifest import ParameterSpec
 from rlflow.weights.disk.writer import Part, StoreWriter
-
-if TYPE_CHECKING:
-    from rlflow.weights.source import WeightSource
+from rlflow.weights.source import WeightSender, WeightSource
 
 
-class DiskSender:
-    """One rank's side. Every method but `close` is collective."""
+class DiskSender(WeightSender):
+    """Writes each version to a folder."""
 
     def __init__(self, backend: WeightSource, rank: int, num_ranks: int, folder: Path) -> None:
         """All ranks see `folder`, and nobody else writes to it."""
@@ -46,8 +43,10 @@ class DiskSender:
 
         Raises RunError when the disk is full.
         """
-        changes = self._writer.compare(version, self._gathered() if self._layout is None else self._own_parts())
-        self._writer.write(self._add_up(changes))
+        changes = self._writer.compare(version, self._parts())
+        # The back end counts once what the ranks of a tensor group have; here each of them has something else.
+        *counts, counted_ranks = self._backend.add_up([*changes.counts(), 1.0])
+        self._writer.write(Changes.of([round(count * self._num_ranks / counted_ranks) for count in counts]))
         self._meet()
         if self._rank > 0:
             return None
@@ -56,27 +55,15 @@ class DiskSender:
             version=version, path=str(self._folder), num_bytes=manifest.num_bytes, slots=(), buckets=()
         )
 
-    def release(self) -> None:
-        """It lies on the disk."""
-
-    def close(self) -> None:
-        """What was written stays, with the run."""
-
-    def _own_parts(self) -> Iterator[Part]:
-        assert self._layout is not None
+    def _parts(self) -> Iterator[Part]:
+        if self._layout is None:
+            for name, whole in self._backend.full_parameters():
+                if self._rank == 0:
+                    yield Part(name=name, start=(0,) * whole.dim(), stop=tuple(whole.shape), tensor=whole)
+            return
         for name, held in self._backend.held():
             for region in self._layout.placements[name].ranks[self._rank]:
                 yield Part(name=name, start=region.start, stop=region.stop, tensor=region.view_of(held))
-
-    def _gathered(self) -> Iterator[Part]:
-        for name, whole in self._backend.full_parameters():
-            if self._rank == 0:
-                yield Part(name=name, start=(0,) * whole.dim(), stop=tuple(whole.shape), tensor=whole)
-
-    def _add_up(self, changes: Changes) -> Changes:
-        # The back end counts once what the ranks of a tensor group have; here each of them has something else.
-        *counts, counted_ranks = self._backend.add_up([*changes.counts(), 1.0])
-        return Changes.of([round(count * self._num_ranks / counted_ranks) for count in counts])
 
     def _meet(self) -> None:
         """Return when all ranks have come here."""

@@ -62,29 +62,34 @@ class Part:
     start: Index
     stop: Index
     tensor: Tensor
-    """In the shape of the box, with any strides, or flat in row-major order; of any dtype, on any device."""
+    """The box's elements in its shape, with any strides, or flat in row-major order; of any dtype, on any device."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Staged:
-    """One version between `compare` and `write`."""
+    """One version between `compare` and `publish`."""
 
     version: int
     base: int | None
-    """What the positions are relative to; None: only an anchor can be written."""
+    """The version that the positions are relative to; None: only an anchor can be written."""
     positions: dict[NamedBox, Tensor] = field(default_factory=dict)
-    """Of what changed, in the box laid flat."""
+    """What changed, in the box laid flat."""
     num_changed: int = 0
     delta_bytes: int = 0
+    density: float = 1.0
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class _Written:
-    """One version between `write` and `publish`."""
+class _RankReport:
+    """What a rank says of its file."""
 
-    version: int
     base: int | None
-    density: float
+    file: FileSum
+    boxes: tuple[NamedBox, ...]
+    """All boxes of this rank, including those in which nothing changed."""
+
+
+_RANK_REPORT = TypeAdapter(_RankReport)
 
 
 class StoreWriter:
@@ -104,15 +109,14 @@ class StoreWriter:
         self._base: int | None = None  # version of `_last`; None while it may not be what is on disk
         self._num_deltas = 0  # since the anchor
         self._staged: _Staged | None = None
-        self._written: _Written | None = None
+        self._written: _Staged | None = None  # rank 0 only
         self._chain: list[Stamp] = []  # rank 0 only: from the newest anchor on
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0:
-            remove_unfinished(folder)
-
-    def start_over(self) -> None:
-        """Make the next version an anchor, for readers that cannot follow."""
-        self._base = None
+            # What was being written or removed when its process ended.
+            for suffix in (UNFINISHED, REMOVED):
+                for version in versions_in(folder, suffix):
+                    shutil.rmtree(version_folder(folder, version, suffix))
 
     def compare(self, version: int, parts: Iterable[Part]) -> Changes:
         """Take over this rank's part of a version, and count what changed since the version before.
@@ -122,10 +126,12 @@ class StoreWriter:
 
         Raises ValueError for a part that does not fit its parameter.
         """
-        staged = _Staged(version=version, base=self._base_for(version))
+        is_due = self._num_deltas + 1 >= ANCHOR_EVERY
+        may_be_delta = not is_due and self._base is not None and self._base < version
+        staged = _Staged(version=version, base=self._base if may_be_delta else None)
         self._base = None
         last: dict[NamedBox, Tensor] = {}
-        own_bytes = sum(map(_num_bytes, self._last.values()))
+        own_bytes = sum(values.nbytes for values in self._last.values())
         for part in parts:
             if not part.tensor.numel():
                 continue
@@ -141,24 +147,34 @@ class StoreWriter:
             num_changed=staged.num_changed,
             num_elements=sum(values.numel() for values in last.values()),
             delta_bytes=staged.delta_bytes,
-            dense_bytes=sum(map(_num_bytes, last.values())),
+            dense_bytes=sum(values.nbytes for values in last.values()),
             num_without_base=int(staged.base is None),
         )
 
     def write(self, total: Changes) -> None:
         """Write this rank's part of the version that was compared; `total` is the sum of what all ranks counted.
 
-        Raises RunError when the disk is full; then the version cannot be published.
+        Raises RunError when the disk is full, and leaves nothing of the part; then the version cannot be published.
         """
         staged, self._staged = self._staged, None
         assert staged is not None, "write follows compare"
         assert staged.base is not None or not total.is_delta, "the sum has what this rank counted"
-        base = staged.base if total.is_delta else None
-        tensors = self._dense() if base is None else self._delta(staged.positions)
-        write_rank(self._folder, staged.version, self._rank, base, self._last, tensors)
-        self._num_deltas = 0 if base is None else self._num_deltas + 1
+        staged.base, staged.density = staged.base if total.is_delta else None, total.density
+        tensors = self._dense() if staged.base is None else self._delta(staged.positions)
+        folder = version_folder(self._folder, staged.version, UNFINISHED)
+        path = rank_file(folder, self._rank)
+        with disk_errors("the weights", self._folder):
+            folder.mkdir(exist_ok=True)
+            try:
+                report = _RankReport(base=staged.base, file=write_part(path, tensors), boxes=tuple(self._last))
+                path.with_suffix(".json").write_bytes(_RANK_REPORT.dump_json(report))
+            except (OSError, SafetensorError):
+                path.unlink(missing_ok=True)
+                path.with_suffix(".json").unlink(missing_ok=True)
+                raise
+        self._num_deltas = 0 if staged.base is None else self._num_deltas + 1
         if self._rank == 0:
-            self._written = _Written(version=staged.version, base=base, density=total.density)
+            self._written = staged
         else:
             self._base = staged.version
 
@@ -168,30 +184,39 @@ class StoreWriter:
         The newest anchor and all after it are kept, and until the version after it, also the anchor before it with its
         deltas.
 
-        Raises RunError when the parts do not make up a version, or the disk is full; then the next is an anchor.
+        Raises RunError when the ranks' files do not belong together or do not make up all parameters, or the disk is
+        full; then the next version is an anchor.
         """
         written, self._written = self._written, None
         assert written is not None, "publish follows write, on rank 0"
         base = None if written.base is None else self._chain[-1]
         assert base is None or base.version == written.base, "a delta is relative to the newest version"
-        manifest = complete_version(
-            self._folder,
-            Stamp(version=written.version, id=uuid.uuid4().hex),
-            base,
-            self._parameters,
-            self._num_ranks,
-            written.density,
-        )
+        unfinished = version_folder(self._folder, written.version, UNFINISHED)
+        with disk_errors("the weights", self._folder):
+            reports = [_read_report(unfinished, rank) for rank in range(self._num_ranks)]
+            _check(written, reports, self._parameters)
+            manifest = Manifest(
+                stamp=Stamp(version=written.version, id=uuid.uuid4().hex),
+                base=base,
+                files=tuple(report.file for report in reports),
+                parameters=dict(self._parameters),
+                density=written.density,
+            )
+            manifest.write(unfinished / MANIFEST)
+            for rank in range(self._num_ranks):
+                rank_file(unfinished, rank).with_suffix(".json").unlink()
+            sync(unfinished / MANIFEST)
+            sync(unfinished)
+            final = version_folder(self._folder, written.version)
+            if final.exists():  # of a run that had gone on further than its checkpoint
+                _remove(self._folder, written.version)
+            unfinished.rename(final)
+            sync(self._folder)
         kept = [*self._chain, manifest.stamp]
         self._chain = [manifest.stamp] if base is None else kept
         self._base = written.version
-        keep_only(self._folder, kept)
+        _keep_only(self._folder, kept)
         return manifest
-
-    def _base_for(self, version: int) -> int | None:
-        """The version before, if `version` may be a delta."""
-        is_due = self._num_deltas + 1 >= ANCHOR_EVERY
-        return None if is_due or self._base is None or self._base >= version else self._base
 
     def _values(self, part: Part) -> Tensor:
         """Flat, in the engines' dtype, in the memory of the CPU; maybe the trainer's own memory."""
@@ -240,71 +265,7 @@ class StoreWriter:
         }
 
 
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class _RankReport:
-    """What a rank says of its file."""
-
-    base: int | None
-    file: FileSum
-    boxes: tuple[NamedBox, ...]
-    """All boxes of this rank, including those in which nothing changed."""
-
-
-_RANK_REPORT = TypeAdapter(_RankReport)
-
-
-def write_rank(
-    folder: Path, version: int, rank: int, base: int | None, boxes: Iterable[NamedBox], tensors: Mapping[str, Tensor]
-) -> None:
-    """Write the file of one rank, so that it lasts. Raises RunError when the disk is full, and leaves nothing of it."""
-    part = version_folder(folder, version, UNFINISHED)
-    path = rank_file(part, rank)
-    with disk_errors("the weights", folder):
-        part.mkdir(exist_ok=True)
-        try:
-            report = _RankReport(base=base, file=write_part(path, tensors), boxes=tuple(boxes))
-            path.with_suffix(".json").write_bytes(_RANK_REPORT.dump_json(report))
-        except (OSError, SafetensorError):
-            path.unlink(missing_ok=True)
-            path.with_suffix(".json").unlink(missing_ok=True)
-            raise
-
-
-def complete_version(
-    folder: Path,
-    stamp: Stamp,
-    base: Stamp | None,
-    parameters: Mapping[str, ParameterSpec],
-    num_ranks: int,
-    density: float,
-) -> Manifest:
-    """Give the folder that all ranks have written to the name that readers look for.
-
-    Raises RunError when the ranks' files do not belong together or do not make up all parameters, or the disk is full.
-    """
-    part = version_folder(folder, stamp.version, UNFINISHED)
-    with disk_errors("the weights", folder):
-        reports = [_read_report(part, rank) for rank in range(num_ranks)]
-        _check(stamp.version, base, reports, parameters)
-        files = tuple(report.file for report in reports)
-        manifest = Manifest(stamp=stamp, base=base, files=files, parameters=dict(parameters), density=density)
-        manifest.write(part / MANIFEST)
-        for rank in range(num_ranks):
-            rank_file(part, rank).with_suffix(".json").unlink()
-        sync(part / MANIFEST)
-        sync(part)
-        if version_folder(folder, stamp.version).exists():  # of a run that had gone on further than its checkpoint
-            _remove(folder, stamp.version)
-        part.rename(version_folder(folder, stamp.version))
-        sync(folder)
-    return manifest
-
-
-def keep_only(folder: Path, kept: Sequence[Stamp]) -> None:
+def _keep_only(folder: Path, kept: Sequence[Stamp]) -> None:
     """Remove all other versions, the newest first, and what failed before the last of `kept`."""
     numbers = {stamp.version for stamp in kept}
     for version in reversed(versions_in(folder)):
@@ -313,13 +274,6 @@ def keep_only(folder: Path, kept: Sequence[Stamp]) -> None:
     for version in versions_in(folder, UNFINISHED):
         if version < kept[-1].version:  # a rank may be writing the next already
             shutil.rmtree(version_folder(folder, version, UNFINISHED))
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Remove what was being written or removed when its process ended."""
-    for suffix in (UNFINISHED, REMOVED):
-        for version in versions_in(folder, suffix):
-            shutil.rmtree(version_folder(folder, version, suffix))
 
 
 def _remove(folder: Path, version: int) -> None:
@@ -337,22 +291,21 @@ def _read_report(part: Path, rank: int) -> _RankReport:
         raise RunError(f"rank {rank} of the trainer has not written its part of the weights to {part}") from error
 
 
-def _check(
-    version: int, base: Stamp | None, reports: Sequence[_RankReport], parameters: Mapping[str, ParameterSpec]
-) -> None:
+def _check(written: _Staged, reports: Sequence[_RankReport], parameters: Mapping[str, ParameterSpec]) -> None:
+    """Raise RunError unless the ranks' parts make up all parameters."""
     bases = {report.base for report in reports}
-    if bases != {None if base is None else base.version}:
-        raise RunError(f"the ranks' parts of version {version} build on different versions: {bases}")
+    if bases != {written.base}:
+        raise RunError(f"the ranks' parts of version {written.version} build on different versions: {bases}")
     boxes = [box for report in reports for box in report.boxes]
-    written: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for name, start, stop in boxes:
-        written[name] += num_elements(start, stop)
+        counts[name] += num_elements(start, stop)
     for (name, start, stop), count in Counter(boxes).items():
         if count > 1:
             raise RunError(f"{count} ranks wrote the elements {start} to {stop} of {name!r}; one of them must")
     for name, spec in parameters.items():
-        if written[name] != math.prod(spec.shape):
+        if counts[name] != math.prod(spec.shape):
             raise RunError(
-                f"parameter {name!r} has {math.prod(spec.shape)} elements, but the ranks wrote {written[name]} of it "
-                f"to version {version}; one rank must write each"
+                f"parameter {name!r} has {math.prod(spec.shape)} elements, but the ranks wrote {counts[name]} of it "
+                f"to version {written.version}; one rank must write each"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from pydantic import TypeAdapter
 
@@ -67,16 +67,7 @@ class WeightReport(TypedDict):
 
 
 OPENING, COMPARISON = TypeAdapter(Opening), TypeAdapter(Comparison)
-
-
-def opening_message(opening: Opening) -> dict[str, Any]:
-    """Undone by `OPENING.validate_python`."""
-    return OPENING.dump_python(opening, mode="json")
-
-
-def comparison_message(comparison: Comparison) -> dict[str, Any]:
-    """Undone by `COMPARISON.validate_python`."""
-    return COMPARISON.dump_python(comparison, mode="json")
+"""To and from what vLLM can send: `dump_python(..., mode="json")` and `validate_python`."""
 
 
 def merged_reports(reports: Sequence[WeightReport]) -> WeightReport:

@@ -53,8 +53,11 @@ class ReloadedModel:
         return sorted(self.shapes.keys() - self._given.keys())
 
     def begin(self) -> None:
-        abort_reload(self._model)
         self._given = {}
+
+    def abort(self) -> None:
+        abort_reload(self._model)
+        self.begin()
 
     def land(self, name: str, whole: Tensor) -> None:
         """vLLM's loader keeps views of what it is given until a fused layer is complete."""
@@ -78,6 +81,8 @@ class ReloadedModel:
         finalize_layerwise_reload(self._model, self._config)
         for head in tied:
             head.quant_method.process_weights_after_loading(head)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # what was given may be rewritten from now on
 
     def compare(self, expected: Iterable[Named] | None, columns: Columns | None) -> WeightReport:
         if expected is None:

@@ -70,22 +70,32 @@ class EngineTensors:
         live = dict(model.named_parameters())
         self.is_beside = next(iter(live.values())).device.type == "cpu"
         self._owners = list(_owners(model, live))
-        for name, parameter in blank.named_parameters():
-            _check_kept(name, parameter, live[name], self.is_beside)
+        for name, loaded in blank.named_parameters():
+            kept = live[name]
+            is_same = (loaded.shape, loaded.dtype, loaded.stride()) == (kept.shape, kept.dtype, kept.stride())
+            if not is_same and not (self.is_beside and kept.numel() == 0):  # packed on a CPU
+                raise NotACopy(
+                    f"vLLM keeps {name!r} as {tuple(kept.shape)} of {kept.dtype} and not as it is loaded, "
+                    f"{tuple(loaded.shape)} of {loaded.dtype}"
+                )
         for module in model.modules():
-            _check_layer(module)
+            if isinstance(module, MLAAttention) or (module._parameters and not is_plain(module)):
+                raise NotACopy(f"{type(module).__name__} derives what it computes with from its weights")
         self.targets: Mapping[str, Tensor] = live
         if self.is_beside:
             # Of zeros, because nothing is sent for the padding.
             self.targets = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in blank.named_parameters()}
-        self._sources = _sources(self.landings)
-        self._missing = self._all_missing()
-        self._ready: list[tuple[Any, Any]] = []
+        self.begin()
 
     def begin(self) -> None:
-        """Forget what has landed of a version that was not committed."""
-        self._missing = self._all_missing()
-        self._ready = []
+        # For each tensor of the model the parameters that it still lacks.
+        self._missing: dict[str, set[str]] = {}
+        for name, landings in self.landings.items():
+            for landing in landings:
+                self._missing.setdefault(landing.tensor, set()).add(name)
+        self._ready: list[tuple[Any, Any]] = []
+
+    abort = begin
 
     def land(self, name: str, whole: Tensor) -> None:
         """Copy this worker's part of a parameter into the targets; pack the layers that are complete with it.
@@ -113,7 +123,6 @@ class EngineTensors:
 
     @property
     def missing(self) -> list[str]:
-        """Parameters of which a part has not landed."""
         return sorted(set().union(*self._missing.values()))
 
     def commit(self) -> None:
@@ -134,9 +143,6 @@ class EngineTensors:
             return WeightReport(num_equal=0, different=[], unverified=sorted(self.targets))
         identity = whole_landings({name: tuple(each.shape) for name, each in self.targets.items()}, "")
         return compare_weights(self._model, identity, sampled(self.targets, columns).items(), columns)
-
-    def _all_missing(self) -> dict[str, set[str]]:
-        return {tensor: set(names) for tensor, names in self._sources.items()}
 
     def _pack_complete(self, changed: set[str]) -> None:
         """Make ready the modules whose tensors are complete with those that have changed."""
@@ -163,15 +169,6 @@ class EngineTensors:
         return stand_in
 
 
-def _sources(landings: Landings) -> dict[str, set[str]]:
-    """For each tensor of the model the parameters that fill it."""
-    found: dict[str, set[str]] = {}
-    for name, each in landings.items():
-        for landing in each:
-            found.setdefault(landing.tensor, set()).add(name)
-    return found
-
-
 def _owners(model: nn.Module, live: Mapping[str, Tensor]) -> Iterator[_Owner]:
     """Every module with parameters of its own. A tied parameter goes by its first name."""
     name_of = {id(parameter): name for name, parameter in live.items()}
@@ -179,17 +176,3 @@ def _owners(model: nn.Module, live: Mapping[str, Tensor]) -> Iterator[_Owner]:
         tensors = {leaf: name_of[id(each)] for leaf, each in module._parameters.items() if each is not None}
         if tensors:
             yield _Owner(module=module, tensors=tensors)
-
-
-def _check_kept(name: str, loaded: Tensor, live: Tensor, may_be_packed: bool) -> None:
-    is_same = loaded.shape == live.shape and loaded.dtype == live.dtype and loaded.stride() == live.stride()
-    if not is_same and not (may_be_packed and live.numel() == 0):
-        raise NotACopy(
-            f"vLLM keeps {name!r} as {tuple(live.shape)} of {live.dtype} and not as it is loaded, "
-            f"{tuple(loaded.shape)} of {loaded.dtype}"
-        )
-
-
-def _check_layer(module: Any) -> None:
-    if isinstance(module, MLAAttention) or (module._parameters and not is_plain(module)):
-        raise NotACopy(f"{type(module).__name__} derives what it computes with from its weights")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class _Watch(TorchDispatchMode):
         self._given = given
         self._tensors = tensors
         self._name_of_given = {_storage(tensor): name for name, tensor in given.items()}
-        # The first name counts where several share a storage.
+        # The first name counts if several share a storage.
         self._name_of_tensor = {_storage(tensor): name for name, tensor in reversed(list(tensors.items()))}
         # Tensor -> parameter -> what was copied.
         self._copied: dict[str, dict[str, list[Region]]] = defaultdict(lambda: defaultdict(list))
@@ -95,10 +96,7 @@ class _Watch(TorchDispatchMode):
     def _land(self, name: str, source: Tensor, tensor: str, target: Tensor) -> None:
         if source.dtype != self._given[name].dtype or source.is_neg() or source.is_conj():
             raise NotACopy(f"the loader takes {name!r} for something else before it copies it")
-        axes = [
-            Axis(extent=extent, here=here, there=there)
-            for extent, here, there in zip(target.shape, source.stride(), target.stride(), strict=True)
-        ]
+        axes = list(map(Axis, target.shape, source.stride(), target.stride()))
         shape = tuple(self._given[name].shape)
         self._copied[tensor][name] += regions_of(
             shape, int(source.storage_offset()), axes, int(target.storage_offset())
@@ -106,10 +104,7 @@ class _Watch(TorchDispatchMode):
 
     def _clear(self, tensor: str, target: Tensor) -> None:
         """Padding may be filled with a constant, before or after; what was copied may not be overwritten."""
-        axes = [
-            Axis(extent=extent, here=stride, there=0)
-            for extent, stride in zip(target.shape, target.stride(), strict=True)
-        ]
+        axes = list(map(Axis, target.shape, target.stride(), repeat(0)))
         cleared = regions_of(tuple(self._tensors[tensor].shape), int(target.storage_offset()), axes, 0)
         boxes = [(region.start, region.stop) for region in cleared]
         if any(intersection(box, written) for box in boxes for _, written in self._written(tensor)):
@@ -122,11 +117,11 @@ class _Watch(TorchDispatchMode):
             (name, (box.start, box.stop))
             for name, regions in self._copied[tensor].items()
             for region in regions
-            for box in regions_of(shape, region.offset, _axes_there(region), 0)
+            for box in regions_of(shape, region.offset, list(map(Axis, region.shape, region.strides, repeat(0))), 0)
         ]
 
     def landings(self) -> dict[str, list[Landing]]:
-        """All copies, by parameter. Raises NotACopy where two write to the same element."""
+        """All copies, by parameter. Raises NotACopy if two write to the same element."""
         found: dict[str, list[Landing]] = defaultdict(list)
         for tensor, copied in self._copied.items():
             dtype = str(self._tensors[tensor].dtype).removeprefix("torch.")
@@ -135,14 +130,6 @@ class _Watch(TorchDispatchMode):
                 found[name].append(Landing(tensor=tensor, dtype=dtype, regions=tuple(copied[name])))
             _check_disjoint(tensor, self._written(tensor))
         return dict(found)
-
-
-def _axes_there(region: Region) -> list[Axis]:
-    """The dimensions of a region, seen from the tensor that it lies in."""
-    return [
-        Axis(extent=last - first, here=stride, there=0)
-        for first, last, stride in zip(region.start, region.stop, region.strides, strict=True)
-    ]
 
 
 def _check_disjoint(tensor: str, written: list[tuple[str, Box]]) -> None:
@@ -157,5 +144,5 @@ def _check_disjoint(tensor: str, written: list[tuple[str, Box]]) -> None:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Names the memory that a tensor is a view of, also where there is none."""
+    """Names the memory that a tensor is a view of, even on the meta device."""
     return tensor.untyped_storage()._cdata

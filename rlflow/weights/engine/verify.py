@@ -74,26 +74,22 @@ class _Read:
 
     def holds(self, region: Region, whole: Tensor) -> bool:
         """Whether the region, as far as it was read, is equal to its box of the parameter."""
-        part = self._part(region)
-        return part is None or torch.equal(part.view_of(self.values.contiguous()).to(whole), part.box_of(whole))
-
-    def _part(self, region: Region) -> Region | None:
-        if self.width is None:
-            return region
-        count = self.values.shape[-1]
-        row, column = divmod(region.offset, self.width)
-        start = max(column, self.first)
-        stop = min(column + region.stop[1] - region.start[1], self.first + count)
-        if start >= stop:
-            return None
-        skipped = region.start[1] - column
-        return replace(
-            region,
-            start=(region.start[0], start + skipped),
-            stop=(region.stop[0], stop + skipped),
-            offset=row * count + start - self.first,
-            strides=(count, 1),
-        )
+        part, count = region, self.values.shape[-1]
+        if self.width is not None:
+            row, column = divmod(region.offset, self.width)
+            start = max(column, self.first)
+            stop = min(column + region.stop[1] - region.start[1], self.first + count)
+            if start >= stop:
+                return True
+            skipped = region.start[1] - column
+            part = replace(
+                region,
+                start=(region.start[0], start + skipped),
+                stop=(region.stop[0], stop + skipped),
+                offset=row * count + start - self.first,
+                strides=(count, 1),
+            )
+        return torch.equal(part.view_of(self.values.contiguous()).to(whole), part.box_of(whole))
 
 
 class _Reader:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlflow.errors import RunError
 from rlflow.weights.engine.messages import Opening
-from rlflow.weights.engine.receiver import Destination, TensorReceiver
+from rlflow.weights.engine.receiver import Destination, Receiver
 from rlflow.weights.ipc.sender import SHARED_PART, Handle, SharedPart, open_shared, part_key, tensors_in
 from rlflow.weights.p2p.exchange import Arrivals, source_view, target_view
 from rlflow.weights.p2p.rendezvous import TrainerStore
@@ -26,7 +26,7 @@ def device_id(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-class SharedReceiver(TensorReceiver):
+class SharedReceiver(Receiver):
     """Copies what this worker keeps; a bucket is the part of one rank of the trainer."""
 
     def __init__(

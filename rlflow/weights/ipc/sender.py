@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from pydantic import TypeAdapter
@@ -19,9 +18,7 @@ from torch import Tensor, UntypedStorage
 from rlflow.errors import ConfigError
 from rlflow.roles import StagedWeights
 from rlflow.weights.p2p.rendezvous import HostedStore
-
-if TYPE_CHECKING:
-    from rlflow.weights.source import WeightSource
+from rlflow.weights.source import WeightSender, WeightSource
 
 _ALIGNMENT = 64
 
@@ -119,8 +116,8 @@ def open_shared(handle: Handle) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-class SharedSender:
-    """One rank's side. `stage` and the constructor are collective."""
+class SharedSender(WeightSender):
+    """Lets engines read this rank's memory."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup, Work  # pyright: ignore[reportPrivat
 
 from rlflow.errors import RunError
 from rlflow.weights.engine.messages import Opening
-from rlflow.weights.engine.receiver import Destination, TensorReceiver
+from rlflow.weights.engine.receiver import Destination, Receiver
 from rlflow.weights.p2p.exchange import Arrivals, MessageStamp, PeerMessage, check, cut_messages, unpack
 from rlflow.weights.p2p.rendezvous import Deadline, TrainerStore, build_group, receive, wait_all
 from rlflow.weights.p2p.sender import BUCKET, TransferRequest, landings_key, plan_for, submit
@@ -33,7 +33,7 @@ class Worker:
     device: torch.device
 
 
-class PeerReceiver(TensorReceiver):
+class PeerReceiver(Receiver):
     """Takes what the ranks of the trainer send to this worker; the group with them lasts for many versions."""
 
     def __init__(self, destination: Destination, trainer: TrainerStore, worker: Worker) -> None:

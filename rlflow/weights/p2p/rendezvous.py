@@ -14,8 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -133,27 +132,21 @@ def build_group(
     own = PrefixStore(f"group/{name}", store)
     timeout = datetime.timedelta(seconds=timeout_s)
     address = own_address(host)
-    if device.type == "cuda":
-        return _nccl_group(own, rank, size, device, ipaddress.ip_address(address).is_loopback, timeout)
-    # torch declares neither as a process group, though both are used as one.
-    gloo: Any = torch.distributed.ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
-    options = gloo._Options()
-    options._timeout = timeout
-    options._devices = [gloo.create_device(hostname=address)]
-    return gloo(own, rank, size, options)
-
-
-def _nccl_group(
-    store: Store, rank: int, size: int, device: torch.device, is_local: bool, timeout: datetime.timedelta
-) -> ProcessGroup:
-    if is_local:
+    # torch declares neither kind as a process group, though both are used as one.
+    if device.type != "cuda":
+        gloo: Any = torch.distributed.ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
+        options = gloo._Options()
+        options._timeout = timeout
+        options._devices = [gloo.create_device(hostname=address)]
+        return gloo(own, rank, size, options)
+    if ipaddress.ip_address(address).is_loopback:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     nccl: Any = torch.distributed.ProcessGroupNCCL  # pyright: ignore[reportPrivateImportUsage]
     options = nccl.Options()
     options._timeout = timeout
     # So that a wait ends at its deadline with an error; without this, torch ends the whole process.
     with _ENVIRONMENT, variables({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
-        group = nccl(store, rank, size, options)
+        group = nccl(own, rank, size, options)
     # All must be there when the connections are made, even a rank that has nothing to send in the first bucket.
     group.allreduce([torch.zeros(1, device=device)]).wait(timeout)
     return group
@@ -168,30 +161,22 @@ def own_address(host: str) -> str:
 
 def send(group: ProcessGroup, messages: Sequence[tuple[Tensor, int]]) -> list[Work]:
     """Begin to send tensors [bytes] to ranks of the group; each must stay as it is until it has been waited for."""
-    with _together(group, messages) as works:
-        works += [group.send([packed], peer, 0) for packed, peer in messages]
-    return works
+    return _begin(group, group.send, messages)
 
 
 def receive(group: ProcessGroup, messages: Sequence[tuple[Tensor, int]]) -> list[Work]:
     """Begin to receive tensors [bytes] from ranks of the group; they are filled when they have been waited for."""
-    with _together(group, messages) as works:
-        works += [group.recv([packed], peer, 0) for packed, peer in messages]
-    return works
+    return _begin(group, group.recv, messages)
 
 
-@contextmanager
-def _together(group: ProcessGroup, messages: Sequence[tuple[Tensor, int]]) -> Iterator[list[Work]]:
-    """On GPUs as one operation, in which no message waits for another; there is then one thing to wait for."""
-    works: list[Work] = []
-    device = messages[0][0].device if messages else torch.device("cpu")
-    if device.type == "cpu":
-        yield works
-        return
-    made: Any = group  # made directly, it takes no device
-    made._start_coalescing()
-    yield works
-    works[:] = [made._end_coalescing()]
+def _begin(group: Any, transfer: Callable[..., Work], messages: Sequence[tuple[Tensor, int]]) -> list[Work]:
+    """On GPUs this is one operation, in which no message waits for another; there is then one thing to wait for."""
+    if not messages or messages[0][0].device.type == "cpu":
+        return [transfer([packed], peer, 0) for packed, peer in messages]
+    group._start_coalescing()  # made directly, a group takes no device
+    for packed, peer in messages:
+        transfer([packed], peer, 0)
+    return [group._end_coalescing()]
 
 
 def wait_all(works: Sequence[Work], deadline: Deadline) -> None:

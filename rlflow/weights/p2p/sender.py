@@ -13,7 +13,7 @@ import json
 import logging
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,7 @@ from rlflow.weights.p2p.rendezvous import Deadline, HostedStore, build_group, se
 from rlflow.weights.shape.landings import Landings, landings_from_json, layout_of
 from rlflow.weights.shape.layout import EngineLayout, Layout
 from rlflow.weights.shape.plan import TransferPlan, plan
-
-if TYPE_CHECKING:
-    from rlflow.weights.source import WeightSource
+from rlflow.weights.source import WeightSender, WeightSource
 
 BUCKET = "bucket"
 """Key of the store: the bytes of a bucket."""
@@ -66,7 +64,7 @@ class _Session:
     messages: list[list[PeerMessage]] = field(default_factory=list)
     """What this rank sends, by bucket."""
     stream: torch.cuda.Stream | None = None
-    """On a GPU: sends wait for nothing that training does, and it waits for none of them."""
+    """The stream of the sends on a GPU, so that they and training do not wait for each other."""
 
 
 def request_key(number: int) -> str:
@@ -84,13 +82,13 @@ def submit(store: Store, request: dict[str, Any]) -> None:
 
 
 def plan_for(source: Layout, landings: list[Landings], bucket_bytes: int) -> TransferPlan:
-    """The transfer to one engine, from what each of its ranks has learnt. Equal on all who make it."""
+    """The transfer to one engine, from what each of its ranks has learnt. All ranks make the same plan."""
     dtype = next(iter(source.placements.values())).dtype
     return plan(source, [EngineLayout(layout=layout_of(source.shapes, dtype, landings))], bucket_bytes)
 
 
-class PeerSender:
-    """A `WeightSender`. `stage` and the constructor are collective."""
+class PeerSender(WeightSender):
+    """Serves engines that ask for the staged version, which they may do at any time."""
 
     def __init__(
         self,
@@ -138,9 +136,6 @@ class PeerSender:
         self._version = version
         return self._hosted.staged(version)
 
-    def release(self) -> None:
-        """Nothing: engines on other devices may ask for it at any time."""
-
     def close(self) -> None:
         """Answer no more requests, on all ranks."""
         if self._thread.is_alive():
@@ -157,7 +152,12 @@ class PeerSender:
                 if found is not None and _CLOSING in found:
                     return
                 if found is not None:
-                    self._begin(TransferRequest(**found))
+                    request = TransferRequest(**found)
+                    session = self._sessions.get(request.engine)
+                    if session is None or session.group != request.group:
+                        session = self._sessions[request.engine] = _Session(group=request.group)
+                    name = f"weights for engine {request.engine}"
+                    threading.Thread(target=self._answer, args=(request, session), name=name, daemon=True).start()
                 if self._rank == 0 and number >= _KEPT_REQUESTS:
                     store.delete_key(request_key(number - _KEPT_REQUESTS))
                 number += 1
@@ -168,13 +168,6 @@ class PeerSender:
         """The log says why at once, because nobody waits for a thread; the next version that is staged says it too."""
         _logger.exception("trainer rank %d sends no weights any more", self._rank)
         self._failure = error
-
-    def _begin(self, request: TransferRequest) -> None:
-        session = self._sessions.get(request.engine)
-        if session is None or session.group != request.group:
-            session = self._sessions[request.engine] = _Session(group=request.group)
-        name = f"weights for engine {request.engine}"
-        threading.Thread(target=self._answer, args=(request, session), name=name, daemon=True).start()
 
     def _answer(self, request: TransferRequest, session: _Session) -> None:
         try:

@@ -17,7 +17,7 @@ def extents(start: Index, stop: Index) -> Index:
 
 
 def num_elements(start: Index, stop: Index) -> int:
-    """Of the box [start, stop)."""
+    """The number of elements in the box [start, stop)."""
     return math.prod(extents(start, stop))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -29,7 +30,7 @@ class Landing:
 
 
 Landings = Mapping[str, Sequence[Landing]]
-"""By the parameter's name."""
+"""What was copied from each parameter, by its name."""
 
 
 def whole_landings(shapes: Shapes, dtype: str) -> Landings:
@@ -42,31 +43,26 @@ def whole_landings(shapes: Shapes, dtype: str) -> Landings:
 def layout_of(shapes: Shapes, dtype: str, ranks: Sequence[Landings]) -> Layout:
     """Where the ranks of an engine keep parameters, from what was seen on each.
 
-    `dtype` is that of parameters which none of them takes. Raises NotACopy for one that is kept in several.
+    `dtype` is for parameters that none of them takes. Raises NotACopy for a parameter that is kept in several dtypes.
     """
-    placements = {
-        name: _placement(name, shape, dtype, [found.get(name, ()) for found in ranks]) for name, shape in shapes.items()
-    }
+    placements: dict[str, ParameterPlacement] = {}
+    for name, shape in shapes.items():
+        found = [landings.get(name, ()) for landings in ranks]
+        dtypes = {landing.dtype for each in found for landing in each} or {dtype}
+        if len(dtypes) > 1:
+            raise NotACopy(f"{name!r} is kept as {' and as '.join(sorted(dtypes))}; it cannot be sent as one")
+        tensors = tuple(dict.fromkeys(landing.tensor for each in found for landing in each))
+        regions = tuple(
+            tuple(
+                replace(region, tensor=tensors.index(landing.tensor)) for landing in each for region in landing.regions
+            )
+            for each in found
+        )
+        placements[name] = ParameterPlacement(shape=shape, dtype=dtypes.pop(), tensors=tensors, ranks=regions)
     return Layout(num_ranks=len(ranks), placements=placements)
 
 
-def _placement(name: str, shape: tuple[int, ...], dtype: str, ranks: Sequence[Sequence[Landing]]) -> ParameterPlacement:
-    """One parameter, from what was seen on each rank."""
-    dtypes = {landing.dtype for landings in ranks for landing in landings} or {dtype}
-    if len(dtypes) > 1:
-        raise NotACopy(f"{name!r} is kept as {' and as '.join(sorted(dtypes))}; it cannot be sent as one")
-    tensors = tuple(dict.fromkeys(landing.tensor for landings in ranks for landing in landings))
-    regions = tuple(
-        tuple(
-            replace(region, tensor=tensors.index(landing.tensor)) for landing in landings for region in landing.regions
-        )
-        for landings in ranks
-    )
-    return ParameterPlacement(shape=shape, dtype=dtypes.pop(), tensors=tensors, ranks=regions)
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """One dimension of a copy: `extent` elements, this far from each other on either side."""
 
     extent: int
@@ -120,7 +116,14 @@ def merged(regions: Sequence[Region]) -> tuple[Region, ...]:
     """The same elements in fewer regions: neighbours whose offsets go on in one stride become one."""
     num_dims = len(regions[0].start) if regions else 0
     for dim in range(num_dims):
-        regions = _merged_along(dim, sorted(regions, key=lambda region: _without(dim, region)))
+        done: list[Region] = []
+        for region in sorted(regions, key=lambda region: _without(dim, region)):
+            joined = _joined(dim, done[-1], region) if done else None
+            if joined is None:
+                done.append(region)
+            else:
+                done[-1] = joined
+        regions = done
     return tuple(sorted(regions, key=lambda region: (region.tensor, region.start)))
 
 
@@ -134,19 +137,8 @@ def _without(dim: int, region: Region) -> tuple[int, Index, Index, int]:
     )
 
 
-def _merged_along(dim: int, regions: Sequence[Region]) -> list[Region]:
-    done: list[Region] = []
-    for region in regions:
-        joined = _joined(dim, done[-1], region) if done else None
-        if joined is None:
-            done.append(region)
-        else:
-            done[-1] = joined
-    return done
-
-
 def _joined(dim: int, one: Region, other: Region) -> Region | None:
-    """Two regions as one; None where the other does not go on where the one ends."""
+    """Two regions as one; None if the second does not begin at the end of the first."""
     if _without(dim, one)[:3] != _without(dim, other)[:3] or one.stop[dim] != other.start[dim]:
         return None
     extent, distance = one.stop[dim] - one.start[dim], other.offset - one.offset

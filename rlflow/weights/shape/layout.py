@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Shapes = Mapping[str, tuple[int, ...]]
 Mesh = tuple[tuple[int, int | None], ...]
-"""For each dimension of a mesh its size, and the dimension of a parameter that is cut there; None: none is."""
+"""The size of each dimension of a mesh, and the dimension of a parameter that it cuts; None if it cuts none."""
 
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -69,7 +69,7 @@ class Region:
 
 
 Ranks = tuple[tuple[Region, ...], ...]
-"""For each rank what it holds of one parameter."""
+"""What each rank holds of one parameter."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -80,7 +80,7 @@ class ParameterPlacement:
     dtype: str
     """torch's name without the prefix."""
     tensors: tuple[str, ...]
-    """Names of the ranks' own tensors that hold parts of it; several where the parameter is kept twice."""
+    """Names of the ranks' own tensors that hold parts of it; several if the parameter is kept twice."""
     ranks: Ranks
     """A rank without any of it has an empty tuple. Parameters that lie alike have equal `ranks`."""
 
@@ -105,12 +105,6 @@ class Layout:
         """The bytes of one copy of all parameters."""
         return sum(math.prod(each.shape) * each.element_bytes for each in self.placements.values())
 
-    def bytes_held(self, rank: int) -> int:
-        """What the rank's tensors hold of the parameters; padding is not counted."""
-        return sum(
-            region.num_elements * each.element_bytes for each in self.placements.values() for region in each.ranks[rank]
-        )
-
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EngineLayout:
@@ -118,7 +112,7 @@ class EngineLayout:
 
     layout: Layout
     devices: tuple[int, ...] | None = None
-    """For each rank of the engine, the rank of the trainer on the same device; None where they share none."""
+    """The rank of the trainer on the device of each rank of the engine; None if they share none."""
     senders: frozenset[int] | None = None
     """The ranks of the trainer that may send to it; None: all."""
 
@@ -137,7 +131,7 @@ def chunk_of(size: int, index: int, count: int) -> tuple[int, int]:
 def mesh_layout(shapes: Shapes, dtype: str, num_ranks: int, mesh: Callable[[str], Mesh]) -> Layout:
     """A trainer whose ranks form a mesh for each parameter, numbered with its last dimension fastest.
 
-    Where two dimensions of the mesh cut the same one of the parameter, the last cuts first, as FSDP2 above tensor
+    If two dimensions of the mesh cut the same one of the parameter, the last cuts first, as FSDP2 above tensor
     parallelism does. Raises ConfigError when a mesh has not `num_ranks` ranks, or cuts what is not there.
 
     Examples, for 8 ranks: rows shared out ((8, 0),); copies, as ZeRO 1 and 2 have them ((8, None),); rows shared out in
@@ -170,15 +164,6 @@ def fsdp_layout(
     return mesh_layout(shapes, dtype, num_ranks, mesh)
 
 
-def run_layout(shapes: Shapes, dtype: str, num_ranks: int) -> Layout:
-    """A trainer whose ranks hold equal runs of the elements of each parameter (ZeRO 3, arXiv:1910.02054)."""
-    runs = [
-        {name: chunk_of(math.prod(shape), rank, num_ranks) for name, shape in shapes.items()}
-        for rank in range(num_ranks)
-    ]
-    return runs_layout(shapes, dtype, runs)
-
-
 def runs_layout(shapes: Shapes, dtype: str, runs: Sequence[Mapping[str, tuple[int, int]]]) -> Layout:
     """A trainer whose ranks hold a run [first, last) of the elements of each parameter; `runs` are given by rank."""
     placements = {
@@ -195,20 +180,17 @@ def _mesh_ranks(shape: Index, mesh: Mesh, num_ranks: int) -> Ranks:
     sizes = [size for size, _ in mesh]
     if math.prod(sizes) != num_ranks or any(dim is not None and not 0 <= dim < len(shape) for _, dim in mesh):
         raise ConfigError(f"a mesh of {num_ranks} ranks must cut dimensions of the shape {shape}; got {mesh}")
-    coordinates = product(*(range(size) for size in sizes))
-    return tuple(_mesh_shard(shape, mesh, each) for each in coordinates)
-
-
-def _mesh_shard(shape: Index, mesh: Mesh, coordinates: tuple[int, ...]) -> tuple[Region, ...]:
-    start, stop = [0] * len(shape), list(shape)
-    for (size, dim), coordinate in reversed(list(zip(mesh, coordinates, strict=True))):
-        if dim is not None:
-            first, last = chunk_of(stop[dim] - start[dim], coordinate, size)
-            start[dim], stop[dim] = start[dim] + first, start[dim] + last
-    local = extents(tuple(start), tuple(stop))
-    if 0 in local:
-        return ()
-    return (Region(start=tuple(start), stop=tuple(stop), offset=0, strides=row_major(local)),)
+    ranks: list[tuple[Region, ...]] = []
+    for coordinates in product(*(range(size) for size in sizes)):
+        start, stop = [0] * len(shape), list(shape)
+        for (size, dim), coordinate in reversed(list(zip(mesh, coordinates, strict=True))):
+            if dim is not None:
+                first, last = chunk_of(stop[dim] - start[dim], coordinate, size)
+                start[dim], stop[dim] = start[dim] + first, start[dim] + last
+        local = extents(tuple(start), tuple(stop))
+        region = Region(start=tuple(start), stop=tuple(stop), offset=0, strides=row_major(local))
+        ranks.append(() if 0 in local else (region,))
+    return tuple(ranks)
 
 
 @lru_cache(maxsize=1024)

@@ -24,7 +24,7 @@ class TensorPiece:
     """A box that moves as one, and the ranks that hold all of it."""
 
     rank: int
-    """Of the engine."""
+    """Rank of the engine."""
     start: Index
     stop: Index
     target: Region
@@ -38,13 +38,13 @@ class Cut:
     pieces: tuple[TensorPiece, ...]
     num_bytes: IntArray  # [pieces]
     ranks: IntArray  # [pieces]
-    sole: IntArray  # [pieces], the rank of the trainer where only one holds the piece, else -1
+    sole: IntArray  # [pieces], the rank of the trainer if only one holds the piece, else -1
     open: tuple[int, ...]
     """The pieces that several hold."""
 
 
 Cuts = dict[str, list[Cut]]
-"""For each parameter one for each engine."""
+"""One for each engine, by parameter."""
 
 
 def cut_all(source: Layout, engines: Sequence[EngineLayout], move_bytes: int) -> Cuts:
@@ -85,7 +85,7 @@ def _cut(name: str, cells: list[_Cell], wanted: ParameterPlacement, move_bytes: 
 
 
 def _cells(held: Ranks, senders: frozenset[int] | None) -> list[_Cell]:
-    """Disjoint boxes, each with everybody who holds all of it; nobody holds a part of one."""
+    """Disjoint boxes, each with all ranks that hold it; no rank holds a part of one."""
     same: dict[Box, list[tuple[int, Region]]] = {}
     for rank, regions in enumerate(held):
         if senders is None or rank in senders:
@@ -93,25 +93,21 @@ def _cells(held: Ranks, senders: frozenset[int] | None) -> list[_Cell]:
                 same.setdefault((region.start, region.stop), []).append((rank, region))
     cells: list[_Cell] = []
     for box, holders in same.items():
-        cells = _add_cell(cells, box, tuple(holders))
+        rest, refined = [box], list[_Cell]()
+        for cell, able in cells:
+            common = intersection(cell, box)
+            if common is None:
+                refined.append((cell, able))
+            else:
+                both = tuple(sorted((*able, *holders), key=lambda holder: holder[0]))
+                refined += [(common, both), *((part, able) for part in difference(cell, common))]
+                rest = [left for part in rest for left in difference(part, common)]
+        cells = refined + [(part, tuple(holders)) for part in rest]
     return sorted(cells, key=lambda cell: cell[0])
 
 
-def _add_cell(cells: list[_Cell], box: Box, holders: Holders) -> list[_Cell]:
-    rest, refined = [box], []
-    for cell, able in cells:
-        common = intersection(cell, box)
-        if common is None:
-            refined.append((cell, able))
-        else:
-            both = tuple(sorted((*able, *holders), key=lambda holder: holder[0]))
-            refined += [(common, both), *((part, able) for part in difference(cell, common))]
-            rest = [left for part in rest for left in difference(part, common)]
-    return refined + [(part, holders) for part in rest]
-
-
 def _within(name: str, target: Region, cells: list[_Cell]) -> list[_Cell]:
-    """The cells, as far as they lie in a region. Raises ConfigError where they do not fill it."""
+    """The cells, as far as they lie in a region. Raises ConfigError when they do not fill it."""
     found = [
         (common, holders)
         for cell, holders in cells

@@ -1,4 +1,4 @@
-"""Who sends which elements to whom, so that every engine gets the trainer's weights and no byte twice.
+"""Which rank sends which elements to which, so that every engine gets the trainer's weights and no byte twice.
 
 Layout of the trainer, layouts of the engines -> plan -> TransferPlan: moves in buckets, bytes of every rank
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rlflow.errors import ConfigError
 from rlflow.weights.shape.boxes import Index, extents, num_elements
 from rlflow.weights.shape.layout import EngineLayout, Layout
-from rlflow.weights.shape.pieces import Cut, Cuts, IntArray, TensorPiece, cut_all
+from rlflow.weights.shape.pieces import Cut, Cuts, IntArray, cut_all
 
 BUCKET_BYTES = 128 * 2**20
 MOVES_IN_BUCKET = 8
@@ -43,7 +43,7 @@ class Move:
     engine: int
     """Index into the engines that the plan was made for."""
     rank: int
-    """Of the engine."""
+    """Rank of the engine."""
     tensor: str
     offset: int
     strides: Index
@@ -55,16 +55,24 @@ class Move:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class Sends:
+    """The pieces of one parameter for one engine, and who sends them."""
+
+    engine: int
+    cut: Cut
+    holders: IntArray  # [pieces], index into TensorPiece.holders
+    sources: IntArray  # [pieces], ranks of the trainer
+    is_local: NDArray[np.bool_]  # [pieces], nothing is sent
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class TransferStep:
     """Moves of one parameter to one engine, in one bucket."""
 
     bucket: int
     parameter: str
-    engine: int
-    pieces: tuple[TensorPiece, ...]
-    holders: IntArray  # [pieces], index into TensorPiece.holders
-    sources: IntArray  # [pieces], ranks of the trainer
-    ranks: IntArray  # [pieces], ranks of the engine
+    sends: Sends
+    chosen: IntArray  # index into the pieces of `sends`, in order
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -84,25 +92,25 @@ class TransferPlan:
 
     def moves(self) -> Iterator[Move]:
         """All moves, in order; many for a large model, made one by one."""
-        return self._moves((step, range(len(step.pieces))) for step in self.steps)
+        return self._moves((step, step.chosen) for step in self.steps)
 
     def moves_from(self, source: int) -> Iterator[Move]:
         """What a rank of the trainer sends, in order."""
-        return self._moves((step, np.flatnonzero(step.sources == source).tolist()) for step in self.steps)
+        return self._moves((step, step.chosen[step.sends.sources[step.chosen] == source]) for step in self.steps)
 
     def moves_to(self, engine: int, rank: int) -> Iterator[Move]:
         """What a rank of an engine receives, in order."""
-        steps = (step for step in self.steps if step.engine == engine)
-        return self._moves((step, np.flatnonzero(step.ranks == rank).tolist()) for step in steps)
+        steps = (step for step in self.steps if step.sends.engine == engine)
+        return self._moves((step, step.chosen[step.sends.cut.ranks[step.chosen] == rank]) for step in steps)
 
-    def _moves(self, chosen: Iterable[tuple[TransferStep, Iterable[int]]]) -> Iterator[Move]:
+    def _moves(self, chosen: Iterable[tuple[TransferStep, IntArray]]) -> Iterator[Move]:
         for step, indices in chosen:
-            for index in indices:
+            for index in indices.tolist():
                 yield self._move(step, index)
 
     def _move(self, step: TransferStep, index: int) -> Move:
-        piece, engine = step.pieces[index], self.engines[step.engine]
-        source, held = piece.holders[step.holders[index]]
+        piece, engine = step.sends.cut.pieces[index], self.engines[step.sends.engine]
+        source, held = piece.holders[step.sends.holders[index]]
         here, there = self.source.placements[step.parameter], engine.layout.placements[step.parameter]
         return Move(
             bucket=step.bucket,
@@ -112,7 +120,7 @@ class TransferPlan:
             source_tensor=here.tensors[held.tensor],
             source_offset=held.offset_of(piece.start),
             source_strides=held.strides,
-            engine=step.engine,
+            engine=step.sends.engine,
             rank=piece.rank,
             tensor=there.tensors[piece.target.tensor],
             offset=piece.target.offset_of(piece.start),
@@ -136,13 +144,24 @@ def plan(source: Layout, engines: Sequence[EngineLayout], bucket_bytes: int = BU
     if bucket_bytes < 8 * MOVES_IN_BUCKET:
         raise ConfigError(f"a bucket must have at least {8 * MOVES_IN_BUCKET} bytes; got {bucket_bytes}")
     _check(source, engines)
-    cut = cut_all(source, engines, bucket_bytes // MOVES_IN_BUCKET)
-    chosen = _choose(source, engines, cut)
-    return _fill_buckets(source, engines, cut, chosen, bucket_bytes)
-
-
-_Sources = dict[str, list[tuple[IntArray, IntArray]]]
-"""For each parameter and engine the chosen index into the holders, and the rank of the trainer that this is."""
+    cuts = cut_all(source, engines, bucket_bytes // MOVES_IN_BUCKET)
+    buckets = Buckets(source.num_ranks, [engine.layout.num_ranks for engine in engines], bucket_bytes)
+    steps: list[TransferStep] = []
+    for name, sends in _choose(source, engines, cuts).items():
+        steps += [
+            TransferStep(bucket=bucket, parameter=name, sends=each, chosen=chosen)
+            for bucket, each, chosen in buckets.add(sends)
+            if len(chosen)
+        ]
+    sent, received = buckets.totals()
+    return TransferPlan(
+        source=source,
+        engines=tuple(engines),
+        steps=tuple(steps),
+        num_buckets=buckets.current + 1,
+        sent=sent,
+        received=received,
+    )
 
 
 def _check(source: Layout, engines: Sequence[EngineLayout]) -> None:
@@ -162,7 +181,7 @@ def _check(source: Layout, engines: Sequence[EngineLayout]) -> None:
                 )
 
 
-def _choose(source: Layout, engines: Sequence[EngineLayout], cuts: Cuts) -> _Sources:
+def _choose(source: Layout, engines: Sequence[EngineLayout], cuts: Cuts) -> dict[str, list[Sends]]:
     """First count what only one rank can send, then give the rest to those with the least to send."""
     sent = np.zeros(source.num_ranks, dtype=np.int64)
     for parameter in cuts.values():
@@ -171,82 +190,39 @@ def _choose(source: Layout, engines: Sequence[EngineLayout], cuts: Cuts) -> _Sou
             np.add.at(sent, cut.sole[leaves], cut.num_bytes[leaves])
     loads = sent.tolist()
     return {
-        name: [_choose_open(cut, engine, loads) for cut, engine in zip(parameter, engines, strict=True)]
+        name: [
+            _choose_open(index, cut, engine, loads)
+            for index, (cut, engine) in enumerate(zip(parameter, engines, strict=True))
+        ]
         for name, parameter in cuts.items()
     }
 
 
-def _choose_open(cut: Cut, engine: EngineLayout, loads: list[int]) -> tuple[IntArray, IntArray]:
+def _choose_open(index: int, cut: Cut, engine: EngineLayout, loads: list[int]) -> Sends:
     """Choose a holder for each piece, and add what it sends to `loads`."""
     holders, sources = np.zeros(len(cut.pieces), dtype=np.int64), cut.sole.copy()
-    for index in cut.open:
-        piece = cut.pieces[index]
+    for number in cut.open:
+        piece = cut.pieces[number]
         ranks = [rank for rank, _ in piece.holders]
         device = None if engine.devices is None else engine.devices[piece.rank]
         if device in ranks:
             chosen = ranks.index(device)
         else:
             chosen = min(range(len(ranks)), key=lambda each: loads[ranks[each]])
-            loads[ranks[chosen]] += int(cut.num_bytes[index])
-        holders[index], sources[index] = chosen, ranks[chosen]
-    return holders, sources
+            loads[ranks[chosen]] += int(cut.num_bytes[number])
+        holders[number], sources[number] = chosen, ranks[chosen]
+    return Sends(engine=index, cut=cut, holders=holders, sources=sources, is_local=_devices(engine, cut) == sources)
 
 
 def _devices(engine: EngineLayout, cut: Cut) -> IntArray:
-    """For each piece the rank of the trainer on the receiver's device, or -2."""
+    """The rank of the trainer on the device of each piece's receiver, or -2."""
     if engine.devices is None:
         return np.full(len(cut.pieces), -2, dtype=np.int64)
     return np.array(engine.devices, dtype=np.int64)[cut.ranks]
 
 
-def _fill_buckets(
-    source: Layout, engines: Sequence[EngineLayout], cuts: Cuts, sources: _Sources, bucket_bytes: int
-) -> TransferPlan:
-    buckets = Buckets(source.num_ranks, [engine.layout.num_ranks for engine in engines], bucket_bytes)
-    steps: list[TransferStep] = []
-    for name, parameter in cuts.items():
-        sends = [
-            Sends(engine=index, cut=cut, holders=holders, sources=ranks, is_local=_devices(engine, cut) == ranks)
-            for index, (cut, engine, (holders, ranks)) in enumerate(zip(parameter, engines, sources[name], strict=True))
-        ]
-        steps += [_step(bucket, name, each, chosen) for bucket, each, chosen in buckets.add(sends) if len(chosen)]
-    sent, received = buckets.totals()
-    return TransferPlan(
-        source=source,
-        engines=tuple(engines),
-        steps=tuple(steps),
-        num_buckets=buckets.current + 1,
-        sent=sent,
-        received=received,
-    )
-
-
-def _step(bucket: int, parameter: str, sends: Sends, chosen: IntArray) -> TransferStep:
-    cut = sends.cut
-    return TransferStep(
-        bucket=bucket,
-        parameter=parameter,
-        engine=sends.engine,
-        pieces=cut.pieces if len(chosen) == len(cut.pieces) else tuple(cut.pieces[index] for index in chosen),
-        holders=sends.holders[chosen],
-        sources=sends.sources[chosen],
-        ranks=cut.ranks[chosen],
-    )
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Sends:
-    """The pieces of one parameter for one engine, and who sends them."""
-
-    engine: int
-    cut: Cut
-    holders: IntArray  # [pieces], index into TensorPiece.holders
-    sources: IntArray  # [pieces], ranks of the trainer
-    is_local: NDArray[np.bool_]  # [pieces], nothing is sent
-
-
 class Buckets:
-    """Takes one parameter after the other, and begins a new bucket where the one at hand has no room for it."""
+    """Takes one parameter after the other, and begins a new bucket when the current one has no room for it."""
 
     def __init__(self, num_sources: int, engine_ranks: Sequence[int], bucket_bytes: int) -> None:
         self.current = 0
@@ -285,18 +261,15 @@ class Buckets:
         order = sorted((int(turn), which, index) for which, each in enumerate(turns) for index, turn in enumerate(each))
         found: dict[tuple[int, int], list[int]] = {}
         for _, which, index in order:
-            self._add_piece(sends[which], index)
+            each = sends[which]
+            if not each.is_local[index]:
+                num_bytes = each.cut.num_bytes[index]
+                ports = [each.sources[index], self._first_port[each.engine] + each.cut.ranks[index]]
+                if max(self._used[ports]) + num_bytes > self._bucket_bytes:
+                    self._next()
+                self._used[ports] += num_bytes
             found.setdefault((self.current, which), []).append(index)
         return [(bucket, sends[which], np.sort(indices)) for (bucket, which), indices in found.items()]
-
-    def _add_piece(self, sends: Sends, index: int) -> None:
-        if sends.is_local[index]:
-            return
-        num_bytes = sends.cut.num_bytes[index]
-        ports = [sends.sources[index], self._first_port[sends.engine] + sends.cut.ranks[index]]
-        if max(self._used[ports]) + num_bytes > self._bucket_bytes:
-            self._next()
-        self._used[ports] += num_bytes
 
     def _next(self) -> None:
         self.current += 1

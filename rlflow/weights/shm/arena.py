@@ -194,18 +194,13 @@ def _create_file(folder: Path, label: str, num_bytes: int) -> tuple[Path, int]:
         path.unlink(missing_ok=True)
         if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EINTR):
             raise
-        raise ConfigError(_no_room(folder, num_bytes)) from error
+        space = os.statvfs(folder)
+        raise ConfigError(
+            f"{folder} has too little room to hand the weights over: {num_bytes / 2**20:.0f} MiB needed, "
+            f"{space.f_bavail * space.f_frsize / 2**20:.0f} MiB free; make it larger (a container needs --shm-size or "
+            "a memory-backed volume there), or take a smaller model or model.dtype=bfloat16"
+        ) from error
     return path, file
-
-
-def _no_room(folder: Path, num_bytes: int) -> str:
-    space = os.statvfs(folder)
-    free = space.f_bavail * space.f_frsize
-    return (
-        f"{folder} has too little room to hand the weights over: {num_bytes / 2**20:.0f} MiB needed, "
-        f"{free / 2**20:.0f} MiB free; make it larger (a container needs --shm-size or a memory-backed volume there), "
-        "or take a smaller model or model.dtype=bfloat16"
-    )
 
 
 def _close_file(path: Path, file: int) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from rlflow.weights.engine.messages import Opening
-from rlflow.weights.engine.receiver import TensorReceiver
+from rlflow.weights.engine.receiver import Receiver
 from rlflow.weights.shm.arena import map_arena
 
 
-class ArenaReceiver(TensorReceiver):
+class ArenaReceiver(Receiver):
     """Reads from an arena, which says which version it holds, so that a rewritten one is noticed."""
 
     def _ask(self, opening: Opening) -> int:

@@ -1,5 +1,5 @@
 """What a transport asks of the trainer: the ranks' layout, this rank's part, and whole parameters. Implemented by
-`rlflow.workers.trainer.base.TrainerBackend`."""
+`rlflow.workers.trainer.packed.TrainerBackend`."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from rlflow.config import Config, Dtype, Offload
 from rlflow.errors import ConfigError
 from rlflow.weights.shape.layout import Layout, runs_layout
-from rlflow.workers.trainer.base import MicroBatch, TrainerRole
-from rlflow.workers.trainer.packed import PackedTrainer, adamw, fresh_moments, state_tensors
+from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend, TrainerRole, adamw, fresh_moments, state_tensors
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader
 from rlflow.workers.trainer.zero import PartitionedOptimizer, PartitionedParameters
 
@@ -31,8 +30,8 @@ _TOO_LARGE = 1e19
 """DeepSpeed squares the norm in float32, and takes what overflows for infinite."""
 
 
-class DeepSpeedTrainer(PackedTrainer):
-    """One rank; see `PackedTrainer` for the arguments."""
+class DeepSpeedTrainer(TrainerBackend):
+    """One rank; see `TrainerBackend` for the arguments."""
 
     def __init__(
         self,

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from rlflow.config import Config, Offload
 from rlflow.weights.shape.layout import Layout, chunk_of, fsdp_layout
-from rlflow.workers.trainer.base import MicroBatch, TrainerRole
-from rlflow.workers.trainer.packed import PackedTrainer, adamw, fresh_moments, state_tensors
+from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend, TrainerRole, adamw, fresh_moments, state_tensors
 from rlflow.workers.trainer.policy import Policy, torch_dtype
 from rlflow.workers.trainer.process_group import join_subgroup
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader
@@ -30,8 +29,8 @@ from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
 from rlflow.workers.trainer.value import ValueModel
 
 
-class FsdpTrainer(PackedTrainer):
-    """One rank; see `PackedTrainer` for the arguments."""
+class FsdpTrainer(TrainerBackend):
+    """One rank; see `TrainerBackend` for the arguments."""
 
     def __init__(
         self,

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlflow.algorithms.advantage.gae import Moments
-from rlflow.algorithms.chosen import needs_critic, token_advantage_of
+from rlflow.algorithms.registry import needs_critic, token_advantage_of
+from rlflow.algorithms.token_advantage.gae import Moments
 from rlflow.batching import MicroBatchPlan, plan_micro_batches
 from rlflow.config import Config, num_shares
 from rlflow.roles import StagedWeights, StepOutcome

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from rlflow.algorithms.advantage.gae import DoubleArray, Moments, TokenAdvantages, token_rewards, whiten
-from rlflow.algorithms.chosen import TokenAdvantage
+from rlflow.algorithms.registry import TokenAdvantage
+from rlflow.algorithms.token_advantage.gae import DoubleArray, Moments, TokenAdvantages, token_rewards, whiten
 from rlflow.batching import BatchPiece, spread_over_turns
 from rlflow.groups.staleness import without_old_tokens
 from rlflow.types import CriticTargets, EpisodePayload, FloatArray, ReadyGroup, Sample, TrainSample

@@ -11,7 +11,7 @@ import torch
 from training import save_model, tiny_config, tiny_groups, tiny_llama
 from transformers import AutoModelForTokenClassification
 
-from rlflow.algorithms.advantage.gae import Moments, gae
+from rlflow.algorithms.token_advantage.gae import Moments, gae
 from rlflow.batching import pack
 from rlflow.types import CriticTargets, Sample, TrainSample
 from rlflow.workers.trainer.fetch import moments_of, rewards_of_tokens, token_level, whiten_all

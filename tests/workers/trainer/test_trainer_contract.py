@@ -45,7 +45,7 @@ from training import (
 
 from rlflow.config import Backend, Config, Dtype, Offload
 from rlflow.errors import ConfigError
-from rlflow.weights.shm.arena_view import ArenaView
+from rlflow.weights.shm.arena import ArenaView
 from rlflow.weights.shm.sender import SharedMemorySender
 from rlflow.workers.trainer.backends import check_offload
 from rlflow.workers.trainer.packed import TrainerBackend

@@ -1,21 +1,23 @@
 """How the ranks of a trainer and the workers of an engine find each other: a store that rank 0 hosts, and groups.
 
 Neither side's default process group is touched. Each engine has a group of its own with all ranks of the trainer, so
-that one that dies breaks no other, and one that joins only builds its own. All that is opened listens on the address
-at which the store is reached, which is loopback where all ranks are on one machine.
+that one that dies breaks no other, and one that joins only builds its own. Everything listens on the address at which
+the store is reached, which is loopback if all ranks are on one machine.
 """
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
+import math
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -27,11 +29,22 @@ from torch.distributed import (
     Work,
 )
 
+from rlflow.errors import ConfigError
+from rlflow.roles import StagedWeights
 from rlflow.runtime.variables import variables
+from rlflow.weights.shape.landings import layout_from_json, layout_to_json
+
+if TYPE_CHECKING:
+    from rlflow.weights.source import WeightSource
+
+_ENVIRONMENT = threading.Lock()
+"""Held by the thread that changes the environment, because each engine is answered by a thread of its own."""
+_LAYOUT = "layout"
+"""Key of the store: where the ranks of the trainer keep the parameters."""
 
 
 class Deadline:
-    """For several waits that together may take so long."""
+    """A limit on the time that several waits take together."""
 
     def __init__(self, seconds: float) -> None:
         self._end_s = time.monotonic() + seconds
@@ -52,17 +65,68 @@ def host_store(host: str, timeout_s: float) -> tuple[Store, int]:
 
 
 def connect(host: str, port: int, timeout_s: float) -> Store:
-    """A connection of one's own: while one thread waits on a connection, no other can use it.
+    """A new connection: while one thread waits on a connection, no other can use it.
 
     Raises RuntimeError when nobody answers.
     """
     return TCPStore(host, port, None, False, datetime.timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
+class HostedStore:
+    """The store, as a rank of the trainer sees it. Rank 0 hosts it for as long as it keeps this."""
+
+    def __init__(self, backend: WeightSource, rank: int, rendezvous: str, timeout_s: float) -> None:
+        """Collective. `rendezvous` is where the ranks met; the store listens on the same address.
+
+        Raises ConfigError when no layout tells what the ranks hold.
+        """
+        source = backend.layout()
+        if source is None:
+            raise ConfigError("adapters are merged into whole parameters first; set weights.transport=shm")
+        self.source = source
+        self.host = urlsplit(rendezvous).hostname or "127.0.0.1"
+        self._rank = rank
+        self._timeout_s = timeout_s
+        specs = backend.parameter_specs()
+        self.dtype = specs[0][1]
+        """The engines'."""
+        self._num_bytes = sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in specs)
+        port = 0
+        if rank == 0:
+            self._hosted, port = host_store(self.host, timeout_s)
+            self._hosted.set(_LAYOUT, layout_to_json(source))
+        found = backend.add_up([float(port), float(rank == 0)])
+        self._port = round(found[0] / found[1])
+
+    def connect(self, timeout_s: float | None = None) -> Store:
+        """A connection for one thread."""
+        return connect(self.host, self._port, timeout_s or self._timeout_s)
+
+    def staged(self, version: int) -> StagedWeights | None:
+        """Where to ask for a version: the answer of rank 0; None on the other ranks."""
+        if self._rank > 0:
+            return None
+        address = f"tcp://{self.host}:{self._port}"
+        return StagedWeights(version=version, path=address, num_bytes=self._num_bytes, slots=(), buckets=())
+
+
+class TrainerStore:
+    """The trainer's store and layout, as a worker of an engine sees them."""
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        """`address` is tcp://host:port. Raises RuntimeError when nobody answers there."""
+        found = urlsplit(address)
+        assert found.hostname and found.port, f"the trainer's store is at tcp://host:port, not at {address}"
+        self.host = found.hostname
+        self.timeout_s = timeout_s
+        self.store: Store = connect(found.hostname, found.port, timeout_s)
+        self.layout = layout_from_json(self.store.get(_LAYOUT))
+
+
 def build_group(
     store: Store, name: str, rank: int, size: int, device: torch.device, host: str, timeout_s: float
 ) -> ProcessGroup:
-    """A group of those who call this with the same name: NCCL for tensors of a GPU, else gloo.
+    """A group of all processes that call this with the same name: NCCL for tensors of a GPU, else gloo.
 
     `host` is where the store is. Raises RuntimeError when not all have come within the time.
     """
@@ -87,22 +151,12 @@ def _nccl_group(
     nccl: Any = torch.distributed.ProcessGroupNCCL  # pyright: ignore[reportPrivateImportUsage]
     options = nccl.Options()
     options._timeout = timeout
-    with _waits_block():
+    # So that a wait ends at its deadline with an error; without this, torch ends the whole process.
+    with _ENVIRONMENT, variables({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
         group = nccl(store, rank, size, options)
-    # All must be there when the connections are made, also who has nothing to send in the first bucket.
+    # All must be there when the connections are made, even a rank that has nothing to send in the first bucket.
     group.allreduce([torch.zeros(1, device=device)]).wait(timeout)
     return group
-
-
-_ENVIRONMENT = threading.Lock()
-"""Held by the thread that has changed it: each engine is answered by one of its own."""
-
-
-@contextmanager
-def _waits_block() -> Iterator[None]:
-    """So that a wait of a group made here ends at its deadline with an error; else torch ends the whole process."""
-    with _ENVIRONMENT, variables({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
-        yield
 
 
 def own_address(host: str) -> str:

@@ -21,7 +21,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from rlflow.weights.learn.tracing import layout_of, trace_loading
+from rlflow.weights.engine.tracing import trace_loading
+from rlflow.weights.shape.landings import layout_of
 from rlflow.weights.shape.layout import Layout, Shapes
 
 # Names in vLLM's module: the groups that span the ranks of an engine, and those that hold one rank each.

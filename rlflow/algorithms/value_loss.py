@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlflow.algorithms.base import require
 from rlflow.algorithms.loss.base import TokenLoss
-from rlflow.algorithms.options import require
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = 0.2) -> TokenLoss:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,27 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlflow.errors import ConfigError, NotACopy
-from rlflow.weights.learn.landing import Axis, merged, regions_of
 from rlflow.weights.shape.boxes import Box, intersection
-from rlflow.weights.shape.layout import Layout, Placement, Region, Shapes
+from rlflow.weights.shape.landings import Axis, Landing, merged, regions_of
+from rlflow.weights.shape.layout import Region, Shapes
 
 _copy = torch.ops.aten.copy_.default
 _CLEARING = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Landing:
-    """What was copied from one parameter into one tensor of the model."""
-
-    tensor: str
-    dtype: str
-    """Of the tensor."""
-    regions: tuple[Region, ...]
-    """Offsets are those in the tensor, laid flat."""
-
-
-Landings = Mapping[str, Sequence[Landing]]
-"""By the parameter's name."""
 
 
 def trace_loading(
@@ -71,32 +55,6 @@ def trace_loading(
             "all parameters of the model must be given"
         )
     return found
-
-
-def layout_of(shapes: Shapes, dtype: str, ranks: Sequence[Landings]) -> Layout:
-    """Where the ranks of an engine keep parameters, from what was seen on each.
-
-    `dtype` is that of parameters which none of them takes. Raises NotACopy for one that is kept in several.
-    """
-    placements = {
-        name: _placement(name, shape, dtype, [found.get(name, ()) for found in ranks]) for name, shape in shapes.items()
-    }
-    return Layout(num_ranks=len(ranks), placements=placements)
-
-
-def _placement(name: str, shape: tuple[int, ...], dtype: str, ranks: Sequence[Sequence[Landing]]) -> Placement:
-    """One parameter, from what was seen on each rank."""
-    dtypes = {landing.dtype for landings in ranks for landing in landings} or {dtype}
-    if len(dtypes) > 1:
-        raise NotACopy(f"{name!r} is kept as {' and as '.join(sorted(dtypes))}; it cannot be sent as one")
-    tensors = tuple(dict.fromkeys(landing.tensor for landings in ranks for landing in landings))
-    regions = tuple(
-        tuple(
-            replace(region, tensor=tensors.index(landing.tensor)) for landing in landings for region in landing.regions
-        )
-        for landings in ranks
-    )
-    return Placement(shape=shape, dtype=dtypes.pop(), tensors=tensors, ranks=regions)
 
 
 class _Watch(TorchDispatchMode):

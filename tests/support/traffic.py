@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlflow.weights.shape.layout import Engine, Layout
+from rlflow.weights.shape.layout import EngineLayout, Layout
 from rlflow.weights.shape.pieces import IntArray
 from rlflow.weights.shape.plan import TransferPlan
 
@@ -34,7 +34,7 @@ def planned(plan: TransferPlan) -> Traffic:
     return Traffic(trainer=np.zeros_like(plan.sent), engines=plan.received)
 
 
-def gathered(source: Layout, engines: Sequence[Engine]) -> Traffic:
+def gathered(source: Layout, engines: Sequence[EngineLayout]) -> Traffic:
     """Every rank of the trainer gathers the whole model; then every rank of every engine is sent it.
 
     So it is with a DTensor's `full_tensor`, in the trainer's dtype, and a broadcast in the engines' dtype.

@@ -1,16 +1,68 @@
-"""What a loader's copies mean: strided views of a parameter and of a tensor, as regions. Pure.
+"""Where an engine's loader puts each parameter: its copies between strided views, as regions. Pure.
 
 A loader narrows, splits, transposes and reshapes, then copies one view into another. Each such copy is a few boxes of
-the parameter, and copies that continue one another are one.
+the parameter, and copies that continue one another are one. Trainer and engines tell each other layouts and landings
+as JSON before anything is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pydantic import TypeAdapter
+
+from rlflow.errors import NotACopy
 from rlflow.weights.shape.boxes import Index, row_major
-from rlflow.weights.shape.layout import Region
+from rlflow.weights.shape.layout import Layout, ParameterPlacement, Ranks, Region, Shapes, whole_region
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Landing:
+    """What was copied from one parameter into one tensor of the model."""
+
+    tensor: str
+    dtype: str
+    """The tensor's."""
+    regions: tuple[Region, ...]
+    """With offsets in the tensor, laid flat."""
+
+
+Landings = Mapping[str, Sequence[Landing]]
+"""By the parameter's name."""
+
+
+def whole_landings(shapes: Shapes, dtype: str) -> Landings:
+    """Each parameter in a tensor of its own name, as it is."""
+    return {
+        name: (Landing(tensor=name, dtype=dtype, regions=(whole_region(shape),)),) for name, shape in shapes.items()
+    }
+
+
+def layout_of(shapes: Shapes, dtype: str, ranks: Sequence[Landings]) -> Layout:
+    """Where the ranks of an engine keep parameters, from what was seen on each.
+
+    `dtype` is that of parameters which none of them takes. Raises NotACopy for one that is kept in several.
+    """
+    placements = {
+        name: _placement(name, shape, dtype, [found.get(name, ()) for found in ranks]) for name, shape in shapes.items()
+    }
+    return Layout(num_ranks=len(ranks), placements=placements)
+
+
+def _placement(name: str, shape: tuple[int, ...], dtype: str, ranks: Sequence[Sequence[Landing]]) -> ParameterPlacement:
+    """One parameter, from what was seen on each rank."""
+    dtypes = {landing.dtype for landings in ranks for landing in landings} or {dtype}
+    if len(dtypes) > 1:
+        raise NotACopy(f"{name!r} is kept as {' and as '.join(sorted(dtypes))}; it cannot be sent as one")
+    tensors = tuple(dict.fromkeys(landing.tensor for landings in ranks for landing in landings))
+    regions = tuple(
+        tuple(
+            replace(region, tensor=tensors.index(landing.tensor)) for landing in landings for region in landing.regions
+        )
+        for landings in ranks
+    )
+    return ParameterPlacement(shape=shape, dtype=dtypes.pop(), tensors=tensors, ranks=regions)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -106,3 +158,43 @@ def _joined(dim: int, one: Region, other: Region) -> Region | None:
         return None
     stop = (*one.stop[:dim], other.stop[dim], *one.stop[dim + 1 :])
     return replace(one, stop=stop, strides=strides)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _LayoutMessage:
+    """What lies alike is written once, so that a large model takes little more than the names of its parameters."""
+
+    num_ranks: int
+    kinds: list[Ranks]
+    placements: dict[str, tuple[tuple[int, ...], str, tuple[str, ...], int]]
+    """Shape, dtype, tensors and index into `kinds` of each parameter."""
+
+
+_LAYOUT, _LANDINGS = TypeAdapter(_LayoutMessage), TypeAdapter(dict[str, tuple[Landing, ...]])
+
+
+def layout_to_json(layout: Layout) -> str:
+    kinds: dict[Ranks, int] = {}
+    placements = {
+        name: (place.shape, place.dtype, place.tensors, kinds.setdefault(place.ranks, len(kinds)))
+        for name, place in layout.placements.items()
+    }
+    message = _LayoutMessage(num_ranks=layout.num_ranks, kinds=list(kinds), placements=placements)
+    return _LAYOUT.dump_json(message).decode()
+
+
+def layout_from_json(text: str | bytes) -> Layout:
+    found = _LAYOUT.validate_json(text)
+    placements = {
+        name: ParameterPlacement(shape=shape, dtype=dtype, tensors=tensors, ranks=found.kinds[kind])
+        for name, (shape, dtype, tensors, kind) in found.placements.items()
+    }
+    return Layout(num_ranks=found.num_ranks, placements=placements)
+
+
+def landings_to_json(landings: Landings) -> str:
+    return _LANDINGS.dump_json({name: tuple(found) for name, found in landings.items()}).decode()
+
+
+def landings_from_json(text: str | bytes) -> Landings:
+    return _LANDINGS.validate_json(text)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.algorithms.options import require
+from rlflow.algorithms.base import require
 from rlflow.types import BoolArray
 
 DoubleArray = NDArray[np.float64]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlflow.errors import ConfigError
-from rlflow.weights.shape.layout import Engine, Layout
+from rlflow.weights.shape.layout import EngineLayout, Layout
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -30,10 +30,10 @@ class GenerationGroups:
     replicas: tuple[frozenset[int], ...]
     """For each of `tensor` the copy of the model, when training, that it is a part of."""
 
-    def engines(self, layout: Layout) -> list[Engine]:
+    def engines(self, layout: Layout) -> list[EngineLayout]:
         """The engines, all with one layout, which take nothing from another copy of the model than their own."""
         return [
-            Engine(layout=layout, devices=ranks, senders=replica)
+            EngineLayout(layout=layout, devices=ranks, senders=replica)
             for ranks, replica in zip(self.tensor, self.replicas, strict=True)
         ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -132,13 +132,11 @@ class DeepSpeedTrainer(TrainerBackend):
             tensors = {PARAMETER: flat.detach()} | state
             for piece in pieces:
                 found = {kind: tensors[kind][piece.run].to("cpu", copy=True) for kind in kinds}
-                held[piece.name] = self._shard(piece.name, piece.start, found)
+                shape = self._shapes[piece.name]
+                held[piece.name] = Shard(name=piece.name, shape=shape, start=piece.start, tensors=found)
         nothing: dict[str, Tensor] = dict.fromkeys(kinds, torch.empty(0))
-        for name in self._shapes:
-            yield held.get(name) or self._shard(name, 0, nothing)
-
-    def _shard(self, name: str, start: int, tensors: Mapping[str, Tensor]) -> Shard:
-        return Shard(name=name, shape=self._shapes[name], start=start, tensors=tensors)
+        for name, shape in self._shapes.items():
+            yield held.get(name) or Shard(name=name, shape=shape, start=0, tensors=nothing)
 
     def _load_shards(self, reader: ShardReader) -> None:
         for flat, pieces in self._zero.masters():

@@ -80,8 +80,7 @@ class Fetcher:
 def rewards_of_tokens(
     samples: Sequence[Sample], reward: float, references: Sequence[FloatArray] | None, kl_coefficient: float
 ) -> DoubleArray:
-    """The rewards of the tokens of all samples: the penalty of each, and the episode's reward on its last loss
-    token."""
+    """The rewards of all samples' tokens: the penalty of each, and the episode's reward on its last loss token."""
     mask = np.concatenate([sample.loss_mask for sample in samples])
     sampled = np.concatenate([sample.logprobs for sample in samples])
     reference = sampled if references is None else np.concatenate(list(references))

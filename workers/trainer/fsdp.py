@@ -60,8 +60,7 @@ class FsdpTrainer(TrainerBackend):
         self._optimizer = adamw(config, list(self._trained.values()))
 
     def _cut_for_tensor_parallel(self) -> DeviceMesh:
-        """Keep only this rank's slices; returns the ranks that hold the same slices and train on other
-        micro-batches."""
+        """Keep only this rank's slices; returns the ranks that train the same slices on other micro-batches."""
         size, timeout_s = self._config.trainer.tensor_parallel, self._config.deadlines.train_s
         ranks = torch.arange(self._world_size).view(-1, size)
         neighbours = join_subgroup(ranks.tolist(), timeout_s)
@@ -152,8 +151,7 @@ class FsdpTrainer(TrainerBackend):
         _local(tensor).copy_(self._group.slice(rows, 1) if self._cut.get(name) == 1 else rows)
 
     def _reshard(self) -> None:
-        """Reshard the root, which stays gathered after a forward without backward: the next forward would see old
-        values."""
+        """A root that stays gathered after a forward without backward would show the next forward old values."""
         if isinstance(self._policy, FSDPModule):
             self._policy.reshard()
 

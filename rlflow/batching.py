@@ -1,7 +1,14 @@
-"""From groups of episodes to what goes through the model at once. Pure NumPy; every rank plans the same.
+"""From groups of episodes to the rows that go through the model. Pure NumPy.
 
-groups (metadata) -> plan_micro_batches -> rank -> micro-batches of pieces        (which episodes, where)
-pieces (payloads) -> pack               -> one flat row, what is shared once      (which tokens, how they attend)
+    groups (metadata) -> plan_micro_batches -> for each rank, micro-batches of pieces     (which episodes, where) pieces
+    (payloads) -> pack               -> one flat row, shared tokens once           (which tokens, how they attend)
+
+Rules: a plan depends on the metadata alone, so every rank computes the same plan. Every episode is in exactly one
+micro-batch, and all ranks have equally many micro-batches. Packing never changes a gradient: a token attends to its
+prompt and its own completion only, however the samples are cut into rows.
+
+Example: groups of 3 and 1 episodes on two ranks may become rank 0: [group 0, episodes 0 and 1], rank 1: [group 0,
+episode 2; group 1, episode 0]. `PackedBatch` shows a row.
 
 Shape letters: T tokens of the row, N loss tokens, S prompt segments, C completion segments.
 """
@@ -11,6 +18,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +28,8 @@ from rlflow.types import EpisodeSummary, FloatArray, IntArray, Sample, TrainSamp
 IndexArray = NDArray[np.int64]
 
 _ATTENTION_TOKENS = 12288
-"""Length at which attention costs as much as the linear layers: 24 h^2 s + 4 h s^2 a layer, with h = 2048."""
+"""The length s at which attention costs as much as the linear layers: a layer costs 24 h^2 s + 4 h s^2, with h =
+2048."""
 _BALANCED = 1.1
 """A plan is balanced when no rank costs more than this many times the mean."""
 
@@ -37,14 +46,14 @@ class BatchPiece:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class MicroBatchPlan:
-    """What one rank sends through the model at once. Without pieces it only keeps step with the other ranks."""
+    """What one rank sends through the model at once. It is empty if the rank only keeps step with the others."""
 
     pieces: tuple[BatchPiece, ...] = ()
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Conversation:
-    """What is scored by its last token; cut where the conversations of one task begin to differ."""
+    """A conversation that is scored by its last token, cut where the conversations of its task begin to differ."""
 
     prompt_ids: IntArray  # [P], at least one token
     reply_ids: IntArray  # [R]
@@ -74,9 +83,9 @@ class PackedBatch:
     versions: IndexArray  # [N], that sampled the target
     advantages: FloatArray  # [N]
     reference_logprobs: FloatArray | None  # [N]
-    values: FloatArray | None  # [N], the critic's before the update; only where it is the critic that learns
+    values: FloatArray | None  # [N], the critic's before the update; None unless the critic learns
     returns: FloatArray | None  # [N]
-    sequence_of: IndexArray  # [N], index of the sample that the target is of, counting those with loss tokens only
+    sequence_of: IndexArray  # [N], the target's sample, counting samples with loss tokens only
     num_sequences: int
 
     @property
@@ -105,12 +114,12 @@ def plan_micro_batches(
 
 
 def in_order_of_training(plans: Sequence[MicroBatchPlan]) -> list[tuple[int, int]]:
-    """(group, episode) of a rank's micro-batches, one after the other."""
+    """The (group, episode) pairs of a rank's micro-batches, one after the other."""
     return [(piece.group, index) for plan in plans for piece in plan.pieces for index in piece.episodes]
 
 
 def _cut_to_size(group: int, episodes: Sequence[EpisodeSummary], max_tokens: int) -> list[BatchPiece]:
-    """Runs of the group's episodes, each at most `max_tokens` long where a single episode allows it."""
+    """Runs of the group's episodes, each at most `max_tokens` long unless a single episode exceeds it."""
     pieces: list[BatchPiece] = []
     run: list[int] = []
     for index in range(len(episodes)):
@@ -148,7 +157,7 @@ def _balance(
 def _fill(
     pieces: Sequence[BatchPiece], groups: Sequence[Sequence[EpisodeSummary]], max_tokens: int
 ) -> list[MicroBatchPlan]:
-    """First fit, longest first."""
+    """Pack pieces into micro-batches: first fit, longest first."""
     lengths = {piece: _num_tokens(_select(piece, groups)) for piece in pieces}
     bins: list[list[BatchPiece]] = []
     rooms: list[int] = []
@@ -168,7 +177,7 @@ def _select(piece: BatchPiece, groups: Sequence[Sequence[EpisodeSummary]]) -> li
 
 
 def _num_tokens(episodes: Iterable[EpisodeSummary]) -> int:
-    """Tokens of episodes that share their prompt."""
+    """The number of tokens of episodes that share their prompt."""
     prompt = completions = 0
     for episode in episodes:
         prompt = max(prompt, episode.num_prompt_tokens)
@@ -177,7 +186,7 @@ def _num_tokens(episodes: Iterable[EpisodeSummary]) -> int:
 
 
 def _cost(episodes: Sequence[EpisodeSummary]) -> float:
-    """Relative cost of a piece: linear in its tokens, plus every query's keys (the shared prompt's and its own)."""
+    """Relative cost of a piece: its tokens, plus the keys of every query (the shared prompt's and its own)."""
     prompt = max(episode.num_prompt_tokens for episode in episodes)
     pairs = prompt**2
     for episode in episodes:
@@ -188,14 +197,14 @@ def _cost(episodes: Sequence[EpisodeSummary]) -> float:
 def pack(groups: Sequence[Sequence[TrainSample]], share_prompts: bool = True) -> PackedBatch:
     """Lay all samples out in one row.
 
-    With `share_prompts`, samples with equal prompts share one prompt segment, and those of them that go on with equal
-    tokens share one completion segment; a policy that is sure of its answer often repeats it.
+    With `share_prompts`, samples with equal prompts share one prompt segment, and among them, samples with equal
+    completions share one completion segment: a policy that is sure of its answer often repeats it.
 
-    The loss tokens come in the order of the samples. What no loss token depends on is left out: samples without loss
-    tokens, and a completion from its last loss token on. A row without any loss token holds one token, so that a rank
-    with nothing to do can still go through forward and backward; its gradient is zero.
+    The loss tokens come in the order of the samples. Tokens that no loss token depends on are left out: samples without
+    loss tokens, and a completion from its last loss token on. A row without loss tokens holds one token, so that an
+    idle rank can still go through forward and backward; its gradient is zero.
 
-    Raises ValueError for an empty prompt, and when only some of the samples have reference log-probabilities.
+    Raises ValueError for an empty prompt, and if only some of the samples have reference log-probabilities.
     """
     row = _Row()
     prompts: dict[bytes, int] = {}
@@ -218,34 +227,34 @@ def pack(groups: Sequence[Sequence[TrainSample]], share_prompts: bool = True) ->
 
 
 def row_tokens(conversations: Sequence[Conversation]) -> int:
-    """Tokens that the packed row of these conversations has at most."""
+    """The most tokens that the packed row of these conversations can have."""
     prompts = {conversation.prompt_ids.tobytes(): len(conversation.prompt_ids) for conversation in conversations}
     return sum(prompts.values()) + sum(len(conversation.reply_ids) for conversation in conversations)
 
 
 def pack_conversations(conversations: Sequence[Conversation]) -> PackedBatch:
     """One row; its loss positions [N] are the last token of each conversation, in order."""
-    return pack([[_ending(conversation) for conversation in conversations]])
-
-
-def _ending(conversation: Conversation) -> TrainSample:
-    """The conversation and one loss token behind it, which the state of the last token predicts."""
-    length = len(conversation.reply_ids) + 1
-    sample = Sample(
-        prompt_ids=conversation.prompt_ids,
-        completion_ids=np.append(conversation.reply_ids, np.int32(0)),
-        loss_mask=np.arange(length) == length - 1,
-        logprobs=np.zeros(length, np.float32),
-        versions=np.zeros(length, np.int32),
-    )
-    return TrainSample(sample=sample, advantage=0.0)
+    samples: list[TrainSample] = []
+    for conversation in conversations:
+        # One loss token behind the conversation, because the state of the last token predicts it.
+        length = len(conversation.reply_ids) + 1
+        sample = Sample(
+            prompt_ids=conversation.prompt_ids,
+            completion_ids=np.append(conversation.reply_ids, np.int32(0)),
+            loss_mask=np.arange(length) == length - 1,
+            logprobs=np.zeros(length, np.float32),
+            versions=np.zeros(length, np.int32),
+        )
+        samples.append(TrainSample(sample=sample, advantage=0.0))
+    return pack([samples])
 
 
 def spread_over_turns(samples: Sequence[Sample], values: Sequence[float]) -> list[FloatArray]:
     """One value for each turn of an episode -> [L] for each of its samples, 0 where there is no loss.
 
-    A turn is a run of loss tokens: something is always observed between two replies. Example: values [1, -2] for a
-    sample with loss mask [1 1 0 1] give [1 1 0 -2].
+    A turn is a run of loss tokens, because something is always observed between two replies.
+
+    Example: values [1, -2] for a sample with loss mask [1 1 0 1] give [1 1 0 -2].
     """
     spread: list[FloatArray] = []
     first = 0
@@ -262,7 +271,7 @@ def spread_over_turns(samples: Sequence[Sample], values: Sequence[float]) -> lis
 
 
 class _Row:
-    """A row as it grows."""
+    """A row that grows."""
 
     def __init__(self) -> None:
         self._num_tokens = 0
@@ -297,7 +306,17 @@ class _Row:
         masks = [sample.sample.loss_mask for sample in samples]
         targets = [sample.critic for sample in samples if sample.critic is not None]
         assert len(targets) in (0, len(samples)), "all samples of a row have targets for a critic, or none has"
-        advantages = [np.broadcast_to(s.advantage, mask.shape)[mask] for s, mask in zip(samples, masks, strict=True)]
+        references = [sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None]
+        if len(references) not in (0, len(samples)):
+            raise ValueError(
+                "all samples of a batch have reference log-probabilities or none has; got "
+                f"{len(references)} of {len(samples)}"
+            )
+
+        def of_loss(rows: Iterable[NDArray[Any]]) -> list[NDArray[Any]]:
+            return [row[mask] for row, mask in zip(rows, masks, strict=True)]
+
+        advantages = (np.broadcast_to(one.advantage, mask.shape) for one, mask in zip(samples, masks, strict=True))
         return PackedBatch(
             input_ids=_join(self._input_ids),
             position_ids=_join(self._position_ids),
@@ -307,15 +326,13 @@ class _Row:
             completion_lengths=completions[:, 1],
             completion_prompts=completions[:, 2],
             loss_positions=_join(self._loss_positions),
-            targets=_join([s.sample.completion_ids[mask] for s, mask in zip(samples, masks, strict=True)]),
-            behaviour_logprobs=_join_floats([s.sample.logprobs[mask] for s, mask in zip(samples, masks, strict=True)]),
-            versions=_join([s.sample.versions[mask] for s, mask in zip(samples, masks, strict=True)]),
-            advantages=_join_floats(advantages),
-            reference_logprobs=_reference_logprobs(samples),
-            values=_join_floats([t.values[mask] for t, mask in zip(targets, masks, strict=True)]) if targets else None,
-            returns=_join_floats([t.returns[mask] for t, mask in zip(targets, masks, strict=True)])
-            if targets
-            else None,
+            targets=_join(of_loss(one.sample.completion_ids for one in samples)),
+            behaviour_logprobs=_join_floats(of_loss(one.sample.logprobs for one in samples)),
+            versions=_join(of_loss(one.sample.versions for one in samples)),
+            advantages=_join_floats(of_loss(advantages)),
+            reference_logprobs=_join_floats(of_loss(references)) if references else None,
+            values=_join_floats(of_loss(target.values for target in targets)) if targets else None,
+            returns=_join_floats(of_loss(target.returns for target in targets)) if targets else None,
             sequence_of=np.repeat(np.arange(len(samples)), [int(mask.sum()) for mask in masks]),
             num_sequences=len(samples),
         )
@@ -326,19 +343,6 @@ class _Row:
         self._position_ids.append(np.arange(position, position + len(ids)))
         self._num_tokens += len(ids)
         return start
-
-
-def _reference_logprobs(samples: Sequence[TrainSample]) -> FloatArray | None:
-    found = [
-        sample.reference_logprobs[sample.sample.loss_mask]
-        for sample in samples
-        if sample.reference_logprobs is not None
-    ]
-    if found and len(found) != len(samples):
-        raise ValueError(
-            f"all samples of a batch have reference log-probabilities or none has; got {len(found)} of {len(samples)}"
-        )
-    return _join_floats(found) if found else None
 
 
 def _join(parts: Sequence[NDArray[np.integer]]) -> IndexArray:
@@ -352,10 +356,10 @@ def _join_floats(parts: Sequence[NDArray[np.floating]]) -> FloatArray:
 def karmarkar_karp(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
     """Rank -> indices of its items, ascending; the costliest rank first.
 
-    Largest differencing (Karmarkar and Karp, 1982), for any number of ranks: each item begins as a partition of its
-    own, with the item on one rank. The two partitions whose ranks differ most are merged, the costliest rank of the one
-    with the cheapest of the other, until one is left. No two ranks differ by more than the costliest item, so that none
-    exceeds the mean by more than (1 - 1 / num_ranks) times that.
+    Largest differencing (Karmarkar and Karp, 1982) for any number of ranks: each item begins as a partition of its own,
+    with the item on one rank. The two partitions whose ranks differ most are merged, the costliest rank of one with the
+    cheapest of the other, until one is left. No two ranks differ by more than the costliest item, so none exceeds the
+    mean by more than (1 - 1 / num_ranks) times that.
 
     Raises ValueError for a negative cost and for fewer than one rank.
     """

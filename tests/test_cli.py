@@ -203,7 +203,7 @@ def write_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     import torch
 
     from rlflow.weights.shape.layout import chunk_of
-    from rlflow.workers.trainer.shards import PARAMETER, Shard, write_shards
+    from rlflow.workers.trainer.shards import PARAMETER, Shard, Snapshot
 
     monkeypatch.setenv("RLFLOW_CACHE", str(folder / "cache"))
     model = Path(resolve_model("tiny"))
@@ -217,7 +217,7 @@ def write_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             elements = {PARAMETER: weight[start:stop].flatten()}
             first = start * weight[0].numel()
             shards.append(Shard(name=name, shape=tuple(weight.shape), start=first, tensors=elements))
-        write_shards(partial / "trainer", rank, 2, shards, updates=2)
+        Snapshot(rank=rank, num_ranks=2, shards=shards, updates=2).write(partial / "trainer")
     store.commit(partial, state_to_json(RunState(step=2, version=2, sampler=SAMPLER, ready=[])))
     (folder / "run" / "config.yaml").write_text("model:\n  path: tiny\n")
     return model

@@ -1,10 +1,13 @@
-"""The token side of one episode: replies to conversations, and every token that was sampled.
+"""The token side of one episode: replies to conversations, and a record of every token that was sampled.
 
-    messages -> the turn that they go on from -> prompt tokens -> engine -> reply, recorded as a Turn
+    messages -> the turn that they continue -> prompt tokens -> engine -> reply, recorded as a Turn
 
-Whoever speaks in messages (an environment, the gateway) comes here. A conversation that begins with an earlier one goes
-on with its tokens as they were sampled, where the chat template keeps them; otherwise it begins anew: a fork where the
-template rewrote history, a branch where the messages did.
+Rules: sampled tokens are never tokenised again. A conversation that begins with an earlier one continues with the
+tokens of that one as they were sampled. If the chat template does not keep them it begins anew, as a fork; if the
+messages themselves differ from all earlier ones, as a branch. Environments and the gateway speak in messages only.
+
+Example: reply([user "2+2"]) samples "4" as turn 0. reply([user "2+2", assistant "4", user "3+3"]) continues turn 0: its
+prompt is the tokens of turn 0 and then those of the new message.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol, TypeVar
 
 from rlflow.envs.base import POLICY, ToolSchema
@@ -27,18 +31,18 @@ from rlflow.types import EpisodeEnd, Message, ToolCall, Turn
 Value = TypeVar("Value")
 
 MAX_UNTRAINED = 16
-"""Replies of agents that are not trained, for each that the policy may give."""
+"""Other agents may give this many replies for each reply that the policy may give."""
 
 
 class Generate(Protocol):
-    """Samples one reply. Its exceptions are the engine's, and end the whole group."""
+    """Samples one reply. Its exceptions end the whole group."""
 
     def __call__(self, request: GenerateRequest, /) -> Awaitable[Completion]: ...
 
 
 @dataclass(kw_only=True, slots=True)
 class Reply:
-    """What the policy said."""
+    """A reply as a message and as tokens."""
 
     message: Message
     turn: Turn
@@ -46,10 +50,10 @@ class Reply:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class _Said:
-    """One turn, and the conversation up to and with its reply."""
+    """A turn, with the conversation that ends with its reply."""
 
     index: int
-    """Of the turn in `Chat.turns`; -1 where it is not to be trained on."""
+    """The turn's place in `Chat.turns`; -1 if it is not trained on."""
     messages: tuple[Message, ...]
     held_ids: list[int]
 
@@ -67,7 +71,7 @@ class Chat:
         prefix_key: str | None = None,
         executor: Executor | None = None,
     ) -> None:
-        """`seed` None samples unseeded. Templates and tokenizers run in `executor`; None: on the loop."""
+        """`seed` None samples without a seed; `executor` None runs templates and tokenizers in the event loop."""
         self._generate = generate
         self._renderer = renderer
         self._limits = limits
@@ -79,18 +83,18 @@ class Chat:
         self._num_asked = 0
         self._num_asked_policy = 0
         self.turns: list[Turn] = []
-        """Those to train on, in the order in which they ended."""
+        """The turns to train on, in the order in which they ended."""
         self.num_forks = 0
         self.num_branches = 0
         self.end: EpisodeEnd | None = None
-        """Why the last reply that was asked for was refused, if it was."""
+        """Why the last request was refused; None if it was not."""
         self.end_detail = ""
         self.failure: BaseException | None = None
-        """Of an engine or the template; the episode must not go on as if it had not been."""
+        """The exception of an engine or the template, after which the episode must not go on."""
         self.last: tuple[Message, ...] = ()
-        """The policy's conversation that a reply was last added to."""
+        """The conversation with the policy's latest reply."""
         self.phase = "set-up"
-        """For people: what is under way."""
+        """What is under way, for messages to users."""
 
     async def reply(
         self,
@@ -103,17 +107,23 @@ class Chat:
     ) -> Reply:
         """Sample the reply of `agent` to a conversation.
 
-        Only a `trainable` agent's tokens are recorded in `turns`. Raises NoReply when a limit of the episode forbids
-        it (`end` says which), TemplateRefused for a conversation that the chat template does not take, and what the
-        engine raises (which `failure` keeps).
+        Only a `trainable` agent's tokens are recorded in `turns`. Raises NoReply if a limit of the episode forbids the
+        reply (`end` says which), TemplateRefused if the chat template does not take the conversation, and whatever the
+        engine raises (`failure` keeps it).
         """
         assert messages, "a conversation has at least one message"
         number = self._begin(agent, trainable)
         try:
-            prompt_ids, parent, keys = await self._prompt(messages, tools, agent, trainable)
-            request = self._request(prompt_ids, number, max_new_tokens)
-            completion = await self._generate(request)
-            return await self._record(number, messages, prompt_ids, parent, keys, completion, trainable)
+            keys = _keys([agent, trainable, list(tools)], messages)
+            parent = next((self._said[key] for key in reversed(keys) if key in self._said), None)
+            held = None if parent is None else await self._continued(parent, messages, tools, trainable)
+            if parent is None and trainable and (agent, trainable) in self._agents:
+                self.num_branches += 1
+            self._agents.add((agent, trainable))
+            parent = None if held is None else parent
+            prompt_ids = held or await self._aside(self._renderer.prompt, messages, tools)
+            completion = await self._generate(self._request(prompt_ids, number, max_new_tokens))
+            return await self._record(number, messages, prompt_ids, parent, keys[-1], completion, trainable)
         except (NoReply, TemplateRefused):
             raise
         except Exception as error:
@@ -121,7 +131,7 @@ class Chat:
             raise
 
     def _begin(self, agent: str, trainable: bool) -> int:
-        """The number of this reply within the episode."""
+        """Count a reply, within the limits; returns its number in the episode."""
         if trainable:
             if self._num_asked_policy >= self._limits.max_turns:
                 raise self._refuse(EpisodeEnd.MAX_TURNS, f"{self._limits.max_turns} replies (env.max_turns)")
@@ -134,23 +144,14 @@ class Chat:
         self._num_asked += 1
         return self._num_asked - 1
 
-    async def _prompt(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema], agent: str, trainable: bool
-    ) -> tuple[list[int], _Said | None, list[bytes]]:
-        """The prompt's tokens, the turn that they go on from, and a key for each beginning of the conversation."""
-        keys = _keys([agent, trainable, list(tools)], messages)
-        parent = next((self._said[key] for key in reversed(keys) if key in self._said), None)
-        added = None
-        if parent is not None:
-            known = len(parent.messages)
-            added = await self._aside(self._renderer.extend, parent.held_ids, messages[:known], messages[known:], tools)
-            self.num_forks += added is None and trainable
-        elif trainable and (agent, trainable) in self._agents:
-            self.num_branches += 1
-        self._agents.add((agent, trainable))
-        if parent is not None and added is not None:
-            return parent.held_ids + added, parent, keys
-        return await self._aside(self._renderer.prompt, messages, tools), None, keys
+    async def _continued(
+        self, parent: _Said, messages: Sequence[Message], tools: Sequence[ToolSchema], trainable: bool
+    ) -> list[int] | None:
+        """The prompt's tokens after those of `parent`; None for a fork."""
+        known = len(parent.messages)
+        added = await self._aside(self._renderer.extend, parent.held_ids, messages[:known], messages[known:], tools)
+        self.num_forks += added is None and trainable
+        return None if added is None else parent.held_ids + added
 
     def _request(self, prompt_ids: list[int], number: int, max_new_tokens: int | None) -> GenerateRequest:
         room = self._limits.max_length - len(prompt_ids)
@@ -172,7 +173,7 @@ class Chat:
         messages: Sequence[Message],
         prompt_ids: list[int],
         parent: _Said | None,
-        keys: list[bytes],
+        key: bytes,
         completion: Completion,
         trainable: bool,
     ) -> Reply:
@@ -188,7 +189,6 @@ class Chat:
         message = Message(role="assistant", content=text)
         if calls:
             message["tool_calls"] = calls
-        new = messages[len(parent.messages) :] if parent is not None else messages
         turn = Turn(
             prompt_ids=prompt_ids,
             output_ids=completion.ids,
@@ -196,15 +196,14 @@ class Chat:
             versions=completion.versions,
             finish_reason=completion.finish_reason,
             continues=parent.index if parent is not None and trainable else None,
-            anchor=anchor_of(new),
+            anchor=anchor_of(messages[len(parent.messages) :] if parent is not None else messages),
         )
-        conversation = (*messages, message)
         index = len(self.turns) if trainable else -1
+        said = _Said(index=index, messages=(*messages, message), held_ids=prompt_ids + completion.ids)
         if trainable:
             self.turns.append(turn)
-            self.last = conversation
-        said = _Said(index=index, messages=conversation, held_ids=prompt_ids + completion.ids)
-        self._said[_next_key(keys[-1], message)] = said
+            self.last = said.messages
+        self._said[_next_key(key, message)] = said
         self.end, self.end_detail = None, ""
         return Reply(message=message, turn=turn)
 
@@ -219,7 +218,7 @@ class Chat:
 
 
 def episode_seed(seed: int, index: int) -> int:
-    """Seed of episode `index` of a group, or of reply `index` of an episode; 31 bits.
+    """The seed of episode `index` of a group, or of reply `index` of an episode; 31 bits.
 
     Example: episode_seed(7, 2) == 7000023
     """
@@ -233,13 +232,9 @@ def anchor_of(messages: Sequence[Message]) -> str:
 
 
 def _keys(context: list[object], messages: Sequence[Message]) -> list[bytes]:
-    """A key for each beginning of a conversation, of one message, of two, ...; equal for equal beginnings only."""
-    key = hashlib.blake2b(json.dumps(context, sort_keys=True).encode(), digest_size=16).digest()
-    keys = []
-    for message in messages:
-        key = _next_key(key, message)
-        keys.append(key)
-    return keys
+    """A key for each beginning of a conversation (one message, two, ...); equal for equal beginnings only."""
+    first = hashlib.blake2b(json.dumps(context, sort_keys=True).encode(), digest_size=16).digest()
+    return list(accumulate(messages, _next_key, initial=first))[1:]
 
 
 def _next_key(key: bytes, message: Message) -> bytes:

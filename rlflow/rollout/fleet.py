@@ -1,6 +1,10 @@
-"""All rollout engines of a run: their health, the weights they hold, and which of them serve. No Ray here.
+"""All rollout engines of a run: their health, their weights, and which of them serve. No Ray here.
 
-watch -> dead -> start -> load the staged weights -> serve;  load_weights -> wave after wave of engines
+    one engine:    watch -> dead -> start -> load the staged weights -> serve
+    all of them:   load_weights -> wave after wave of engines
+
+Rules: an engine that serves holds one complete version. Episode runners know which engines serve before a wave begins
+to load and after it. The run ends when no engine is left.
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ from rlflow.runtime.concurrency import all_or_none
 
 
 class EngineProcess(Protocol):
-    """One engine and the process around it. Each call has a deadline of its own, but for the waits that watch.
+    """One engine and its process. Each call has a deadline of its own, except the waits that watch.
 
-    A call that raises ends the process, except for WeightsOvertaken; EngineLost says that it had ended by itself.
+    If a call raises anything but WeightsOvertaken, the process has been ended; EngineLost means that it ended by
+    itself.
     """
 
     async def wait_until_placed(self) -> None:
@@ -49,8 +54,8 @@ class EngineProcess(Protocol):
 class EngineFleet:
     """Implements `roles.Engines`.
 
-    `tell` is given the engines that serve, whenever that changes, and returns when every episode runner knows.
-    `alarm` is given what people should know of: an engine that was lost, or that could not load.
+    `tell` is called with the engines that serve whenever they change, and returns when every episode runner knows.
+    `alarm` is called with messages for users, about an engine that was lost or could not load.
     """
 
     def __init__(
@@ -67,11 +72,11 @@ class EngineFleet:
         self._alarm = alarm
         self._states = [EngineState() for _ in engines]
         self._lost_at_s: dict[int, float] = {}
-        """Of the engines that were lost and do not serve again, by the clock of the loop."""
+        """When each engine was lost that does not serve again yet, by the loop's clock."""
         self._pinned: set[int] = set()
         self._staged: StagedWeights | None = None
         self._is_asleep = False
-        # Held by whoever makes an engine take weights: the staged ones must not change under it.
+        # Held while an engine takes weights, because the staged ones must not change meanwhile.
         self._loading = asyncio.Lock()
         self._changed = asyncio.Event()
         self._told: tuple[int, ...] | None = None
@@ -92,7 +97,7 @@ class EngineFleet:
         await self._start(index)
 
     async def close(self) -> None:
-        """Look after the engines no longer; they may be ended now."""
+        """Stop looking after the engines; they may be ended now."""
         for guard in self._guards:
             guard.cancel()
         if self._guards:
@@ -120,11 +125,12 @@ class EngineFleet:
                     self._alarm(f"{error}; {'it is given up' if state.is_given_up else 'it is started again'}")
                     await self._announce()
         except Exception as error:
-            # Nobody awaits a guard, so that what it did not expect must end the run.
+            # Nothing awaits a guard, so an unexpected exception must end the run here.
             self._fail(RunError(f"looking after rollout engine {index} failed: {error!r}"), error)
         if all(state.is_given_up for state in self._states):
-            deaths = "; ".join(f"engine {number}: {state.last_death}" for number, state in enumerate(self._states))
-            self._fail(RunError(f"no rollout engine is left; each died {state.deaths} times in a row: {deaths}"))
+            self._fail(
+                RunError(f"no rollout engine is left; each died {state.deaths} times in a row: {self._last_deaths()}")
+            )
 
     async def _watch(self, index: int) -> None:
         """Let an engine that is up catch up and serve; raises why it is lost.
@@ -140,7 +146,7 @@ class EngineFleet:
     async def _catch_up(self, index: int) -> None:
         """Give a fresh engine the staged weights, so that it serves."""
         async with self._loading:
-            # Otherwise the next `load_weights`, or `unpin`, takes it along.
+            # If it may not load now, the next `load_weights` or `unpin` includes it.
             staged, may_load = self._staged, not self._is_asleep and index not in self._pinned
             if staged is not None and may_load and not self._holds(index, staged):
                 await self._load_unless_overtaken(index, staged)
@@ -149,7 +155,7 @@ class EngineFleet:
     async def _revive(self, index: int) -> None:
         await self._wait_until_replaced(index)
         while self._is_asleep:
-            # The memory is the trainer's: vLLM would not find it free.
+            # The trainer uses the memory now, so vLLM would not find it free.
             await self._changed.wait()
         if not self._states[index].is_given_up:
             await self._start(index)
@@ -165,7 +171,13 @@ class EngineFleet:
                 done, _ = await asyncio.wait((placed, changed), timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
                 if not done:
-                    self._fail(RunError(self._why_none_is_placed()))
+                    problem = (
+                        f"no rollout engine is left, and the cluster had no room for one within deadlines.start_s "
+                        f"({self._start_s:g} s): {self._last_deaths()}"
+                    )
+                    self._fail(
+                        RunError(f"{problem}; add machines, and start the run again: it goes on from its checkpoint")
+                    )
                     await asyncio.shield(self._failure)
             placed.result()
         except RunError as error:
@@ -175,12 +187,8 @@ class EngineFleet:
             placed.cancel()
             await asyncio.wait([placed])
 
-    def _why_none_is_placed(self) -> str:
-        deaths = "; ".join(f"engine {number}: {state.last_death}" for number, state in enumerate(self._states))
-        return (
-            f"no rollout engine is left, and the cluster had no room for one within deadlines.start_s "
-            f"({self._start_s:g} s): {deaths}; add machines, and start the run again: it goes on from its checkpoint"
-        )
+    def _last_deaths(self) -> str:
+        return "; ".join(f"engine {number}: {state.last_death}" for number, state in enumerate(self._states))
 
     async def _start(self, index: int) -> None:
         self._states[index].start()
@@ -264,9 +272,9 @@ class EngineFleet:
     # -- loading
 
     async def _load_wave(self, wave: Sequence[int], staged: StagedWeights) -> list[float | RunError]:
-        """Load some engines together, with the others serving; seconds of pause, or the failure, of each.
+        """Load some engines together while the others serve; the seconds of pause or the failure of each.
 
-        Those that died since the wave was planned are left out: they load when they are back.
+        Engines that died since the wave was planned are left out, because they load when they are back.
         """
         wave = [index for index in wave if self._states[index].is_up]
         for index in wave:
@@ -280,7 +288,7 @@ class EngineFleet:
         try:
             await self._load(index, staged)
         except WeightsOvertaken:
-            return  # the trainer writes the next version, and its `load_weights` takes this engine along
+            return  # the trainer writes the next version, whose `load_weights` includes this engine
 
     async def _load(self, index: int, staged: StagedWeights) -> float:
         state = self._states[index]
@@ -292,7 +300,7 @@ class EngineFleet:
             if state.health is Health.STALE:
                 state.load_failed()
             raise
-        # The watch may know already that it died just after.
+        # It may have died just after, which the watch has noted.
         if state.health is Health.STALE:
             state.loaded(staged.version)
             if (lost_at_s := self._lost_at_s.pop(index, None)) is not None:
@@ -311,10 +319,10 @@ class EngineFleet:
     # -- telling others
 
     async def _announce(self) -> None:
-        """Tell the runners who serves now, if they do not know; and wake those who wait for an engine."""
+        """Tell the runners which engines serve, if that has changed, and wake the tasks that wait for an engine."""
         self._wake_waiters()
         async with self._telling:
-            # What is true now, not when the lock was asked for.
+            # Read under the lock, because it may have changed while waiting for it.
             engines = serving(self._states, self._pinned)
             if engines != self._told:
                 await self._tell(engines)
@@ -335,7 +343,7 @@ class EngineFleet:
         error.__cause__ = cause
         if not self._failure.done():
             self._failure.set_exception(error)
-            self._failure.exception()  # a run without anyone who waits for it is not warned of it
+            self._failure.exception()  # asyncio would warn of a failure that nothing awaits
 
     def _raise_failure(self) -> None:
         if self._failure.done():

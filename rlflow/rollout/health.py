@@ -1,4 +1,4 @@
-"""The life of one rollout engine, and who may be sent requests. Pure: no clock, no process.
+"""The life of one rollout engine, and which engines may be sent requests. Pure: no clock, no process.
 
 dead -> starting -> stale -> healthy;  healthy -> stale while it takes weights;  anything -> dead
 """
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 MAX_DEATHS = 3
-"""Deaths in a row, with nothing served in between, after which an engine is given up."""
+"""An engine is given up after this many deaths in a row without having served in between."""
 
 
 class Health(StrEnum):
     DEAD = "dead"
-    """There is no process, or it is of no more use."""
+    """There is no process that could be used."""
     STARTING = "starting"
-    """A process that loads vLLM."""
+    """The process loads vLLM."""
     STALE = "stale"
     """vLLM answers, but the engine has no complete weights, or is taking new ones."""
     HEALTHY = "healthy"
-    """Holds one complete version and samples under it."""
+    """The engine holds one complete version and samples with it."""
 
 
 _NEXT = {
@@ -34,13 +34,13 @@ _NEXT = {
 
 @dataclass(kw_only=True, slots=True)
 class EngineState:
-    """What is known of one engine. Each method is a transition; a transition that `_NEXT` lacks is a bug."""
+    """The state of one engine. Each method is a transition; a transition that `_NEXT` lacks is a bug."""
 
     health: Health = Health.DEAD
     version: int | None = None
-    """Complete weights that it holds; while it takes new ones, those before. None where it must not sample."""
+    """The complete version that it holds, even while it takes a new one. None if it must not sample."""
     deaths: int = 0
-    """In a row, with nothing served in between."""
+    """Deaths in a row without having served in between."""
     last_death: str = ""
 
     @property
@@ -59,7 +59,7 @@ class EngineState:
         self._become(Health.STALE)
 
     def load(self) -> None:
-        """It takes new weights from now on. A stale engine stays stale."""
+        """The engine begins to take new weights. A stale engine stays stale."""
         assert self.is_up, f"a {self.health} engine takes no weights"
         self.health = Health.STALE
 
@@ -70,12 +70,12 @@ class EngineState:
         self.version = version
 
     def load_failed(self) -> None:
-        """It may hold half of two versions."""
+        """The engine may hold parts of two versions."""
         assert self.health is Health.STALE, f"a {self.health} engine takes no weights"
         self.version = None
 
     def served(self) -> None:
-        """It answered a request, or lived from one version to the next."""
+        """The engine answered a request, or lived from one version to the next."""
         self.deaths = 0
 
     def died(self, reason: str) -> None:
@@ -85,7 +85,7 @@ class EngineState:
         self.last_death = reason
 
     def give_up(self, reason: str) -> None:
-        """There will be no process for it."""
+        """There will be no further process for this engine."""
         assert self.health is Health.DEAD, f"a {self.health} engine has a process"
         self.deaths, self.last_death = MAX_DEATHS, reason
 
@@ -95,10 +95,10 @@ class EngineState:
 
 
 def serving(states: Sequence[EngineState], pinned: Collection[int]) -> tuple[int, ...]:
-    """The engines that take requests which name none.
+    """The engines that take requests which name no engine.
 
-    Healthy ones; where there are none, those that take weights and keep what they are sent until then; a pinned one
-    only where no other is left.
+    These are the healthy ones. If there are none, those that take weights, which hold requests until they are done. A
+    pinned engine is among them only if all others have been given up.
     """
     free = [index for index in range(len(states)) if index not in pinned]
     if all(states[index].is_given_up for index in free):
@@ -109,7 +109,7 @@ def serving(states: Sequence[EngineState], pinned: Collection[int]) -> tuple[int
 
 
 def waves(engines: Sequence[int], num_engines: int, is_rolling: bool) -> Iterator[Sequence[int]]:
-    """The engines that load together: all of them, or at most a quarter of `num_engines` at a time.
+    """Groups of engines that load together: all at once, or at most a quarter of `num_engines` if `is_rolling`.
 
     Example: waves([0, 2, 3], num_engines=8, is_rolling=True) gives [0, 2], then [3].
     """

@@ -1,4 +1,4 @@
-"""Payloads on disk: safetensors arrays, laid end to end, and the conversations as JSON."""
+"""Payloads on disk: one safetensors file with the arrays end to end and the conversations as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COMPLETION_FIELDS = {"completion_ids": np.int32, "loss_mask": np.bool_, "logpro
 
 
 def payload_bytes(payload: EpisodePayload) -> int:
-    """Bytes of the arrays of one payload."""
+    """The size of a payload's arrays in bytes."""
     return sum(
         sample.prompt_ids.nbytes + sum(getattr(sample, name).nbytes for name in _COMPLETION_FIELDS)
         for sample in payload.samples
@@ -26,7 +26,7 @@ def payload_bytes(payload: EpisodePayload) -> int:
 
 
 def save_payloads(path: Path, payloads: Sequence[EpisodePayload]) -> None:
-    """Write payloads to one file, which appears only when it is whole."""
+    """Write payloads to one file, which appears when it is complete."""
     samples = [sample for payload in payloads for sample in payload.samples]
     messages = json.dumps([payload.messages for payload in payloads]).encode()
     arrays: dict[str, NDArray[Any]] = {
@@ -47,11 +47,7 @@ def save_payloads(path: Path, payloads: Sequence[EpisodePayload]) -> None:
 
 
 def load_payloads(path: Path) -> tuple[EpisodePayload, ...]:
-    """The payloads that `save_payloads` wrote, in the same order.
-
-    Raises:
-        ValueError: the parts of the file contradict each other.
-    """
+    """The payloads that `save_payloads` wrote, in the same order. Raises ValueError if the file contradicts itself."""
     arrays = load_file(path)
     messages = json.loads(arrays["messages_json"].tobytes())
     prompts = _split(path, arrays["prompt_ids"], arrays["prompt_lengths"])

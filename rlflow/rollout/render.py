@@ -1,19 +1,18 @@
 """Messages <-> tokens, through the chat template of the model's own tokenizer.
 
-Sampled tokens are never tokenised again: a conversation grows by the template's text after the held tokens. Where that
-text does not start with the held tokens (the template rewrote history, the tokenizer does not round-trip), it forks.
+Sampled tokens are never tokenised again: a conversation grows by the template's text after the held tokens. If that
+text does not start with the held tokens (the template rewrote history, or the tokenizer does not round-trip), it forks.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import TemplateError
 
 from rlflow.errors import ConfigError, TemplateRefused
-from rlflow.rollout.tool_calls import CallStyle, describe_tools, find_calls, tools_as_text
+from rlflow.rollout.tool_calls import CallStyle, arguments_of, describe_tools, find_calls, tools_as_text
 from rlflow.types import FunctionCall, Json, Message, ToolCall
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class ChatRenderer(Protocol):
     """Messages <-> tokens."""
 
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> list[int]:
-        """Tokens of a whole conversation, up to where the policy's next reply starts."""
+        """The tokens of a whole conversation, up to where the policy's next reply starts."""
         ...
 
     def extend(
@@ -42,10 +41,10 @@ class ChatRenderer(Protocol):
         new_messages: Sequence[Message],
         tools: ToolSchemas = (),
     ) -> list[int] | None:
-        """Tokens to append to `held_ids` so that they read as the whole conversation, up to the next reply.
+        """The tokens to append to `held_ids` so that they read as the whole conversation, up to the next reply.
 
-        `held_ids` are a prompt and the reply sampled after it; `messages_so_far` ends with that reply. When no
-        end-of-turn token was sampled, the template's is part of the answer. None when the text of the conversation does
+        `held_ids` are a prompt and the reply sampled after it; `messages_so_far` ends with that reply. If no
+        end-of-turn token was sampled, the template's is part of the answer. None if the text of the conversation does
         not start with the text of the held tokens: then only `prompt` of the whole conversation is faithful.
         """
         ...
@@ -67,14 +66,12 @@ class Renderer:
         sampled                 "4<|im_end|>"
         extend(.., [user "no"]) "\\n<|im_start|>user\\nno<|im_end|>\\n<|im_start|>assistant\\n"
 
-    Tools are given to the template where it takes them, and its answers to calls where it shows them; else both are
-    written into the messages of system and user (`tool_calls.py`).
-
-    Raises:
-        ConfigError: the tokenizer has no chat template.
+    Tools and their answers go through the template if it shows both; otherwise they are written into the messages of
+    system and user (`tool_calls.py`).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises ConfigError if the tokenizer has no chat template."""
         if not tokenizer.chat_template:
             raise ConfigError(
                 "model.path: the tokenizer has no chat template, so messages cannot be turned into tokens; use an "
@@ -82,7 +79,7 @@ class Renderer:
             )
         self._tokenizer = tokenizer
         self.style = self._native_style()
-        """How the template itself writes calls; None where it knows no tools."""
+        """How the template itself writes calls; None if it knows no tools."""
 
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> list[int]:
         return self._encode(self._text(messages, tools))
@@ -105,13 +102,13 @@ class Renderer:
         return find_calls(text, self.style or CallStyle.TAGGED)
 
     def as_sampled(self, text: str) -> list[int]:
-        """The tokens of a reply as a model ends it: the text, and the template's end of turn."""
+        """The tokens of a reply as a model would sample it: the text and the template's end of turn."""
         written = self._apply([Message(role="user", content="x"), Message(role="assistant", content=_PROBE)], [])
         ending = self._encode(written[written.rfind(_PROBE) + len(_PROBE) :])
         return [*self._encode(text), *ending[:1]]
 
     def _native_style(self) -> CallStyle | None:
-        """Found by trying: the template must show tools, calls in a style that we know, and what tools answer."""
+        """Tries it out: the template must show tools, calls in a known style, and the answers of tools."""
         user = Message(role="user", content="x")
         function = FunctionCall(name="named", arguments="{}")
         call = Message(
@@ -128,28 +125,33 @@ class Renderer:
         if _PROBE not in with_tools or _PROBE not in with_answer:
             return None
         written = with_call[len(before) :] if with_call.startswith(before) else with_call
-        if "<tool_call>" in written:
-            calls, style = find_calls(written, CallStyle.TAGGED), CallStyle.TAGGED
-        else:
-            calls, style = (
-                find_calls(written[written.find("{") : written.rfind("}") + 1], CallStyle.BARE),
-                CallStyle.BARE,
-            )
+        style = CallStyle.TAGGED if "<tool_call>" in written else CallStyle.BARE
+        if style is CallStyle.BARE:
+            written = written[written.find("{") : written.rfind("}") + 1]
+        calls = find_calls(written, style)
         return style if calls and calls[0] == function else None
 
     def _text(self, messages: Sequence[Message], tools: ToolSchemas) -> str:
-        shown = [self._without_repeated_calls(message) for message in messages]
+        # A sampled reply holds its calls as text already.
+        shown = [
+            Message(role=message["role"], content=message["content"])
+            if "tool_calls" in message and self.calls(message["content"])
+            else message
+            for message in messages
+        ]
         if self.style is None:
             shown = tools_as_text(describe_tools(shown, tools) if tools else shown)
             tools = ()
         try:
-            return _without_surrogates(self._apply(shown, tools))
+            text = self._apply(shown, tools)
         except (TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise TemplateRefused(
                 f"the model's chat template refused a conversation with the roles {roles}: {error}; change the "
                 "environment's messages, or use a model whose template takes them"
             ) from error
+        # JSON may hold halves of characters (surrogates), which tokenizers refuse: join them, or write a question mark.
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def _apply(self, messages: Sequence[Message], tools: ToolSchemas, *, add_generation_prompt: bool = True) -> str:
         text = self._tokenizer.apply_chat_template(
@@ -160,12 +162,6 @@ class Renderer:
         )
         assert isinstance(text, str)
         return text
-
-    def _without_repeated_calls(self, message: Message) -> Message:
-        """A sampled reply holds its calls as text already."""
-        if "tool_calls" in message and self.calls(message["content"]):
-            return Message(role=message["role"], content=message["content"])
-        return message
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -178,24 +174,12 @@ class Renderer:
         return text
 
 
-def _without_surrogates(text: str) -> str:
-    """Halves of characters, as JSON may have them and tokenizers do not take them, become whole or a question mark."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
 def _for_template(message: Message) -> dict[str, Any]:
-    """Templates write a call's arguments from an object, where OpenAI has text."""
+    """The message with each call's arguments as an object, because templates expect one where OpenAI has text."""
     shown: dict[str, Any] = dict(message)
     if "tool_calls" in message:
         shown["tool_calls"] = [
-            {**call, "function": {"name": call["function"]["name"], "arguments": _arguments(call["function"])}}
+            {**call, "function": {"name": call["function"]["name"], "arguments": arguments_of(call["function"])}}
             for call in message["tool_calls"]
         ]
     return shown
-
-
-def _arguments(call: FunctionCall) -> Any:
-    try:
-        return json.loads(call["arguments"])
-    except (ValueError, RecursionError):
-        return call["arguments"]

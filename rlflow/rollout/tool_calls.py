@@ -1,12 +1,12 @@
 """Tool calls in the text that a model samples. Pure.
 
-Two ways of writing them are known. `tagged`, of Qwen, Hermes and most others:
+Models write them in two ways. `tagged` is the way of Qwen, Hermes and most others:
 
     <tool_call>
     {"name": "add", "arguments": {"a": 1, "b": 2}}
     </tool_call>
 
-and `bare`, of Llama 3: the reply is the object {"name": ..., "parameters": ...} and nothing else.
+and `bare` is Llama 3's: the reply is the object {"name": ..., "parameters": ...} and nothing else.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Any
 
 from rlflow.types import FunctionCall, Json, Message
 
@@ -41,8 +42,8 @@ class CallStyle(StrEnum):
 def find_calls(text: str, style: CallStyle) -> list[FunctionCall]:
     """The calls in a reply, in order.
 
-    What stands where a call should be, but is none, is a call without a name whose arguments are the text as it is: who
-    runs the call can then say what is wrong with it.
+    Text that stands where a call should be, but is none, becomes a call without a name whose arguments are that text,
+    so that the environment can say what is wrong with it.
 
     Example: find_calls('<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', CallStyle.TAGGED)
              == [{"name": "f", "arguments": '{"x": 1}'}]
@@ -54,14 +55,14 @@ def find_calls(text: str, style: CallStyle) -> list[FunctionCall]:
 
 
 def without_calls(text: str, style: CallStyle) -> str:
-    """What a reply says beside its calls."""
+    """The text of a reply without its calls."""
     if style is CallStyle.TAGGED:
         return _TAGGED.sub("", text).strip()
     return "" if find_calls(text, style) else text
 
 
 def describe_tools(messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> list[Message]:
-    """The conversation with the tools described in its system message, for models whose template takes no tools."""
+    """The conversation with the tools described in its system message, if the model's template takes no tools."""
     described = INSTRUCTIONS.format(schemas="\n".join(json.dumps(tool) for tool in tools))
     if messages and messages[0]["role"] == "system":
         system = Message(role="system", content=f"{messages[0]['content']}\n\n{described}")
@@ -70,9 +71,9 @@ def describe_tools(messages: Sequence[Message], tools: Sequence[dict[str, Json]]
 
 
 def tools_as_text(messages: Sequence[Message]) -> list[Message]:
-    """The conversation in the roles user and assistant alone, for models whose template knows no tools.
+    """The conversation without the role tool, if the model's template does not know it.
 
-    Calls become tagged text, and what the tools answered in a row becomes one message of the user.
+    Calls become tagged text, and successive answers of tools become one message of the user.
     """
     converted: list[Message] = []
     follows_answer = False
@@ -83,25 +84,27 @@ def tools_as_text(messages: Sequence[Message]) -> list[Message]:
                 answer = f"{converted.pop()['content']}\n{answer}"
             converted.append(Message(role="user", content=answer))
         else:
-            calls = [_tagged(call["function"]) for call in message.get("tool_calls", [])]
-            content = "\n".join(part for part in (message["content"], *calls) if part)
+            calls = [call["function"] for call in message.get("tool_calls", [])]
+            written = [json.dumps({"name": call["name"], "arguments": arguments_of(call)}) for call in calls]
+            tagged = [f"<tool_call>\n{call}\n</tool_call>" for call in written]
+            content = "\n".join(part for part in (message["content"], *tagged) if part)
             converted.append(Message(role=message["role"], content=content))
         follows_answer = message["role"] == "tool"
     return converted
 
 
-def _tagged(call: FunctionCall) -> str:
+def arguments_of(call: FunctionCall) -> Any:
+    """A call's arguments as JSON values; the text itself if it is not JSON."""
     try:
-        arguments = json.loads(call["arguments"])
+        return json.loads(call["arguments"])
     except (ValueError, RecursionError):
-        arguments = call["arguments"]
-    return f"<tool_call>\n{json.dumps({'name': call['name'], 'arguments': arguments})}\n</tool_call>"
+        return call["arguments"]
 
 
 def _call_of(text: str) -> FunctionCall:
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError):  # also for a number with too many digits
+    except (ValueError, RecursionError):  # ValueError is also raised for a number with too many digits
         return FunctionCall(name="", arguments=text)
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return FunctionCall(name="", arguments=text)

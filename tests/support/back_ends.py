@@ -24,9 +24,8 @@ from rlflow.config import Backend, Config, Dtype, Offload
 from rlflow.roles import StepOutcome
 from rlflow.types import TrainSample
 from rlflow.workers.trainer.backends import build_backend
-from rlflow.workers.trainer.base import TrainerBackend
 from rlflow.workers.trainer.offload import Parked, park, unpark
-from rlflow.workers.trainer.packed import PackedTrainer
+from rlflow.workers.trainer.packed import TrainerBackend
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, ShardReader
 
 needs_deepspeed = pytest.mark.skipif(
@@ -89,10 +88,10 @@ def _run_rank(rank: int, work: Any, layout: Layout, config: Config, folder: Path
     work(rank, layout, config, folder, rendezvous)
 
 
-def build(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> PackedTrainer:
+def build(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> TrainerBackend:
     if config.trainer.offload is Offload.none:
         trainer = build_backend(config, str(folder / "model"), rank, layout.ranks, rendezvous)
-        assert isinstance(trainer, PackedTrainer)
+        assert isinstance(trainer, TrainerBackend)
         return trainer
     # Without a GPU this saves nothing and is refused, but does all that it does with one.
     if config.trainer.backend is Backend.deepspeed:
@@ -134,7 +133,7 @@ def take_momentum_step(trainer: TrainerBackend, rank: int, layout: Layout) -> St
     return trainer.step()
 
 
-def disturb(trainer: PackedTrainer, rank: int, layout: Layout) -> None:
+def disturb(trainer: TrainerBackend, rank: int, layout: Layout) -> None:
     """Nothing of this may change anything."""
     before = {name: tensor.clone() for name, tensor in trainer.full_parameters()}
     broken = tiny_groups(num_groups=4)

@@ -22,8 +22,8 @@ from rlflow.types import Sample, TrainSample
 from rlflow.weights.shm.arena import Arena
 from rlflow.workers.engine.engine import RolloutEngine
 from rlflow.workers.engine.setup import adapted_layers, engine_arguments
-from rlflow.workers.trainer.base import TrainerRole
 from rlflow.workers.trainer.fsdp import FsdpTrainer
+from rlflow.workers.trainer.packed import TrainerRole
 
 pytestmark = [
     pytest.mark.slow,

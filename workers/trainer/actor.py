@@ -20,7 +20,7 @@ from rlflow.types import FloatArray, ReadyGroup, Span, TrainSample
 from rlflow.workers.trainer.fetch import Fetcher, moments_of, samples_in, whiten_all
 
 if TYPE_CHECKING:
-    from rlflow.workers.trainer.base import MicroBatch
+    from rlflow.workers.trainer.packed import MicroBatch
     from rlflow.workers.trainer.shards import Snapshot
 
 
@@ -55,7 +55,7 @@ class TrainerWorker:
     def start(self, rendezvous: str) -> None:
         from rlflow.weights.senders import build_sender
         from rlflow.workers.trainer.backends import build_backend
-        from rlflow.workers.trainer.base import TrainerRole
+        from rlflow.workers.trainer.packed import TrainerRole
 
         role = TrainerRole.critic if self._is_critic else TrainerRole.policy
         self._backend = build_backend(self._config, self._model_path, self._rank, self._world_size, rendezvous, role)

@@ -1,9 +1,9 @@
 """Attention over packed rows: a completion attends to its prompt, which may be shared, and to itself.
 
-PackedBatch -> attention_layout (once a row) -> packed_attention (once a layer; registered with transformers)
+    PackedBatch -> attention_layout (once a row) -> packed_attention (once a layer; registered with transformers)
 
-On CPU the segments are gathered into a few padded blocks, one SDPA call each; on CUDA one flex_attention call skips the
-tiles that are masked out.
+On the CPU the segments are gathered into a few padded blocks, with one SDPA call each. On CUDA one flex_attention call
+skips the tiles that are masked out.
 Shape letters: T tokens of the row, B segments of a block with up to Q queries and K keys, H heads, D head dimension.
 """
 
@@ -26,29 +26,29 @@ from rlflow.batching import IndexArray, PackedBatch
 from rlflow.errors import ConfigError
 
 ATTENTION = "rlflow_packed"
-"""The name to load a transformers model with, as `attn_implementation`."""
+"""The `attn_implementation` to load a transformers model with."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PaddedBlock:
-    """Segments of similar length, padded to the longest; padded queries give finite values that nobody reads."""
+    """Segments of similar length, padded to the longest. Padded queries give finite values that nothing reads."""
 
     query_rows: Tensor  # [B, Q], rows of the packed batch
     key_rows: Tensor  # [B, K]
-    mask: Tensor | None  # [B, 1, Q, K], True where the query sees the key; None: queries are keys, causal
+    mask: Tensor | None  # [B, 1, Q, K], True where the query sees the key; None for causal queries and keys
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class AttentionLayout:
-    """How the tokens of one row attend; made for the one or the other kernel."""
+    """How the tokens of one row attend: blocks for SDPA, or a mask for flex_attention."""
 
     blocks: tuple[PaddedBlock, ...] = ()
-    slots: Tensor | None = None  # [T], where each token lies in the blocks' queries, laid end to end
+    slots: Tensor | None = None  # [T], index of each token among the blocks' queries, end to end
     block_mask: BlockMask | None = None
 
 
 def check_attention(config: PreTrainedConfig, max_length: int, setting: str = "model.path") -> None:
-    """Raise ConfigError for a model, named by `setting`, whose attention or head does more than what is built here."""
+    """Raise ConfigError if the model that `setting` names has attention or a head that is not supported here."""
     text = config.get_text_config()
     name = f"{setting} names a {text.model_type} model"
     cure = "choose a model with plain full attention, such as Llama, Qwen2 or Qwen3"
@@ -74,17 +74,20 @@ def check_attention(config: PreTrainedConfig, max_length: int, setting: str = "m
 
 
 def attention_window(text: PreTrainedConfig) -> int | None:
-    """Tokens that a layer looks back; None where every layer looks back to the start."""
+    """The number of tokens that a layer looks back; None if every layer looks back to the start."""
     layer_types = set(getattr(text, "layer_types", None) or ())
     is_sliding = "sliding_attention" in layer_types or not layer_types
     return getattr(text, "sliding_window", None) if is_sliding else None
 
 
 def attention_layout(packed: PackedBatch, device: torch.device, use_flex: bool) -> AttentionLayout:
-    """The layout for the CUDA kernel, if `use_flex`, or else for the one that runs anywhere."""
+    """The layout for the CUDA kernel if `use_flex`, otherwise for SDPA, which runs everywhere."""
     if use_flex:
         return AttentionLayout(block_mask=_block_mask(packed, device))
-    tables = [_prompt_block(packed, chosen) for chosen in _buckets(packed.prompt_lengths)]
+    tables: list[_Table] = []
+    for chosen in _buckets(packed.prompt_lengths):
+        rows = _rows(packed.prompt_starts[chosen], packed.prompt_lengths[chosen])
+        tables.append((rows, packed.prompt_lengths[chosen], rows, None))
     key_lengths = packed.prompt_lengths[packed.completion_prompts] + packed.completion_lengths
     for chosen in _buckets(packed.completion_lengths, key_lengths):
         tables.append(_completion_block(packed, chosen))
@@ -120,14 +123,8 @@ def _buckets(*lengths: IndexArray) -> list[IndexArray]:
 
 
 def _rows(starts: IndexArray, lengths: IndexArray) -> IndexArray:
-    """[B, longest]; beyond a segment's end its last row is repeated."""
+    """[B, longest]; a shorter segment repeats its last row."""
     return starts[:, None] + np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
-
-
-def _prompt_block(packed: PackedBatch, chosen: IndexArray) -> _Table:
-    lengths = packed.prompt_lengths[chosen]
-    rows = _rows(packed.prompt_starts[chosen], lengths)
-    return rows, lengths, rows, None
 
 
 def _completion_block(packed: PackedBatch, chosen: IndexArray) -> _Table:
@@ -161,7 +158,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, fewer heads, T, D] -> [1, T, H, D], as transformers calls it.
 
-    Dropout is ignored: the policy that is trained is the one that sampled.
+    Dropout is ignored, because the policy that is trained must be the one that sampled.
     """
     del module, attention_mask, ignored
     if layout.block_mask is not None:
@@ -197,19 +194,11 @@ def _block_mask(packed: PackedBatch, device: torch.device) -> BlockMask:
     num_tokens = len(packed.input_ids)
     prompt_of = np.zeros(num_tokens, np.int64)
     completion_of = np.full(num_tokens, -1)
-    for starts, lengths, prompts, completions in (
-        (packed.prompt_starts, packed.prompt_lengths, np.arange(len(packed.prompt_starts)), None),
-        (
-            packed.completion_starts,
-            packed.completion_lengths,
-            packed.completion_prompts,
-            np.arange(len(packed.completion_starts)),
-        ),
-    ):
-        rows = np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
-        prompt_of[rows] = np.repeat(prompts, lengths)
-        if completions is not None:
-            completion_of[rows] = np.repeat(completions, lengths)
+    for prompt, start in enumerate(packed.prompt_starts):
+        prompt_of[start : start + packed.prompt_lengths[prompt]] = prompt
+    for completion, start in enumerate(packed.completion_starts):
+        rows = slice(start, start + packed.completion_lengths[completion])
+        prompt_of[rows], completion_of[rows] = packed.completion_prompts[completion], completion
     sees = flex_mask(torch.from_numpy(prompt_of).to(device), torch.from_numpy(completion_of).to(device))
     return create_block_mask(sees, B=None, H=None, Q_LEN=num_tokens, KV_LEN=num_tokens, device=str(device))
 

@@ -6,7 +6,7 @@ import torch
 
 from rlflow.config import Backend, Config, Offload
 from rlflow.errors import ConfigError
-from rlflow.workers.trainer.base import TrainerBackend, TrainerRole
+from rlflow.workers.trainer.packed import TrainerBackend, TrainerRole
 
 
 def build_backend(

@@ -1,7 +1,7 @@
 """The DeepSpeed back end: ZeRO 1, 2 and 3; gloo on CPU, NCCL on CUDA.
 
-DeepSpeed shards, reduces and offloads. Which gradient is applied, and how far, is decided as for every back end;
-masters and moments are float32.
+DeepSpeed shards, reduces and offloads. Which gradients are applied, and how they are scaled, is decided in `packed.py`
+as for every back end. Masters and moments are float32.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,19 +20,18 @@ from torch import Tensor, nn
 from rlflow.config import Config, Dtype, Offload
 from rlflow.errors import ConfigError
 from rlflow.weights.shape.layout import Layout, runs_layout
-from rlflow.workers.trainer.base import MicroBatch, TrainerRole
-from rlflow.workers.trainer.packed import PackedTrainer, adamw, fresh_moments, state_tensors
+from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend, TrainerRole, adamw, fresh_moments, state_tensors
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader
 from rlflow.workers.trainer.zero import PartitionedOptimizer, PartitionedParameters
 
 _BUCKET_ELEMENTS = 2**26
-"""Gradients that are reduced, and parameters that are gathered, at once: 256 MiB in float32."""
+"""Elements that are reduced or gathered at once: 256 MiB in float32."""
 _TOO_LARGE = 1e19
-"""DeepSpeed squares the norm in float32, and takes what overflows for infinite."""
+"""From here on DeepSpeed takes a norm for infinite, because it squares norms in float32."""
 
 
-class DeepSpeedTrainer(PackedTrainer):
-    """One rank; see `PackedTrainer` for the arguments."""
+class DeepSpeedTrainer(TrainerBackend):
+    """One rank; see `TrainerBackend` for the arguments."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class DeepSpeedTrainer(PackedTrainer):
         return self._engine
 
     def accumulate(self, groups: Sequence[MicroBatch]) -> None:
-        """Holds the last micro-batch back: DeepSpeed wants to know beforehand which is the last one of a step."""
+        """Holds the last micro-batch back, because DeepSpeed must know beforehand which is the last one of a step."""
         for micro_batch in groups:
             if self._held is not None:
                 self._backward(self._held, is_last=False)
@@ -95,7 +94,7 @@ class DeepSpeedTrainer(PackedTrainer):
         assert self._engine.was_step_applied(), "DeepSpeed skipped a finite gradient"
 
     def _discard_gradients(self) -> None:
-        """DeepSpeed skips by itself what is not finite."""
+        """DeepSpeed itself skips a gradient that is not finite."""
         self._scale = None
         self._engine.step()
 
@@ -133,13 +132,11 @@ class DeepSpeedTrainer(PackedTrainer):
             tensors = {PARAMETER: flat.detach()} | state
             for piece in pieces:
                 found = {kind: tensors[kind][piece.run].to("cpu", copy=True) for kind in kinds}
-                held[piece.name] = self._shard(piece.name, piece.start, found)
+                shape = self._shapes[piece.name]
+                held[piece.name] = Shard(name=piece.name, shape=shape, start=piece.start, tensors=found)
         nothing: dict[str, Tensor] = dict.fromkeys(kinds, torch.empty(0))
-        for name in self._shapes:
-            yield held.get(name) or self._shard(name, 0, nothing)
-
-    def _shard(self, name: str, start: int, tensors: Mapping[str, Tensor]) -> Shard:
-        return Shard(name=name, shape=self._shapes[name], start=start, tensors=tensors)
+        for name, shape in self._shapes.items():
+            yield held.get(name) or Shard(name=name, shape=shape, start=0, tensors=nothing)
 
     def _load_shards(self, reader: ShardReader) -> None:
         for flat, pieces in self._zero.masters():
@@ -163,13 +160,13 @@ class DeepSpeedTrainer(PackedTrainer):
 
 
 def zero_settings(config: Config, largest_vector: int) -> dict[str, Any]:
-    """DeepSpeed's own configuration; `largest_vector` is the number of elements of the largest norm or bias."""
+    """DeepSpeed's own configuration. The largest norm or bias has `largest_vector` elements."""
     trainer = config.trainer
     zero: dict[str, Any] = {
         "stage": trainer.zero_stage,
         "reduce_bucket_size": _BUCKET_ELEMENTS,
         "allgather_bucket_size": _BUCKET_ELEMENTS,
-        # Vectors stay whole: to gather them costs more than it saves.
+        # Vectors stay whole, because gathering them costs more than it saves.
         "stage3_param_persistence_threshold": largest_vector + 1,
     }
     target = {"device": "nvme", "nvme_path": trainer.nvme_path} if trainer.nvme_path else {"device": "cpu"}
@@ -179,20 +176,20 @@ def zero_settings(config: Config, largest_vector: int) -> dict[str, Any]:
             zero["offload_param"] = target
     return {
         "train_micro_batch_size_per_gpu": 1,
-        # How many there are before a step is not known; that there may be more than one is.
+        # The number of micro-batches in a step is not known here; 2 says that there may be more than one.
         "gradient_accumulation_steps": 2,
         "bf16": {"enabled": config.model.dtype is Dtype.bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "gradient_clipping": 0.0,
         "zero_optimization": zero,
-        # The optimiser is torch's own on the CPU too, where DeepSpeed would compile one.
+        # The optimiser is torch's own on the CPU too; DeepSpeed would compile one.
         "zero_force_ds_cpu_optimizer": False,
     }
 
 
 def _import_deepspeed(device: torch.device) -> Any:
-    """Raises ConfigError when it is not installed."""
+    """Raises ConfigError if it is not installed."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
@@ -204,7 +201,7 @@ def _import_deepspeed(device: torch.device) -> Any:
             "`deepspeed`, or set trainer.backend=fsdp"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # It would be compiled at once, and training does not use it.
+    # DeepSpeed would compile this operator at once, and training does not use it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     return deepspeed

@@ -1,4 +1,4 @@
-"""From groups in the object store to training samples: what one rank needs of them, with advantages and targets."""
+"""From groups in the object store to one rank's training samples, with advantages and the critic's targets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlflow.types import CriticTargets, EpisodePayload, FloatArray, ReadyGroup, 
 
 
 class Fetcher:
-    """Reads payloads as training samples, without the tokens that are too old."""
+    """Reads payloads as training samples. Tokens that are too old are masked out."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Fetcher:
     ) -> None:
         """`token_advantage` turns the critic's values, which the groups then carry, into advantages of tokens.
 
-        `kl_coefficient` weighs the distance to the reference that is taken off each token's reward.
+        `kl_coefficient` weighs the penalty for the distance to the reference, which lowers each token's reward.
         """
         self._groups = groups
         self._oldest_version = oldest_version
@@ -86,7 +86,7 @@ class Fetcher:
 def rewards_of_tokens(
     samples: Sequence[Sample], reward: float, references: Sequence[FloatArray] | None, kl_coefficient: float
 ) -> DoubleArray:
-    """The episode's reward on its last loss token, less the penalty of each; over the tokens of all samples."""
+    """The rewards of all samples' tokens: the penalty of each, and the episode's reward on its last loss token."""
     mask = np.concatenate([sample.loss_mask for sample in samples])
     sampled = np.concatenate([sample.logprobs for sample in samples])
     reference = sampled if references is None else np.concatenate(list(references))
@@ -96,9 +96,9 @@ def rewards_of_tokens(
 def token_level(
     samples: Sequence[Sample], rewards: DoubleArray, values: Sequence[FloatArray], estimate: TokenAdvantage
 ) -> tuple[list[FloatArray], list[CriticTargets]]:
-    """Advantages [L] of each sample of an episode, and what the critic learns from it.
+    """Advantages [L] of each sample of an episode, and the critic's targets.
 
-    The samples of an episode that forked are one sequence here, and `rewards` are of all its tokens.
+    The samples of an episode that forked are one sequence here, and `rewards` covers all its tokens.
     """
     mask = np.concatenate([sample.loss_mask for sample in samples])
     flat = np.concatenate([np.asarray(row, np.float32) for row in values])
@@ -114,7 +114,7 @@ def token_level(
 
 
 def moments_of(samples: Sequence[TrainSample]) -> Moments:
-    """Of the advantages of all loss tokens."""
+    """Moments of the advantages of all loss tokens."""
     total = Moments(0.0, 0.0, 0.0)
     for sample in samples:
         mask = sample.sample.loss_mask
@@ -123,7 +123,7 @@ def moments_of(samples: Sequence[TrainSample]) -> Moments:
 
 
 def whiten_all(samples: Sequence[TrainSample], moments: Moments) -> None:
-    """Bring the advantages of all loss tokens of a step, on all ranks, to mean 0 and deviation 1."""
+    """Scale the advantages of all loss tokens of a step, on all ranks, to mean 0 and deviation 1."""
     for sample in samples:
         mask = sample.sample.loss_mask
         row = np.broadcast_to(sample.advantage, mask.shape)

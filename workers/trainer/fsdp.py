@@ -1,8 +1,8 @@
 """The FSDP2 back end, with tensor parallelism: gloo on CPU, NCCL on CUDA.
 
-What is trained and its moments are float32, sharded along their first dimension: whole parameters over all ranks,
-slices of tensor-parallel ones over the ranks that have the same slice. So every element is on one rank, once. A single
-float32 rank that keeps everything on its device has nothing to shard or to cast, so it trains the bare module.
+Trained parameters and their moments are float32 and sharded along their first dimension: whole parameters over all
+ranks, slices of tensor-parallel ones over the ranks that have the same slice. So every element is on exactly one rank.
+A single float32 rank that keeps everything on its device has nothing to shard or to cast, so it trains the bare module.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from rlflow.config import Config, Offload
 from rlflow.weights.shape.layout import Layout, chunk_of, fsdp_layout
-from rlflow.workers.trainer.base import MicroBatch, TrainerRole
-from rlflow.workers.trainer.packed import PackedTrainer, adamw, fresh_moments, state_tensors
+from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend, TrainerRole, adamw, fresh_moments, state_tensors
 from rlflow.workers.trainer.policy import Policy, torch_dtype
 from rlflow.workers.trainer.process_group import join_subgroup
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader
@@ -30,8 +29,8 @@ from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
 from rlflow.workers.trainer.value import ValueModel
 
 
-class FsdpTrainer(PackedTrainer):
-    """One rank; see `PackedTrainer` for the arguments."""
+class FsdpTrainer(TrainerBackend):
+    """One rank; see `TrainerBackend` for the arguments."""
 
     def __init__(
         self,
@@ -50,7 +49,10 @@ class FsdpTrainer(PackedTrainer):
             data_mesh = self._cut_for_tensor_parallel() if config.trainer.tensor_parallel > 1 else None
             _shard(self._policy, self._device, data_mesh, set(self._cut), torch_dtype(config), self._is_offloaded)
         if self._is_offloaded:
-            _move_buffers(self._policy, self._device)
+            # Buffers are not sharded, so they are used where they lie.
+            for module in self._policy.modules():
+                for name, buffer in list(module.named_buffers(recurse=False)):
+                    setattr(module, name, buffer.to(self._device))
         else:
             self._policy.to(self._device)
         self._parameters = dict(self._policy.model.named_parameters())
@@ -58,7 +60,7 @@ class FsdpTrainer(PackedTrainer):
         self._optimizer = adamw(config, list(self._trained.values()))
 
     def _cut_for_tensor_parallel(self) -> DeviceMesh:
-        """Leave of the model what this rank computes; returns the ranks that do the same with other micro-batches."""
+        """Keep only this rank's slices; returns the ranks that train the same slices on other micro-batches."""
         size, timeout_s = self._config.trainer.tensor_parallel, self._config.deadlines.train_s
         ranks = torch.arange(self._world_size).view(-1, size)
         neighbours = join_subgroup(ranks.tolist(), timeout_s)
@@ -77,7 +79,7 @@ class FsdpTrainer(PackedTrainer):
             (self._loss(micro_batch) / self._group.size).backward()
 
     def _finish_gradients(self) -> None:
-        """Where nothing had a gradient it is zero, so that the optimiser's momentum acts all the same."""
+        """Give parameters without a gradient a zero one, because the optimiser's momentum must still act."""
         for parameter in self._trained.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -149,12 +151,12 @@ class FsdpTrainer(PackedTrainer):
         _local(tensor).copy_(self._group.slice(rows, 1) if self._cut.get(name) == 1 else rows)
 
     def _reshard(self) -> None:
-        """The root stays gathered after a forward without backward; the next one would use it as it was then."""
+        """A root that stays gathered after a forward without backward would show the next forward old values."""
         if isinstance(self._policy, FSDPModule):
             self._policy.reshard()
 
     def _rows(self, name: str) -> tuple[int, int]:
-        """The rows of a parameter that this rank holds, of all columns or of those of its slice."""
+        """The rows of a parameter that this rank holds, either of all columns or of its slice's."""
         num_rows, dim = self._shapes[name][0], self._cut.get(name)
         if dim is None:
             return chunk_of(num_rows, self._rank, self._world_size)
@@ -165,7 +167,7 @@ class FsdpTrainer(PackedTrainer):
         return own_slice * slice_rows + start, own_slice * slice_rows + stop
 
     def _rows_to_save(self, name: str) -> tuple[int, int]:
-        """The rows of which this rank saves all columns: those with the same rows share them out."""
+        """The rows that this rank saves, with all columns: ranks that hold the same rows divide them."""
         start, stop = self._rows(name)
         if self._cut.get(name) != 1:
             return start, stop
@@ -189,9 +191,9 @@ def _shard(
     dtype: torch.dtype,
     is_offloaded: bool,
 ) -> None:
-    """Shard each decoder layer, and the rest as the root; gradients are summed over the ranks, not averaged.
+    """Shard each decoder layer, and the rest as the root. Gradients are summed over the ranks, not averaged.
 
-    The parameters named in `cut` go over `data_mesh`, the others over all ranks.
+    Parameters named in `cut` are sharded over `data_mesh`, the others over all ranks.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -212,13 +214,6 @@ def _shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def _move_buffers(policy: Policy | ValueModel, device: torch.device) -> None:
-    """What is not sharded is used where it lies."""
-    for module in policy.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, buffer.to(device))
 
 
 def _local(tensor: Tensor) -> Tensor:

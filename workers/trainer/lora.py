@@ -1,6 +1,6 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) by PEFT: into a model, out of use for a while, merged, and named.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) by PEFT: adding them to a model, switching them off, merging, naming.
 
-A linear layer with the weight W computes with W + alpha / rank * B A. A and B are trained, W is frozen.
+A linear layer with the weight W computes with W + alpha / rank * B A. A and B are trained, and W is frozen.
 Shape letters: R rank, I inputs and O outputs of a linear layer.
 """
 
@@ -26,8 +26,9 @@ def add_adapters(
 ) -> None:
     """Put adapters into every linear layer of the decoder layers of a float32 model, and freeze the rest.
 
-    What is frozen is held in `dtype`, what is trained in float32; the modules `whole` are trained as they are. The same
-    seed gives the same adapters everywhere. Raises ConfigError without peft, and for a model without such layers.
+    Frozen parameters are held in `dtype`, trained ones in float32; the modules `whole` are trained without adapters.
+    The same seed gives the same adapters everywhere. Raises ConfigError without peft, and for a model without such
+    layers.
     """
     peft = _import_peft()
     options = peft_config(lora, linear_layers(model))
@@ -38,7 +39,7 @@ def add_adapters(
         model.get_submodule(name).requires_grad_(True)
     for parameter in model.parameters():
         rounded = parameter.detach().to(dtype)
-        # A back end may begin with what `dtype` can hold, so that all do.
+        # Some back ends can only begin with values that `dtype` can hold, so all of them do.
         parameter.data = rounded.float() if parameter.requires_grad else rounded
 
 
@@ -56,7 +57,7 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def peft_config(lora: LoraConfig, targets: Sequence[str], base: str | None = None) -> Any:
-    """PEFT's own configuration of such adapters; `base` is the model that they belong to, for who reads it later."""
+    """PEFT's own configuration of such adapters; `base` names the model that they belong to."""
     options: dict[str, Any] = {
         "r": lora.rank,
         "lora_alpha": lora.alpha,
@@ -69,10 +70,10 @@ def peft_config(lora: LoraConfig, targets: Sequence[str], base: str | None = Non
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The frozen model, for as long as the block lasts.
+    """The model without its adapters, until the block ends.
 
-    The adapters are multiplied by 0, not skipped: a back end that gathers parameters module by module sees the modules
-    in the order that it knows.
+    The adapters are multiplied by 0 and not skipped, because a back end that gathers parameters module by module relies
+    on the order of the modules.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -88,7 +89,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def parts_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Hugging Face name -> the parameters that it is made of: one, or what `merged` takes. From the model's names."""
+    """Hugging Face name -> the model's parameters that it is made of: one, or the three that `merged` takes."""
     found: dict[str, tuple[str, ...]] = {}
     for name in names:
         module, base, kind = name.rpartition(_BASE)
@@ -100,8 +101,7 @@ def parts_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def merged(parts: Sequence[Tensor], lora: LoraConfig) -> Tensor:
-    """A parameter that nothing is added to as it is; or W [O, I], A [R, I] and B [O, R] -> W + alpha / rank * B A,
-    float32."""
+    """W [O, I], A [R, I] and B [O, R] -> W + alpha / rank * B A, float32; a single parameter stays as it is."""
     if len(parts) == 1:
         return parts[0]
     weight, inner, outer = parts
@@ -124,12 +124,12 @@ def is_adapter(name: str) -> bool:
 
 
 def peft_name(name: str) -> str:
-    """How PEFT calls a parameter of an adapter in its files."""
+    """PEFT's name of an adapter's parameter in its files."""
     return f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}"
 
 
 def _import_peft() -> Any:
-    """Raises ConfigError when it is not installed."""
+    """Raises ConfigError if it is not installed."""
     try:
         import peft
     except ModuleNotFoundError as error:

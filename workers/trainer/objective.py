@@ -1,6 +1,13 @@
-"""From log-probabilities to what is minimised, and to the figures that a step reports. Sums throughout.
+"""From the model's outputs for a packed row to the loss to minimise, and to the figures that a step reports.
 
-loss of a token -> times the corrections -> plus the KL penalty -> times the aggregation's weights -> summed
+    loss of each token -> times the corrections -> plus the KL penalty -> times the aggregation's weights -> summed
+
+Rules: everything is a sum over loss tokens, in float64 for figures, so rows and ranks can be added in any order; `step`
+divides once, by `divisor`. Figures carry no gradient. State that adapts (the KL coefficient, the entropy control)
+changes in `end_step` alone, which every rank calls with the same sums.
+
+Example: two rows with weighted losses 3.0 and 1.0 over 5 and 3 loss tokens, aggregated by token: the step divides by 8,
+and reports the loss 0.5.
 """
 
 from __future__ import annotations
@@ -9,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,9 +29,10 @@ from rlflow.algorithms.tokens import Tokens, clamp_log_ratio
 from rlflow.batching import PackedBatch
 from rlflow.config import Config, Proximal
 from rlflow.roles import Mean
+from rlflow.types import FloatArray
 
 KL_HORIZON = 10_000
-"""Episodes over which an adaptive KL coefficient may change by about 20 % (arXiv:1909.08593)."""
+"""An adaptive KL coefficient changes by at most about 20 % over this many episodes (arXiv:1909.08593)."""
 _METRICS = (
     "entropy",
     "kl",
@@ -36,42 +45,42 @@ _METRICS = (
 
 
 class Row(NamedTuple):
-    """What one packed row adds to a step."""
+    """The contribution of one packed row to a step."""
 
     loss: Tensor
     """Scalar, a weighted sum over the loss tokens; its gradient is the row's share before the division."""
     sums: Tensor
     """[num_sums] float64 without gradient; ends with the weighted loss, the sequences and the loss tokens."""
     largest: Tensor
-    """Scalar float64: the largest of what the objective watches, 0 without loss tokens."""
+    """Scalar float64: the largest value of the figure whose maximum is reported, 0 without loss tokens."""
 
 
 class Objective(ABC):
-    """What a model minimises over packed rows, and what it reports of a step."""
+    """What a model minimises over packed rows, and the figures that it reports."""
 
     num_sums: int
 
     @abstractmethod
     def __call__(self, outputs: tuple[Tensor, ...], packed: PackedBatch, version: int) -> Row:
-        """One row, from what the model of `version` says of its loss tokens."""
+        """One row, from the outputs of the model of `version` for its loss tokens."""
 
     @abstractmethod
     def divisor(self, sums: Tensor) -> float:
-        """What the step divides its sums by: tokens or sequences, 0 when nothing was accumulated."""
+        """What the step divides its sums by: tokens or sequences, 0 if nothing was accumulated."""
 
     @abstractmethod
     def metrics(self, sums: Tensor, largest: Tensor) -> dict[str, Mean]:
         """The metrics of a step from the sums [num_sums] over all rows and ranks."""
 
     def end_step(self, sums: Tensor) -> None:  # noqa: B027  optional: most objectives do not adapt
-        """Adapt to what an update measured; called on every rank with the same sums."""
+        """Adapt to the figures of an update; called on every rank with the same sums."""
 
     def state(self) -> dict[str, float]:
-        """What a resumed run must remember of the steps before."""
+        """What a resumed run must remember of earlier steps."""
         return {}
 
     def load_state(self, state: Mapping[str, float]) -> None:  # noqa: B027
-        """Take up what `state` gave; what is missing begins anew."""
+        """Restore what `state` returned; entries that are missing begin anew."""
 
 
 class PolicyObjective(Objective):
@@ -95,7 +104,7 @@ class PolicyObjective(Objective):
         kl = torch.zeros_like(loss)
         loss = loss * weights
         if self._algorithm.kl_coefficient > 0:
-            kl = self._chosen.kl(logprobs, _references(packed).to(logprobs.device))
+            kl = self._chosen.kl(logprobs, torch.from_numpy(_references(packed)).to(logprobs.device))
             if not self._algorithm.kl_in_reward:
                 loss = loss + self._kl_coefficient * kl
         total = (loss * token_weights(self._algorithm.aggregation, tokens, self._max_length)).sum()
@@ -115,7 +124,7 @@ class PolicyObjective(Objective):
         return float(sums[-1] if is_by_token else sums[-2])
 
     def metrics(self, sums: Tensor, largest: Tensor) -> dict[str, Mean]:
-        """Without those that the algorithm lacks.
+        """The metrics that the algorithm has.
 
         `ratio/mean` is the current policy over the one that sampled, before any clip or cap. `num_tokens` counts loss
         tokens.
@@ -156,7 +165,7 @@ class PolicyObjective(Objective):
         }
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        if self._algorithm.kl_target is not None:  # otherwise the setting says it
+        if self._algorithm.kl_target is not None:  # otherwise the setting holds
             self._kl_coefficient = state.get("kl_coefficient", self._kl_coefficient)
         self._leaves_out_negatives = bool(state.get("leaves_out_negatives", 0.0))
 
@@ -180,8 +189,8 @@ class PolicyObjective(Objective):
     def _corrections(self, tokens: Tokens) -> Tensor:
         """The product of all corrections, [N].
 
-        They compare with the proximal policy where it is one of its own, otherwise with the current one: with one
-        update a batch, the gradient is taken at the policy that the step starts from.
+        They compare with the proximal policy if there is one, otherwise with the current policy, because with one
+        update for each batch the gradient is taken at the policy that the step starts from.
         """
         weights = torch.ones_like(tokens.advantages)
         is_interpolated = self._algorithm.proximal is Proximal.interpolated
@@ -191,12 +200,10 @@ class PolicyObjective(Objective):
         return weights * without_negatives(tokens) if self._leaves_out_negatives else weights
 
 
-def _references(packed: PackedBatch) -> Tensor:
-    if packed.reference_logprobs is not None:
-        return torch.from_numpy(packed.reference_logprobs)
-    if packed.num_loss_tokens:
+def _references(packed: PackedBatch) -> FloatArray:
+    if packed.reference_logprobs is None and packed.num_loss_tokens:
         raise ValueError(
             "algorithm.kl_coefficient is above 0, but the samples carry no reference log-probabilities; pass them in "
             "TrainSample.reference_logprobs"
         )
-    return torch.zeros(0)
+    return np.zeros(0, np.float32) if packed.reference_logprobs is None else packed.reference_logprobs

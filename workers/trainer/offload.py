@@ -1,6 +1,6 @@
-"""Lends a device's memory to others: storages are emptied, and filled again later.
+"""Frees a device's memory for a while: storages are emptied, and refilled later.
 
-Every tensor stays what it is, a view of its storage, so that nobody who holds one has to be told.
+Tensors stay views of their storages, so nothing that holds a tensor needs to know.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Parked(NamedTuple):
 
 
 def park(tensors: Iterable[Tensor], device: torch.device, into: list[Parked]) -> None:
-    """Empty the storages of those tensors that lie on `device`. Until `unpark` they must not be used.
+    """Empty the storages of those tensors that lie on `device`. They must not be used until `unpark`.
 
-    Each goes `into` as it is emptied, so that whoever runs out of memory half-way can undo what was done.
+    Each storage is added to `into` as it is emptied, so that running out of memory half-way can be undone.
     """
     storages: dict[int, UntypedStorage] = {}
     for tensor in tensors:

@@ -1,16 +1,23 @@
-"""What all back ends do alike: packed rows through the policy, sums of the figures, the frame of a step, checkpoints.
+"""A training back end on one rank: packed rows through the model, the frame of a step, parameters out, checkpoints.
 
-micro-batches -> pack -> Policy -> token_objective -> backward (sums) ... -> step: norm, divide and clip, AdamW
+    micro-batches -> pack -> model -> Objective -> backward (sums) ... -> step: norm, divide, clip, AdamW
 
-A back end says how the model lies on its ranks, and does what depends on that.
+Rules: every public method but `held` is collective, so all ranks call it in the same order, with equally many
+micro-batches. What is accumulated are sums; `step` divides once, by the number of loss tokens or sequences of all
+ranks, so neither micro-batches nor ranks change an update. A gradient that is not finite updates nothing. Everything
+outside sees whole parameters by their Hugging Face names; how they lie on the ranks is the subclass's business.
+
+Example: two ranks accumulate losses with 30 and 50 loss tokens. `step` adds up both gradients, divides them by 80, and
+scales them down if their norm exceeds `trainer.max_grad_norm`.
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from enum import StrEnum
 from pathlib import Path
 
 import torch
@@ -21,9 +28,9 @@ from rlflow.batching import PackedBatch, pack
 from rlflow.config import Config
 from rlflow.errors import RunError
 from rlflow.roles import StepOutcome
-from rlflow.types import FloatArray
+from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import Layout
-from rlflow.workers.trainer.base import MicroBatch, TrainerBackend, TrainerRole
+from rlflow.weights.source import Specs
 from rlflow.workers.trainer.lora import add_adapters, is_adapter, merged, parts_of, peft_name, without_adapters
 from rlflow.workers.trainer.objective import Objective, PolicyObjective
 from rlflow.workers.trainer.offload import Parked, park, unpark
@@ -32,9 +39,22 @@ from rlflow.workers.trainer.process_group import choose_device, join
 from rlflow.workers.trainer.shards import MOMENTS, Shard, ShardReader, Snapshot
 from rlflow.workers.trainer.value import ValueModel, ValueObjective, load_value_model
 
+MicroBatch = Sequence[Sequence[TrainSample]]
+"""What goes through the model at once: pieces of groups, each with its samples."""
 
-class PackedTrainer(TrainerBackend):
-    """One rank, on one device. The model is loaded whole by every rank; the back end then shards it."""
+
+class TrainerRole(StrEnum):
+    """What a trainer trains."""
+
+    policy = "policy"
+    critic = "critic"
+
+
+class TrainerBackend(ABC):
+    """One rank, on one device. Every rank loads the whole model, which the subclass then shards."""
+
+    version: int = 0
+    """The version of the current parameters; set by the actor that counts the updates."""
 
     def __init__(
         self,
@@ -46,10 +66,9 @@ class PackedTrainer(TrainerBackend):
         role: TrainerRole,
         is_distributed: bool,
     ) -> None:
-        """Join the other ranks, if `is_distributed`, and load the model.
+        """Load the model, after joining the other ranks at `rendezvous` (see `process_group.join`) if `is_distributed`.
 
-        `rendezvous` is where the ranks meet, as `process_group.join` takes it. Raises ConfigError for a model that
-        cannot be trained packed.
+        Raises ConfigError for a model that cannot be trained packed.
         """
         self._config = config
         self._rank = rank
@@ -65,7 +84,7 @@ class PackedTrainer(TrainerBackend):
             self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._policy.train(config.trainer.gradient_checkpointing)
         named = dict(self._policy.model.named_parameters())
-        # Of what is trained, which is what checkpoints hold.
+        # Trained parameters only, because those are what checkpoints hold.
         self._shapes = {name: tuple(parameter.shape) for name, parameter in named.items() if parameter.requires_grad}
         self._parts = parts_of(named)
         dtype = torch_dtype(config)
@@ -74,6 +93,19 @@ class PackedTrainer(TrainerBackend):
         self._updates = 0
         self._sums = torch.zeros(self._objective.num_sums, dtype=torch.float64, device=self._device)
         self._largest = torch.zeros((), dtype=torch.float64, device=self._device)
+
+    # -- what a subclass does
+
+    @abstractmethod
+    def accumulate(self, groups: Sequence[MicroBatch]) -> None:
+        """Add the gradients of this rank's micro-batches (weighted sums over loss tokens) to what a step divides."""
+
+    @abstractmethod
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank holds of each parameter of `layout`, flat, by name; not to be written to.
+
+        Each is in memory until the next one is asked for. Not collective.
+        """
 
     @property
     @abstractmethod
@@ -102,9 +134,24 @@ class PackedTrainer(TrainerBackend):
 
     @abstractmethod
     def _load_shards(self, reader: ShardReader) -> None:
-        """Fill parameters, and moments if the checkpoint has them; else the optimiser starts anew."""
+        """Fill parameters, and moments if the checkpoint has them; otherwise the optimiser starts anew."""
+
+    @abstractmethod
+    def _whole(self, names: Sequence[str]) -> AbstractContextManager[list[Tensor]]:
+        """These parameters, whole on every rank, until the block ends; not to be written to."""
+
+    @abstractmethod
+    def _layout_of_ranks(self) -> Layout:
+        """`layout` of a model without adapters."""
+
+    @abstractmethod
+    def _resident(self) -> Iterator[Tensor]:
+        """Everything that takes memory of the device between two calls."""
+
+    # -- a step
 
     def observe(self, groups: Sequence[MicroBatch]) -> None:
+        """Count micro-batches whose gradient is known to be zero: like `accumulate`, without the backward pass."""
         with torch.no_grad():
             for micro_batch in groups:
                 self._loss(micro_batch)
@@ -118,19 +165,26 @@ class PackedTrainer(TrainerBackend):
         return row.loss
 
     def _lay_out(self, micro_batch: MicroBatch) -> PackedBatch:
+        """One row; the benchmark of the layout puts another in its place."""
         return pack(micro_batch)
 
     def step(self) -> StepOutcome:
+        """Divide by the number of loss tokens or of sequences of all ranks, clip, update, clear.
+
+        A gradient that is not finite updates nothing and is cleared. Raises ValueError if nothing was accumulated.
+        """
         self._finish_gradients()
         sums = self._add_up_data(self._sums)
         count = self._objective.divisor(sums)
         if count == 0:
             raise ValueError("a step needs at least one accumulated loss token; got none")
         grad_norm = self._gradient_norm() / count
-        learning_rate = self._learning_rate()
+        # Linear warm-up over the first `warmup_steps` updates, then constant.
+        trainer = self._config.trainer
+        learning_rate = trainer.learning_rate * min(1.0, (self._updates + 1) / max(1, trainer.warmup_steps))
         is_finite = math.isfinite(grad_norm)
         if is_finite:
-            clip = min(1.0, self._config.trainer.max_grad_norm / (grad_norm + 1e-6))
+            clip = min(1.0, trainer.max_grad_norm / (grad_norm + 1e-6))
             self._update(clip / count, learning_rate)
             self._updates += 1
             self._objective.end_step(sums)
@@ -147,9 +201,14 @@ class PackedTrainer(TrainerBackend):
         )
 
     def add_up(self, values: Sequence[float]) -> list[float]:
+        """Each number summed over the ranks."""
         return self._add_up_data(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def per_token(self, groups: Sequence[MicroBatch]) -> list[list[FloatArray]]:
+        """For each micro-batch, [L] for each of its samples; 0 where there is no loss.
+
+        Log-probabilities under the current policy, or values of the current critic.
+        """
         found: list[list[FloatArray]] = []
         for micro_batch in groups:
             with torch.no_grad():
@@ -158,38 +217,47 @@ class PackedTrainer(TrainerBackend):
         return found
 
     def reference_logprobs(self, groups: Sequence[MicroBatch]) -> list[list[FloatArray]]:
+        """`per_token` of a policy with its adapters switched off, which is the model that the run began with."""
         with without_adapters(self._policy):
             return self.per_token(groups)
 
-    @abstractmethod
-    def _whole(self, names: Sequence[str]) -> AbstractContextManager[list[Tensor]]:
-        """These parameters, whole on every rank, for as long as the block lasts; not to be written to."""
+    # -- parameters for the engines; with `held`, what `weights.source.WeightSource` asks for
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter, whole, by its Hugging Face name; tied ones once. All ranks iterate in the same order.
+
+        Adapters are merged into what they belong to, which itself stays as it is.
+        """
         for name, parts in self._parts.items():
             with self._whole(parts) as tensors:
                 yield name, merged(tensors, self._config.lora)
 
     def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapters alone, like `full_parameters` but by PEFT's names; none if the whole model is trained."""
         for name in filter(is_adapter, self._shapes):
             with self._whole([name]) as tensors:
                 yield peft_name(name), tensors[0]
 
     def layout(self) -> Layout | None:
+        """Where the ranks keep the float32 values of what `full_parameters` gives; None if adapters are merged."""
         return None if self._config.lora.rank is not None else self._layout_of_ranks()
 
-    @abstractmethod
-    def _layout_of_ranks(self) -> Layout:
-        """`layout`, of a model without adapters."""
-
-    def adapter_specs(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    def adapter_specs(self) -> Specs:
+        """Like `parameter_specs`, for what `adapter_parameters` gives."""
         dtype = torch_dtype(self._config)
         return [(peft_name(name), dtype, shape) for name, shape in self._shapes.items() if is_adapter(name)]
 
-    def parameter_specs(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    def parameter_specs(self) -> Specs:
+        """Name, the dtype that the engines hold, and shape of what `full_parameters` gives."""
         return list(self._specs)
 
+    # -- checkpoints and memory
+
     def snapshot(self) -> Snapshot:
+        """Copy this rank's part of a checkpoint to the memory of the CPU; training may go on while it is written.
+
+        Called between two steps, so nothing is accumulated. The checkpoint is complete when every rank's is written.
+        """
         return Snapshot(
             rank=self._rank,
             num_ranks=self._world_size,
@@ -200,6 +268,10 @@ class PackedTrainer(TrainerBackend):
         )
 
     def load(self, folder: Path) -> None:
+        """Read a checkpoint written on any number of ranks.
+
+        Raises RunError if it is incomplete, or belongs to another model or other adapters.
+        """
         reader = ShardReader(folder)
         reader.check_adapters(self._config.lora)
         if reader.shapes != self._shapes:
@@ -212,29 +284,26 @@ class PackedTrainer(TrainerBackend):
         self._objective.load_state(reader.objective)
         self._load_shards(reader)
 
-    @abstractmethod
-    def _resident(self) -> Iterator[Tensor]:
-        """Everything that takes memory of the device between two calls."""
-
     def offload(self) -> None:
+        """Move parameters, gradients and optimiser state to the memory of the CPU, and free the device's for others.
+
+        Between `offload` and `reload` nothing but `close` is called; a second `offload` does nothing.
+        """
         if self._device.type != "cpu" and not self._parked:
             park(self._resident(), self._device, self._parked)
 
     def reload(self) -> None:
+        """Undo `offload`, if there was one; training goes on as if it had not happened."""
         unpark(self._parked)
         self._parked = []
 
     def close(self) -> None:
+        """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _learning_rate(self) -> float:
-        """Linear warm-up over the first `warmup_steps` updates, then constant."""
-        trainer = self._config.trainer
-        return trainer.learning_rate * min(1.0, (self._updates + 1) / max(1, trainer.warmup_steps))
-
     def _norm(self, gradients: Sequence[Tensor]) -> float:
-        """Euclidean norm over these pieces of all ranks; each element is held by one rank."""
+        """Euclidean norm over these tensors of all ranks; each element is held by one rank."""
         dtypes = [torch.promote_types(gradient.dtype, torch.float32) for gradient in gradients]
         norms = [
             torch.linalg.vector_norm(gradient, dtype=dtype).double()
@@ -244,7 +313,7 @@ class PackedTrainer(TrainerBackend):
         return float(self._all_reduce(squares).sqrt())
 
     def _add_up_data(self, values: Tensor) -> Tensor:
-        """Summed over the ranks; what the ranks of a tensor group all have counts once."""
+        """The sum over the ranks; what all ranks of a tensor group have counts once."""
         return self._all_reduce(values) / self._config.trainer.tensor_parallel
 
     def _all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

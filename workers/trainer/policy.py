@@ -29,10 +29,10 @@ MAX_LOGITS = 2**26
 
 
 class Policy(nn.Module):
-    """The whole computation is inside `forward`, so that FSDP's hooks on the root see it."""
+    """A policy; the whole computation is inside `forward`, because FSDP's hooks on the root must see it."""
 
     def __init__(self, model: PreTrainedModel, temperature: float, max_logits: int = MAX_LOGITS) -> None:
-        """`model` was loaded with `attn_implementation=ATTENTION`; its logits are divided by `temperature`."""
+        """`model` must have been loaded by `load_packed`. Its logits are divided by `temperature`."""
         super().__init__()
         self.model = model
         self._temperature = temperature
@@ -46,7 +46,7 @@ class Policy(nn.Module):
             )
 
     def share_head(self, group: TensorGroup) -> None:
-        """Compute the logits of some of the tokens on each rank of `group`, which all have the same hidden states."""
+        """Divide the tokens whose logits are computed among the ranks of `group`, which have the same hidden states."""
         self._group = group
 
     def forward(self, packed: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -55,14 +55,14 @@ class Policy(nn.Module):
         device = hidden.device
         head = self.model.get_output_embeddings()
         assert head is not None, "checked at construction"
-        # Tokens that one state predicts, such as the first ones of a group's completions, share its logits.
+        # Tokens that one state predicts, such as the first tokens of a group's completions, share its logits.
         positions, row_of = (
             torch.from_numpy(part).to(device) for part in np.unique(packed.loss_positions, return_inverse=True)
         )
         targets = torch.from_numpy(packed.targets).to(device)
         start, stop = chunk_of(len(positions), self._group.rank, self._group.size)
         tokens = torch.nonzero((row_of >= start) & (row_of < stop))[:, 0]
-        # An embedding gathers rows with a backward that is deterministic on CPU.
+        # An embedding gathers rows, because its backward is deterministic on the CPU.
         predictive = F.embedding(positions[start:stop], hidden)
         own: tuple[Tensor, Tensor] = _TokenLogprobs.apply(
             predictive, head.weight, row_of[tokens] - start, targets[tokens], self._temperature, self._max_logits
@@ -85,7 +85,7 @@ def hidden_states(model: PreTrainedModel, packed: PackedBatch) -> Tensor:
 class _TokenLogprobs(torch.autograd.Function):
     """log softmax(hidden weight^T / temperature)[row_of, targets], with at most `max_logits` logits in memory.
 
-    When everything fits into one chunk, its probabilities are kept; otherwise backward computes each chunk again.
+    If everything fits into one chunk, its probabilities are kept; otherwise backward computes each chunk again.
     """
 
     @staticmethod
@@ -163,7 +163,7 @@ def load_packed(
     model = auto_class.from_pretrained(model_path, dtype=torch.float32, attn_implementation=ATTENTION, **options)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0  # the policy that is trained is the one that sampled
+            module.p = 0.0  # the policy that is trained must be the one that sampled
     return model
 
 
@@ -213,5 +213,5 @@ class FrozenPolicy:
 
 
 def torch_dtype(config: Config) -> torch.dtype:
-    """What the model computes in, and the dtype that the engines hold the weights in."""
+    """The dtype in which the model computes and the engines hold the weights."""
     return torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32

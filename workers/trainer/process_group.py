@@ -1,4 +1,4 @@
-"""How the ranks of a trainer find each other. A port that is opened listens on the address that was asked for, only."""
+"""How the ranks of a trainer find each other. Ports that are opened listen on the requested address only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from rlflow.weights.p2p.rendezvous import own_address
 
@@ -20,7 +20,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def choose_device(rank: int) -> torch.device:
-    """The process's own GPU, or one of the visible ones by rank; the CPU where there is none."""
+    """The process's own GPU, or one of the visible GPUs by rank; the CPU if there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -39,11 +39,14 @@ def join(rendezvous: str, rank: int, world_size: int, device: torch.device, time
     if address.scheme == "file":
         own, store = LOOPBACK, FileStore(address.path, world_size)
     elif address.scheme == "tcp" and address.hostname and address.port:
-        own = own_address(address.hostname)
-        store = _tcp_store(address.hostname, address.port, rank, world_size, timeout)
+        own, listener = own_address(address.hostname), None
+        if rank == 0:
+            # A listener of our own, because the store's would listen on every interface.
+            listener = socket.create_server((address.hostname, address.port)).detach()
+        store = TCPStore(address.hostname, address.port, world_size, rank == 0, timeout, master_listen_fd=listener)
     else:
         raise ValueError(f"rendezvous must be tcp://host:port or file:///path; got {rendezvous}")
-    # Otherwise the transports listen on the address of the machine's name, which others may not reach.
+    # Without these the back ends listen on the address of the machine's name, which others may not reach.
     interface = _interface_of(own)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, interface)
@@ -62,16 +65,11 @@ def _interface_of(address: str) -> str:
 
 
 def join_subgroup(groups: Sequence[Sequence[int]], timeout_s: float) -> dist.ProcessGroup:
-    """The one of `groups`, which share out all ranks, that this rank is in; every rank calls it with the same ones."""
+    """The process group of those ranks among `groups` that include this rank.
+
+    `groups` cover all ranks once, and every rank calls this with the same `groups`.
+    """
     timeout = datetime.timedelta(seconds=timeout_s)
     own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout=timeout)
     assert isinstance(own, dist.ProcessGroup), "every rank is in one of the groups"
     return own
-
-
-def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
-    """Rank 0 brings its own listener: the store's would listen on every interface."""
-    if rank > 0:
-        return TCPStore(host, port, world_size, False, timeout)
-    listener = socket.create_server((host, port))
-    return TCPStore(host, port, world_size, True, timeout, master_listen_fd=listener.detach())

@@ -1,4 +1,4 @@
-"""A reward model: a sequence classifier with one label that reads a conversation and gives it one number.
+"""A reward model: a sequence classifier with one label, which gives a conversation one number.
 
 Transcript -> its own chat template and tokenizer -> Conversation -> packed row -> score head at the last token
 """
@@ -49,7 +49,7 @@ class RewardModel:
         self._model = ValueModel(model).to(device, torch_dtype(config)).requires_grad_(False).eval()
 
     def encode(self, transcript: Transcript) -> Conversation | Verdict:
-        """The whole conversation, the policy's prompt first; a Verdict where the model cannot read it."""
+        """The whole conversation, the policy's prompt first; a Verdict if the model cannot read it."""
         try:
             ids = self._render([*transcript.prompt, *transcript.completion], has_reply=True)
             prompt = self._render(transcript.prompt, has_reply=False)
@@ -59,7 +59,7 @@ class RewardModel:
         if len(ids) > self._max_tokens:
             detail = f"the conversation has {len(ids)} tokens, and the reward model takes {self._max_tokens}"
             return Verdict(reward=None, end=EpisodeEnd.NO_VERDICT, detail=detail)
-        # transformers reads the score at the last token that is no padding, which some templates end with.
+        # transformers reads the score at the last token that is not padding, and some templates end with padding.
         while len(ids) > 1 and ids[-1] == self._padding:
             ids.pop()
         cut = max(1, _common_length(prompt, ids))
@@ -78,7 +78,7 @@ class RewardModel:
 
 
 def load_reward_model(config: Config, folder: str) -> RewardModel:
-    """A reward model that has scored once, so that no request waits for kernels to be compiled."""
+    """A reward model that has scored once, so no request has to wait for kernels to be compiled."""
     model = RewardModel(config, folder)
     one, two = (np.zeros(length, np.int32) for length in (1, 2))
     model.scores([Conversation(prompt_ids=one, reply_ids=two), Conversation(prompt_ids=two, reply_ids=one)])
@@ -86,14 +86,14 @@ def load_reward_model(config: Config, folder: str) -> RewardModel:
 
 
 def _max_tokens(text: PreTrainedConfig) -> int:
-    """The longest conversation: all positions that there are, as far as every layer looks back."""
+    """The longest conversation: the number of positions, or the window of the attention if that is shorter."""
     positions: int = text.max_position_embeddings
     window = attention_window(text)
     return positions if window is None else min(positions, window)
 
 
 def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens at the start are equal."""
+    """The number of equal tokens at the start."""
     length = min(len(one), len(other))
     is_equal = np.equal(one[:length], other[:length])
     return length if is_equal.all() else int(is_equal.argmin())

@@ -1,11 +1,11 @@
-"""Checkpoints of sharded tensors, without pickle: what a rank holds is what it writes, and any layout can read it.
+"""Checkpoints of sharded tensors, without pickle: each rank writes what it holds, and any layout can read it.
 
     manifest.json         ranks, updates, state of the objective, kinds of tensors, settings of the adapters if any
     rank_R.json           name -> global shape, dtype, elements that rank R holds
     rank_R.safetensors    "<kind>/<name>" -> those elements
 
-A shard is a run of elements in row-major order, so that rows of a parameter and pieces of a flat buffer are the same
-thing. Kinds are `parameter` and, with the optimiser, `exp_avg` and `exp_avg_sq`.
+A shard is a run of elements in row-major order, so rows of a parameter and pieces of a flat buffer are the same thing.
+Kinds are `parameter` and, with the optimiser, `exp_avg` and `exp_avg_sq`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Shard:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     start: int
     """First element of the shard."""
     tensors: Mapping[str, Tensor]
@@ -45,59 +45,48 @@ class Shard:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Snapshot:
-    """One rank's share of a checkpoint, in memory that nothing else holds: whatever is trained later, it stays."""
+    """One rank's part of a checkpoint, in memory of its own, so later training does not change it."""
 
     rank: int
     num_ranks: int
     shards: Sequence[Shard]
+    """Every trained parameter in the order of the model, even those of which this rank holds nothing."""
     updates: int
-    objective: Mapping[str, float]
-    lora: LoraConfig
+    """Steps of the optimiser so far."""
+    objective: Mapping[str, float] = field(default_factory=dict)
+    """The state that the objective must remember."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """If its `rank` is set, the parameters are those of adapters."""
 
     def write(self, folder: Path) -> None:
-        """As `write_shards`; from any thread."""
-        write_shards(folder, self.rank, self.num_ranks, self.shards, self.updates, self.objective, self.lora)
-
-
-def write_shards(
-    folder: Path,
-    rank: int,
-    num_ranks: int,
-    shards: Sequence[Shard],
-    updates: int,
-    objective: Mapping[str, float] | None = None,
-    lora: LoraConfig | None = None,
-) -> None:
-    """Write one rank's files; rank 0 writes the manifest too.
-
-    `updates` counts the optimiser's steps, `objective` is what the objective must remember. With `lora.rank` the
-    parameters are those of adapters.
-
-    Every rank passes every parameter that is trained, in the order of the model, also those that it holds nothing of.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, Tensor] = {}
-    layout: dict[str, dict[str, Any]] = {}
-    for shard in shards:
-        stop = shard.start + len(shard.tensors[PARAMETER])
-        dtype = str(shard.tensors[PARAMETER].dtype).removeprefix("torch.")
-        layout[shard.name] = {"shape": shard.shape, "dtype": dtype, "start": shard.start, "stop": stop}
-        if stop > shard.start:
-            tensors |= {f"{kind}/{shard.name}": tensor.contiguous() for kind, tensor in shard.tensors.items()}
-    save_file(tensors, folder / f"rank_{rank}.safetensors", metadata={"updates": str(updates)})
-    (folder / f"rank_{rank}.json").write_text(json.dumps(layout), encoding="utf-8")
-    if rank == 0:
-        kinds = list(shards[0].tensors)
-        manifest = {"format": _FORMAT, "num_ranks": num_ranks, "updates": updates, "kinds": kinds}
-        manifest["objective"] = dict(objective or {})
-        manifest["lora"] = asdict(lora or LoraConfig())
-        (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+        """Write this rank's files, and on rank 0 the manifest; from any thread."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors: dict[str, Tensor] = {}
+        layout: dict[str, dict[str, Any]] = {}
+        for shard in self.shards:
+            stop = shard.start + len(shard.tensors[PARAMETER])
+            dtype = str(shard.tensors[PARAMETER].dtype).removeprefix("torch.")
+            layout[shard.name] = {"shape": shard.shape, "dtype": dtype, "start": shard.start, "stop": stop}
+            if stop > shard.start:
+                tensors |= {f"{kind}/{shard.name}": tensor.contiguous() for kind, tensor in shard.tensors.items()}
+        save_file(tensors, folder / f"rank_{self.rank}.safetensors", metadata={"updates": str(self.updates)})
+        (folder / f"rank_{self.rank}.json").write_text(json.dumps(layout), encoding="utf-8")
+        if self.rank == 0:
+            manifest = {
+                "format": _FORMAT,
+                "num_ranks": self.num_ranks,
+                "updates": self.updates,
+                "kinds": list(self.shards[0].tensors),
+                "objective": dict(self.objective),
+                "lora": asdict(self.lora),
+            }
+            (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
 
 
 class ShardReader:
     """Reads any elements of any tensor of a checkpoint, from the files that hold them.
 
-    Raises RunError when the checkpoint is incomplete or was written by another format.
+    Raises RunError if the checkpoint is incomplete or has another format.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -123,7 +112,7 @@ class ShardReader:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every parameter that is trained, in the order of the model."""
+        """Name -> shape of every trained parameter, in the order of the model."""
         return {name: tuple(entry["shape"]) for name, entry in self._layouts[0].items()}
 
     @property
@@ -131,7 +120,7 @@ class ShardReader:
         return set(MOMENTS) <= set(self.kinds)
 
     def check_adapters(self, lora: LoraConfig) -> None:
-        """Raise RunError for a checkpoint of other adapters than these."""
+        """Raise RunError if the checkpoint has other adapters than these."""
         if self.lora != lora:
             raise RunError(
                 f"checkpoint {self._folder} was saved with {_adapters(self.lora)}, but the run has {_adapters(lora)}; "
@@ -185,7 +174,7 @@ def _adapters(lora: LoraConfig) -> str:
 
 
 def read_full(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of a checkpoint, whole, one after the other; tied ones once."""
+    """Every parameter of a checkpoint, whole, one at a time; tied ones once."""
     reader = ShardReader(folder)
     for name in reader.shapes:
         yield name, reader.read_whole(PARAMETER, name)

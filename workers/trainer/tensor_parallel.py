@@ -1,13 +1,14 @@
 """Tensor parallelism: a group of ranks goes through the same micro-batches, each with a slice of every decoder layer.
 
-The model's own plan names the linear layers that are cut. A `colwise` one computes some of the outputs on each rank; a
-`rowwise` one computes a part of every output from some of the inputs, and the parts are summed over the group. All else
-is computed by every rank, from whole parameters; the output layer shares out the tokens instead (policy.py).
+The model's own plan names the linear layers that are cut. A `colwise` layer computes some of the outputs on each rank.
+A `rowwise` layer computes a part of every output from some of the inputs, and the parts are summed over the group.
+Every rank computes everything else from whole parameters, except the output layer, whose tokens are divided
+(policy.py).
 
-Each rank takes its share of the loss, 1 / size, and the derivative of what it computed itself. So the gradients of
-activations and of whole parameters are parts too, which add up over the group: FSDP shards whole parameters over all
-ranks and sums over all ranks. The backward of a sum over the group is that sum again, so that behind it the gradient is
-complete: that of a slice needs to be summed over the data ranks only.
+Each rank takes 1 / size of the loss, and differentiates what it computed itself. So the gradients of activations and of
+whole parameters are parts too, which add up over the group: FSDP shards whole parameters over all ranks and sums over
+all ranks. The backward of a sum over the group is that sum again, so behind it the gradient is complete, and the
+gradient of a slice needs to be summed over the data ranks only.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rlflow.errors import ConfigError
 
 _COLWISE, _ROWWISE = "colwise", "rowwise"
 _WHOLE = "replicated_with_grad_allreduce"
-"""Of the norms of queries and keys: whole on every rank, which applies it to its own heads."""
+"""The style of the norms of queries and keys: whole on every rank, which applies them to its own heads."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -35,10 +36,10 @@ class TensorGroup:
     """The ranks that share the work on the same micro-batches."""
 
     rank: int = 0
-    """Within the group."""
+    """This rank's place in the group."""
     size: int = 1
     process_group: dist.ProcessGroup | None = None
-    """None where there is nobody to talk to: alone, or in a dry run."""
+    """None if there are no other ranks to talk to: with one rank, or in a dry run."""
 
     def add_up(self, part: Tensor) -> Tensor:
         """The sum over the group; its gradient is the sum of the gradients."""
@@ -61,7 +62,7 @@ class TensorGroup:
 
 
 class _Sum(torch.autograd.Function):
-    """Forward and backward are the same sum: each rank's result depends on all parts, each loss on all results."""
+    """Backward is the same sum as forward: each rank's result depends on all parts, and each loss on all results."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, process_group: dist.ProcessGroup) -> Tensor:
@@ -81,7 +82,7 @@ def _summed(part: Tensor, process_group: dist.ProcessGroup) -> Tensor:
 
 
 class RowwiseLinear(nn.Module):
-    """A linear layer of which each rank has some of the columns; the bias is whole, and added once."""
+    """A linear layer of which each rank holds some of the columns. The bias is whole, and is added once."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: TensorGroup) -> None:
         super().__init__()
@@ -95,9 +96,9 @@ class RowwiseLinear(nn.Module):
 
 
 def cut_layers(model: PreTrainedModel, group: TensorGroup) -> dict[str, int]:
-    """Leave of the decoder layers of `model`, a model with a head, what this rank computes.
+    """Keep only this rank's slices of the decoder layers of `model`, a model with a head.
 
-    Returns the name of each parameter that was cut, and the dimension along which the group shares it out. Raises
+    Returns the name of each parameter that was cut, and the dimension along which it is divided among the group. Raises
     ConfigError for a model that cannot be cut, or not into that many slices.
     """
     cut: dict[str, int] = {}
@@ -133,18 +134,17 @@ def _slice(parameter: Tensor, dim: int, group: TensorGroup) -> nn.Parameter:
 
 def _layers_to_cut(model: PreTrainedModel, size: int) -> dict[str, str]:
     """Name of each module that the model's plan cuts, and how."""
-    plan = _plan(model.config, size)
     found: dict[str, str] = {}
-    for pattern, style in plan.items():
+    for pattern, style in _plan(model.config, size).items():
         path = re.escape(f"{model.base_model_prefix}.{pattern}").replace(r"\*", r"\d+")
         found |= {name: style for name, _ in model.named_modules() if re.fullmatch(path, name)}
     return {name: style for name, style in found.items() if style != _WHOLE}
 
 
 def _plan(config: PreTrainedConfig, size: int) -> dict[str, str]:
-    """transformers' plan for the decoder layers. Raises ConfigError when there is none, or none that is known here.
+    """transformers' plan for the decoder layers. Raises ConfigError if there is none, or it has unknown styles.
 
-    What it says of the embedding is left aside: that stays whole.
+    The plan's entry for the embedding is ignored, because the embedding stays whole.
     """
     text = config.get_text_config()
     problem = f"trainer.tensor_parallel={size}: model.path names a {text.model_type} model"

@@ -1,4 +1,4 @@
-"""The critic: a transformers model with a value head, and what it minimises.
+"""The critic: a transformers model with a value head, and its objective.
 
 Shape letter: N loss tokens.
 """
@@ -21,10 +21,10 @@ from rlflow.workers.trainer.policy import hidden_states, load_packed
 
 
 class ValueModel(nn.Module):
-    """The whole computation is inside `forward`, so that FSDP's hooks on the root see it."""
+    """A critic; the whole computation is inside `forward`, because FSDP's hooks on the root must see it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """`model` is a token classifier of one label, as `load_packed` gives it."""
+        """`model` is a token classifier with one label, loaded by `load_packed`."""
         super().__init__()
         self.model = model
 
@@ -32,13 +32,13 @@ class ValueModel(nn.Module):
         """The value [N] (float32, with gradient) of the state in which each loss token was sampled."""
         hidden = hidden_states(self.model, packed)
         head = self.model.get_submodule("score")
-        # An embedding gathers rows with a backward that is deterministic on CPU.
+        # An embedding gathers rows, because its backward is deterministic on the CPU.
         states = F.embedding(torch.from_numpy(packed.loss_positions).to(hidden.device), hidden)
         return (head(states)[:, 0].float(),)
 
 
 def load_value_model(config: Config, model_path: str) -> ValueModel:
-    """The model at `model_path` with float32 parameters on CPU, and a head that says 0 everywhere at first.
+    """The model at `model_path` with float32 parameters on the CPU, and a head that gives 0 everywhere at first.
 
     Raises ConfigError for a model that cannot be trained packed.
     """
@@ -49,7 +49,7 @@ def load_value_model(config: Config, model_path: str) -> ValueModel:
 
 
 class _Sums(NamedTuple):
-    """Over the loss tokens; `unexplained` is the squared error, the others say how much there was to explain."""
+    """Sums over the loss tokens; `unexplained` is the squared error, which is compared with the returns' variance."""
 
     clipped: float
     value: float

@@ -1,8 +1,8 @@
-"""Where ZeRO keeps what: its flat buffers, cut back into pieces of parameters.
+"""ZeRO's flat buffers, and which elements of which parameters lie where in them.
 
-All that depends on how DeepSpeed's optimisers are made inside is in this file. ZeRO 1 and 2 lay all parameters end to
-end and give each rank an equal part; ZeRO 3 gives each rank an equal part of every parameter. The float32 masters of a
-rank lie in one or a few flat buffers, and their moments likewise.
+Only this file depends on the inside of DeepSpeed's optimisers. ZeRO 1 and 2 lay all parameters end to end and give each
+rank an equal part; ZeRO 3 gives each rank an equal part of every parameter. A rank's float32 masters lie in one or a
+few flat buffers, and so do their moments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlflow.weights.shape.layout import chunk_of
 
 
 class ZeroRun(NamedTuple):
-    """Elements [start, stop) of a parameter, which lie one after the other in a flat buffer, from `offset` on."""
+    """Elements [start, stop) of a parameter, which lie in a flat buffer from `offset` on."""
 
     name: str
     start: int
@@ -31,10 +31,10 @@ class ZeroRun(NamedTuple):
 
 
 class ZeroLayout(ABC):
-    """What the back end needs to know of DeepSpeed's optimiser."""
+    """What the back end needs to know about DeepSpeed's optimiser."""
 
     def __init__(self, optimizer: Any, parameters: Mapping[str, Any], rank: int, world_size: int) -> None:
-        """`parameters` are the model's, by name; DeepSpeed has hung attributes of its own on them."""
+        """`parameters` are the model's, by name; DeepSpeed has added attributes to them."""
         self._zero = optimizer
         self._parameters = parameters
         self._trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
@@ -43,10 +43,10 @@ class ZeroLayout(ABC):
 
     @abstractmethod
     def masters(self) -> Iterator[tuple[Tensor, list[ZeroRun]]]:
-        """Each flat float32 buffer and the pieces of parameters in it; in memory until the next one is asked for."""
+        """Each flat float32 buffer and the runs of parameters in it; in memory until the next one is asked for."""
 
     def gradients(self) -> list[Tensor]:
-        """Tensors whose norm is that of this rank's part of the averaged gradient, after a pass at the boundary."""
+        """Tensors with the norm of this rank's part of the averaged gradient, after the last backward of a step."""
         if self._is_offloaded:
             return list(self._zero.norm_for_param_grads.values())
         return [gradient for group in self._zero.averaged_gradients.values() for gradient in group]
@@ -57,11 +57,11 @@ class ZeroLayout(ABC):
 
     @abstractmethod
     def publish(self) -> None:
-        """Bring the masters' values into the parameters that the model computes with."""
+        """Copy the masters' values into the parameters that the model computes with."""
 
     @abstractmethod
     def resident(self) -> Iterator[Tensor]:
-        """What takes memory of the device between two calls, without the optimiser's state."""
+        """Everything that takes memory of the device between two calls, except the optimiser's state."""
 
 
 class PartitionedOptimizer(ZeroLayout):
@@ -95,7 +95,7 @@ class PartitionedOptimizer(ZeroLayout):
 
 
 class PartitionedParameters(ZeroLayout):
-    """ZeRO 3; parameters are cut into sub-groups, each with a buffer, which may lie on a disk."""
+    """ZeRO 3; parameters are divided into sub-groups, each with a buffer that may lie on a disk."""
 
     @property
     def _is_offloaded(self) -> bool:

@@ -2,13 +2,13 @@
 
     program -> POST <base_url>/chat/completions -> Chat.reply -> engines        one secret base URL for each episode
 
-The chat records every token that was sampled. The gateway keeps nothing but what the program was sent, to recognise it
-when it comes back (`gateway_wire.SentReplies`). It listens on loopback only, in the event loop of its runner.
+The chat records every token that was sampled. The gateway keeps only the replies that it sent, to recognise them when
+the program sends them back (`wire.SentReplies`). It listens on loopback only, in the event loop of its runner.
 
 Served: `messages` of text, `tools`, `tool_choice` auto or none, `stream`, `max_tokens`, `logprobs`. A stream sends
 comments while the reply is being sampled, then the whole reply. Sampling settings such as `temperature` are accepted
-and counted, but the run's own hold: what is trained on must be what the policy does. A model named `untrained/judge` is
-the policy in the role of another agent, which is not trained on. The rest is refused with status 400 and the reason.
+and counted without effect, because training needs the run's own. A model named `untrained/judge` is the policy as
+another agent, which is not trained on. Anything else is refused with status 400 and the reason.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from rlflow.types import EpisodeEnd, Message
 
 HOST = "127.0.0.1"
 MODEL = "policy"
-"""The name that the endpoint lists; any other one means the same, but for those that begin with `UNTRAINED`."""
+"""The name that the endpoint lists. Any other name means the same, unless it begins with `UNTRAINED`."""
 MAX_BODY_BYTES = 8 * 2**20
 MAX_OPEN_REQUESTS = 128
-"""Of one episode at a time; further ones get status 429, after which clients try again."""
+"""Requests of one episode at a time; further ones get status 429, after which clients try again."""
 MAX_CLOSED = 4096
-"""Ended episodes remembered, whose programs are told so."""
+"""Ended episodes that are remembered, so that their programs are told that the episode has ended."""
 KEEP_ALIVE_S = 10.0
 """Seconds between the comments of a stream that waits for its reply."""
 STOP_TIMEOUT_S = 10.0
@@ -63,7 +63,7 @@ class _Visit:
     endpoint: Endpoint
     sent: SentReplies = field(default_factory=SentReplies)
     replies: set[asyncio.Task[Reply]] = field(default_factory=set)
-    """Under way."""
+    """Replies under way."""
     failed: asyncio.Event = field(default_factory=asyncio.Event)
     metrics: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(
@@ -93,13 +93,13 @@ class Gateway:
         app.router.add_post("/{secret}/v1/chat/completions", self._complete)
         app.router.add_get("/{secret}/v1/models", self._models)
         app.router.add_route("*", "/{secret}/{rest:.*}", self._unknown)
-        # A client that hangs up cancels its handler, and with it the sampling. No access log: URLs hold the secrets.
+        # A client that hangs up cancels its handler and so the sampling. No access log, because URLs hold the secrets.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         self._starting = asyncio.Lock()
         self._address = ""
 
     async def start(self) -> None:
-        """Listen on a free port of the loopback interface, unless it does."""
+        """Listen on a free port of the loopback interface; does nothing the second time."""
         async with self._starting:
             if self._address:
                 return
@@ -108,7 +108,7 @@ class Gateway:
             self._address = f"http://{HOST}:{self._runner.addresses[0][1]}"
 
     async def stop(self) -> None:
-        """Stop listening; what is under way is cancelled."""
+        """Stop listening, and cancel the replies under way."""
         for visit in list(self._visits.values()):
             self.close(visit.endpoint)
         await within("stop of the gateway", STOP_TIMEOUT_S, self._runner.cleanup())
@@ -122,10 +122,10 @@ class Gateway:
         return endpoint
 
     def close(self, endpoint: Endpoint) -> dict[str, float]:
-        """End the program's access; replies under way are cancelled, and none is recorded from now on.
+        """End the program's access: replies under way are cancelled, and no more are recorded.
 
-        Returns metrics: the requests, how many of them were refused, abandoned by the program before their reply was
-        there, or asked for sampling settings of their own.
+        Returns metrics: the number of requests, and how many of them were refused, were abandoned by the program before
+        they were answered, or asked for sampling settings of their own.
         """
         secret = _secret_of(endpoint)
         visit = self._visits.pop(secret, None)
@@ -190,7 +190,7 @@ class Gateway:
         self, request: web.Request, visit: _Visit, asked: ChatRequest, reply: asyncio.Task[Reply]
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        # A reply that fails at once still gets its status: that is sent with the first comment.
+        # The status is sent with the first comment, so a reply that fails at once still gets a status of its own.
         while not (await asyncio.wait((reply,), timeout=self._keep_alive_s))[0]:
             await _write(request, response, ": the reply is being sampled\n\n")
         try:
@@ -212,7 +212,7 @@ class Gateway:
 
 @asynccontextmanager
 async def _reply_of(visit: _Visit, asked: ChatRequest) -> AsyncIterator[asyncio.Task[Reply]]:
-    """The reply under way; leaving cancels it."""
+    """The task of the reply, which is cancelled at the end of the block."""
     if visit.chat.failure is not None:
         raise _refusal_of(visit.chat.failure, visit)
     if len(visit.replies) >= MAX_OPEN_REQUESTS:
@@ -240,7 +240,7 @@ async def _reply_of(visit: _Visit, asked: ChatRequest) -> AsyncIterator[asyncio.
 
 
 async def _shown_reply(visit: _Visit, asked: ChatRequest, reply: asyncio.Task[Reply]) -> Message:
-    """What the program is sent of the reply. Raises Refused when there is none."""
+    """The message that the program is sent. Raises Refused if there is no reply."""
     await asyncio.wait((reply,))
     if reply.cancelled():
         raise Refused("the episode ended before the reply did", status=410, code="episode_ended")
@@ -268,7 +268,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     try:
         return await handler(request)
     except Refused as refusal:
-        # Only what may go better the next time is worth a client's while.
+        # A client should try again only if the next attempt can succeed.
         retry = {"x-should-retry": "true" if refusal.status == 429 else "false"}
         return web.json_response(refusal.body(), status=refusal.status, headers=retry)
     except web.HTTPException as error:

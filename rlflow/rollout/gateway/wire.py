@@ -1,8 +1,8 @@
-"""OpenAI's chat completions, as they are sent, <-> our messages. Pure.
+"""OpenAI's chat completions on the wire <-> our messages. Pure.
 
     body of a request -> ChatRequest          reply -> completion object, or the chunks of a stream
 
-What cannot be served faithfully is refused with the reason; what only shapes how one samples is left to the run.
+A setting that cannot be served faithfully is refused with the reason. Sampling settings are ignored: the run's apply.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SAMPLING = (
     "frequency_penalty",
     "repetition_penalty",
 )
-"""Accepted without effect: what is trained on is sampled as the run says."""
+"""Accepted without effect, because what is trained on must be sampled with the run's settings."""
 
 UNTRAINED = "untrained/"
-"""Before the name of an agent, as the model of a request: the policy replies, and is not trained on it."""
+"""A model of this prefix and an agent's name is the policy in that role; it is not trained on these replies."""
 
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "n": ((1,), "one reply is sampled for each request; send several requests"),
@@ -45,7 +45,7 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "top_logprobs": ((0,), "only the sampled tokens' log-probabilities are known"),
     "chat_template_kwargs": (({},), "the model's chat template is used as it is"),
 }
-"""For each setting the values that change nothing, and what to say to any other one."""
+"""Setting -> the values that change nothing, and the answer to any other value."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -66,20 +66,20 @@ class Refused(Exception):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ChatRequest:
-    """What a program asks for."""
+    """A program's request."""
 
     messages: list[Message]
-    """As the program sees them: what it was sent of a reply is here without the markup of tool calls."""
+    """As the program sent them; earlier replies are as it was shown them, without the markup of tool calls."""
     tools: list[ToolSchema]
     agent: str
     is_trainable: bool
     max_new_tokens: int | None
     is_stream: bool
     with_usage: bool
-    """Whether a stream ends with the numbers of tokens."""
+    """True if a stream ends with the numbers of tokens."""
     with_logprobs: bool
     ignored: tuple[str, ...]
-    """The settings that were sent and do not hold."""
+    """The settings that were sent and have no effect."""
 
 
 def read_request(body: bytes) -> ChatRequest:
@@ -114,7 +114,7 @@ def read_request(body: bytes) -> ChatRequest:
 
 
 def _read_tools(fields: JsonObject) -> list[ToolSchema]:
-    """None of them where the program wants no call: then the model is not told of any."""
+    """The tools that the model is told of; empty if the program wants no call."""
     choice, tools = fields.get("tool_choice"), fields.get("tools") or []
     if choice not in (None, "auto", "none"):
         raise Refused(
@@ -183,9 +183,9 @@ def _read_calls(calls: Any, where: str) -> list[ToolCall]:
 
 
 def shown_message(message: Message, turn: Turn) -> Message:
-    """What a program sees of a reply: the calls, and the text without them.
+    """The reply as a program sees it: the calls, and the text without them.
 
-    A call that was cut off, or that has no name, is not a call to a program; it sees the text as it was sampled.
+    If a call was cut off or has no name, the program sees the text as it was sampled.
     """
     calls = message.get("tool_calls", [])
     content = message["content"]
@@ -196,7 +196,7 @@ def shown_message(message: Message, turn: Turn) -> Message:
 
 
 def completion_of(shown: Message, turn: Turn, request: ChatRequest, *, head: JsonObject) -> JsonObject:
-    """The answer to a request that wants no stream; `head` has its id, time and model."""
+    """The answer to a request without a stream; `head` holds the id, time and model."""
     message = {"role": "assistant", "content": _content_of(shown), "refusal": None}
     if "tool_calls" in shown:
         message["tool_calls"] = shown["tool_calls"]
@@ -210,7 +210,7 @@ def completion_of(shown: Message, turn: Turn, request: ChatRequest, *, head: Jso
 
 
 def chunks_of(shown: Message, turn: Turn, request: ChatRequest, *, head: JsonObject) -> list[JsonObject]:
-    """The answer to a request that wants a stream. The reply is one chunk: it is sent when all of it is sampled."""
+    """The answer to a request for a stream. The reply is one chunk, sent when all of it is sampled."""
     delta: JsonObject = {"role": "assistant", "content": _content_of(shown)}
     if "tool_calls" in shown:
         delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(shown["tool_calls"])]
@@ -240,7 +240,7 @@ def _usage_of(turn: Turn) -> dict[str, int]:
 
 
 def _logprobs_of(turn: Turn) -> JsonObject:
-    """Tokens are named by their ids, as by vLLM's `return_tokens_as_token_ids`."""
+    """Log-probabilities of the tokens, which are named by their ids as with vLLM's `return_tokens_as_token_ids`."""
     pairs = zip(turn.output_ids, turn.logprobs, strict=True)
     tokens = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
@@ -255,33 +255,34 @@ class _Sent:
 
     shown: Message
     message: Message
-    """As the chat returned it, with all that was sampled."""
+    """The reply as the chat returned it, with everything that was sampled."""
 
 
 class SentReplies:
     """Recognises the replies that a program sends back, so that a conversation goes on with their tokens.
 
-    Programs rewrite what they were sent without meaning to: null or "" for no text, text in parts, no ids of calls, the
-    arguments in other spacing. A reply whose text or calls differ otherwise, or that stands elsewhere in the
-    conversation, is the program's own message.
+    Programs rewrite replies without meaning to: null or "" for no text, text in parts, calls without ids, arguments
+    with other spacing. If the text or the calls differ otherwise, or stand elsewhere in the conversation, the message
+    is the program's own.
     """
 
     def __init__(self) -> None:
         self._sent: dict[tuple[object, ...], list[_Sent]] = {}
 
     def add(self, shown: Message, message: Message, position: int) -> None:
-        """The program is sent `shown` for `message`, the reply to `position` messages."""
+        """Note that the program is sent `shown` for `message`, the reply to `position` messages."""
         self._sent.setdefault(_key_of(shown, position), []).append(_Sent(shown=shown, message=message))
 
     def resolve(self, messages: Sequence[Message]) -> list[Message]:
         """The conversation, with each reply that was sent as the chat returned it."""
-        return [self._resolve(message, position) for position, message in enumerate(messages)]
+        return [self._resolved(message, position) for position, message in enumerate(messages)]
 
-    def _resolve(self, message: Message, position: int) -> Message:
+    def _resolved(self, message: Message, position: int) -> Message:
         sent = self._sent.get(_key_of(message, position), []) if message["role"] == "assistant" else []
         if not sent:
             return message
-        # Of replies that look alike (asked for at once, say) the one with these calls, else with this very text.
+        # Several replies may look alike, if they were asked for at once: take the one with these calls or this very
+        # text.
         likeness = [
             (_ids_of(one.shown) == _ids_of(message), one.shown["content"] == message["content"]) for one in sent
         ]

@@ -108,8 +108,8 @@ def _packed(
     config: Config, micro_batches: list[list[Group]], model: str, shares_prompts: bool
 ) -> tuple[Step, float, float]:
     """The trainer's own step, the tokens that go through the model, and the floating-point operations in it."""
-    from rlflow.workers.trainer.base import MicroBatch
     from rlflow.workers.trainer.fsdp import FsdpTrainer
+    from rlflow.workers.trainer.packed import MicroBatch
 
     class Trainer(FsdpTrainer):
         def _lay_out(self, micro_batch: MicroBatch) -> PackedBatch:

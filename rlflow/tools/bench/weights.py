@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rlflow.roles import StagedWeights
     from rlflow.tools.bench.weights_engine import MeasuredEngine, Update
     from rlflow.weights.shm.sender import SharedMemorySender
-    from rlflow.workers.trainer.base import TrainerBackend
+    from rlflow.workers.trainer.packed import TrainerBackend
 
 ROUNDS = 6
 """The first is not counted: it pays for first pages."""

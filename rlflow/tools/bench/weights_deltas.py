@@ -28,8 +28,8 @@ from rlflow.weights.disk.writer import Part, StoreWriter
 from rlflow.weights.shape.boxes import row_major
 from rlflow.weights.shape.landings import Landing
 from rlflow.weights.shape.layout import Region
-from rlflow.workers.trainer.base import TrainerBackend
 from rlflow.workers.trainer.fsdp import FsdpTrainer
+from rlflow.workers.trainer.packed import TrainerBackend
 
 LEARNING_RATES = (1e-6, 1e-5)
 FILLING_STEPS, STEPS = 3, 4

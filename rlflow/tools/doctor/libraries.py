@@ -127,8 +127,8 @@ def _model(config: Config) -> ModelReport | Problem:
 
     from rlflow.models.resolve import POLICY, resolve_model
     from rlflow.rollout.render import Renderer
-    from rlflow.rollout.template_check import check_template
     from rlflow.tools.doctor.facts import ModelReport
+    from rlflow.tools.env_tools.template_check import check_template
 
     folder = _here(lambda: resolve_model(config.model.path), POLICY)
     if not isinstance(folder, str):

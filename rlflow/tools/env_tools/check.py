@@ -28,8 +28,8 @@ from rlflow.rollout.episode import EnvironmentSource, play_episode, summarize
 from rlflow.rollout.gateway.server import Gateway
 from rlflow.rollout.limits import EpisodeLimits
 from rlflow.rollout.render import Renderer
-from rlflow.rollout.template_check import Trial, check_template
 from rlflow.tools.env_tools.scripts import Script, ScriptedChat, scripts_of
+from rlflow.tools.env_tools.template_check import Trial, check_template
 from rlflow.types import EpisodeSummary, Message, Task
 
 NUM_TASKS = 20

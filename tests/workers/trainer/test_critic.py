@@ -14,9 +14,9 @@ from transformers import AutoModelForTokenClassification
 from rlflow.algorithms.token_advantage.gae import Moments, gae
 from rlflow.batching import pack
 from rlflow.types import CriticTargets, Sample, TrainSample
-from rlflow.workers.trainer.base import TrainerRole
 from rlflow.workers.trainer.fetch import moments_of, rewards_of_tokens, token_level, whiten_all
 from rlflow.workers.trainer.fsdp import FsdpTrainer
+from rlflow.workers.trainer.packed import TrainerRole
 from rlflow.workers.trainer.policy import split_logprobs
 from rlflow.workers.trainer.value import load_value_model
 

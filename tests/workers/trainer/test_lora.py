@@ -38,9 +38,9 @@ from rlflow.tools.export import export
 from rlflow.types import CriticTargets, ReadyGroup
 from rlflow.weights.shm.arena import tensor_at
 from rlflow.workers.trainer.actor import TrainerWorker
-from rlflow.workers.trainer.base import TrainerRole
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.lora import linear_layers, merged, parts_of, peft_config, peft_name
+from rlflow.workers.trainer.packed import TrainerRole
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs the package peft")
 

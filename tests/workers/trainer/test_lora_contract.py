@@ -31,8 +31,7 @@ from safetensors.torch import load_file, save_file
 from training import largest_relative_difference, save_model, tiny_config, tiny_groups, tiny_llama, with_adapters
 
 from rlflow.config import Backend, Config, Dtype
-from rlflow.workers.trainer.base import MicroBatch
-from rlflow.workers.trainer.packed import PackedTrainer
+from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, ShardReader
 
 pytestmark = [
@@ -59,7 +58,7 @@ def micro_batches() -> list[MicroBatch]:
     return [tiny_groups(), [], tiny_groups(num_groups=1)]
 
 
-def assert_base_is_untouched(trainer: PackedTrainer, folder: Path) -> None:
+def assert_base_is_untouched(trainer: TrainerBackend, folder: Path) -> None:
     """To the bit; and with the adapters off the trainer says what the model in `folder` says."""
     saved = load_file(folder / "model" / "model.safetensors")
     for name, parts in trainer._parts.items():

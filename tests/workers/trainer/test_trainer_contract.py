@@ -48,8 +48,7 @@ from rlflow.errors import ConfigError
 from rlflow.weights.shm.arena import ArenaView
 from rlflow.weights.shm.sender import SharedMemorySender
 from rlflow.workers.trainer.backends import check_offload
-from rlflow.workers.trainer.base import TrainerBackend
-from rlflow.workers.trainer.packed import PackedTrainer
+from rlflow.workers.trainer.packed import TrainerBackend
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, ShardReader
 
 REFERENCE = Layout(name="fsdp_1", backend=Backend.fsdp, ranks=1)
@@ -94,7 +93,7 @@ def train(
     config: Config,
     folder: Path,
     rendezvous: str,
-    alter: Callable[[PackedTrainer], object] = lambda trainer: None,
+    alter: Callable[[TrainerBackend], object] = lambda trainer: None,
 ) -> None:
     """Three steps, the last by momentum alone; `alter` may put a fault into the trainer first."""
     trainer = build(rank, layout, config, folder, rendezvous)
@@ -188,7 +187,7 @@ def test_a_lost_gradient_is_seen(lost: slice, tmp_path: Path) -> None:
         gradient[lost] = 0
         return gradient
 
-    def alter(trainer: PackedTrainer) -> None:
+    def alter(trainer: TrainerBackend) -> None:
         trainer._policy.model.get_parameter("model.layers.0.self_attn.k_proj.bias").register_hook(lose)
 
     faulty = replace(REFERENCE, name="faulty")

@@ -1,4 +1,4 @@
-"""The rollout engine, with a clock on the parts of a weight update, and the other way to update it."""
+"""The rollout engine, with a clock on each part of a weight update."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rlflow.roles import StagedWeights
@@ -17,23 +16,23 @@ from rlflow.workers.engine.engine import RolloutEngine
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Update:
+class UpdateTimes:
     """Seconds of one weight update of an engine."""
 
     total_s: float
     """From the call to sampling again."""
     pause_s: float
-    """Nothing was sampled."""
+    """In which nothing was sampled."""
     vllm_s: float
-    """Of the pause: vLLM ends its step and forgets the cache."""
+    """The part of the pause in which vLLM ends its step and forgets the cache."""
     verify_s: float
-    """Of the pause: comparing the weights with what was staged."""
+    """The part of the pause in which the weights are compared with what was staged."""
     buckets_s: list[float]
-    """Before the pause, each between two steps of the slowest worker: a bucket is laid out beside the model."""
+    """Before the pause, the slowest worker lays each bucket out beside the model, between two of its steps."""
 
     @property
     def swap_s(self) -> float:
-        """Of the pause: the rest, in which the weights are put in place and sampling goes on."""
+        """The rest of the pause: the weights are put in place and sampling goes on."""
         return self.pause_s - self.vllm_s - self.verify_s
 
 
@@ -55,12 +54,12 @@ class MeasuredEngine(RolloutEngine):
         await super()._verify(staged)
         self._verify_s = time.perf_counter() - started
 
-    async def update(self, staged: StagedWeights) -> Update:
+    async def update(self, staged: StagedWeights) -> UpdateTimes:
         started = time.perf_counter()
         pause_s = await self.load_weights(staged)
         total_s = time.perf_counter() - started
         buckets_s = max(await self._engine.collective_rpc("bench_prepared"), key=sum)
-        return Update(
+        return UpdateTimes(
             total_s=total_s, pause_s=pause_s, vllm_s=self._vllm_s, verify_s=self._verify_s, buckets_s=buckets_s
         )
 
@@ -68,14 +67,6 @@ class MeasuredEngine(RolloutEngine):
         """Seconds of copying a version from the arena to where the slowest worker takes it from."""
         message = message_of(staged, staged.slots)
         return max(await self._engine.collective_rpc("bench_place", kwargs=message))
-
-    async def reload(self, file: Path) -> float:
-        """Load the weights from a file, and return the seconds in which nothing was sampled."""
-        async with self._loading:
-            paused_at_s = await self._pause()
-            await self._engine.collective_rpc("bench_reload", args=(str(file),))
-            await self._engine.resume_generation()
-            return time.perf_counter() - paused_at_s
 
 
 @asynccontextmanager

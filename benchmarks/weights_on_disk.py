@@ -1,4 +1,4 @@
-"""Of `rlflow bench weights`: versions on disk, written by a trainer and followed by a reader.
+"""Versions of the weights on disk, written by a trainer and followed by a reader; part of `rlflow bench weights`.
 
 optimiser step -> compare -> write -> publish -> fetch -> apply
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def deltas(config: Config, model_path: str, samples: Sequence[TrainSample], folder: Path) -> Figures:
-    """Of each dtype and learning rate: density of each version, bytes over those of all weights, medians of seconds.
+    """For each dtype and learning rate: density of each version, bytes over those of all weights, medians of seconds.
 
     Raises RunError when what was read is not what was written.
     """
@@ -80,7 +80,7 @@ class _Store:
         self._seconds: dict[str, list[float]] = {}
 
     def measure(self, samples: Sequence[TrainSample], steps: int) -> Figures:
-        """Of the versions after the first one, which is written whole."""
+        """Figures of the versions after the first one, which is written whole."""
         dense_bytes, _, _ = self._follow(0)
         anchor = {stage: seconds.pop() for stage, seconds in self._seconds.items()}
         found: list[tuple[int, float, bool]] = []

@@ -19,7 +19,6 @@ import torch
 
 from rlflow.config import Config, Dtype
 from rlflow.errors import RunError
-from rlflow.tools.bench.weights import Figures, take_step
 from rlflow.types import TrainSample
 from rlflow.weights.disk.delta import bits
 from rlflow.weights.disk.manifest import ParameterSpec
@@ -35,7 +34,15 @@ LEARNING_RATES = (1e-6, 1e-5)
 FILLING_STEPS, STEPS = 3, 4
 STAGES = ("compare", "write", "publish", "fetch", "apply")
 
+Figures = dict[str, float | list[float]]
 T = TypeVar("T")
+
+
+def take_step(trainer: TrainerBackend, samples: Sequence[TrainSample]) -> None:
+    """Raises RunError when the gradient was not finite, so that nothing changed."""
+    trainer.accumulate([[samples]])
+    if not trainer.step().applied:
+        raise RunError("an optimiser step of the measurement was not applied: its gradient is not finite")
 
 
 def deltas(config: Config, model_path: str, samples: Sequence[TrainSample], folder: Path) -> Figures:

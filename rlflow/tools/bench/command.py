@@ -1,13 +1,14 @@
 """The verb `bench`: which measurement it names, and what that one takes.
 
-Two of them compare rlflow with other systems; these, and the other systems' side, are scripts in `benchmarks/` of a
-checkout. A wheel does not bring them.
+`e2e`, `async` and `envs` measure rlflow alone. The others compare it with another system or another way, and are
+scripts in `benchmarks/` of a checkout, with the other side; a wheel does not bring them.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", choices=list(_MEASUREMENTS), help=measured)
     parser.epilog = (
         "Further arguments (key=value) are settings of the runs that e2e and async measure; weights takes model.path "
-        "and model.dtype. queue and train need a checkout of rlflow."
+        "and model.dtype. queue, train and weights need a checkout of rlflow."
     )
     parser.add_argument("--json", action="store_true", help="as one JSON object on the last line")
     parser.add_argument(
@@ -47,13 +48,8 @@ def run(name: str, settings: Sequence[str], *, verify: bool) -> Mapping[str, flo
         raise ConfigError(f"bench {name} takes no --verify; leave it out, or measure weights")
     if settings and name in _WITHOUT_SETTINGS:
         raise ConfigError(f"bench {name} takes no settings; got {' '.join(settings)}; leave them out")
-    if name == "weights" and BENCHMARKS.is_dir():
-        return _script("weights_beside").weights(settings, verify=verify)
     if name == "weights":
-        from rlflow.tools.bench.weights import weights
-
-        print("rlflow: only rlflow's own side is measured; the others need a checkout of rlflow", file=sys.stderr)
-        return weights(settings, verify=verify)
+        return _script("weights_update").weights(settings, verify=verify)
     if name == "queue":
         return _script("group_queue").queue()
     if name == "train":
@@ -78,5 +74,7 @@ def _script(name: str) -> ModuleType:
             "rlflow's repository, run `make setup` in it, and measure with its .venv/bin/rlflow"
         )
     if str(BENCHMARKS) not in sys.path:
-        sys.path.insert(0, str(BENCHMARKS))  # its scripts import each other
+        sys.path.insert(0, str(BENCHMARKS))  # its scripts import each other, also in the processes that they start
+        inherited = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = f"{BENCHMARKS}{os.pathsep}{inherited}" if inherited else str(BENCHMARKS)
     return importlib.import_module(name)

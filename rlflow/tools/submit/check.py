@@ -11,7 +11,7 @@ from rlflow.config import Config
 from rlflow.environments.find import held_out_tasks, load_environment
 from rlflow.errors import ConfigError
 from rlflow.rundir.directory import plain
-from rlflow.tools.submit.job import CLAIM
+from rlflow.tools.submit.command_words import CLAIM
 
 _SECTIONS = ("model", "env", "reward", "curriculum", "algorithm")
 """Of the settings, those that may name files."""

@@ -16,7 +16,7 @@ from ray.job_submission import JobSubmissionClient
 
 from rlflow.errors import ConfigError, RunError, first_line
 from rlflow.runtime.variables import variables
-from rlflow.tools.submit.job import MaybeStarted
+from rlflow.tools.submit.command_words import MaybeStarted
 
 CONNECT_S = 10.0
 ANSWER_S = 120.0

@@ -18,12 +18,10 @@ from ray.job_submission import JobDetails, JobStatus
 from rlflow.config import Config
 from rlflow.errors import ConfigError, RunError, first_line
 from rlflow.rundir.stopping import seconds_to_stop
-from rlflow.tools.submit.exit_codes import INTERRUPTED, LOST, STOPPED
+from rlflow.tools.submit.command_words import INTERRUPTED, LOST, STOPPED, Job, how_to_go_on, where
 from rlflow.tools.submit.following import ConnectionLost, Follower
-from rlflow.tools.submit.job import Job
 from rlflow.tools.submit.package import Package, describe, write
 from rlflow.tools.submit.ray_client import JobClient, UnknownJob, open_client, understood
-from rlflow.tools.submit.words import how_to_go_on, where
 
 _NOT_FOUND = 127
 """Of a shell that has no such command."""

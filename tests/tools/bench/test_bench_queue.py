@@ -37,7 +37,7 @@ def test_bench_queue_takes_no_settings(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == error
 
 
-@pytest.mark.parametrize("name", ["queue", "train"])
+@pytest.mark.parametrize("name", ["queue", "train", "weights"])
 def test_without_a_checkout_the_other_side_is_missed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from weights_beside import ReloadRound, compare
+from weights_engine import UpdateTimes
+from weights_update import DenseRound, ReloadRound, configured, summarize
 
 from rlflow.cli import main
 from rlflow.config import Dtype
-from rlflow.tools.bench import command
-from rlflow.tools.bench.weights import DenseRound, configured, summarize
-from rlflow.tools.bench.weights_engine import UpdateTimes
 
 
 def dense(stage_s: float, pause_s: float, buckets_s: list[float]) -> DenseRound:
@@ -25,8 +22,7 @@ def dense(stage_s: float, pause_s: float, buckets_s: list[float]) -> DenseRound:
 def test_shares_and_ratios_are_of_medians() -> None:
     rounds = [dense(0.3, 0.1, [0.2, 0.3]), dense(0.2, 0.5, [0.4, 0.1]), dense(0.3, 0.08, [])]
     reloads = [ReloadRound(save_s=2.0, pause_s=0.6), ReloadRound(save_s=9.0, pause_s=0.7)]
-    figures = summarize(rounds, [0.1, 0.5, 0.1], num_bytes=400_000_000)
-    figures |= compare(figures, reloads)
+    figures = summarize(rounds, reloads, [0.1, 0.5, 0.1], num_bytes=400_000_000)
     assert figures["copy_mb_per_s"] == pytest.approx(4000)
     assert figures["dense/mb_per_s"] == pytest.approx(1000)
     assert figures["dense/share"] == pytest.approx(0.25)
@@ -46,17 +42,6 @@ def test_other_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert main(["bench", "queue", "--verify"]) == 2
     assert capsys.readouterr().err.startswith("rlflow: error: bench queue takes no --verify")
-
-
-def test_without_a_checkout_our_own_side_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "BENCHMARKS", tmp_path / "benchmarks")
-    monkeypatch.setattr("rlflow.tools.bench.weights.weights", lambda overrides, *, verify: {"dense/mb": 1.0})
-    assert main(["bench", "weights"]) == 0
-    captured = capsys.readouterr()
-    assert captured.out.split() == ["dense/mb", "1"]
-    assert "only rlflow's own side is measured; the others need a checkout" in captured.err
 
 
 @pytest.mark.slow

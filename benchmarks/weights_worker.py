@@ -9,9 +9,12 @@ import time
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from vllm.config import set_current_vllm_config
 
 from rlflow.weights.engine.messages import slots_of
 from rlflow.weights.engine.receiver import WorkerExtension
+from rlflow.weights.engine.reload import Reloader
 
 
 class MeasuredWorker(WorkerExtension):
@@ -23,7 +26,7 @@ class MeasuredWorker(WorkerExtension):
         self.__dict__.setdefault("bench_prepare_s", []).append(time.perf_counter() - started)
 
     def bench_prepared(self) -> list[float]:
-        """Seconds that each bucket took to be laid out beside the model, since the last call."""
+        """Seconds of each bucket that was laid out beside the model since the last call."""
         return self.__dict__.pop("bench_prepare_s", [])
 
     def bench_place(self, path: str, num_bytes: int, version: int, slots: list[list[object]]) -> float:
@@ -43,3 +46,14 @@ class MeasuredWorker(WorkerExtension):
         if transfer.device.type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter() - started
+
+    def bench_reload(self, path: str) -> None:
+        """Load all weights from a safetensors file as vLLM loads a checkpoint, into the model that is running."""
+        model: Any = self.weight_transfer_engine.model
+        reloader = Reloader(model, self.weight_transfer_engine.model_config)
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            reloader.begin()
+            tensors = load_file(path)
+            reloader.load(tensors.items())
+            assert not reloader.missing, "the file holds the whole model"
+            reloader.commit()

@@ -1,4 +1,4 @@
-"""The rollout engine, with a clock on each part of a weight update."""
+"""The rollout engine, with a clock on the parts of a weight update, and the other way to update it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rlflow.roles import StagedWeights
@@ -40,7 +41,7 @@ class MeasuredEngine(RolloutEngine):
     _vllm_s = _verify_s = 0.0
 
     def _arguments(self) -> dict[str, Any]:
-        return {**super()._arguments(), "worker_extension_cls": "rlflow.tools.bench.weights_worker.MeasuredWorker"}
+        return {**super()._arguments(), "worker_extension_cls": "weights_worker.MeasuredWorker"}
 
     async def _pause(self) -> float:
         started = time.perf_counter()
@@ -67,6 +68,14 @@ class MeasuredEngine(RolloutEngine):
         """Seconds of copying a version from the arena to where the slowest worker takes it from."""
         message = message_of(staged, staged.slots)
         return max(await self._engine.collective_rpc("bench_place", kwargs=message))
+
+    async def reload(self, file: Path) -> float:
+        """Load the weights from a file, and return the seconds in which nothing was sampled."""
+        async with self._loading:
+            paused_at_s = await self._pause()
+            await self._engine.collective_rpc("bench_reload", args=(str(file),))
+            await self._engine.resume_generation()
+            return time.perf_counter() - paused_at_s
 
 
 @asynccontextmanager

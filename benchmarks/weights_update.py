@@ -1,9 +1,11 @@
-"""`rlflow bench weights`: new weights for an engine that samples, from the trainer's shards through shared memory.
+"""`rlflow bench weights`: from the trainer's shards into an engine that samples, beside saving and reloading a file.
 
-    dense    versions, each after an optimiser step: stage, then load, while requests run
+    dense    versions through shared memory, each after an optimiser step: stage, then load
+    reload   versions saved as safetensors, each loaded during a pause, as from a checkpoint
+    deltas   versions on disk, of which only what changed is written: see `weights_on_disk`
     verify   the engine is given zeros, then a version; every parameter is compared
 
-In a checkout, `benchmarks/weights_beside.py` adds saving and reloading a file, and versions on disk.
+Requests run all the time. Dense and reload do not take turns: each would disturb the memory that the other keeps.
 
 Each weight is copied twice: from the shard to the shared memory, and from there to the engine's tensors. Neither copy
 can be faster than one long copy between two buffers of the same size, by as many threads, while nothing else runs.
@@ -25,16 +27,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weights_on_disk import Figures, deltas, take_step
+
 from rlflow.config import Config, Dtype
 from rlflow.errors import ConfigError, RunError
 from rlflow.models.resolve import resolve_model
 from rlflow.rollout.requests import GenerateRequest
 from rlflow.runtime.environment import keep_memory, share_cpu
-from rlflow.types import Sample, TrainSample
+from rlflow.types import TrainSample
 
 if TYPE_CHECKING:
+    from weights_engine import MeasuredEngine, UpdateTimes
+
     from rlflow.roles import StagedWeights
-    from rlflow.tools.bench.weights_engine import MeasuredEngine, UpdateTimes
     from rlflow.weights.shm.sender import SharedMemorySender
     from rlflow.workers.trainer.base import TrainerBackend
 
@@ -48,8 +53,6 @@ SAMPLES, SAMPLE_TOKENS = 8, 32
 """Replies of the model that each optimiser step trains on, and their length."""
 PROMPT = "Write a short story about a ship that is lost at sea. "
 
-Figures = dict[str, float | list[float]]
-
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DenseRound:
@@ -61,20 +64,28 @@ class DenseRound:
     update: UpdateTimes
 
 
-def weights(overrides: Sequence[str], *, verify: bool, session: type[Session] | None = None) -> Figures:
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ReloadRound:
+    """Seconds of one version through a file."""
+
+    save_s: float
+    pause_s: float
+
+
+def weights(overrides: Sequence[str], *, verify: bool) -> Figures:
     """Medians over the rounds; with `verify` also the number of parameters that arrived as they were staged.
 
     Raises ConfigError for other settings than model.path and model.dtype, RunError when an update fails.
     """
-    session = session or Session
     config = configured(overrides)
     model_path = resolve_model(config.model.path)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)  # trainer and engine compute at the same time
     share_cpu(threads)
     keep_memory()
     with tempfile.TemporaryDirectory(prefix="rlflow-bench-") as folder:
-        figures, samples = asyncio.run(_with_engine(session, config, model_path, threads, Path(folder), verify))
-        return figures | session.afterwards(config, model_path, samples, Path(folder))
+        figures, samples = asyncio.run(_with_engine(config, model_path, threads, Path(folder), verify))
+        print("deltas", file=sys.stderr, flush=True)
+        return figures | deltas(config, model_path, samples, Path(folder))
 
 
 def configured(overrides: Sequence[str]) -> Config:
@@ -91,25 +102,24 @@ def configured(overrides: Sequence[str]) -> Config:
 
 
 async def _with_engine(
-    session: type[Session], config: Config, model_path: str, threads: int, folder: Path, verify: bool
+    config: Config, model_path: str, threads: int, folder: Path, verify: bool
 ) -> tuple[Figures, list[TrainSample]]:
     """The figures, and samples to train on."""
-    from transformers import AutoTokenizer
+    from weights_engine import MeasuredEngine
 
     from rlflow.weights.shm.sender import SharedMemorySender
     from rlflow.workers.trainer.fsdp import FsdpTrainer
 
-    engine = session.make_engine(config, model_path, threads)
+    engine = MeasuredEngine(config, model_path, index=0, threads=threads)
     # Before this process computes: vLLM may fork its own from it.
     await engine.start()
     try:
         trainer = FsdpTrainer(config, model_path, 0, 1, f"file://{folder}/dense")
         sender = SharedMemorySender(trainer, 0, 1)
         try:
-            prompt_ids = list(AutoTokenizer.from_pretrained(model_path)(PROMPT).input_ids)
-            one = session(trainer, sender, engine, folder, prompt_ids)
-            figures = await one.measure()
-            return (figures | await one.verify(ROUNDS) if verify else figures), one.samples
+            side = _Sides(trainer, sender, engine, folder, _prompt(model_path))
+            figures, samples = await side.measure()
+            return (figures | await side.verify(ROUNDS) if verify else figures), samples
         finally:
             trainer.close()
             sender.close()
@@ -117,8 +127,14 @@ async def _with_engine(
         await engine.shutdown()
 
 
-class Session:
-    """A trainer and an engine, with the weights between them."""
+def _prompt(model_path: str) -> list[int]:
+    from transformers import AutoTokenizer
+
+    return list(AutoTokenizer.from_pretrained(model_path)(PROMPT).input_ids)
+
+
+class _Sides:
+    """A trainer and an engine with what is between them."""
 
     def __init__(
         self,
@@ -128,99 +144,68 @@ class Session:
         folder: Path,
         prompt_ids: list[int],
     ) -> None:
-        self.trainer, self.engine, self.folder = trainer, engine, folder
-        self.samples: list[TrainSample] = []
-        """The model's own replies, which each step trains on."""
-        self._sender = sender
+        self._trainer, self._sender, self._engine = trainer, sender, engine
+        self._file = folder / "model.safetensors"
         self._prompt_ids = prompt_ids
 
-    @staticmethod
-    def make_engine(config: Config, model_path: str, threads: int) -> MeasuredEngine:
-        from rlflow.tools.bench.weights_engine import MeasuredEngine
+    async def measure(self) -> tuple[Figures, list[TrainSample]]:
+        """The figures of all rounds, and the model's replies, on which it was trained."""
+        from weights_engine import sampling
 
-        return MeasuredEngine(config, model_path, index=0, threads=threads)
-
-    async def beside(self, dense: Figures) -> Figures:
-        """Another way to the same weights, measured while the same requests run; here there is none."""
-        return {}
-
-    @staticmethod
-    def afterwards(config: Config, model_path: str, samples: Sequence[TrainSample], folder: Path) -> Figures:
-        """What is measured without an engine, when it has ended; here nothing is."""
-        return {}
-
-    async def measure(self) -> Figures:
-        from rlflow.tools.bench.weights_engine import sampling
-
-        staged = self._stage(0)
-        await self.engine.update(staged)
-        self.samples = await self._sample()
+        staged = _stage(self._sender, 0)
+        await self._engine.update(staged)
+        samples = await self._samples()
         copies_s = _copies(staged.num_bytes)
         dense: list[DenseRound] = []
-        async with sampling(self.engine, [self._request(seed, REPLY_TOKENS) for seed in range(REQUESTS)]):
+        reloads: list[ReloadRound] = []
+        async with sampling(self._engine, [self._request(seed, REPLY_TOKENS) for seed in range(REQUESTS)]):
             for version in range(1, ROUNDS + 1):
-                await asyncio.to_thread(take_step, self.trainer, self.samples)
-                dense.append(await self._dense_round(version))
-            figures = summarize(dense[1:], copies_s[1:], staged.num_bytes)
-            return figures | await self.beside(figures)
+                await asyncio.to_thread(take_step, self._trainer, samples)
+                dense.append(await self._dense(version))
+            for _ in range(ROUNDS):
+                await asyncio.to_thread(take_step, self._trainer, samples)
+                reloads.append(await self._reload())
+        return summarize(dense[1:], reloads[1:], copies_s[1:], staged.num_bytes), samples
 
-    async def check_running(self) -> None:
-        if (running := (await self.engine.stats()).running) < REQUESTS:
-            raise RunError(f"{REQUESTS} requests must run during an update; {running} do: the engine does not keep up")
-
-    async def verify(self, version: int) -> Figures:
-        """Give the engine zeros, then a version, and compare every parameter, bit for bit.
-
-        Raises RunError when the engine has not taken the zeros: then nothing would be proven.
-        """
-        import torch
-
-        from rlflow.weights.shm.arena import Arena
-
-        specs = self.trainer.parameter_specs()
-        arena = Arena(specs)
-        try:
-            zeros = arena.stage(version + 1, ((name, torch.zeros(shape)) for name, _, shape in specs))
-            await self.engine.update(zeros)
-            if different := (await self.engine.compare_weights(zeros))["different"]:
-                raise RunError(f"{len(different)} parameters of the engine are not zero after zeros were loaded")
-        finally:
-            arena.close()
-        staged = self._stage(version + 2)
-        zeroed = await self.engine.compare_weights(staged)
-        await self.engine.update(staged)
-        report = await self.engine.compare_weights(staged)
-        return {
-            "verify/parameters": len(staged.slots),
-            "verify/different_before": len(zeroed["different"]),
-            "verify/equal": report["num_equal"],
-            "verify/different": len(report["different"]),
-            "verify/unverified": len(report["unverified"]),
-        }
-
-    async def _dense_round(self, version: int) -> DenseRound:
+    async def _dense(self, version: int) -> DenseRound:
         print(f"shared memory, round {version} of {ROUNDS}", file=sys.stderr, flush=True)
         started = time.perf_counter()
-        staged = await asyncio.to_thread(self._stage, version)
+        staged = await asyncio.to_thread(_stage, self._sender, version)
         stage_s = time.perf_counter() - started
-        await self.check_running()
-        update = await self.engine.update(staged)
-        return DenseRound(stage_s=stage_s, place_s=await self.engine.place(staged), update=update)
+        await self._check_running()
+        update = await self._engine.update(staged)
+        return DenseRound(stage_s=stage_s, place_s=await self._engine.place(staged), update=update)
 
-    def _stage(self, version: int) -> StagedWeights:
-        staged = self._sender.stage(version)
-        assert staged is not None, "a single rank writes the arena"
-        return staged
+    async def _reload(self) -> ReloadRound:
+        print("save and reload", file=sys.stderr, flush=True)
+        started = time.perf_counter()
+        await asyncio.to_thread(self._save)
+        save_s = time.perf_counter() - started
+        await self._check_running()
+        return ReloadRound(save_s=save_s, pause_s=await self._engine.reload(self._file))
+
+    async def _check_running(self) -> None:
+        if (running := (await self._engine.stats()).running) < REQUESTS:
+            raise RunError(f"{REQUESTS} requests must run during an update; {running} do: the engine does not keep up")
+
+    def _save(self) -> None:
+        from safetensors.torch import save_file
+
+        dtypes = {name: dtype for name, dtype, _ in self._trainer.parameter_specs()}
+        whole = {name: each.to(dtypes[name]).contiguous() for name, each in self._trainer.full_parameters()}
+        save_file(whole, self._file)
 
     def _request(self, seed: int, tokens: int) -> GenerateRequest:
         return GenerateRequest(prompt_ids=self._prompt_ids, seed=seed, max_new_tokens=tokens, prefix_key=None)
 
-    async def _sample(self) -> list[TrainSample]:
+    async def _samples(self) -> list[TrainSample]:
         """Replies of the model; every second one counts as better than the mean."""
         import numpy as np
 
+        from rlflow.types import Sample
+
         requests = [self._request(seed, SAMPLE_TOKENS) for seed in range(SAMPLES)]
-        replies = await asyncio.gather(*map(self.engine.generate, requests))
+        replies = await asyncio.gather(*map(self._engine.generate, requests))
         return [
             TrainSample(
                 advantage=float(1 - 2 * (index % 2)),
@@ -234,6 +219,36 @@ class Session:
             )
             for index, reply in enumerate(replies)
         ]
+
+    async def verify(self, version: int) -> Figures:
+        """Give the engine zeros, then a version, and compare every parameter, bit for bit.
+
+        Raises RunError when the engine has not taken the zeros: then nothing would be proven.
+        """
+        import torch
+
+        from rlflow.weights.shm.arena import Arena
+
+        specs = self._trainer.parameter_specs()
+        arena = Arena(specs)
+        try:
+            zeros = arena.stage(version + 1, ((name, torch.zeros(shape)) for name, _, shape in specs))
+            await self._engine.update(zeros)
+            if different := (await self._engine.compare_weights(zeros))["different"]:
+                raise RunError(f"{len(different)} parameters of the engine are not zero after zeros were loaded")
+        finally:
+            arena.close()
+        staged = _stage(self._sender, version + 2)
+        zeroed = await self._engine.compare_weights(staged)
+        await self._engine.update(staged)
+        report = await self._engine.compare_weights(staged)
+        return {
+            "verify/parameters": len(staged.slots),
+            "verify/different_before": len(zeroed["different"]),
+            "verify/equal": report["num_equal"],
+            "verify/different": len(report["different"]),
+            "verify/unverified": len(report["unverified"]),
+        }
 
 
 def _copies(num_bytes: int) -> list[float]:
@@ -250,20 +265,22 @@ def _copies(num_bytes: int) -> list[float]:
     return seconds
 
 
-def take_step(trainer: TrainerBackend, samples: Sequence[TrainSample]) -> None:
-    """Raises RunError when the gradient was not finite, so that nothing changed."""
-    trainer.accumulate([[samples]])
-    if not trainer.step().applied:
-        raise RunError("an optimiser step of the measurement was not applied: its gradient is not finite")
+def _stage(sender: SharedMemorySender, version: int) -> StagedWeights:
+    staged = sender.stage(version)
+    assert staged is not None, "a single rank writes the arena"
+    return staged
 
 
-def summarize(dense: Sequence[DenseRound], copies_s: Sequence[float], num_bytes: int) -> Figures:
-    """Medians over the rounds; the shares are of medians."""
+def summarize(
+    dense: Sequence[DenseRound], reloads: Sequence[ReloadRound], copies_s: Sequence[float], num_bytes: int
+) -> Figures:
+    """Medians over the rounds; the ratios are of medians, and of reload to dense."""
     median = statistics.median
     megabytes, copy_s = num_bytes / 1e6, median(copies_s)
     stage_s, place_s = median([each.stage_s for each in dense]), median([each.place_s for each in dense])
     updates = [each.update for each in dense]
     load_s, pauses = median([each.total_s for each in updates]), [each.pause_s for each in updates]
+    save_s, reload_pause_s = median([each.save_s for each in reloads]), median([each.pause_s for each in reloads])
     return {
         "rounds": len(dense),
         "copy_mb_per_s": megabytes / copy_s,
@@ -283,4 +300,9 @@ def summarize(dense: Sequence[DenseRound], copies_s: Sequence[float], num_bytes:
         "pause/vllm_s": median([each.vllm_s for each in updates]),
         "pause/swap_s": median([each.swap_s for each in updates]),
         "pause/verify_s": median([each.verify_s for each in updates]),
+        "reload/save_s": save_s,
+        "reload/pause_s": reload_pause_s,
+        "reload/total_s": save_s + reload_pause_s,
+        "reload/pause_ratio": reload_pause_s / median(pauses),
+        "reload/total_ratio": (save_s + reload_pause_s) / (stage_s + load_s),
     }

@@ -1,6 +1,6 @@
 """What a process of `libraries` is asked, and how it answers: one question comes, an answer for each topic goes.
 
-Both are frames of JSON (`rlflow.processes.child`): a Question -> [topic, null | {"found": ...} | {"problem": ...}] ...
+Both are frames of JSON (`rlflow.processes.frames`): a Question -> [topic, null | {"found": ...} | {"problem": ...}] ...
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 
 from rlflow.config import Config
 from rlflow.errors import ConfigError, describe_failure
-from rlflow.processes.child import frame_of
+from rlflow.processes.frames import frame_of
 from rlflow.tools.doctor.facts import Problem
 
 Probe = Callable[[], Any]

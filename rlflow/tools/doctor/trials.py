@@ -80,7 +80,7 @@ async def ask(module: str, name: str, question: Question) -> dict[str, Any]:
         problem = f"{name} did not answer within {TRIAL_TIMEOUT_S:g} s"
     finally:
         child.kill()
-        await child.ended()
+        await child.wait_until_ended()
     return answers | _unanswered([topic for topic in question["topics"] if topic not in answers], problem)
 
 

@@ -16,10 +16,11 @@ from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlflow.batching import in_order_of_training, plan_micro_batches
-from rlflow.config import TrainerConfig, num_shares
+from rlflow.config import TrainerConfig
 from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerError, WorkerLost, first_line
 from rlflow.roles import StagedWeights, StepOutcome
 from rlflow.runtime.concurrency import all_ended
+from rlflow.runtime.derived import num_shares
 from rlflow.types import PayloadRef, ReadyGroup, Span
 
 DISK = "disk"
@@ -112,13 +113,13 @@ class RayTrainer:
         config: TrainerConfig,
         *,
         name: str = "trainer",
-        refers_to_itself: bool = False,
+        policy_is_reference: bool = False,
     ) -> None:
-        """`refers_to_itself`: whether a policy with adapters is the reference too."""
+        """`policy_is_reference`: whether a policy with adapters is the reference too."""
         self._actors = actors
         self._config = config
         self._name = name
-        self._refers_to_itself = refers_to_itself
+        self._refers_to_itself = policy_is_reference
 
     async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
         await self.refer(groups)

@@ -23,7 +23,7 @@ from rlflow.cluster.gpus import check_gpus
 from rlflow.cluster.misfit import check_counts
 from rlflow.cluster.placement import Placed, describe, fit
 from rlflow.cluster.slots import Machine, Slot
-from rlflow.config import POOL_LABEL, Config, Process
+from rlflow.config import POOL_LABEL, Config, ProcessKind
 from rlflow.errors import ConfigError, WorkerError
 from rlflow.runtime.deadlines import within
 
@@ -124,19 +124,19 @@ class Devices:
         found = [nodes_of[group.id][index] for group, index in places]
         return [names.get(node, node) for node in found]
 
-    def machines(self) -> dict[Process, dict[str, str]]:
+    def machines(self) -> dict[ProcessKind, dict[str, str]]:
         """When it is reserved, the machines that each kind of process is on, by name: Ray's id. None where there is one
         machine only."""
         if self._placed is None or not self._is_joined:
             return {}
         nodes = nodes_there()
-        found: dict[Process, dict[str, str]] = defaultdict(dict)
+        found: dict[ProcessKind, dict[str, str]] = defaultdict(dict)
         for slot, name in zip(self._placed.slots, self._names(nodes), strict=True):
             for kind, _ in slot.processes:
                 found[kind][name] = nodes[name]["NodeID"]
         return dict(found)
 
-    def of(self, kind: Process, index: int) -> dict[str, Any]:
+    def of(self, kind: ProcessKind, index: int) -> dict[str, Any]:
         """The options of process `index` of a kind."""
         if self._placed is None:
             return {"num_cpus": 0, "num_gpus": 0}

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlflow.algorithms.chosen import needs_critic
-from rlflow.config import Config, Placement, Process, Roles, Transport, needs_reference, transport_of
+from rlflow.config import Config, ModelPlacement, Placement, ProcessKind, Transport
 from rlflow.errors import ConfigError
+from rlflow.runtime.derived import needs_reference, transport_of
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GpuPlan:
-    counts: dict[Process, int]
+    counts: dict[ProcessKind, int]
     """Processes of each kind; a kind that the run does without is left out."""
-    sharing: tuple[Process, ...]
+    sharing: tuple[ProcessKind, ...]
     """The kinds on the trainer's GPUs, process i on that of rank i; the trainer is one of them."""
     per_engine: int
     """GPUs of one engine."""
@@ -24,12 +25,12 @@ class GpuPlan:
         return 1 / len(self.sharing)
 
     @property
-    def own(self) -> dict[Process, int]:
+    def own(self) -> dict[ProcessKind, int]:
         """GPUs of each kind that shares none, and the trainer's."""
         return {
-            kind: count * (self.per_engine if kind is Process.engine else 1)
+            kind: count * (self.per_engine if kind is ProcessKind.engine else 1)
             for kind, count in self.counts.items()
-            if kind is Process.trainer or kind not in self.sharing
+            if kind is ProcessKind.trainer or kind not in self.sharing
         }
 
     @property
@@ -39,18 +40,18 @@ class GpuPlan:
 
 def gpu_plan(config: Config) -> GpuPlan:
     counts = {
-        Process.engine: config.rollout.engines,
-        Process.trainer: config.trainer.ranks,
-        Process.critic: config.trainer.ranks if needs_critic(config.algorithm) else 0,
-        Process.reference: int(needs_reference(config)),
-        Process.reward_model: config.reward.model_replicas if config.reward.model is not None else 0,
+        ProcessKind.engine: config.rollout.engines,
+        ProcessKind.trainer: config.trainer.ranks,
+        ProcessKind.critic: config.trainer.ranks if needs_critic(config.algorithm) else 0,
+        ProcessKind.reference: int(needs_reference(config)),
+        ProcessKind.reward_model: config.reward.model_replicas if config.reward.model is not None else 0,
     }
     counts = {kind: count for kind, count in counts.items() if count}
-    sharing = {Process.trainer}
+    sharing = {ProcessKind.trainer}
     if config.cluster.placement is Placement.colocated:
-        sharing.add(Process.engine)
-    if config.cluster.roles is Roles.shared:
-        sharing |= counts.keys() - {Process.engine}
+        sharing.add(ProcessKind.engine)
+    if config.cluster.roles is ModelPlacement.shared:
+        sharing |= counts.keys() - {ProcessKind.engine}
     return GpuPlan(
         counts=counts,
         sharing=tuple(kind for kind in counts if kind in sharing),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rlflow.cluster.gpus import gpu_plan
 from rlflow.cluster.slots import Block, Machine, Slot, cpus_of, other_way, way_of
-from rlflow.config import POOL_LABEL, Config, PoolConfig, Process, Roles
+from rlflow.config import POOL_LABEL, Config, ModelPlacement, PoolConfig, ProcessKind
 from rlflow.errors import ConfigError
 
 
@@ -90,15 +90,15 @@ def _sizes(machines: Sequence[Machine], of: Callable[[Machine], float]) -> str:
 
 
 def _terms(config: Config, slots: Sequence[Slot], of: Callable[[Slot], float]) -> str:
-    sums: dict[Process, float] = defaultdict(float)
+    sums: dict[ProcessKind, float] = defaultdict(float)
     for slot in slots:
         sums[slot.kind] += of(slot)
     return ", ".join(f"{_SETTINGS[kind]} = {total:g}" for kind, total in sums.items() if total)
 
 
 def _cure_gpus(config: Config) -> str:
-    has_roles = gpu_plan(config).counts.keys() - {Process.engine, Process.trainer}
-    is_shared = config.cluster.roles is Roles.shared
+    has_roles = gpu_plan(config).counts.keys() - {ProcessKind.engine, ProcessKind.trainer}
+    is_shared = config.cluster.roles is ModelPlacement.shared
     return "lower one of them" + (", or set cluster.roles=shared" if has_roles and not is_shared else "")
 
 
@@ -110,7 +110,7 @@ def too_scattered(config: Config, blocks: Sequence[Block], machines: Sequence[Ma
     here = [machine for machine in machines if largest.pool in (None, machine.pool)]
     sizes = _sizes(here, _gpus if on_gpus else _cpus)
     amount = largest.gpus if on_gpus else largest.cpus
-    if is_one_machine and Process.trainer in largest.kinds:
+    if is_one_machine and ProcessKind.trainer in largest.kinds:
         return (
             f"{way_of(config)} needs the trainer and all engines on one machine, with {amount:g} {unit}; of the "
             f"cluster's machines, {sizes}; set {other_way(config)}"
@@ -122,8 +122,8 @@ def too_scattered(config: Config, blocks: Sequence[Block], machines: Sequence[Ma
     )
 
 
-def _largest(blocks: Sequence[Block], *, on_gpus: bool) -> dict[Process, float]:
-    found: dict[Process, float] = {}
+def _largest(blocks: Sequence[Block], *, on_gpus: bool) -> dict[ProcessKind, float]:
+    found: dict[ProcessKind, float] = {}
     for block in blocks:
         for kind in block.kinds:
             found[kind] = max(found.get(kind, 0), block.gpus if on_gpus else block.cpus)
@@ -131,20 +131,20 @@ def _largest(blocks: Sequence[Block], *, on_gpus: bool) -> dict[Process, float]:
 
 
 _SETTINGS = {
-    Process.engine: "rollout.engines x rollout.tensor_parallel",
-    Process.trainer: "trainer.ranks",
-    Process.critic: "critic",
-    Process.reference: "reference",
-    Process.reward_model: "reward.model_replicas",
-    Process.runner: "runners",
-    Process.reward: "rewards",
+    ProcessKind.engine: "rollout.engines x rollout.tensor_parallel",
+    ProcessKind.trainer: "trainer.ranks",
+    ProcessKind.critic: "critic",
+    ProcessKind.reference: "reference",
+    ProcessKind.reward_model: "reward.model_replicas",
+    ProcessKind.runner: "runners",
+    ProcessKind.reward: "rewards",
 }
 _NAMES = {
-    Process.engine: "an engine",
-    Process.trainer: "the trainer's neighbouring ranks",
-    Process.critic: "the critic's neighbouring ranks",
-    Process.reference: "the reference",
-    Process.reward_model: "a reward model",
-    Process.runner: "a runner",
-    Process.reward: "the rewards",
+    ProcessKind.engine: "an engine",
+    ProcessKind.trainer: "the trainer's neighbouring ranks",
+    ProcessKind.critic: "the critic's neighbouring ranks",
+    ProcessKind.reference: "the reference",
+    ProcessKind.reward_model: "a reward model",
+    ProcessKind.runner: "a runner",
+    ProcessKind.reward: "the rewards",
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from rlflow.cluster.misfit import check_sizes, check_sums, too_scattered
 from rlflow.cluster.slots import Block, Machine, Slot, blocks_of, cpus_of, machines_of, needs_one_machine, slots_of
-from rlflow.config import Config, Placement, Process, Transport
+from rlflow.config import Config, Placement, ProcessKind, Transport
 from rlflow.errors import ConfigError
 
 
@@ -47,11 +47,11 @@ def _fit(config: Config, machines: Sequence[Machine]) -> Placed:
     slots = slots_of(config, on_gpus=on_gpus)
     check_sums(config, slots, machines)
     is_one_machine = needs_one_machine(config, on_gpus=on_gpus)
-    pinned = {Process.trainer, Process.critic} | ({Process.engine} if is_one_machine else set())
+    pinned = {ProcessKind.trainer, ProcessKind.critic} | ({ProcessKind.engine} if is_one_machine else set())
     blocks = blocks_of(config, slots, is_one_machine=is_one_machine)
     by_size = sorted(blocks, key=lambda block: (block.gpus, block.cpus), reverse=True)
     # Trainers first keeps their ranks together; where that leaves large engines no room, the largest go first.
-    trainers_first = sorted(by_size, key=lambda block: Process.trainer not in block.kinds)
+    trainers_first = sorted(by_size, key=lambda block: ProcessKind.trainer not in block.kinds)
     found = _place(trainers_first, machines) or _place(by_size, machines)
     if found is None:
         raise ConfigError(too_scattered(config, by_size, machines, is_one_machine=is_one_machine))
@@ -81,7 +81,7 @@ def describe(placed: Placed, machines: Sequence[Machine]) -> list[str]:
             continue
         taken = sum(slot.gpus for slot in here)
         share = f"{taken} of {machine.gpus} GPUs" if machine.gpus else f"{cpus_of(here):g} of {machine.cpus:g} CPUs"
-        numbers: dict[Process, list[int]] = defaultdict(list)
+        numbers: dict[ProcessKind, list[int]] = defaultdict(list)
         for slot in here:
             for kind, index in slot.processes:
                 numbers[kind].append(index)
@@ -89,7 +89,7 @@ def describe(placed: Placed, machines: Sequence[Machine]) -> list[str]:
     return lines
 
 
-def _numbered(kind: Process, indices: list[int]) -> str:
+def _numbered(kind: ProcessKind, indices: list[int]) -> str:
     name = kind.value.replace("_", " ")
     runs = [(first, last) for first, last in _runs(sorted(indices))]
     return f"{name} " + " and ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
@@ -109,7 +109,7 @@ def _place(blocks: Sequence[Block], machines: Sequence[Machine]) -> dict[int, st
     cpus = {machine.name: machine.cpus for machine in machines}
     gpus = {machine.name: machine.gpus for machine in machines}
     found: dict[int, str] = {}
-    last: dict[frozenset[Process], str] = {}
+    last: dict[frozenset[ProcessKind], str] = {}
     for block in blocks:
         room = {
             machine.name: (gpus[machine.name], cpus[machine.name])
@@ -120,7 +120,7 @@ def _place(blocks: Sequence[Block], machines: Sequence[Machine]) -> dict[int, st
         }
         if not room:
             return None
-        have_neighbours = bool(block.kinds & {Process.trainer, Process.critic})
+        have_neighbours = bool(block.kinds & {ProcessKind.trainer, ProcessKind.critic})
         # Ranks fill a machine that begins empty; what is alone goes where it leaves least.
         chosen = max(room, key=room.__getitem__) if have_neighbours else min(room, key=room.__getitem__)
         if have_neighbours and last.get(block.kinds) in room:

@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from rlflow.cluster.devices import Devices
-from rlflow.config import Config, Process
+from rlflow.config import Config, ProcessKind
 from rlflow.envs.base import RewardFunction
 from rlflow.errors import RewardLost, first_line
 from rlflow.rewards.call import ChosenReward
@@ -37,11 +37,11 @@ def start_rewards(
         chosen = choose_rewards(config.reward, own)
         if is_environment_alone(chosen):
             return {}
-        worker = ray.remote(RewardWorker).options(name="reward", **options, **devices.of(Process.reward, 0))
+        worker = ray.remote(RewardWorker).options(name="reward", **options, **devices.of(ProcessKind.reward, 0))
         return {"reward": worker.remote(config.reward, chosen)}
     return {
         f"reward model {index}": ray.remote(RewardModelWorker)
-        .options(name=f"reward model {index}", **options, **devices.of(Process.reward_model, index))
+        .options(name=f"reward model {index}", **options, **devices.of(ProcessKind.reward_model, index))
         .remote(config, model_path, threads)
         for index in range(config.reward.model_replicas)
     }

@@ -11,7 +11,7 @@ import ray
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.rewards import scorer_of
 from rlflow.cluster.slots import num_runners
-from rlflow.config import Config, Process
+from rlflow.config import Config, ProcessKind
 from rlflow.environments.pool import EnvironmentPool
 from rlflow.envs.base import Environment, EnvironmentSpec, Program
 from rlflow.rollout.client import EngineHandle
@@ -33,7 +33,7 @@ def start_runners(
     actor: Any = ray.remote(RunnerActor)
     options = {"max_concurrency": max_calls, "max_restarts": -1}
     return [
-        actor.options(**options, **devices.of(Process.runner, index)).remote(
+        actor.options(**options, **devices.of(ProcessKind.runner, index)).remote(
             config, model_path, spec.build, leases, rewards, engines
         )
         for index, leases in enumerate(shares_of(spec.leases, num_runners(config)))

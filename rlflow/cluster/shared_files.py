@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlflow.cluster.calls import answer, call_on
-from rlflow.config import Config, Process, Transport
+from rlflow.config import Config, ProcessKind, Transport
 from rlflow.errors import ConfigError
 from rlflow.runtime.deadlines import within
 
@@ -18,7 +18,7 @@ LOOK_S = 120.0
 
 
 async def check_shared_files(
-    config: Config, machines: Mapping[Process, Mapping[str, str]], model_path: str, reward_model_path: str | None
+    config: Config, machines: Mapping[ProcessKind, Mapping[str, str]], model_path: str, reward_model_path: str | None
 ) -> None:
     """Raise ConfigError for the first machine that does not see run.dir, or a model, though it needs it.
 
@@ -26,10 +26,10 @@ async def check_shared_files(
     """
     assert config.run.dir is not None, "a run has a directory before it has machines"
     run_dir = Path(config.run.dir)
-    write = {Process.trainer, Process.critic, Process.runner}
+    write = {ProcessKind.trainer, ProcessKind.critic, ProcessKind.runner}
     if config.weights.transport is Transport.disk:
-        write.add(Process.engine)
-    read = machines.keys() - {Process.reward, Process.reward_model}
+        write.add(ProcessKind.engine)
+    read = machines.keys() - {ProcessKind.reward, ProcessKind.reward_model}
     token = run_dir / f".seen-{uuid.uuid4().hex}"
     await asyncio.to_thread(token.write_text, "")
     try:
@@ -38,11 +38,11 @@ async def check_shared_files(
         await asyncio.to_thread(token.unlink)
     await _check(Path(model_path), _joint(machines, read), f"{model_path}, the folder of model.path")
     if reward_model_path is not None:
-        where = _joint(machines, {Process.reward_model})
+        where = _joint(machines, {ProcessKind.reward_model})
         await _check(Path(reward_model_path), where, f"{reward_model_path}, the folder of reward.model")
 
 
-def _joint(machines: Mapping[Process, Mapping[str, str]], kinds: set[Process]) -> dict[str, str]:
+def _joint(machines: Mapping[ProcessKind, Mapping[str, str]], kinds: set[ProcessKind]) -> dict[str, str]:
     return {name: node for kind in sorted(kinds) for name, node in machines.get(kind, {}).items()}
 
 

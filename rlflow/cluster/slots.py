@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlflow.cluster.gpus import GpuPlan, gpu_plan
-from rlflow.config import Config, Placement, PoolConfig, Process, Transport, sends_adapters, transport_of
+from rlflow.config import Config, Placement, PoolConfig, ProcessKind, Transport
 from rlflow.errors import ConfigError
+from rlflow.runtime.derived import sends_adapters, transport_of
 from rlflow.settings.cluster_checks import pool_of
 
 ENGINES_PER_RUNNER = 8
@@ -32,14 +33,14 @@ class Machine:
 class Slot:
     """What is reserved on one machine for processes that share it."""
 
-    processes: tuple[tuple[Process, int], ...]
+    processes: tuple[tuple[ProcessKind, int], ...]
     """Kind and number of each. The first one names the slot."""
     cpus: float
     gpus: int
     pool: str | None
 
     @property
-    def kind(self) -> Process:
+    def kind(self) -> ProcessKind:
         return self.processes[0][0]
 
 
@@ -48,7 +49,7 @@ class Block:
     """Slots, by their numbers, that must be on one machine."""
 
     members: tuple[int, ...]
-    kinds: frozenset[Process]
+    kinds: frozenset[ProcessKind]
     cpus: float
     gpus: int
     pool: str | None
@@ -58,17 +59,19 @@ def slots_of(config: Config, *, on_gpus: bool) -> list[Slot]:
     """One for each process, but for those that share the GPU of a rank of the trainer."""
     plan = gpu_plan(config)
     # Without GPUs there is nothing to share but the machine.
-    sharing = plan.sharing if on_gpus else (Process.trainer,)
+    sharing = plan.sharing if on_gpus else (ProcessKind.trainer,)
     slots = []
     for kind, count in plan.counts.items():
-        if kind in sharing and kind is not Process.trainer:
+        if kind in sharing and kind is not ProcessKind.trainer:
             continue
         for index in range(count):
-            sharers = [other for other in sharing if index < plan.counts[other]] if kind is Process.trainer else [kind]
+            sharers = (
+                [other for other in sharing if index < plan.counts[other]] if kind is ProcessKind.trainer else [kind]
+            )
             slots.append(_slot(config, plan, [(other, index) for other in sharers], on_gpus=on_gpus))
-    waiting = [(Process.runner, index) for index in range(num_runners(config))]
+    waiting = [(ProcessKind.runner, index) for index in range(num_runners(config))]
     if config.reward.model is None:
-        waiting.append((Process.reward, 0))
+        waiting.append((ProcessKind.reward, 0))
     slots += [
         Slot(processes=(each,), cpus=SLIVER, gpus=0, pool=pool_of(config.cluster.pools, each[0])) for each in waiting
     ]
@@ -80,9 +83,9 @@ def num_runners(config: Config) -> int:
     return -(-config.rollout.engines // ENGINES_PER_RUNNER)
 
 
-def _slot(config: Config, plan: GpuPlan, processes: list[tuple[Process, int]], *, on_gpus: bool) -> Slot:
+def _slot(config: Config, plan: GpuPlan, processes: list[tuple[ProcessKind, int]], *, on_gpus: bool) -> Slot:
     # The trainer names the place that others share with it.
-    processes.sort(key=lambda each: each[0] is not Process.trainer)
+    processes.sort(key=lambda each: each[0] is not ProcessKind.trainer)
     lead = processes[0][0]
     pools = {kind: pool_of(config.cluster.pools, kind) for kind, _ in processes}
     if len(set(pools.values())) > 1:
@@ -91,7 +94,7 @@ def _slot(config: Config, plan: GpuPlan, processes: list[tuple[Process, int]], *
             f"cluster.roles={config.cluster.roles.value} put them on the same GPUs; have them in one pool, or "
             "set both to separate"
         )
-    width = plan.per_engine if lead is Process.engine else 1
+    width = plan.per_engine if lead is ProcessKind.engine else 1
     threads = 1 if on_gpus else config.cluster.cpu_threads or 1
     return Slot(
         processes=tuple(processes),
@@ -101,7 +104,7 @@ def _slot(config: Config, plan: GpuPlan, processes: list[tuple[Process, int]], *
     )
 
 
-def _where(pools: Mapping[Process, str | None]) -> str:
+def _where(pools: Mapping[ProcessKind, str | None]) -> str:
     """Example: "engine (in rollout) and trainer (in training)"."""
     return " and ".join(f"{kind.value} (in {pool})" for kind, pool in sorted(pools.items()))
 
@@ -143,9 +146,9 @@ def other_way(config: Config) -> str:
 def blocks_of(config: Config, slots: Sequence[Slot], *, is_one_machine: bool) -> list[Block]:
     def key(number: int) -> tuple[str, int]:
         kind, index = slots[number].processes[0]
-        if is_one_machine and kind in (Process.engine, Process.trainer):
+        if is_one_machine and kind in (ProcessKind.engine, ProcessKind.trainer):
             return "", 0
-        if kind in (Process.trainer, Process.critic):
+        if kind in (ProcessKind.trainer, ProcessKind.critic):
             return kind.value, index // config.trainer.tensor_parallel
         return kind.value, index
 

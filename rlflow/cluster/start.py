@@ -23,12 +23,13 @@ from rlflow.cluster.rewards import start_rewards
 from rlflow.cluster.runner_calls import RayRunners
 from rlflow.cluster.runners import start_runners
 from rlflow.cluster.shared_files import check_shared_files
-from rlflow.config import Config, Placement, Process, needs_reference, object_store_bytes, refers_to_itself
+from rlflow.config import Config, Placement, ProcessKind
 from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import ConfigError
 from rlflow.roles import Trainer, Workers
 from rlflow.rollout.fleet import EngineFleet
 from rlflow.runtime.deadlines import within
+from rlflow.runtime.derived import needs_reference, object_store_bytes, policy_is_reference
 from rlflow.runtime.environment import ONE_ARENA
 from rlflow.workers.reference import ReferenceWorker
 from rlflow.workers.trainer.actor import TrainerWorker
@@ -114,7 +115,7 @@ async def start_fleet(
     engine_names = [f"engine {index}" for index in range(config.rollout.engines)]
     engines = [
         ray.remote(EngineActor)
-        .options(name=name, max_concurrency=MANY_CALLS, max_restarts=-1, **devices.of(Process.engine, index))
+        .options(name=name, max_concurrency=MANY_CALLS, max_restarts=-1, **devices.of(ProcessKind.engine, index))
         .remote(config, model_path, index, threads)
         for index, name in enumerate(engine_names)
     ]
@@ -125,11 +126,13 @@ async def start_fleet(
         TrainerWorker
     )
     trainers = [
-        trainer_actor.options(**devices.of(Process.trainer, rank)).remote(config, model_path, rank, num_ranks, threads)
+        trainer_actor.options(**devices.of(ProcessKind.trainer, rank)).remote(
+            config, model_path, rank, num_ranks, threads
+        )
         for rank in range(num_ranks)
     ]
     critics = [
-        trainer_actor.options(**devices.of(Process.critic, rank)).remote(
+        trainer_actor.options(**devices.of(ProcessKind.critic, rank)).remote(
             config, model_path, rank, num_ranks, threads, is_critic=True
         )
         for rank in range(num_ranks if needs_critic(config.algorithm) else 0)
@@ -139,7 +142,7 @@ async def start_fleet(
     reference = None
     if needs_reference(config):
         reference_actor = cast(Any, ray.remote)(concurrency_groups={WATCH: 1})(ReferenceWorker)
-        options = devices.of(Process.reference, 0)
+        options = devices.of(ProcessKind.reference, 0)
         reference = reference_actor.options(**options).remote(config, model_path, threads)
     membership = Membership(runners)
     processes = [RayEngine(engine, index, config.deadlines) for index, engine in enumerate(engines)]
@@ -182,7 +185,7 @@ async def start_fleet(
 
 
 def _as_one(config: Config, trainers: list[Any], critics: list[Any]) -> Trainer:
-    policy = RayTrainer(trainers, config.trainer, refers_to_itself=refers_to_itself(config))
+    policy = RayTrainer(trainers, config.trainer, policy_is_reference=policy_is_reference(config))
     return RayActorCritic(policy, RayTrainer(critics, config.trainer, name="critic")) if critics else policy
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rlflow.config import Config, KubernetesConfig, OnExists, PoolConfig, Process, Scheduler
+from rlflow.config import Config, KubernetesConfig, OnExists, PoolConfig, ProcessKind, Scheduler
 from rlflow.errors import ConfigError
 
 _SIZES = ("machines", "cpus", "gpus", "memory_gb")
@@ -33,7 +33,7 @@ def check_cluster(config: Config) -> None:
         )
 
 
-def pool_of(pools: dict[str, PoolConfig], process: Process) -> str | None:
+def pool_of(pools: dict[str, PoolConfig], process: ProcessKind) -> str | None:
     """The pool that a process runs in; None where there are no pools."""
     for name, pool in pools.items():
         if pool.processes is not None and process in pool.processes:
@@ -46,9 +46,9 @@ def _check_processes(pools: dict[str, PoolConfig]) -> None:
     if len(rest) > 1:
         raise ConfigError(
             f"cluster.pools.{rest[0]} and {rest[1]} both take the processes that no other pool has; give one of them "
-            f"`processes`, some of {', '.join(Process)}"
+            f"`processes`, some of {', '.join(ProcessKind)}"
         )
-    owners: dict[Process, str] = {}
+    owners: dict[ProcessKind, str] = {}
     for name, pool in pools.items():
         for process in pool.processes or ():
             if process in owners:
@@ -56,7 +56,7 @@ def _check_processes(pools: dict[str, PoolConfig]) -> None:
                     f"{process} is in cluster.pools.{owners[process]} and in cluster.pools.{name}; take one"
                 )
             owners[process] = name
-    missing = [process for process in Process if process not in owners]
+    missing = [process for process in ProcessKind if process not in owners]
     if pools and missing and not rest:
         raise ConfigError(
             f"no pool of cluster.pools has {', '.join(missing)}; add them to one, or give one pool no `processes`, so "

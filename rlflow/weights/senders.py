@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from rlflow.config import Config, Transport, sends_adapters, transport_of
+from rlflow.config import Config, Transport
 from rlflow.roles import StagedWeights
+from rlflow.runtime.derived import sends_adapters, transport_of
 from rlflow.weights.disk.sender import DiskSender
 from rlflow.weights.ipc.sender import SharedSender
 from rlflow.weights.p2p.sender import PeerSender

@@ -13,10 +13,10 @@ from rlflow.cluster.devices import Devices
 from rlflow.cluster.gpus import check_gpus, gpu_plan
 from rlflow.cluster.placement import fit
 from rlflow.cluster.slots import Machine
-from rlflow.config import Config, Placement, Process, Roles, Transport
+from rlflow.config import Config, ModelPlacement, Placement, ProcessKind, Transport
 from rlflow.errors import ConfigError
 
-ENGINE, TRAINER, CRITIC, REFERENCE, REWARD_MODEL, *_ = Process
+ENGINE, TRAINER, CRITIC, REFERENCE, REWARD_MODEL, *_ = ProcessKind
 
 
 def config(
@@ -35,7 +35,7 @@ def config(
     config.trainer.ranks, config.algorithm.kl_coefficient = ranks, kl
     config.algorithm.advantage = advantage
     config.cluster.placement = Placement.colocated if colocated else Placement.separate
-    config.cluster.roles = Roles.shared if shared else Roles.separate
+    config.cluster.roles = ModelPlacement.shared if shared else ModelPlacement.separate
     if replicas:
         config.reward.model, config.reward.model_replicas = "mine", replicas
     return config
@@ -131,14 +131,14 @@ def test_what_sleeping_engines_forget_cannot_be_built_on() -> None:
         (config(1, 2, kl=0.1, replicas=1, advantage="gae", shared=True), (TRAINER, CRITIC, REFERENCE, REWARD_MODEL)),
     ],
 )
-def test_kinds_on_the_gpus_of_the_trainer(asked: Config, sharing: tuple[Process, ...]) -> None:
+def test_kinds_on_the_gpus_of_the_trainer(asked: Config, sharing: tuple[ProcessKind, ...]) -> None:
     plan = gpu_plan(asked)
     assert plan.sharing == sharing
     # Ray counts in ten-thousandths; all of them must fit on one GPU.
     assert round(plan.share * 10_000) * len(sharing) <= 10_000
 
 
-def gpus_of(asked: Config) -> dict[tuple[Process, int], str]:
+def gpus_of(asked: Config) -> dict[tuple[ProcessKind, int], str]:
     """The GPU on which Ray puts each process of a run."""
 
     class Lodger:  # inside, so that a worker need not import this file

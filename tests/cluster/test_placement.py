@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from rlflow.cluster.misfit import check_counts
 from rlflow.cluster.placement import Placed, describe, fit
 from rlflow.cluster.slots import Machine, machines_of
-from rlflow.config import Config, Placement, PoolConfig, Process, Send, Transport
+from rlflow.config import Config, Placement, PoolConfig, ProcessKind, Send, Transport
 from rlflow.errors import ConfigError
 
 SPLIT = {
-    "rollout": PoolConfig(processes=[Process.engine, Process.runner, Process.reward], machines=1, cpus=32, gpus=2),
+    "rollout": PoolConfig(
+        processes=[ProcessKind.engine, ProcessKind.runner, ProcessKind.reward], machines=1, cpus=32, gpus=2
+    ),
     "training": PoolConfig(machines=1, cpus=48, gpus=6),
 }
 
@@ -43,15 +45,15 @@ def machines(*gpus: int, cpus: float = 64, pool: str | None = None) -> list[Mach
     return [Machine(name=f"m{index}", cpus=cpus, gpus=number, pool=pool) for index, number in enumerate(gpus)]
 
 
-def where(placed: Placed, kind: Process) -> list[str]:
+def where(placed: Placed, kind: ProcessKind) -> list[str]:
     return [name for slot, name in zip(placed.slots, placed.machines, strict=True) if slot.kind is kind]
 
 
 def test_64_gpus_are_shared_out_without_splitting_an_engine() -> None:
     there = machines(*[8] * 8)
     placed = fit(config(8, 32, tensor_parallel=4), there)
-    assert where(placed, Process.trainer) == [f"m{rank // 8}" for rank in range(32)]
-    assert where(placed, Process.engine) == ["m4", "m4", "m5", "m5", "m6", "m6", "m7", "m7"]
+    assert where(placed, ProcessKind.trainer) == [f"m{rank // 8}" for rank in range(32)]
+    assert where(placed, ProcessKind.engine) == ["m4", "m4", "m5", "m5", "m6", "m6", "m7", "m7"]
     lines = describe(placed, there)
     assert lines[0] == "m0: 8 of 8 GPUs; trainer 0-7, runner 0, reward 0"
     assert lines[7] == "m7: 8 of 8 GPUs; engine 6-7"
@@ -71,28 +73,28 @@ def test_pools_keep_their_processes_apart() -> None:
 def test_only_ranks_are_pinned_where_weights_cross_machines() -> None:
     placed = fit(config(1, 2), machines(4))
     pinned = {slot.kind for slot, is_pinned in zip(placed.slots, placed.is_pinned, strict=True) if is_pinned}
-    assert pinned == {Process.trainer}
+    assert pinned == {ProcessKind.trainer}
     placed = fit(config(1, 2, transport=Transport.shm), machines(4))
     pinned = {slot.kind for slot, is_pinned in zip(placed.slots, placed.is_pinned, strict=True) if is_pinned}
-    assert pinned == {Process.trainer, Process.engine}
+    assert pinned == {ProcessKind.trainer, ProcessKind.engine}
 
 
 def test_ranks_of_a_tensor_group_share_a_machine() -> None:
     placed = fit(config(1, 4, trainer_parallel=2), machines(3, 3))
-    ranks = where(placed, Process.trainer)
+    ranks = where(placed, ProcessKind.trainer)
     assert ranks[0] == ranks[1] != ranks[2] == ranks[3]
 
 
 def test_large_engines_go_first_where_the_trainer_would_be_in_their_way() -> None:
     placed = fit(config(1, 2, tensor_parallel=4), machines(4, 2))
-    assert where(placed, Process.engine) == ["m0"]
-    assert where(placed, Process.trainer) == ["m1", "m1"]
+    assert where(placed, ProcessKind.engine) == ["m0"]
+    assert where(placed, ProcessKind.trainer) == ["m1", "m1"]
 
 
 def test_shared_memory_means_one_machine() -> None:
     asked = config(2, 2, transport=Transport.shm)
     placed = fit(asked, machines(2, 4))
-    assert {*where(placed, Process.trainer), *where(placed, Process.engine)} == {"m1"}
+    assert {*where(placed, ProcessKind.trainer), *where(placed, ProcessKind.engine)} == {"m1"}
     message = (
         r"weights.transport=shm needs the trainer and all engines on one machine, with 4 GPUs; of the "
         r"cluster's machines, 2 with 3; set weights.transport=p2p$"
@@ -143,7 +145,7 @@ def test_an_engine_needs_all_of_its_gpus_on_one_machine() -> None:
 def test_cpus_are_counted_where_there_are_no_gpus() -> None:
     asked = config(2, 2)
     placed = fit(asked, machines(0, 0, cpus=2.1))
-    assert sorted(where(placed, Process.trainer) + where(placed, Process.engine)) == ["m0", "m0", "m1", "m1"]
+    assert sorted(where(placed, ProcessKind.trainer) + where(placed, ProcessKind.engine)) == ["m0", "m0", "m1", "m1"]
     message = (
         r"needs 4.02 CPUs \(rollout.engines x rollout.tensor_parallel = 2, trainer.ranks = 2, runners = 0.01, "
         r"rewards = 0.01\); the cluster has 3 CPUs "
@@ -204,7 +206,7 @@ def test_pools_are_kept_apart_also_where_shared_memory_would_do() -> None:
     asked = config(2, 2, pools=SPLIT, transport=None)
     placed = fit(asked, there)
     assert placed.config.weights.transport is Transport.p2p
-    assert (where(placed, Process.engine), where(placed, Process.trainer)) == (["m0"] * 2, ["n"] * 2)
+    assert (where(placed, ProcessKind.engine), where(placed, ProcessKind.trainer)) == (["m0"] * 2, ["n"] * 2)
     asked.weights.transport = Transport.shm
     message = (
         r"cluster.pools keeps engine \(in rollout\) and trainer \(in training\) apart, but weights.transport=shm needs "
@@ -255,9 +257,9 @@ def test_what_is_placed_fits(
         assert taken[machine.name][1] <= machine.cpus + 1e-6
     processes = [process for slot in placed.slots for process in slot.processes]
     assert len(processes) == len(set(processes))
-    assert sum(kind is Process.engine for kind, _ in processes) == engines
-    trainers = where(placed, Process.trainer)
+    assert sum(kind is ProcessKind.engine for kind, _ in processes) == engines
+    trainers = where(placed, ProcessKind.trainer)
     if transport is Transport.shm:
-        assert len({*trainers, *where(placed, Process.engine)}) == 1
+        assert len({*trainers, *where(placed, ProcessKind.engine)}) == 1
     for first in range(0, len(trainers), ranks[1]):
         assert len(set(trainers[first : first + ranks[1]])) == 1

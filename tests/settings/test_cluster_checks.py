@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from rlflow.config import ClusterConfig, Config, KubernetesConfig, PoolConfig, Process, Scheduler
+from rlflow.config import ClusterConfig, Config, KubernetesConfig, PoolConfig, ProcessKind, Scheduler
 from rlflow.errors import ConfigError
 from rlflow.settings.cluster_checks import check_cluster, pool_of
 
-ENGINE, TRAINER = Process.engine, Process.trainer
+ENGINE, TRAINER = ProcessKind.engine, ProcessKind.trainer
 POD: dict[str, Any] = {"machines": 1, "cpus": 8, "gpus": 1, "memory_gb": 32.0}
 
 

@@ -8,7 +8,7 @@ import sys
 
 from rlflow.cluster.devices import Devices, wait_for_room
 from rlflow.cluster.start import ray_cluster
-from rlflow.config import Config, Process, Transport
+from rlflow.config import Config, ProcessKind, Transport
 
 
 def main(address: str) -> None:
@@ -24,7 +24,7 @@ async def _reserve(config: Config) -> None:
     devices = Devices(config)
     await devices.reserve()
     found.append(_machines(devices))
-    print("kill", *found[0][Process.engine], flush=True)
+    print("kill", *found[0][ProcessKind.engine], flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     devices.release()
     waiting = asyncio.create_task(wait_for_room(config))

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlflow.config import Config, LoraConfig, Transport, Verify, sends_adapters, transport_of
+from rlflow.config import Config, LoraConfig, Transport, Verify
 from rlflow.errors import ConfigError, WeightsOvertaken
 from rlflow.roles import StagedWeights, TensorSlot
+from rlflow.runtime.derived import sends_adapters, transport_of
 from rlflow.weights.disk.manifest import version_folder
 from rlflow.weights.engine.messages import (
     NUM_VERIFIED,

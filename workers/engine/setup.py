@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlflow.config import ADAPTER_RANKS, Config, Dtype, LoraConfig, Placement, Transport, sends_adapters, transport_of
+from rlflow.config import ADAPTER_RANKS, Config, Dtype, LoraConfig, Placement, Transport
 from rlflow.errors import ConfigError
+from rlflow.runtime.derived import sends_adapters, transport_of
 from rlflow.runtime.environment import share_cpu
 from rlflow.weights.engine.messages import backend_of
 

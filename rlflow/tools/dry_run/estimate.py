@@ -10,8 +10,9 @@ from rlflow.batching import plan_micro_batches
 from rlflow.cluster.gpus import GpuPlan, check_gpus, gpu_plan
 from rlflow.cluster.placement import describe, fit
 from rlflow.cluster.slots import machines_of
-from rlflow.config import Backend, Config, Dtype, Offload, Placement, Process, num_shares, sends_adapters
+from rlflow.config import Backend, Config, Dtype, Offload, Placement, ProcessKind
 from rlflow.errors import ConfigError
+from rlflow.runtime.derived import num_shares, sends_adapters
 from rlflow.tools.dry_run.facts import ModelFacts, RewardModelFacts
 from rlflow.tools.dry_run.memory import (
     FLOAT32,
@@ -122,17 +123,17 @@ def estimate(
     batch = _batch(config, facts)
     num_tokens = min(config.trainer.micro_batch_tokens, batch.tokens)
     processes = {
-        Process.engine: engine_memory(config, facts),
-        Process.trainer: trainer_memory(config, facts, num_tokens, max_logits),
+        ProcessKind.engine: engine_memory(config, facts),
+        ProcessKind.trainer: trainer_memory(config, facts, num_tokens, max_logits),
     }
-    if Process.critic in plan.counts:
+    if ProcessKind.critic in plan.counts:
         # The same model, with a head of one number instead of logits.
-        items = (item for item in processes[Process.trainer].items if item.name != OUTPUT_LAYER)
-        processes[Process.critic] = ProcessMemory(items=tuple(items))
-    if Process.reference in plan.counts:
-        processes[Process.reference] = reference_memory(config, facts, num_tokens, max_logits)
+        items = (item for item in processes[ProcessKind.trainer].items if item.name != OUTPUT_LAYER)
+        processes[ProcessKind.critic] = ProcessMemory(items=tuple(items))
+    if ProcessKind.reference in plan.counts:
+        processes[ProcessKind.reference] = reference_memory(config, facts, num_tokens, max_logits)
     if reward_model is not None:
-        processes[Process.reward_model] = reward_model_memory(config, reward_model)
+        processes[ProcessKind.reward_model] = reward_model_memory(config, reward_model)
     return Estimate(
         recipe=config.run.name,
         model_type=facts.model_type,
@@ -153,7 +154,7 @@ def smallest_gpu(num_bytes: int) -> int | None:
     return next((size for size in GPU_SIZES if num_bytes <= USABLE * size * 2**30), None)
 
 
-def _gpus(config: Config, plan: GpuPlan, processes: dict[Process, ProcessMemory]) -> list[GpuRange]:
+def _gpus(config: Config, plan: GpuPlan, processes: dict[ProcessKind, ProcessMemory]) -> list[GpuRange]:
     found: list[GpuRange] = []
     for count, holds, num_bytes in _loads(config, plan, processes):
         first = found[-1].last + 1 if found else 0
@@ -162,11 +163,13 @@ def _gpus(config: Config, plan: GpuPlan, processes: dict[Process, ProcessMemory]
     return found
 
 
-def _loads(config: Config, plan: GpuPlan, processes: dict[Process, ProcessMemory]) -> Iterator[tuple[int, str, int]]:
+def _loads(
+    config: Config, plan: GpuPlan, processes: dict[ProcessKind, ProcessMemory]
+) -> Iterator[tuple[int, str, int]]:
     """Number of GPUs, what each of them holds, and how much that is at its most."""
     for kind, num_gpus in plan.own.items():
-        if kind is not Process.trainer:
-            each = f" on {plan.per_engine} GPUs each" if kind is Process.engine and plan.per_engine > 1 else ""
+        if kind is not ProcessKind.trainer:
+            each = f" on {plan.per_engine} GPUs each" if kind is ProcessKind.engine and plan.per_engine > 1 else ""
             yield num_gpus, _numbered(kind, 0, plan.counts[kind]) + each, processes[kind].total
             continue
         # Of some kinds there are fewer than ranks; the first GPUs hold them.
@@ -176,36 +179,36 @@ def _loads(config: Config, plan: GpuPlan, processes: dict[Process, ProcessMemory
             yield stop - first, _together(config, here, first, stop), _most(here, processes)
 
 
-def _together(config: Config, kinds: Sequence[Process], first: int, stop: int) -> str:
+def _together(config: Config, kinds: Sequence[ProcessKind], first: int, stop: int) -> str:
     names = [_numbered(kind, first, stop) for kind in kinds]
     if config.cluster.placement is Placement.colocated:
-        num_in_turn = 3 if Process.critic in kinds else 2
+        num_in_turn = 3 if ProcessKind.critic in kinds else 2
         names[:num_in_turn] = [f"{names[0]} and {', '.join(names[1:num_in_turn])}, in turn"]
     return "; ".join(names)
 
 
-def _most(kinds: Sequence[Process], processes: dict[Process, ProcessMemory]) -> int:
+def _most(kinds: Sequence[ProcessKind], processes: dict[ProcessKind, ProcessMemory]) -> int:
     """Bytes that processes on one GPU need of it together.
 
     An engine sleeps while trainer and critic work, and these leave the GPU meanwhile; the others may work at any time.
     """
-    trained = sum(processes[kind].total for kind in kinds if kind in (Process.trainer, Process.critic))
-    others = sum(processes[kind].total for kind in kinds if kind in (Process.reference, Process.reward_model))
-    engine = processes[Process.engine].total if Process.engine in kinds else 0
+    trained = sum(processes[kind].total for kind in kinds if kind in (ProcessKind.trainer, ProcessKind.critic))
+    others = sum(processes[kind].total for kind in kinds if kind in (ProcessKind.reference, ProcessKind.reward_model))
+    engine = processes[ProcessKind.engine].total if ProcessKind.engine in kinds else 0
     return max(engine, trained) + others
 
 
 _NAMES = {
-    Process.engine: "engine",
-    Process.trainer: "trainer rank",
-    Process.critic: "critic rank",
-    Process.reference: "reference",
-    Process.reward_model: "reward model",
+    ProcessKind.engine: "engine",
+    ProcessKind.trainer: "trainer rank",
+    ProcessKind.critic: "critic rank",
+    ProcessKind.reference: "reference",
+    ProcessKind.reward_model: "reward model",
 }
 
 
-def _numbered(kind: Process, first: int, stop: int) -> str:
-    if kind is Process.reference:
+def _numbered(kind: ProcessKind, first: int, stop: int) -> str:
+    if kind is ProcessKind.reference:
         return _NAMES[kind]
     return f"{_NAMES[kind]} {first}" if stop - first == 1 else f"{_NAMES[kind]}s {first} to {stop - 1}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlflow.algorithms.chosen import needs_critic
+from rlflow.algorithms.registry import needs_critic
 from rlflow.config import Config, ModelPlacement, Placement, ProcessKind, Transport
 from rlflow.errors import ConfigError
 from rlflow.runtime.derived import needs_reference, transport_of

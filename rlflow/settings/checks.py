@@ -1,7 +1,7 @@
 """Every cross-check of the settings: what is out of range, contradicts another setting or has no effect.
 
 Each message names the key, the value found and the cure. The ranges and most settings without effect are tables; what
-depends on more is a function. `algorithms.chosen.check_functions` checks what needs the functions that were chosen.
+depends on more is a function. `algorithms.registry.check_functions` checks what needs the functions that were chosen.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from operator import attrgetter
 
-from rlflow.algorithms.chosen import needs_critic
+from rlflow.algorithms.registry import needs_critic
 from rlflow.config import (
     ADAPTER_RANKS,
     Backend,
@@ -23,7 +23,7 @@ from rlflow.config import (
     Send,
     Transport,
 )
-from rlflow.curriculum.chosen import check_curriculum
+from rlflow.curriculum.registry import check_curriculum
 from rlflow.errors import ConfigError
 from rlflow.runtime.derived import needs_reference, samples_while_loading, sends_adapters
 from rlflow.settings.cluster_checks import check_cluster

@@ -10,7 +10,7 @@ from rlflow.config import Config
 
 def dry_run(config: Config, *, as_json: bool) -> int:
     """Print the estimate; returns the exit code, 0. Raises ConfigError for what the run would refuse."""
-    from rlflow.algorithms.chosen import check_functions
+    from rlflow.algorithms.registry import check_functions
     from rlflow.models.resolve import REWARD, check_gives_score, resolve_config
     from rlflow.tools.dry_run import render
     from rlflow.tools.dry_run.estimate import estimate

@@ -24,7 +24,7 @@ from rlflow.models.resolve import resolve_model
 from rlflow.rewards.choose import choose_rewards, is_environment_alone
 from rlflow.rewards.client import EnvironmentScorer, Scorer
 from rlflow.rewards.pool import ScorerPool
-from rlflow.rollout.episode import Worlds, play_episode, summarize
+from rlflow.rollout.episode import EnvironmentSource, play_episode, summarize
 from rlflow.rollout.gateway.server import Gateway
 from rlflow.rollout.limits import EpisodeLimits
 from rlflow.rollout.render import Renderer
@@ -105,13 +105,13 @@ async def _play(
     script: Script,
     renderer: Renderer,
     limits: EpisodeLimits,
-    worlds: Worlds,
+    worlds: EnvironmentSource,
     gateway: Gateway,
     scorer: Scorer,
     slowest: dict[str, float],
 ) -> EpisodeSummary:
     chat = ScriptedChat(task, script, renderer, limits)
-    played = await play_episode(worlds, task, chat, limits, door=gateway)
+    played = await play_episode(worlds, task, chat, limits, gateway=gateway)
     if played.end.is_error:
         return summarize(played, None)
     with _clock(slowest, "scoring"):
@@ -162,9 +162,9 @@ def _clock(slowest: dict[str, float], phase: str):
 
 
 class _TimedWorlds:
-    """Worlds whose calls are timed."""
+    """EnvironmentSource whose calls are timed."""
 
-    def __init__(self, worlds: Worlds, slowest: dict[str, float]) -> None:
+    def __init__(self, worlds: EnvironmentSource, slowest: dict[str, float]) -> None:
         self._worlds = worlds
         self._slowest = slowest
 

@@ -109,21 +109,18 @@ def _spec(config: Config, job: Job) -> Tree:
             "rayStartParams": {"num-cpus": "0", "num-gpus": "0"},  # so that nothing but the driver runs here
             "template": _head_pod(config, job),
         },
-        "workerGroupSpecs": [_group(config, job, name, pool) for name, pool in config.cluster.pools.items()],
+        "workerGroupSpecs": [
+            {
+                "groupName": name,
+                **dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), pool.machines),
+                "labels": {POOL_LABEL: name},
+                "rayStartParams": {},
+                "template": _worker_pod(config, job, pool),
+            }
+            for name, pool in config.cluster.pools.items()
+        ],
     }
     return spec
-
-
-def _group(config: Config, job: Job, name: str, pool: PoolConfig) -> Tree:
-    return {
-        "groupName": name,
-        "replicas": pool.machines,
-        "minReplicas": pool.machines,
-        "maxReplicas": pool.machines,
-        "labels": {POOL_LABEL: name},
-        "rayStartParams": {},
-        "template": _worker_pod(config, job, pool),
-    }
 
 
 def _head_pod(config: Config, job: Job) -> Tree:
@@ -135,7 +132,17 @@ def _head_pod(config: Config, job: Job) -> Tree:
     container["env"].append({"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(seconds)})
     container["lifecycle"] = _before_stop(["rlflow", "stop", job.run_dir, "--timeout", str(seconds)])
     spec = _pod(config, container, kubernetes.head_memory_gb)
-    spec["initContainers"] = [_wait_for_run(config, job, resources)]
+    # The head before this one may still be saving; the driver says so if this wait was not long enough.
+    lock = f"{job.run_dir}/{LOCK}"
+    wait_for_run = {
+        "name": "wait-for-run",
+        "image": kubernetes.image,
+        "command": ["/bin/bash", "-c", f"mkdir -p {job.run_dir} && flock --wait {seconds} {lock} true || true"],
+        "resources": resources,
+        "securityContext": _container_security(),
+        "volumeMounts": [{"name": "claim", "mountPath": str(CLAIM)}],
+    }
+    spec["initContainers"] = [wait_for_run]
     return {"metadata": {"labels": _labels(job)}, "spec": spec}
 
 
@@ -152,7 +159,12 @@ def _worker_pod(config: Config, job: Job, pool: PoolConfig) -> Tree:
         spec["nodeSelector"] = dict(pool.node_labels)
     if pool.gpus:
         spec["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-    spec |= _spread(job)
+    # Near each other in the network, and on different nodes, so that a lost one costs little; both where possible.
+    same_job = {"labelSelector": {"matchLabels": _labels(job)}}
+    near = {"weight": 100, "podAffinityTerm": same_job | {"topologyKey": "topology.kubernetes.io/zone"}}
+    apart = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+    spec["affinity"] = {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [near]}}
+    spec["topologySpreadConstraints"] = [apart | same_job]
     return {"metadata": {"labels": _labels(job)}, "spec": spec}
 
 
@@ -217,31 +229,6 @@ def _pod(config: Config, container: Tree, memory_gb: float) -> Tree:
             {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": _mebibytes(memory_gb / 2)}},
             {"name": "scratch", "emptyDir": {}},
         ],
-    }
-
-
-def _wait_for_run(config: Config, job: Job, resources: Tree) -> Tree:
-    """Before a head starts, the one before it may still be saving; the driver says so if this was not long enough."""
-    lock = f"{job.run_dir}/{LOCK}"
-    script = f"mkdir -p {job.run_dir} && flock --wait {_stop_seconds(config)} {lock} true || true"
-    return {
-        "name": "wait-for-run",
-        "image": config.cluster.kubernetes.image,
-        "command": ["/bin/bash", "-c", script],
-        "resources": resources,
-        "securityContext": _container_security(),
-        "volumeMounts": [{"name": "claim", "mountPath": str(CLAIM)}],
-    }
-
-
-def _spread(job: Job) -> Tree:
-    """Near each other in the network, and on different nodes, so that a lost one costs little; both where possible."""
-    same_job = {"labelSelector": {"matchLabels": _labels(job)}}
-    near = {"weight": 100, "podAffinityTerm": same_job | {"topologyKey": "topology.kubernetes.io/zone"}}
-    apart = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
-    return {
-        "affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [near]}},
-        "topologySpreadConstraints": [apart | same_job],
     }
 
 

@@ -22,7 +22,7 @@ CONNECT_S = 10.0
 ANSWER_S = 120.0
 """An upload of some hundred megabytes is answered when it is stored."""
 UNREACHABLE = (ConnectionError, requests.RequestException, aiohttp.ClientError, TimeoutError)
-"""What says nothing about a job."""
+"""Errors that say nothing about a job."""
 _OTHER_ADDRESSES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
 """Ray's client prefers what the environment says to the address that it is given."""
 

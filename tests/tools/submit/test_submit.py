@@ -391,7 +391,7 @@ async def follow(jobs: ScriptedJobs, shown: int = 0) -> tuple[str, list[str]]:
     """What a person sees of the log, and of the connection."""
     log: list[str] = []
     told: list[str] = []
-    await Follower(jobs, "a", log.append, told.append, shown=shown, waits=WAITS).ended()
+    await Follower(jobs, "a", log.append, told.append, shown=shown, waits=WAITS).wait_until_ended()
     return "".join(log), told
 
 
@@ -435,7 +435,7 @@ async def test_a_reader_who_has_left_is_no_lost_connection() -> None:
         raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
-        await Follower(ScriptedJobs([["one\n"]]), "a", show, print, waits=WAITS).ended()
+        await Follower(ScriptedJobs([["one\n"]]), "a", show, print, waits=WAITS).wait_until_ended()
 
 
 @pytest.mark.parametrize(

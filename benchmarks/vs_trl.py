@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from other_systems import other_python
+
 from rlflow.envs.arithmetic import load
 from rlflow.models.resolve import resolve_model
-from rlflow.tools.bench.others import other_python
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP_STEPS = 2

@@ -34,12 +34,6 @@ _VERBS = {
 _OF_TORCH = ("torch", "vllm", "accelerate", "jinja2")
 """What comes with torch and vLLM, of which there is a build for CPUs and one for GPUs."""
 
-_BENCH_HELP = (
-    "e2e: a whole run's steady state; async: what asynchrony gains; queue: ledger and ready queue beside "
-    "TransferQueue; train: a step of the trainer beside a padded loop and TRL's; weights: new weights for an engine "
-    "beside saving and reloading them; envs: a thousand episodes with slow tools at once on one runner"
-)
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 the run failed, 2 the command or its configuration is wrong."""
@@ -161,6 +155,7 @@ def _env(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from rlflow import __version__
+    from rlflow.tools.bench import command as bench
     from rlflow.tools.simulate import command as simulate
 
     parser = argparse.ArgumentParser(prog="rlflow", description="Reinforcement learning for language models, on Ray.")
@@ -179,15 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     verb["export"].add_argument(
         "--adapter", action="store_true", help="the adapters of a run with lora.rank alone, for PEFT"
     )
-    verb["bench"].add_argument("name", choices=("e2e", "async", "queue", "train", "weights", "envs"), help=_BENCH_HELP)
-    verb["bench"].epilog = (
-        "Further arguments (key=value) are settings of the runs that e2e and async measure; weights takes model.path "
-        "and model.dtype."
-    )
-    verb["bench"].add_argument("--json", action="store_true", help="as one JSON object on the last line")
-    verb["bench"].add_argument(
-        "--verify", action="store_true", help="of weights: compare every parameter; exit code 1 when one differs"
-    )
+    bench.add_arguments(verb["bench"])
     verb["ledger"].add_argument("--json", action="store_true", help="as one JSON object")
     simulate.add_arguments(verb["simulate"])
     return parser
@@ -203,7 +190,9 @@ def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print("\n".join(lines()))
         return 0
     if options.verb == "bench":
-        figures = _bench(options.name, overrides, verify=options.verify)
+        from rlflow.tools.bench import command as bench
+
+        figures = bench.run(options.name, overrides, verify=options.verify)
         _print_figures(figures, as_json=options.json)
         return int(figures.get("verify/different", 0) != 0)
     if options.verb == "simulate":
@@ -229,36 +218,6 @@ def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     else:
         _ledger(options.run, as_json=options.json)
     return 0
-
-
-def _bench(name: str, overrides: Sequence[str], *, verify: bool) -> Mapping[str, float | list[float]]:
-    if name == "weights":
-        from rlflow.tools.bench.weights import weights
-
-        return weights(overrides, verify=verify)
-    if verify:
-        raise ConfigError(f"bench {name} takes no --verify; leave it out, or measure weights")
-    if name in ("queue", "train", "envs") and overrides:
-        raise ConfigError(f"bench {name} takes no settings; got {' '.join(overrides)}; leave them out")
-    if name == "queue":
-        from rlflow.tools.bench.queue import queue
-
-        return queue()
-    if name == "train":
-        from rlflow.tools.bench.training import training
-
-        return training()
-    if name == "envs":
-        from rlflow.tools.bench.envs import environments
-
-        return environments()
-    if name == "async":
-        from rlflow.tools.bench.asynchrony import asynchrony
-
-        return asynchrony(overrides)
-    from rlflow.tools.bench.end_to_end import end_to_end
-
-    return end_to_end(overrides)
 
 
 def _recipes(name: str | None) -> None:

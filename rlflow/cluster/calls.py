@@ -20,10 +20,11 @@ from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlflow.batching import in_order_of_training, plan_micro_batches
-from rlflow.config import TrainerConfig, num_shares
+from rlflow.config import TrainerConfig
 from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerError, WorkerLost, first_line
 from rlflow.roles import Mean, StagedWeights, StepOutcome
 from rlflow.runtime.concurrency import wait_until_all_ended
+from rlflow.runtime.derived import num_shares
 from rlflow.types import PayloadRef, ReadyGroup, Span
 
 DISK = "disk"
@@ -123,13 +124,13 @@ class RayTrainer:
         config: TrainerConfig,
         *,
         name: str = "trainer",
-        refers_to_itself: bool = False,
+        policy_is_reference: bool = False,
     ) -> None:
-        """`refers_to_itself`: the policy with its adapters off is the reference."""
+        """`policy_is_reference`: the policy with its adapters off is the reference."""
         self._actors = actors
         self._config = config
         self._name = name
-        self._refers_to_itself = refers_to_itself
+        self._policy_is_reference = policy_is_reference
 
     async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
         await self.refer(groups)
@@ -138,7 +139,7 @@ class RayTrainer:
     async def refer(self, groups: Sequence[ReadyGroup]) -> None:
         """If this trainer is the reference too: give the groups that lack them the reference's log-probabilities."""
         lacking = [group for group in groups if group.references is None]
-        if self._refers_to_itself and lacking:
+        if self._policy_is_reference and lacking:
             for group, references in zip(lacking, await self.per_token("references", lacking), strict=True):
                 group.references = references
 

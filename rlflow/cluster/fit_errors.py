@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from rlflow.cluster.gpus import gpu_plan
 from rlflow.cluster.slots import Machine, Slot, SlotBlock, cpus_of, other_way, way_of
-from rlflow.config import POOL_LABEL, Config, PoolConfig, ProcessKind, Roles
+from rlflow.config import POOL_LABEL, Config, ModelPlacement, PoolConfig, ProcessKind
 from rlflow.errors import ConfigError
 
 
@@ -49,7 +49,7 @@ def check_sums(config: Config, slots: Sequence[Slot], machines: Sequence[Machine
         needed, found = sum(slot.gpus for slot in wanted), sum(machine.gpus for machine in here)
         if needed > found:
             has_roles = gpu_plan(config).counts.keys() - {ProcessKind.engine, ProcessKind.trainer}
-            can_share = has_roles and config.cluster.roles is not Roles.shared
+            can_share = has_roles and config.cluster.roles is not ModelPlacement.shared
             raise ConfigError(
                 f"{who} needs {needed} GPUs ({_terms(wanted, _gpus)}); {whose} {_has(here, _gpus, 'GPU')}; "
                 "lower one of them" + (", or set cluster.roles=shared" if can_share else "")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlflow.algorithms.registry import needs_critic
-from rlflow.config import Config, Placement, ProcessKind, Roles, Transport, needs_reference, transport_of
+from rlflow.config import Config, ModelPlacement, Placement, ProcessKind, Transport
 from rlflow.errors import ConfigError
+from rlflow.runtime.derived import needs_reference, transport_of
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -44,7 +45,7 @@ def gpu_plan(config: Config) -> GpuPlan:
     sharing = {ProcessKind.trainer}
     if config.cluster.placement is Placement.colocated:
         sharing.add(ProcessKind.engine)
-    if config.cluster.roles is Roles.shared:
+    if config.cluster.roles is ModelPlacement.shared:
         sharing |= counts.keys() - {ProcessKind.engine}
     return GpuPlan(
         counts=counts,

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlflow.cluster.gpus import GpuPlan, gpu_plan
-from rlflow.config import Config, Placement, PoolConfig, ProcessKind, Transport, sends_adapters, transport_of
+from rlflow.config import Config, Placement, PoolConfig, ProcessKind, Transport
 from rlflow.errors import ConfigError
+from rlflow.runtime.derived import sends_adapters, transport_of
 from rlflow.settings.cluster_checks import pool_of
 
 ENGINES_PER_RUNNER = 8

@@ -25,12 +25,13 @@ from rlflow.cluster.ray import join_ray, private_ray
 from rlflow.cluster.rewards import start_rewards
 from rlflow.cluster.runners import RayRunners, start_runners
 from rlflow.cluster.shared_files import check_shared_files
-from rlflow.config import Config, Placement, ProcessKind, needs_reference, object_store_bytes, refers_to_itself
+from rlflow.config import Config, Placement, ProcessKind
 from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import ConfigError
 from rlflow.roles import Workers
 from rlflow.rollout.fleet import EngineFleet
 from rlflow.runtime.deadlines import within
+from rlflow.runtime.derived import needs_reference, object_store_bytes, policy_is_reference
 from rlflow.runtime.environment import ONE_ARENA
 from rlflow.workers.reference import ReferenceWorker
 from rlflow.workers.trainer.actor import TrainerWorker
@@ -137,7 +138,7 @@ async def start_fleet(
     membership = Membership(runners)
     processes = [RayEngine(engine, index, config.deadlines) for index, engine in enumerate(engines.values())]
     engine_fleet = EngineFleet(config, processes, membership.tell, alarm)
-    policy = RayTrainer(trainers, config.trainer, refers_to_itself=refers_to_itself(config))
+    policy = RayTrainer(trainers, config.trainer, policy_is_reference=policy_is_reference(config))
     critic = RayTrainer(critics, config.trainer, name="critic") if critics else None
     vital = {f"trainer rank {rank}": actor for rank, actor in enumerate(trainers)}
     vital |= {f"critic rank {rank}": actor for rank, actor in enumerate(critics)}

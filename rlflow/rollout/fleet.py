@@ -13,11 +13,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn, Protocol
 
-from rlflow.config import Config, Update, samples_while_loading
+from rlflow.config import Config, Update
 from rlflow.errors import ConfigError, EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import LoadOutcome, StagedWeights
 from rlflow.rollout.health import EngineState, Health, serving, waves
 from rlflow.runtime.concurrency import all_or_none
+from rlflow.runtime.derived import samples_while_loading
 
 
 class EngineProcess(Protocol):

@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import TypeAdapter
 
-from rlflow.config import Config, OnExists, value_of
+from rlflow.config import Config, OnExists
 from rlflow.errors import ConfigError
 from rlflow.rundir.lock import NAME, hold
 from rlflow.rundir.store import CheckpointStore
@@ -114,10 +115,10 @@ def _check_same_run(config: Config, path: Path) -> None:
     now = plain(config)
     for key in _FIXED:
         section, name = key.split(".")
-        first = before.get(section, {}).get(name, value_of(Config(), key))  # the section may be newer than the run
+        first = before.get(section, {}).get(name, attrgetter(key)(Config()))  # the section may be newer than the run
         if first != now[section][name]:
             raise ConfigError(
-                f"{key} is {value_of(config, key)!r}, but the run in {path} was begun with {first!r}; give it "
+                f"{key} is {attrgetter(key)(config)!r}, but the run in {path} was begun with {first!r}; give it "
                 "the same value to resume, choose another run.dir, or set run.on_exists=fresh"
             )
 

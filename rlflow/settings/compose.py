@@ -1,4 +1,7 @@
-"""`rlflow train`: command line and recipe -> Hydra -> Config -> rlflow.run, with errors that a person can act on."""
+"""`rlflow train`: command line and recipe -> Hydra -> a checked Config -> what the verb does with it.
+
+An error of Hydra, OmegaConf or YAML becomes a ConfigError with one sentence that a person can act on (`explain`).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,6 @@ Report = Callable[[ConfigError | RunError], int]
 Run = Callable[[Config], int]
 """Does what a checked configuration asks for and says which exit code that means."""
 
-
 FREE_KEYS = (
     "env.args.",
     "reward.args.",
@@ -48,16 +50,30 @@ def train(arguments: Sequence[str], report: Report, run: Run, *, needs_recipe: b
             "--experimental-rerun is not supported: it would run a pickle file; to go on with a run, give run.dir"
         )
     exit_codes: list[int] = []
-    folders: set[str] = set()
+    folders: set[str | None] = set()
 
     def job(composed: DictConfig) -> None:
         try:
-            exit_codes.append(_train_one(composed, folders, run, needs_recipe=needs_recipe))
+            if needs_recipe and HydraConfig.get().runtime.choices.get("recipe", "") is None:
+                raise ConfigError(f"no recipe given; add recipe=<name> with one of: {', '.join(recipe_names())}")
+            config = to_config(composed)
+            folder = config.run.dir
+            if folder is not None and folder in folders:
+                raise ConfigError(
+                    f"run.dir={folder} is used by two jobs of this sweep; give each its own, such as "
+                    f"'run.dir={folder}/${{hydra:job.num}}'"
+                )
+            folders.add(folder)
+            exit_codes.append(run(config))
         except (ConfigError, RunError) as error:
             exit_codes.append(report(error))
 
     ConfigStore.instance().store(name="schema", node=Config)
-    typed, sys.argv = sys.argv, ["rlflow", *_arguments_for_hydra(arguments)]  # where Hydra looks for them
+    overrides = [each for each in arguments if "=" in each and not each.startswith("-")]
+    options = [each for each in arguments if each not in overrides]
+    # Hydra takes key=value on one side of the options only; below FREE_KEYS a key may be new.
+    overrides = [f"++{each}" if each.startswith(FREE_KEYS) else each for each in overrides]
+    typed, sys.argv = sys.argv, ["rlflow", *options, *overrides]  # where Hydra looks for them
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors instead of printing them and exiting
     try:
         hydra.main(version_base="1.3", config_path="pkg://rlflow.recipes", config_name="config")(job)()
@@ -75,17 +91,10 @@ def to_config(composed: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
     assert isinstance(config, Config)
-    _refuse_added_keys(composed)
-    check(config)
-    return config
-
-
-def _refuse_added_keys(composed: DictConfig) -> None:
-    """A key that `+key=value` added has no effect, and Hydra lets it through."""
     settings = leaf_keys()
     sections = {key.rpartition(".")[0] for key in settings}
     pending: list[tuple[str, DictConfig]] = [("", composed)]
-    while pending:
+    while pending:  # a key that `+key=value` added has no effect, and Hydra lets it through
         prefix, section = pending.pop()
         for name, value in section.items_ex(resolve=False):
             key = f"{prefix}{name}"
@@ -93,24 +102,5 @@ def _refuse_added_keys(composed: DictConfig) -> None:
                 pending.append((f"{key}.", value))
             elif key not in settings:
                 raise ConfigError(unknown_key(key))
-
-
-def _train_one(composed: DictConfig, folders: set[str], run: Run, *, needs_recipe: bool) -> int:
-    if needs_recipe and HydraConfig.get().runtime.choices.get("recipe", "") is None:
-        raise ConfigError(f"no recipe given; add recipe=<name> with one of: {', '.join(recipe_names())}")
-    config = to_config(composed)
-    if config.run.dir is not None:
-        if config.run.dir in folders:
-            raise ConfigError(
-                f"run.dir={config.run.dir} is used by two jobs of this sweep; give each its own, such as "
-                f"'run.dir={config.run.dir}/${{hydra:job.num}}'"
-            )
-        folders.add(config.run.dir)
-    return run(config)
-
-
-def _arguments_for_hydra(arguments: Sequence[str]) -> list[str]:
-    """Options first, because Hydra takes key=value on one side of them only; and what is below FREE_KEYS may be new."""
-    overrides = [each for each in arguments if "=" in each and not each.startswith("-")]
-    options = [each for each in arguments if each not in overrides]
-    return [*options, *(f"++{each}" if each.startswith(FREE_KEYS) else each for each in overrides)]
+    check(config)
+    return config

@@ -32,30 +32,32 @@ _TYPE_NAMES = {
 }
 
 
-def leaf_keys() -> dict[str, Any]:
+def leaf_keys(section: type = Config, prefix: str = "") -> dict[str, Any]:
     """Every setting as a dotted key, with its annotation; env.args, which is free, counts as one."""
-    return dict(_leaves(Config, ""))
-
-
-def _leaves(section: type, prefix: str) -> list[tuple[str, Any]]:
     hints = get_type_hints(section)
-    found: list[tuple[str, Any]] = []
+    found: dict[str, Any] = {}
     for each in fields(section):
         kind, key = hints[each.name], f"{prefix}{each.name}"
         is_section = isinstance(kind, type) and is_dataclass(kind)
-        found.extend(_leaves(kind, f"{key}.") if is_section else [(key, kind)])
+        found |= leaf_keys(kind, f"{key}.") if is_section else {key: kind}
     return found
 
 
 def explain(error: Exception) -> str:
     """One line for the person who typed the command or wrote the recipe."""
     if isinstance(error, MissingConfigException):
-        return _explain_missing_file(error)
+        group, _, name = (error.missing_cfg_file or "").rpartition("/")
+        if not group or error.options is None:
+            return _one_line(error)
+        near = did_you_mean(name, error.options) or "."
+        return f"there is no {group} {name}{near} There are: {', '.join(error.options)}"
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override!r}; write key=value, and quote values with special characters"
     if isinstance(error, yaml.YAMLError):
         return f"not valid YAML: {_one_line(error)}"
-    cause = _omegaconf_cause(error)
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OmegaConfBaseException):
+        cause = cause.__cause__ or cause.__context__
     if cause is None or isinstance(cause, InterpolationResolutionError):
         no_group = re.match(r"Could not override '(\w+)'. No match in the defaults list", str(error))
         return _explain_value(no_group[1], "it is not a config group") if no_group else _one_line(error)
@@ -69,14 +71,6 @@ def explain(error: Exception) -> str:
     if isinstance(cause, ValidationError) and key:
         return f"{prefix}{_explain_value(key, _one_line(cause))}"
     return _one_line(error)
-
-
-def _explain_missing_file(error: MissingConfigException) -> str:
-    group, _, name = (error.missing_cfg_file or "").rpartition("/")
-    if not group or error.options is None:
-        return _one_line(error)
-    near = did_you_mean(name, error.options) or "."
-    return f"there is no {group} {name}{near} There are: {', '.join(error.options)}"
 
 
 def _explain_value(key: str, message: str) -> str:
@@ -117,12 +111,6 @@ def unknown_key(key: str) -> str:
     # A setting named without its section, or under another one; or else misspelt.
     near = did_you_mean(name, ends, cutoff=1.0) or did_you_mean(key, known) or did_you_mean(name, ends, cutoff=0.75)
     return f"{key} is not a setting{near or '; `rlflow train --help` lists them all'}"
-
-
-def _omegaconf_cause(error: BaseException | None) -> OmegaConfBaseException | None:
-    while error is not None and not isinstance(error, OmegaConfBaseException):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def _one_line(error: Exception) -> str:

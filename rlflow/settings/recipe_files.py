@@ -1,4 +1,4 @@
-"""The recipes that ship with rlflow."""
+"""The recipes that ship with rlflow, read without Hydra, so that `rlflow recipes` answers at once."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from rlflow.errors import ConfigError
 from rlflow.plugins.names import did_you_mean
 
-FOLDER = Path(__file__).parent.parent / "recipes" / "recipe"
+_RECIPES = Path(__file__).parent.parent / "recipes" / "recipe"
 
 
 def recipe_names() -> list[str]:
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    return sorted(path.stem for path in _RECIPES.glob("*.yaml"))
 
 
 def recipe_text(name: str) -> str:
@@ -19,7 +19,7 @@ def recipe_text(name: str) -> str:
     if name not in recipe_names():
         near = did_you_mean(name, recipe_names()) or "."
         raise ConfigError(f"there is no recipe {name}{near} There are: {', '.join(recipe_names())}")
-    return (FOLDER / f"{name}.yaml").read_text()
+    return (_RECIPES / f"{name}.yaml").read_text()
 
 
 def recipe_summary(name: str) -> str:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from rlflow.config import Config, Transport, sends_adapters, transport_of
+from rlflow.config import Config, Transport
+from rlflow.runtime.derived import sends_adapters, transport_of
 from rlflow.weights.disk.sender import DiskSender
 from rlflow.weights.ipc.sender import SharedSender
 from rlflow.weights.p2p.sender import PeerSender

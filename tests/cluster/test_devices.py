@@ -13,7 +13,7 @@ from rlflow.cluster.devices import Devices
 from rlflow.cluster.gpus import check_gpus, gpu_plan
 from rlflow.cluster.placement import fit
 from rlflow.cluster.slots import Machine
-from rlflow.config import Config, Placement, ProcessKind, Roles, Transport
+from rlflow.config import Config, ModelPlacement, Placement, ProcessKind, Transport
 from rlflow.errors import ConfigError
 
 ENGINE, TRAINER, CRITIC, REFERENCE, REWARD_MODEL, *_ = ProcessKind
@@ -35,7 +35,7 @@ def config(
     config.trainer.ranks, config.algorithm.kl_coefficient = ranks, kl
     config.algorithm.advantage = advantage
     config.cluster.placement = Placement.colocated if colocated else Placement.separate
-    config.cluster.roles = Roles.shared if shared else Roles.separate
+    config.cluster.roles = ModelPlacement.shared if shared else ModelPlacement.separate
     if replicas:
         config.reward.model, config.reward.model_replicas = "mine", replicas
     return config

@@ -15,11 +15,11 @@ from rlflow.config import (
     Config,
     Dtype,
     Late,
+    ModelPlacement,
     Offload,
     Order,
     Placement,
     Proximal,
-    Roles,
     Send,
     Transport,
     Update,
@@ -148,12 +148,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "processes that call a function",
     ),
     (
-        {"cluster.roles": Roles.shared},
+        {"cluster.roles": ModelPlacement.shared},
         "cluster.roles=shared has no effect without a critic, a reference or a reward model (with lora.rank the "
         "policy is its own reference); set it to separate",
     ),
     (
-        {"cluster.roles": Roles.shared, "reward.model": "mine", "reward.model_replicas": 3, "trainer.ranks": 2},
+        {
+            "cluster.roles": ModelPlacement.shared,
+            "reward.model": "mine",
+            "reward.model_replicas": 3,
+            "trainer.ranks": 2,
+        },
         "cluster.roles=shared puts each replica of the reward model on the GPU of another rank of the trainer; got "
         "reward.model_replicas=3 and trainer.ranks=2; lower the first, or set cluster.roles=separate",
     ),
@@ -232,7 +237,7 @@ def test_a_setting_that_cannot_work_is_refused_with_the_cure(settings: dict[str,
     ],
 )
 def test_models_beside_the_trainer_can_share_its_gpus(settings: dict[str, Any]) -> None:
-    check(config_with({"cluster.roles": Roles.shared, **settings}))
+    check(config_with({"cluster.roles": ModelPlacement.shared, **settings}))
 
 
 def test_the_defaults_pass() -> None:

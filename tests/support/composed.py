@@ -6,9 +6,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from rlflow.config import (
-    Config,
-)
+from rlflow.config import Config
 
 
 def compose_recipe(*overrides: str) -> Config:

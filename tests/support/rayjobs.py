@@ -10,9 +10,8 @@ from kubernetes_schemas import Tree
 
 from rlflow.config import Config
 from rlflow.settings.checks import check
-from rlflow.tools.submit.job import Job
+from rlflow.tools.submit.command_words import Job, make_job
 from rlflow.tools.submit.kuberay import render
-from rlflow.tools.submit.words import make_job
 
 
 def rendered(*words: str, name: str = "grpo-20260131-120000") -> Tree:

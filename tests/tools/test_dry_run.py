@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.cli import main
-from rlflow.config import Config, Dtype, Placement, Roles, Send, Transport
+from rlflow.config import Config, Dtype, ModelPlacement, Placement, Send, Transport
 from rlflow.errors import ConfigError
 from rlflow.tools.dry_run.estimate import Estimate, estimate, smallest_gpu
 from rlflow.tools.dry_run.facts import Activations, ModelFacts, RewardModelFacts, Weight
@@ -369,7 +369,7 @@ def test_colocated_processes_take_turns() -> None:
 def test_what_shares_a_gpu_adds_up_there() -> None:
     settings = {"rollout__engines": 3, "trainer__ranks": 3, "algorithm__advantage": "gae"}
     settings |= {"algorithm__kl_coefficient": 0.1, "reward__model": "mine", "reward__model_replicas": 2}
-    asked = config(**settings, cluster__roles=Roles.shared)
+    asked = config(**settings, cluster__roles=ModelPlacement.shared)
     found = estimate(asked, SMALL, max_logits=20, reward_model=CLASSIFIER)
     memory = {name: each.total for name, each in found.processes.items()}
     third = memory["trainer"] + memory["critic"]

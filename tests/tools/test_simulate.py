@@ -15,7 +15,7 @@ from rlflow.config import Update
 from rlflow.errors import ConfigError, RunError, StaleGroup, WorkerError
 from rlflow.roles import StagedWeights
 from rlflow.tools.simulate.clock import run_virtually
-from rlflow.tools.simulate.models import Engine, Meter, ModelledEngines, ModelledRunners, ModelledTrainer, Slots
+from rlflow.tools.simulate.models import Meter, ModelledEngine, ModelledEngines, ModelledRunners, ModelledTrainer, Slots
 from rlflow.tools.simulate.plan import Plan, check
 from rlflow.tools.simulate.simulate import Figures, simulate
 from rlflow.types import EpisodeEnd, EpisodeSummary, GroupOrder, ReadyGroup, Task
@@ -96,10 +96,10 @@ def order(group_id: int) -> GroupOrder:
 
 def test_slots_go_to_the_least_loaded_engine_and_then_in_order() -> None:
     async def scenario() -> None:
-        engines = [Engine(0), Engine(1)]
+        engines = [ModelledEngine(0), ModelledEngine(1)]
         slots = Slots(engines, in_flight=2)
         taken = [slots.ask() for _ in range(4)]
-        assert [engine.index for engine in taken if isinstance(engine, Engine)] == [0, 1, 0, 1]
+        assert [engine.index for engine in taken if isinstance(engine, ModelledEngine)] == [0, 1, 0, 1]
         first, second, third = slots.ask(), slots.ask(), slots.ask()
         assert isinstance(first, asyncio.Future) and isinstance(second, asyncio.Future)
         assert isinstance(third, asyncio.Future)

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlflow.config import Config, Placement, Verify, sends_adapters
+from rlflow.config import Config, Placement, Verify
 from rlflow.errors import EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
 from rlflow.runtime.deadlines import within
+from rlflow.runtime.derived import sends_adapters
 from rlflow.runtime.disk import TEMPORARY
 from rlflow.runtime.environment import variables
 from rlflow.weights.engine.messages import ADAPTER_ID, WeightReport

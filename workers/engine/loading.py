@@ -14,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlflow.config import Config, Transport, Verify, sends_adapters, transport_of
+from rlflow.config import Config, Transport, Verify
 from rlflow.errors import WeightsOvertaken
 from rlflow.roles import StagedWeights
+from rlflow.runtime.derived import sends_adapters, transport_of
 from rlflow.weights.disk.manifest import version_folder
 from rlflow.weights.engine.messages import (
     COMPARISON,

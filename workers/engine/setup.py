@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlflow.config import ADAPTER_RANKS, Config, Dtype, Placement, Transport, sends_adapters, transport_of
+from rlflow.config import ADAPTER_RANKS, Config, Dtype, Placement, Transport
 from rlflow.errors import ConfigError
+from rlflow.runtime.derived import sends_adapters, transport_of
 from rlflow.runtime.environment import share_cpu
 
 CPU_BLOCK_TOKENS = 32

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from rlflow.algorithms.registry import needs_critic, token_advantage_of
 from rlflow.algorithms.token_advantage.gae import Moments
 from rlflow.batching import MicroBatchPlan, plan_micro_batches
-from rlflow.config import Config, num_shares
+from rlflow.config import Config
 from rlflow.roles import StagedWeights, StepOutcome
+from rlflow.runtime.derived import num_shares
 from rlflow.runtime.disk import disk_errors
 from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.types import FloatArray, ReadyGroup, Span, TrainSample

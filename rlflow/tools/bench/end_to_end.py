@@ -1,4 +1,4 @@
-"""Steady state of a whole run: `rlflow bench e2e`."""
+"""The steady state of a whole run: `rlflow bench e2e`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,27 @@ from typing import Any
 
 from rlflow.errors import RunError
 from rlflow.telemetry import metrics
-from rlflow.tools.bench.others import too_slow
 
 WARM_UP_STEPS = 2
-"""Steps left out of the figures: the first pays for caches and first allocations."""
+"""Steps left out of the figures, because the first ones pay for caches and first allocations."""
 E2E_TIMEOUT_S = 3600.0
+_FIGURES = {
+    "samples_per_s": "throughput/samples_per_s",
+    "tokens_per_s": "throughput/tokens_per_s",
+    "step_time_s": "step_time",
+    "rollout_s": "time/rollout",
+    "reward_s": "time/reward",
+    "train_s": "time/train",
+    "weights_s": "time/weights",
+    "pause_s": "weights/pause_s",
+    "utilisation_rollout": "utilisation/rollout",
+    "utilisation_train": "utilisation/train",
+}
+"""Figure -> metric of a step."""
 
 
 def end_to_end(overrides: Sequence[str]) -> dict[str, Any]:
-    """Steady state of a whole run (the grpo_arithmetic recipe unless `recipe=` is given): medians over its steps.
+    """Medians over the steps of a run (the grpo_arithmetic recipe unless `recipe=` is given).
 
     Raises RunError when the run fails.
     """
@@ -46,24 +58,14 @@ def run_recipe(recipe: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
         return metrics.read(Path(folder) / "run" / "metrics.jsonl")
 
 
+def too_slow(what: str, timeout_s: float) -> RunError:
+    return RunError(f"{what} took longer than {timeout_s:g} s and was ended; try again when the machine is less busy")
+
+
 def summarize(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the steps after the warm-up; times in seconds a step."""
     steady = records[WARM_UP_STEPS:]
     if not steady:
         raise RunError(f"a measurement needs more than {WARM_UP_STEPS} steps; got {len(records)}; raise run.steps")
-    names = {
-        "samples_per_s": "throughput/samples_per_s",
-        "tokens_per_s": "throughput/tokens_per_s",
-        "step_time_s": "step_time",
-        "rollout_s": "time/rollout",
-        "reward_s": "time/reward",
-        "train_s": "time/train",
-        "weights_s": "time/weights",
-        "pause_s": "weights/pause_s",
-        "utilisation_rollout": "utilisation/rollout",
-        "utilisation_train": "utilisation/train",
-    }
-    return {
-        "steps": len(steady),
-        **{name: statistics.median(record[key] for record in steady) for name, key in names.items()},
-    }
+    medians = {name: statistics.median(record[key] for record in steady) for name, key in _FIGURES.items()}
+    return {"steps": len(steady), **medians}

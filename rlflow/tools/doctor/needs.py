@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from rlflow.algorithms.registry import needs_critic
 from rlflow.cluster.gpus import gpu_plan
-from rlflow.config import Backend, Config, Placement, Transport, object_store_bytes, sends_adapters, transport_of
+from rlflow.config import Backend, Config, Placement, Transport
+from rlflow.runtime.derived import object_store_bytes, sends_adapters, transport_of
 from rlflow.tools.doctor.facts import ModelSize, Problem
 from rlflow.workers.engine.setup import BYTES_PER_ELEMENT
 

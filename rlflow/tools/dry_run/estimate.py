@@ -10,8 +10,9 @@ from rlflow.batching import plan_micro_batches
 from rlflow.cluster.gpus import GpuPlan, check_gpus, gpu_plan
 from rlflow.cluster.placement import describe, fit
 from rlflow.cluster.slots import machines_of
-from rlflow.config import Backend, Config, Dtype, Offload, Placement, ProcessKind, num_shares, sends_adapters
+from rlflow.config import Backend, Config, Dtype, Offload, Placement, ProcessKind
 from rlflow.errors import ConfigError
+from rlflow.runtime.derived import num_shares, sends_adapters
 from rlflow.tools.dry_run.facts import ModelFacts, RewardModelFacts
 from rlflow.tools.dry_run.memory import (
     FLOAT32,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlflow.config import Config, Dtype, Transport, sends_adapters, transport_of
+from rlflow.config import Config, Dtype, Transport
+from rlflow.runtime.derived import sends_adapters, transport_of
 from rlflow.tools.dry_run.facts import ModelFacts, RewardModelFacts, Weight
 from rlflow.workers.engine.setup import (
     BYTES_PER_ELEMENT,

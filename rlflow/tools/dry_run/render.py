@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rlflow.config import Config, Transport, transport_of
+from rlflow.config import Config, Transport
+from rlflow.runtime.derived import transport_of
 from rlflow.tools.dry_run.estimate import USABLE, Estimate, GpuRange, smallest_gpu
 from rlflow.tools.dry_run.memory import ProcessMemory, size
 

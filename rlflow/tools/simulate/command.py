@@ -36,6 +36,18 @@ _OPTIONS: dict[str, tuple[Callable[[str], object], str]] = {
 """Field of Plan -> how its option is read, and what it is."""
 
 
+_COLUMNS: list[tuple[str, int, Callable[[Figures], str]]] = [
+    ("staleness", 9, lambda figures: str(figures.max_versions)),
+    ("groups/s", 9, lambda figures: f"{figures.groups_per_s:.2f}"),
+    ("samples/s", 10, lambda figures: f"{figures.samples_per_s:.1f}"),
+    ("tokens/s", 11, lambda figures: f"{figures.tokens_per_s:.0f}"),
+    ("step s", 8, lambda figures: f"{figures.step_s:.1f}"),
+    ("engines", 8, lambda figures: f"{figures.utilisation_engines:.1%}"),
+    ("trainer", 8, lambda figures: f"{figures.utilisation_trainer:.1%}"),
+    ("dropped", 8, lambda figures: str(sum(figures.dropped.values()))),
+]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (kind, text) in _OPTIONS.items():
         default = getattr(Plan(), name)
@@ -58,70 +70,37 @@ def run(options: argparse.Namespace) -> None:
     from rlflow.tools.simulate.simulate import simulate
 
     settings = {name: getattr(options, name) for name in _OPTIONS}
-    plans = [Plan(max_versions=bound, **settings) for bound in _bounds(options.staleness)]
+    try:
+        bounds = [int(word) for word in options.staleness.split(",")]
+    except ValueError:
+        raise ConfigError(f"--staleness must be whole numbers such as 0,1,4; got {options.staleness}") from None
+    plans = [Plan(max_versions=bound, **settings) for bound in bounds]
     for plan in plans:
         check(plan)
-    print(" ".join(f"{title:>{width}}" for title, width in _COLUMNS), flush=True)
+    columns = [*((title, width) for title, width, _ in _COLUMNS), ("speed-up", 9), ("driver ms/group", 16)]
+    print(" ".join(f"{title:>{width}}" for title, width in columns), flush=True)
     found: list[Figures] = []
     for plan in plans:
-        found.append(simulate(plan))
-        print(_row(found[-1], speed_up(found[-1], found)), flush=True)
+        figures = simulate(plan)
+        found.append(figures)
+        faster = speed_up(figures, found)
+        cells = [show(figures) for _, _, show in _COLUMNS]
+        cells += ["-" if faster is None else f"{faster:.2f}", f"{figures.driver_ms_per_group:.3f}"]
+        print(" ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, columns, strict=True)), flush=True)
     for each in found:
-        print(_details(each))
+        groups = sum(each.staleness.values())
+        ages = ", ".join(f"{versions}: {count / groups:.1%}" for versions, count in each.staleness.items())
+        drops = ", ".join(f"{reason} {count}" for reason, count in each.dropped.items()) or "none"
+        print(
+            f"staleness {each.max_versions}: groups by age {{{ages}}}; dropped: {drops}; "
+            f"{each.wall_s:.1f} s on this machine, memory {each.rss_first_mb:.1f} -> {each.rss_last_mb:.1f} MB"
+        )
     if options.json:
         runs = [{**each.as_json(), "speed_up": speed_up(each, found)} for each in found]
         print(json.dumps({"runs": runs}))
 
 
 def speed_up(figures: Figures, found: Sequence[Figures]) -> float | None:
-    """Groups a second over those of the synchronous run; None where none was simulated."""
+    """Groups a second over those of the synchronous run; None when none was simulated."""
     synchronous = [each.groups_per_s for each in found if each.max_versions == 0]
     return figures.groups_per_s / synchronous[0] if synchronous else None
-
-
-def _bounds(words: str) -> list[int]:
-    """ "0,4" -> [0, 4]."""
-    try:
-        return [int(word) for word in words.split(",")]
-    except ValueError:
-        raise ConfigError(f"--staleness must be whole numbers such as 0,1,4; got {words}") from None
-
-
-_COLUMNS = [
-    ("staleness", 9),
-    ("groups/s", 9),
-    ("samples/s", 10),
-    ("tokens/s", 11),
-    ("step s", 8),
-    ("engines", 8),
-    ("trainer", 8),
-    ("dropped", 8),
-    ("speed-up", 9),
-    ("driver ms/group", 16),
-]
-
-
-def _row(figures: Figures, faster: float | None) -> str:
-    cells = [
-        str(figures.max_versions),
-        f"{figures.groups_per_s:.2f}",
-        f"{figures.samples_per_s:.1f}",
-        f"{figures.tokens_per_s:.0f}",
-        f"{figures.step_s:.1f}",
-        f"{figures.utilisation_engines:.1%}",
-        f"{figures.utilisation_trainer:.1%}",
-        str(sum(figures.dropped.values())),
-        "-" if faster is None else f"{faster:.2f}",
-        f"{figures.driver_ms_per_group:.3f}",
-    ]
-    return " ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
-
-
-def _details(figures: Figures) -> str:
-    groups = sum(figures.staleness.values())
-    ages = ", ".join(f"{versions}: {count / groups:.1%}" for versions, count in figures.staleness.items())
-    drops = ", ".join(f"{reason} {count}" for reason, count in figures.dropped.items()) or "none"
-    return (
-        f"staleness {figures.max_versions}: groups by age {{{ages}}}; dropped: {drops}; "
-        f"{figures.wall_s:.1f} s on this machine, memory {figures.rss_first_mb:.1f} -> {figures.rss_last_mb:.1f} MB"
-    )

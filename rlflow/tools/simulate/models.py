@@ -24,7 +24,7 @@ from rlflow.tools.simulate.plan import Plan
 from rlflow.types import EpisodeEnd, EpisodeSummary, GroupOrder, Message, PayloadRef, PlayedGroup, ReadyGroup, Span
 
 TOKEN_BYTES = 13
-"""Of a payload: id, log-probability, version and mask of one token."""
+"""What one token takes in a payload: its id, log-probability, version and mask."""
 
 
 class Meter:
@@ -64,7 +64,7 @@ class Occupancy:
 
 
 @dataclass(slots=True)
-class Engine:
+class ModelledEngine:
     """One modelled engine."""
 
     index: int
@@ -77,15 +77,15 @@ class Engine:
 
 
 class Slots:
-    """The slots of all engines: the least loaded engine first, then first come, first served."""
+    """The slots of all engines: the least loaded engine is taken first; requests are served in their order."""
 
-    def __init__(self, engines: Sequence[Engine], in_flight: int) -> None:
+    def __init__(self, engines: Sequence[ModelledEngine], in_flight: int) -> None:
         # One ordered set of engines for each number of free slots taken: both ends of a change cost O(in_flight).
-        self._by_load: list[OrderedDict[int, Engine]] = [OrderedDict() for _ in range(in_flight + 1)]
+        self._by_load: list[OrderedDict[int, ModelledEngine]] = [OrderedDict() for _ in range(in_flight + 1)]
         self._by_load[0] = OrderedDict((engine.index, engine) for engine in engines)
-        self._waiting: deque[asyncio.Future[Engine]] = deque()
+        self._waiting: deque[asyncio.Future[ModelledEngine]] = deque()
 
-    def ask(self) -> Engine | asyncio.Future[Engine]:
+    def ask(self) -> ModelledEngine | asyncio.Future[ModelledEngine]:
         """A slot of this engine, or the promise of one. A promise that is given up must be cancelled."""
         for load, engines in enumerate(self._by_load[:-1]):
             if engines:
@@ -93,11 +93,11 @@ class Slots:
                 engine.load = load + 1
                 self._by_load[load + 1][engine.index] = engine
                 return engine
-        promise: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
+        promise: asyncio.Future[ModelledEngine] = asyncio.get_running_loop().create_future()
         self._waiting.append(promise)
         return promise
 
-    def give_back(self, engine: Engine) -> None:
+    def give_back(self, engine: ModelledEngine) -> None:
         while self._waiting:
             promise = self._waiting.popleft()
             if not promise.done():
@@ -114,26 +114,23 @@ class ModelledEngines:
     def __init__(self, plan: Plan, meter: Meter) -> None:
         self._plan = plan
         self._meter = meter
-        self.engines = [Engine(index) for index in range(plan.engines)]
+        self.engines = [ModelledEngine(index) for index in range(plan.engines)]
         self.slots = Slots(self.engines, plan.in_flight)
         self.occupancy = Occupancy()
 
     async def load_weights(self, staged: StagedWeights) -> LoadOutcome:
         # Before the first version, and without staleness, nothing runs that the others could go on with.
         is_rolling = self._plan.update is Update.rolling and self._plan.max_versions > 0 and staged.version > 0
+        pause_s = self._plan.weights_s
         for wave in waves(range(len(self.engines)), len(self.engines), is_rolling):
             with self._meter:
-                self._pause([self.engines[index] for index in wave], staged.version)
-            await asyncio.sleep(self._plan.weights_s)
-        return LoadOutcome(pause_s=self._plan.weights_s)
-
-    def _pause(self, engines: Sequence[Engine], version: int) -> None:
-        now = asyncio.get_running_loop().time()
-        for engine in engines:
-            engine.version = version
-            engine.paused_s += self._plan.weights_s
-            engine.paused_until = now + self._plan.weights_s
-            self.occupancy.lose(engine.load * self._plan.weights_s)
+                for engine in (self.engines[index] for index in wave):
+                    engine.version = staged.version
+                    engine.paused_s += pause_s
+                    engine.paused_until = asyncio.get_running_loop().time() + pause_s
+                    self.occupancy.lose(engine.load * pause_s)
+            await asyncio.sleep(pause_s)
+        return LoadOutcome(pause_s=pause_s)
 
     async def sleep(self) -> None:
         raise AssertionError("the model has engines and trainer on devices of their own")
@@ -152,7 +149,7 @@ class ModelledEngines:
 class _Play:
     """A group in its slot."""
 
-    engine: Engine
+    engine: ModelledEngine
     oldest_version: int
     ended: asyncio.Future[None]
     paused_s: float
@@ -170,7 +167,7 @@ class ModelledRunners:
     meter: Meter
     num_started: int = 0
     num_ended: int = 0
-    """In whatever way."""
+    """Played, failed or cancelled."""
     _playing: dict[int, OrderedDict[int, _Play]] = field(default_factory=dict)
     """Oldest version -> group -> play."""
 
@@ -179,9 +176,9 @@ class ModelledRunners:
             self.num_started += 1
             slot = self.engines.slots.ask()
         try:
-            engine = slot if isinstance(slot, Engine) else await slot
+            engine = slot if isinstance(slot, ModelledEngine) else await slot
         except asyncio.CancelledError:
-            assert not isinstance(slot, Engine)
+            assert not isinstance(slot, ModelledEngine)
             if slot.done() and not slot.cancelled():
                 self.engines.slots.give_back(slot.result())
             self.num_ended += 1
@@ -194,7 +191,24 @@ class ModelledRunners:
             with self.meter:
                 if fails < 1.0:
                     raise WorkerError(f"group {order.group_id} was made to fail")
-                return _played(order, lengths, play.oldest_version, engine.version)
+                episodes = [  # rewards alternate, so that each group has a gradient
+                    EpisodeSummary(
+                        end=EpisodeEnd.COMPLETED,
+                        reward=float(index % 2),
+                        num_prompt_tokens=0,
+                        num_completion_tokens=tokens,
+                        num_loss_tokens=tokens,
+                        oldest_version=play.oldest_version,
+                        newest_version=engine.version,
+                    )
+                    for index, tokens in enumerate(lengths)
+                ]
+                return PlayedGroup(
+                    group_id=order.group_id,
+                    episodes=episodes,
+                    payloads=[None] * len(lengths),
+                    num_bytes=TOKEN_BYTES * sum(lengths),
+                )
         finally:
             with self.meter:
                 self._end(order.group_id, play)
@@ -223,7 +237,7 @@ class ModelledRunners:
 
         Drawn from the order's seed alone, so that simulations of the same seed play the same groups.
         """
-        # Not for security; a generator of its own a group makes the lengths independent of who comes first.
+        # A generator for each group makes the lengths independent of the order in which groups start.
         rng = random.Random(order.seed)
         scale = self.plan.median_tokens
         lengths = [
@@ -233,7 +247,7 @@ class ModelledRunners:
         fails = rng.random() if rng.random() < self.plan.failures else 1.0
         return lengths, fails
 
-    def _start(self, group_id: int, engine: Engine, seconds: float) -> _Play:
+    def _start(self, group_id: int, engine: ModelledEngine, seconds: float) -> _Play:
         loop = asyncio.get_running_loop()
         now = loop.time()
         waits_s = max(0.0, engine.paused_until - now)
@@ -271,26 +285,6 @@ class ModelledRunners:
             del self._playing[play.oldest_version]
         self.engines.occupancy.change(-1, asyncio.get_running_loop().time())
         self.engines.slots.give_back(play.engine)
-
-
-def _played(order: GroupOrder, lengths: Sequence[int], oldest_version: int, newest_version: int) -> PlayedGroup:
-    """Rewards alternate, so that each group has a gradient."""
-    episodes = [
-        EpisodeSummary(
-            end=EpisodeEnd.COMPLETED,
-            reward=float(index % 2),
-            num_prompt_tokens=0,
-            num_completion_tokens=tokens,
-            num_loss_tokens=tokens,
-            oldest_version=oldest_version,
-            newest_version=newest_version,
-        )
-        for index, tokens in enumerate(lengths)
-    ]
-    payloads: list[PayloadRef] = [None] * len(lengths)
-    return PlayedGroup(
-        group_id=order.group_id, episodes=episodes, payloads=payloads, num_bytes=TOKEN_BYTES * sum(lengths)
-    )
 
 
 class ModelledTrainer:

@@ -1,8 +1,9 @@
-"""What a simulation is about: a fleet, how long its episodes are, how fast its trainer is. Pure."""
+"""What is simulated: a fleet, how long its episodes are, how fast its trainer is. Pure."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlflow.config import Late, Order, Update
@@ -74,12 +75,12 @@ class Plan:
 
     @property
     def mean_tokens(self) -> float:
-        """Of one episode."""
+        """Mean tokens of one episode."""
         return self._mean_of_longest(1)
 
     @property
     def mean_longest_tokens(self) -> float:
-        """Of the longest episode of a group, for which its slot is held."""
+        """Mean tokens of the longest episode of a group, for which its slot is held."""
         return self._mean_of_longest(self.group_size)
 
     def _mean_of_longest(self, count: int) -> float:
@@ -100,31 +101,33 @@ class Plan:
         return total
 
 
+_AT_LEAST_1 = (lambda value: value >= 1, "must be at least 1")
+_NOT_NEGATIVE = (lambda value: value >= 0, "must not be negative")
+_POSITIVE_NUMBER = (lambda value: value > 0, "must be a positive number")
+_NUMBER_FROM_0 = (lambda value: value >= 0, "must be a number that is not negative")
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "engines": _AT_LEAST_1,
+    "in_flight": _AT_LEAST_1,
+    "steps": _AT_LEAST_1,
+    "max_tokens": _AT_LEAST_1,
+    "groups_per_step": _AT_LEAST_1,
+    "group_size": (lambda value: value >= 2, "must be at least 2, to have something to compare"),
+    "max_versions": _NOT_NEGATIVE,
+    "seed": _NOT_NEGATIVE,
+    "median_tokens": _POSITIVE_NUMBER,
+    "token_s": _POSITIVE_NUMBER,
+    "trainer_speed": _POSITIVE_NUMBER,
+    "sigma": _NUMBER_FROM_0,
+    "weights_s": _NUMBER_FROM_0,
+    "failures": (lambda value: 0 <= value < 1, "is a probability in [0, 1)"),
+}
+"""Field of Plan -> whether a fleet can have a value, and what it must be."""
+
+
 def check(plan: Plan) -> None:
     """Raise ConfigError for the first value that no fleet can have."""
-    at_least_one = ("engines", "in_flight", "steps", "max_tokens")
-    for name in at_least_one:
-        if getattr(plan, name) < 1:
-            raise ConfigError(f"--{_option(name)} must be at least 1; got {getattr(plan, name)}")
-    if plan.group_size < 2:
-        raise ConfigError(f"--group-size must be at least 2, to have something to compare; got {plan.group_size}")
-    if plan.groups_per_step is not None and plan.groups_per_step < 1:
-        raise ConfigError(f"--groups-per-step must be at least 1; got {plan.groups_per_step}")
-    if plan.max_versions < 0:
-        raise ConfigError(f"--staleness must not be negative; got {plan.max_versions}")
-    if plan.seed < 0:
-        raise ConfigError(f"--seed must not be negative; got {plan.seed}")
-    for name in ("median_tokens", "token_s", "trainer_speed"):
+    for name, (is_possible, wanted) in _RANGES.items():
         value = getattr(plan, name)
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"--{_option(name)} must be a positive number; got {value}")
-    for name in ("sigma", "weights_s"):
-        value = getattr(plan, name)
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"--{_option(name)} must be a number that is not negative; got {value}")
-    if not 0 <= plan.failures < 1:
-        raise ConfigError(f"--failures is a probability in [0, 1); got {plan.failures}")
-
-
-def _option(name: str) -> str:
-    return name.replace("_", "-")
+        if value is not None and not (math.isfinite(value) and is_possible(value)):
+            option = "staleness" if name == "max_versions" else name.replace("_", "-")
+            raise ConfigError(f"--{option} {wanted}; got {value}")

@@ -21,7 +21,7 @@ from typing import Any
 from rlflow.config import Config
 from rlflow.driver import Driver, StepReport
 from rlflow.errors import RunError
-from rlflow.groups.ledger import DropReason, Ledger
+from rlflow.groups.ledger import Ledger
 from rlflow.groups.sampler import TaskSampler
 from rlflow.roles import Workers
 from rlflow.rundir.store import CheckpointStore
@@ -31,7 +31,7 @@ from rlflow.tools.simulate.plan import Plan
 from rlflow.types import Task
 
 _NEVER_S = 1e9
-"""Deadlines of the simulated run: what they are for cannot happen here, and the fleet may be as slow as it likes."""
+"""Deadlines of the simulated run: nothing can hang here, and the fleet may be as slow as it likes."""
 _PASS_STEPS = 4
 """Steps that a pass over the tasks lasts."""
 
@@ -102,15 +102,6 @@ class _Watcher:
     staleness: Counter[int] = field(default_factory=Counter)
     num_samples: int = 0
 
-    def phase(self, name: str) -> None:
-        pass
-
-    def dropped(self, group_id: int, reason: DropReason, detail: str) -> None:
-        pass
-
-    def waiting(self, reason: str) -> None:
-        pass
-
     async def step(self, report: StepReport) -> None:
         if self.last is not None:
             return
@@ -124,14 +115,10 @@ class _Watcher:
             self.last = self.mark(report.counts)
             self.over.set()
 
-    def evaluated(self, evaluation: object) -> None:
+    def _ignore(self, *_: object, **__: object) -> None:
         pass
 
-    def saved(self, folder: Path) -> None:
-        pass
-
-    def given_up(self, step: int, why: str) -> None:
-        pass
+    phase = dropped = waiting = evaluated = saved = given_up = _ignore
 
 
 def simulate(plan: Plan) -> Figures:
@@ -185,7 +172,7 @@ async def _run(plan: Plan, folder: Path) -> tuple[_Watcher, ModelledRunners]:
             num_tokens=trainer.num_tokens,
             processor_s=time.process_time(),
             models_s=meter.seconds,
-            rss_mb=_rss_mb(),
+            rss_mb=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20,
         )
 
     watcher = _Watcher(plan=plan, meter=meter, mark=mark, over=asyncio.Event())
@@ -202,35 +189,24 @@ async def _run(plan: Plan, folder: Path) -> tuple[_Watcher, ModelledRunners]:
             observer=watcher,
             now=asyncio.get_running_loop().time,
         )
-        await _until(driver, watcher.over)
+        running, over = asyncio.ensure_future(driver.run()), asyncio.ensure_future(watcher.over.wait())
+        await asyncio.wait((running, over), return_when=asyncio.FIRST_COMPLETED)
+        stopped_early = running.done()
+        running.cancel()
+        over.cancel()
+        error, _ = await asyncio.gather(running, over, return_exceptions=True)
+        if stopped_early and isinstance(error, RunError):
+            raise RunError(f"the simulated run stopped: {error}") from error
+        if stopped_early:
+            assert isinstance(error, BaseException), "the driver ended before the last measured step"
+            raise error
     finally:
         ledger.close()
     return watcher, runners
 
 
-async def _until(driver: Driver, over: asyncio.Event) -> None:
-    """Run the driver until `over`, then end it at once; RunError when it stops before."""
-    running, waiting = asyncio.ensure_future(driver.run()), asyncio.ensure_future(over.wait())
-    try:
-        await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            _stopped_early(running)
-    finally:
-        running.cancel()
-        waiting.cancel()
-        await asyncio.gather(running, waiting, return_exceptions=True)
-
-
-def _stopped_early(running: asyncio.Future[None]) -> None:
-    error = running.exception()
-    assert error is not None, "the driver ended before the last measured step"
-    if isinstance(error, RunError):
-        raise RunError(f"the simulated run stopped: {error}") from error
-    raise error
-
-
 def _config(plan: Plan) -> Config:
-    """Of a run that goes on after the last measured step, so that no group is missing at its end."""
+    """A run that goes on after the last measured step, so that no group is missing at its end."""
     config = Config()
     config.run.steps = plan.warm_up_steps + plan.steps + plan.max_versions + 1
     config.run.seed, config.run.checkpoint_every = plan.seed, 0
@@ -242,8 +218,3 @@ def _config(plan: Plan) -> Config:
     deadlines = config.deadlines
     deadlines.group_s = deadlines.train_s = deadlines.weights_s = deadlines.checkpoint_s = _NEVER_S
     return config
-
-
-def _rss_mb() -> float:
-    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return resident_pages * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -1,4 +1,4 @@
-"""What can be known of a run before it is sent anywhere: functions, environment, and the files that it names."""
+"""What can be checked before a run is sent anywhere: its functions, its environment, and the files that it names."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rlflow.config import Config
 from rlflow.environments.find import held_out_tasks, load_environment
 from rlflow.errors import ConfigError
 from rlflow.rundir.directory import plain
-from rlflow.tools.submit.job import CLAIM
+from rlflow.tools.submit.command_words import CLAIM
 
 _SECTIONS = ("model", "env", "reward", "curriculum", "algorithm")
-"""Of the settings, those that may name files."""
+"""Sections whose settings may name files."""
 _MODELS = ("model.path", "reward.model")
-"""Of these nothing is read here."""
+"""Settings whose files are not read here."""
 MAX_PATH = 1000
 
 
@@ -31,8 +31,13 @@ def check_run(config: Config, packaged: Collection[str], config_folder: Path | N
     files += _files(config)
     if not on_kubernetes:
         for key, path in files:
-            if not path.is_absolute() and path.exists():
-                _check_goes_along(key, path, packaged)
+            is_here = not path.is_absolute() and path.exists()
+            if is_here and not any(Path(each).is_relative_to(path) for each in packaged):
+                raise ConfigError(
+                    f"{key} names {path}, which does not go along with the job: it is outside of the working "
+                    "directory, or .gitignore, .rayignore or rlflow leaves it out; move it, or give an absolute path "
+                    "that the cluster sees"
+                )
     away = [(key, path) for key, path in files if not path.exists() and (on_kubernetes or path.is_absolute())]
     unchecked = [f"{key}: the job looks for {Path(CLAIM, path)}" for key, path in (files if on_kubernetes else away)]
     if all(key in _MODELS for key, _ in away):
@@ -49,20 +54,14 @@ def _check_code(config: Config, *, has_files: bool) -> list[str]:
             spec.tasks()
             held_out_tasks(config, spec)
     except (ConfigError, ModuleNotFoundError) as error:
-        missing = _missing_module(error)
-        if missing is None:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, ModuleNotFoundError):
+            cause = cause.__cause__
+        if cause is None:
             raise
-        return [f"the environment and the functions: there is no module {missing!r} on this machine"]
+        # The machines of the cluster may well have it.
+        return [f"the environment and the functions: there is no module {cause.name!r} on this machine"]
     return []
-
-
-def _check_goes_along(key: str, path: Path, packaged: Collection[str]) -> None:
-    """Of a file or folder that is here and is named from the current directory."""
-    if not any(Path(each).is_relative_to(path) for each in packaged):
-        raise ConfigError(
-            f"{key} names {path}, which does not go along with the job: it is outside of the working directory, or "
-            ".gitignore, .rayignore or rlflow leaves it out; move it, or give an absolute path that the cluster sees"
-        )
 
 
 def _files(config: Config) -> Iterator[tuple[str, Path]]:
@@ -73,9 +72,8 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
             source, colon, _ = text.rpartition(":")
             is_code = bool(colon) and source.endswith(".py")
             path = Path(source if is_code else text)
-            is_path = (
-                path.is_absolute() and len(path.parts) > 2 and " " not in text
-            )  # and not the /no_think of a prompt
+            # Not the /no_think of a prompt.
+            is_path = path.is_absolute() and len(path.parts) > 2 and " " not in text
             if is_path or is_code or (("/" in text or "." in text) and path.exists()):
                 yield key, Path(*path.parts)
 
@@ -89,12 +87,3 @@ def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from _texts(key, item)
     elif isinstance(value, str) and len(value) < MAX_PATH and "\n" not in value:
         yield key, value
-
-
-def _missing_module(error: BaseException | None) -> str | None:
-    """The module whose absence is behind an error; the machines of the cluster may well have it."""
-    while error is not None:
-        if isinstance(error, ModuleNotFoundError):
-            return error.name
-        error = error.__cause__
-    return None

@@ -6,22 +6,27 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.settings.compose import Report, train
-from rlflow.tools.submit.exit_codes import LOST, UNREAD
-from rlflow.tools.submit.job import Job, MaybeStarted
-from rlflow.tools.submit.words import config_folder, how_to_go_on, make_job, where
-
-_SWEEPS = ("-m", "--multirun")
+from rlflow.tools.submit.command_words import (
+    LOST,
+    UNREAD,
+    Job,
+    MaybeStarted,
+    config_folder,
+    how_to_go_on,
+    make_job,
+    where,
+)
 
 
 class _Options(argparse.Namespace):
-    """What is for submit; the other words are the driver's."""
+    """Submit's own options; the other words are the driver's."""
 
     dry_run: bool
     detach: bool
@@ -81,27 +86,17 @@ def parse(arguments: Sequence[str]) -> _Options:
     parser.add_argument("--stop", metavar="JOB", help="have a job finish its step, save and end")
     options, words = parser.parse_known_args(arguments, namespace=_Options())
     options.words = words
-    _check(options)
-    return options
-
-
-def _check(options: _Options) -> None:
+    is_there = options.attach is not None or options.stop is not None
     if options.attach is not None and options.stop is not None:
         raise ConfigError("--attach and --stop contradict each other; give one of them")
-    if any(word in _SWEEPS for word in options.words):
+    if {"-m", "--multirun"} & {*options.words}:
         raise ConfigError("rlflow submit makes one job; leave --multirun out, and submit each one")
-    starting = {
-        "--dry-run": options.dry_run,
-        "--detach": options.detach,
-        "--working-dir": options.working_dir is not None,
-        "--wheel": bool(options.wheel),
-    }
-    if options.attach is not None or options.stop is not None:
-        for name, is_given in starting.items():
-            if is_given:
-                raise ConfigError(f"{name} has no effect with --attach and --stop; leave it out")
+    for name in ("--dry-run", "--detach", "--working-dir", "--wheel"):
+        if is_there and getattr(options, name[2:].replace("-", "_")):
+            raise ConfigError(f"{name} has no effect with --attach and --stop; leave it out")
     if options.dry_run and options.detach:
         raise ConfigError("--detach has no effect with --dry-run, which starts nothing; leave it out")
+    return options
 
 
 def _run(config: Config, *, options: _Options) -> int:
@@ -116,8 +111,6 @@ def _run(config: Config, *, options: _Options) -> int:
 
 
 def _on_ray(config: Config, options: _Options) -> int:
-    from rlflow.cluster.placement import machines_taken
-    from rlflow.tools.submit.check import check_run
     from rlflow.tools.submit.package import collect
     from rlflow.tools.submit.ray_job import RayJobs
 
@@ -127,18 +120,13 @@ def _on_ray(config: Config, options: _Options) -> int:
     if options.attach is not None:
         return jobs.follow(options.attach)
     job = make_job(config, options.words, time.strftime("%Y%m%d-%H%M%S"))
-    machines = machines_taken(config)
     package = collect(None if options.wheel and options.working_dir is None else Path.cwd(), options.wheel)
-    _note(check_run(config, package, _config_folder(options)))
-    if options.dry_run:
-        _show_plan(machines, jobs.plan(job, package))
+    if _is_planned(config, options, package, lambda: jobs.plan(job, package)):
         return 0
     return _hand_over(config, options, job, partial(jobs.start, job, package), jobs.follow)
 
 
 def _on_kubernetes(config: Config, options: _Options) -> int:
-    from rlflow.cluster.placement import machines_taken
-    from rlflow.tools.submit.check import check_run
     from rlflow.tools.submit.kuberay import render, to_yaml
     from rlflow.tools.submit.kubernetes_api import Kubernetes
 
@@ -154,13 +142,27 @@ def _on_kubernetes(config: Config, options: _Options) -> int:
     if options.attach is not None:
         return Kubernetes(namespace).follow(options.attach)
     job = make_job(config, options.words, time.strftime("%Y%m%d-%H%M%S"))
-    rayjob, machines = render(config, job), machines_taken(config)
-    _note(check_run(config, (), _config_folder(options)))
-    if options.dry_run:
-        _show_plan(machines, to_yaml(rayjob))
+    rayjob = render(config, job)
+    if _is_planned(config, options, (), lambda: to_yaml(rayjob)):
         return 0
     cluster = Kubernetes(namespace)
     return _hand_over(config, options, job, partial(cluster.apply, rayjob), cluster.follow)
+
+
+def _is_planned(config: Config, options: _Options, packaged: Collection[str], plan: Callable[[], str]) -> bool:
+    """Check what is to be sent, and say what could not be checked; with --dry-run, print the plan: then it is all.
+
+    The plan is YAML; what is on which machine is in its comments.
+    """
+    from rlflow.cluster.placement import machines_taken
+    from rlflow.tools.submit.check import check_run
+
+    machines = machines_taken(config)
+    for each in check_run(config, packaged, config_folder(options.words)):
+        print(f"rlflow: not checked before the job starts: {each}", file=sys.stderr)
+    if options.dry_run:
+        print("".join(f"# {line}\n" for line in machines) + plan(), end="")
+    return options.dry_run
 
 
 def _hand_over(
@@ -174,18 +176,3 @@ def _hand_over(
         return LOST
     print(what, flush=True)
     return 0 if options.detach else follow(job.name)
-
-
-def _config_folder(options: _Options) -> Path | None:
-    folder = config_folder(options.words)
-    return None if folder is None else Path(folder)
-
-
-def _show_plan(machines: Sequence[str], plan: str) -> None:
-    """As YAML; what is on which machine is in its comments."""
-    print("".join(f"# {line}\n" for line in machines) + plan, end="")
-
-
-def _note(unchecked: Sequence[str]) -> None:
-    for each in unchecked:
-        print(f"rlflow: not checked before the job starts: {each}", file=sys.stderr)

@@ -27,15 +27,15 @@ class Waits:
 
     retry_s: float = 3.0
     give_up_s: float = 300.0
-    """Without any answer of the cluster."""
+    """How long the cluster may not answer at all."""
     quiet_s: float = 30.0
-    """After which a log without new lines makes us ask whether the cluster is still there."""
+    """After so long without new lines we ask whether the cluster is still there."""
     reconnect_s: float = 300.0
-    """After which such a log is asked for anew: connections are dropped without a word."""
+    """After so long without new lines the log is asked for anew, because connections are dropped without a word."""
 
 
 _UNREAD = 2
-"""A log that could not be read so many times in a row is worth a word."""
+"""After so many failures in a row to read a log, we say so."""
 
 
 class _NothingComes(ConnectionError):
@@ -72,7 +72,7 @@ class Follower:
         """How often in a row the log broke off before its first line."""
 
     async def wait_until_ended(self) -> JobDetails:
-        """How the job ended, once its log was shown.
+        """How the job ended; its log has been shown by then.
 
         Raises ConnectionLost, and UnknownJob when the cluster answers but has no such job, as after its head was
         started anew.

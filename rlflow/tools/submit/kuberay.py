@@ -5,20 +5,25 @@
 
 A lost head: KubeRay makes another one, and the submitter starts the driver anew there; or, if that takes long, the job
 fails and is retried with a whole new cluster. Either way the same command finds its run directory and goes on.
+
+All pods pass the Pod Security Standard "restricted", and have the service class Guaranteed: requests are limits.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from importlib import metadata
+from typing import Any
 
 import yaml
 
 from rlflow.config import POOL_LABEL, Config, PoolConfig, Scheduler
 from rlflow.errors import ConfigError
-from rlflow.tools.submit.job import Job
-from rlflow.tools.submit.pods import Tree, head_pod, labels, submitter_pod, worker_pod
+from rlflow.rundir.lock import NAME as LOCK
+from rlflow.rundir.stopping import seconds_to_stop
+from rlflow.tools.submit.command_words import CLAIM, Job
 
 _KEEP_SECONDS = 60
 """Machines are kept for so long after a job, for its last words; the log of the driver is kept with the RayJob."""
@@ -30,6 +35,16 @@ _QUEUE_LABELS = {
     Scheduler.volcano: "volcano.sh/queue-name",
     Scheduler.kai: "kai.scheduler/queue",
 }
+PART_OF = {"app.kubernetes.io/part-of": "rlflow"}
+"""What k8s/base/networkpolicy.yaml knows the pods of all jobs by."""
+_USER = 1000
+_SPARE_SECONDS = 60
+"""What Ray needs to end after a preStop hook."""
+_SUBMITTER_CPU, _SUBMITTER_MEMORY = "500m", "1Gi"
+"""What `ray job logs --follow` needs."""
+
+Tree = dict[str, Any]
+"""A piece of a manifest, as YAML has it."""
 
 
 def render(config: Config, job: Job) -> Tree:
@@ -37,12 +52,21 @@ def render(config: Config, job: Job) -> Tree:
 
     Raises ConfigError for what Kubernetes would refuse later.
     """
-    _check(config, job)
+    for name in config.cluster.pools:
+        if not _POOL_NAME.fullmatch(name):
+            raise ConfigError(
+                f"cluster.pools.{name} becomes part of the names of pods; take up to 30 lower-case letters, digits and "
+                "hyphens, the first one a letter"
+            )
+    if shlex.quote(job.run_dir) != job.run_dir:
+        raise ConfigError(
+            f"run.dir={job.run_dir} has characters that a shell changes; take letters, digits, - _ . and /"
+        )
     kubernetes = config.cluster.kubernetes
     meta: Tree = {"name": job.name}
     if kubernetes.namespace is not None:
         meta["namespace"] = kubernetes.namespace
-    meta["labels"] = labels(job)
+    meta["labels"] = _labels(job)
     if kubernetes.queue is not None:
         meta["labels"][_QUEUE_LABELS[kubernetes.scheduler]] = kubernetes.queue
     return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": meta, "spec": _spec(config, job)}
@@ -75,45 +99,168 @@ def _spec(config: Config, job: Job) -> Tree:
     else:
         spec["submissionMode"] = "K8sJobMode"
         spec["submitterConfig"] = {"backoffLimit": _SUBMITTER_RETRIES}
-        spec["submitterPodTemplate"] = submitter_pod(config, job)
+        spec["submitterPodTemplate"] = _submitter_pod(config, job)
     spec["rayClusterSpec"] = {
         "rayVersion": metadata.version("ray"),
         "authOptions": {"mode": "token"},
-        "headGroupSpec": _head(config, job),
-        "workerGroupSpecs": [_group(config, job, name, pool) for name, pool in config.cluster.pools.items()],
+        "headGroupSpec": {
+            "serviceType": "ClusterIP",
+            "enableIngress": False,
+            "rayStartParams": {"num-cpus": "0", "num-gpus": "0"},  # so that nothing but the driver runs here
+            "template": _head_pod(config, job),
+        },
+        "workerGroupSpecs": [
+            {
+                "groupName": name,
+                **dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), pool.machines),
+                "labels": {POOL_LABEL: name},
+                "rayStartParams": {},
+                "template": _worker_pod(config, job, pool),
+            }
+            for name, pool in config.cluster.pools.items()
+        ],
     }
     return spec
 
 
-def _head(config: Config, job: Job) -> Tree:
+def _head_pod(config: Config, job: Job) -> Tree:
+    """A template: Ray's head, which computes nothing, and the driver. `rlflow stop` ends it."""
+    kubernetes = config.cluster.kubernetes
+    resources = _guaranteed(str(kubernetes.head_cpus), _mebibytes(kubernetes.head_memory_gb))
+    seconds = _stop_seconds(config)
+    container = _ray_container(config, "ray-head", resources)
+    container["env"].append({"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(seconds)})
+    container["lifecycle"] = _before_stop(["rlflow", "stop", job.run_dir, "--timeout", str(seconds)])
+    spec = _pod(config, container, kubernetes.head_memory_gb)
+    # The head before this one may still be saving; the driver says so if this wait was not long enough.
+    lock = f"{job.run_dir}/{LOCK}"
+    wait_for_run = {
+        "name": "wait-for-run",
+        "image": kubernetes.image,
+        "command": ["/bin/bash", "-c", f"mkdir -p {job.run_dir} && flock --wait {seconds} {lock} true || true"],
+        "resources": resources,
+        "securityContext": _container_security(),
+        "volumeMounts": [{"name": "claim", "mountPath": str(CLAIM)}],
+    }
+    spec["initContainers"] = [wait_for_run]
+    return {"metadata": {"labels": _labels(job)}, "spec": spec}
+
+
+def _worker_pod(config: Config, job: Job, pool: PoolConfig) -> Tree:
+    """A template for the machines of a pool, which has all its sizes."""
+    assert pool.cpus is not None and pool.memory_gb is not None and pool.gpus is not None
+    resources = _guaranteed(str(pool.cpus), _mebibytes(pool.memory_gb), pool.gpus)
+    container = _ray_container(config, "ray-worker", resources)
+    # Pods of a job are deleted all at once: the trainer must not go before the driver has saved.
+    wait = ["flock", "--shared", "--wait", str(_stop_seconds(config)), f"{job.run_dir}/{LOCK}", "true"]
+    container["lifecycle"] = _before_stop(wait)
+    spec = _pod(config, container, pool.memory_gb)
+    if pool.node_labels:
+        spec["nodeSelector"] = dict(pool.node_labels)
+    if pool.gpus:
+        spec["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    # Near each other in the network, and on different nodes, so that a lost one costs little; both where possible.
+    same_job = {"labelSelector": {"matchLabels": _labels(job)}}
+    near = {"weight": 100, "podAffinityTerm": same_job | {"topologyKey": "topology.kubernetes.io/zone"}}
+    apart = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+    spec["affinity"] = {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [near]}}
+    spec["topologySpreadConstraints"] = [apart | same_job]
+    return {"metadata": {"labels": _labels(job)}, "spec": spec}
+
+
+def _submitter_pod(config: Config, job: Job) -> Tree:
+    """A template for the pod that KubeRay runs `ray job submit` in; its log is the driver's."""
+    container = {
+        "name": "ray-job-submitter",
+        "image": config.cluster.kubernetes.image,
+        "env": [{"name": "HOME", "value": "/tmp"}],
+        "resources": _guaranteed(_SUBMITTER_CPU, _SUBMITTER_MEMORY),
+        "securityContext": _container_security(),
+        "volumeMounts": [{"name": "scratch", "mountPath": "/tmp"}],
+    }
+    spec = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "securityContext": _pod_security(),
+        "containers": [container],
+        "volumes": [{"name": "scratch", "emptyDir": {}}],
+    }
+    return {"metadata": {"labels": _labels(job)}, "spec": spec}
+
+
+def _labels(job: Job) -> dict[str, str]:
+    return PART_OF | {"app.kubernetes.io/instance": job.name}
+
+
+def _stop_seconds(config: Config) -> int:
+    """How long a pod may take to end: the step in hand is finished and saved."""
+    return math.ceil(seconds_to_stop(config.deadlines))
+
+
+def _ray_container(config: Config, name: str, resources: Tree) -> Tree:
+    kubernetes = config.cluster.kubernetes
+    container: Tree = {"name": name, "image": kubernetes.image, "workingDir": str(CLAIM)}
+    container["env"] = [
+        {"name": "HOME", "value": "/tmp"},  # caches of compilers; the root file system is read-only
+        {"name": "USER", "value": "rlflow"},  # the image may have no name for its number
+        {"name": "HF_HOME", "value": f"{CLAIM}/huggingface"},
+        {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
+    ]
+    if kubernetes.secrets:
+        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in kubernetes.secrets]
+    container["resources"] = resources
+    container["securityContext"] = _container_security()
+    container["volumeMounts"] = [
+        {"name": "claim", "mountPath": str(CLAIM)},
+        {"name": "shared-memory", "mountPath": "/dev/shm"},
+        {"name": "scratch", "mountPath": "/tmp"},
+    ]
+    return container
+
+
+def _pod(config: Config, container: Tree, memory_gb: float) -> Tree:
     return {
-        "serviceType": "ClusterIP",
-        "enableIngress": False,
-        "rayStartParams": {"num-cpus": "0", "num-gpus": "0"},  # so that nothing but the driver runs here
-        "template": head_pod(config, job),
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": _stop_seconds(config) + _SPARE_SECONDS,
+        "securityContext": _pod_security(),
+        "containers": [container],
+        "volumes": [
+            {"name": "claim", "persistentVolumeClaim": {"claimName": config.cluster.kubernetes.claim}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": _mebibytes(memory_gb / 2)}},
+            {"name": "scratch", "emptyDir": {}},
+        ],
     }
 
 
-def _group(config: Config, job: Job, name: str, pool: PoolConfig) -> Tree:
+def _pod_security() -> Tree:
     return {
-        "groupName": name,
-        "replicas": pool.machines,
-        "minReplicas": pool.machines,
-        "maxReplicas": pool.machines,
-        "labels": {POOL_LABEL: name},
-        "rayStartParams": {},
-        "template": worker_pod(config, job, pool),
+        "runAsNonRoot": True,
+        "runAsUser": _USER,
+        "runAsGroup": _USER,
+        "fsGroup": _USER,
+        "fsGroupChangePolicy": "OnRootMismatch",  # else each start walks all files of the claim
+        "seccompProfile": {"type": "RuntimeDefault"},
     }
 
 
-def _check(config: Config, job: Job) -> None:
-    for name in config.cluster.pools:
-        if not _POOL_NAME.fullmatch(name):
-            raise ConfigError(
-                f"cluster.pools.{name} becomes part of the names of pods; take up to 30 lower-case letters, digits and "
-                "hyphens, the first one a letter"
-            )
-    if shlex.quote(job.run_dir) != job.run_dir:
-        raise ConfigError(
-            f"run.dir={job.run_dir} has characters that a shell changes; take letters, digits, - _ . and /"
-        )
+def _container_security() -> Tree:
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def _guaranteed(cpu: str, memory: str, gpus: int = 0) -> Tree:
+    amounts = {"cpu": cpu, "memory": memory} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
+    return {"requests": dict(amounts), "limits": dict(amounts)}
+
+
+def _before_stop(command: list[str]) -> Tree:
+    return {"preStop": {"exec": {"command": command}}}
+
+
+def _mebibytes(gigabytes: float) -> str:
+    """In the form that the API server keeps: 512Gi, or 1536Mi where it is not whole."""
+    mebibytes = round(gigabytes * 1024)
+    return f"{mebibytes // 1024}Gi" if mebibytes % 1024 == 0 else f"{mebibytes}Mi"

@@ -1,10 +1,13 @@
-"""Requests to a Kubernetes API server, with the address and the credentials of the user's kubeconfig."""
+"""Requests to a Kubernetes API server, with the address and the credentials of the user's kubeconfig.
+
+The official client makes the requests; answers stay plain JSON, because a server may be older or newer than its models.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +16,9 @@ from rlflow.errors import ConfigError, RunError
 _CONNECT_SECONDS = 10
 _ANSWER_SECONDS = 60
 _TRIES = 8
-"""Of a request that reads: with the pauses between them about two minutes in all."""
+"""How often a request that reads is tried: with the pauses in between, for about two minutes."""
 _PAUSE_SECONDS = 30
 """The longest."""
-_METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
 Answer = dict[str, Any]
 
@@ -34,11 +36,14 @@ class Refused(Exception):
 
 
 class Unreachable(RunError):
-    """No answer of the API server, or its end came too early."""
+    """The API server did not answer, or its answer broke off."""
 
 
 class Client:
-    """Raises Refused for what the API server refuses, Unreachable when it cannot be reached."""
+    """Raises Refused for what the API server refuses, Unreachable when it cannot be reached.
+
+    The methods of `core` (pods, claims, secrets) and `objects` (RayJobs, Workloads) are called through `ask`.
+    """
 
     def __init__(self) -> None:
         try:
@@ -66,54 +71,52 @@ class Client:
             ) from error
         self.namespace: str = context["context"].get("namespace") or "default"
         self._api = client.ApiClient(settings)
+        self.core, self.objects = client.CoreV1Api(self._api), client.CustomObjectsApi(self._api)
 
-    def get(self, path: str, query: Mapping[str, str] | None = None, *, only_metadata: bool = False) -> Answer:
-        return self._json("GET", path, query, accept=_METADATA_ONLY if only_metadata else "application/json")
+    def ask(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Answer:
+        """What a method of `core` or `objects` is answered."""
+        timeouts = (_CONNECT_SECONDS, _ANSWER_SECONDS)
+        with _reachable():
+            response = method(*arguments, _preload_content=False, _request_timeout=timeouts, **options)
+            return json.loads(_checked(response).data)
 
-    def post(self, path: str, body: Answer, query: Mapping[str, str]) -> Answer:
-        return self._json("POST", path, query, body, "application/json")
-
-    def patch(self, path: str, body: Answer) -> Answer:
-        """Merge `body` into the object there."""
-        return self._json("PATCH", path, None, body, "application/merge-patch+json")
+    def get(self, path: str) -> Answer:
+        """What no method is for."""
+        with _reachable():
+            return json.loads(_checked(self._request(path, {}, "application/json", _ANSWER_SECONDS)).data)
 
     @contextmanager
-    def stream(self, path: str, query: Mapping[str, str], *, silent_s: float) -> Iterator[Iterator[str]]:
-        """Lines as they come; Unreachable when none comes for `silent_s`."""
+    def lines(self, path: str, query: Mapping[str, str], *, silent_s: float) -> Iterator[Iterator[str]]:
+        """Whole lines as they come, without their ends; Unreachable when none comes for `silent_s`.
+
+        Not `read_namespaced_pod_log`, which does not know sinceTime: a log could not go on where it broke off.
+        """
+        from kubernetes.watch.watch import iter_resp_lines
+
         with _reachable():
-            response = self._request("GET", path, query, None, {"Accept": "*/*"}, silent_s)
+            response = self._request(path, query, "*/*", silent_s)
             try:
-                _check(response)
-                yield _lines(response)
+                yield iter_resp_lines(_checked(response))
             finally:
                 response.close()
 
-    def _json(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, str] | None,
-        body: Answer | None = None,
-        content: str | None = None,
-        accept: str = "application/json",
-    ) -> Answer:
-        headers = {"Accept": accept} | ({"Content-Type": content} if content else {})
-        with _reachable():
-            response = self._request(method, path, query, body, headers, _ANSWER_SECONDS)
-            _check(response)
-            return json.loads(response.data)
+    def wait_for_change(self, kind: tuple[str, str, str, str], name: str, version: str, seconds: int) -> None:
+        """Return when the custom object differs from its resource version, or after `seconds`."""
+        from kubernetes.watch import Watch
 
-    def _request(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, str] | None,
-        body: Answer | None,
-        headers: dict[str, str],
-        answer_s: float,
-    ) -> Any:
+        with _reachable():
+            events = Watch().stream(
+                self.objects.list_namespaced_custom_object, *kind, field_selector=f"metadata.name={name}",
+                resource_version=version, timeout_seconds=seconds, _request_timeout=(_CONNECT_SECONDS, seconds + 10),
+            )  # fmt: skip
+            try:
+                next(events, None)
+            finally:
+                events.close()
+
+    def _request(self, path: str, query: Mapping[str, str], accept: str, answer_s: float) -> Any:
         request = self._api.param_serialize(
-            method, path, query_params=list((query or {}).items()), header_params=headers, body=body,
+            "GET", path, query_params=list(query.items()), header_params={"Accept": accept},
             auth_settings=["BearerToken"],
         )  # fmt: skip
         answer = self._api.call_api(*request, _request_timeout=(_CONNECT_SECONDS, answer_s))
@@ -129,24 +132,23 @@ def _reachable() -> Iterator[None]:
         yield
     except HTTPError as error:
         raise Unreachable(f"the API server cannot be reached: {error}") from error
-    except ApiException as error:  # it stands for a certificate that does not fit
-        raise Unreachable(f"the API server cannot be reached: {error.reason}") from error
+    except ApiException as error:
+        if not error.status:  # a certificate that does not fit
+            raise Unreachable(f"the API server cannot be reached: {error.reason}") from error
+        raise Refused(error.status, _message(error)) from error
 
 
-def _check(response: Any) -> None:
-    if response.status < 400:
-        return
-    text = response.data.decode(errors="replace")
+def _checked(response: Any) -> Any:
+    from kubernetes.client.exceptions import ApiException
+
+    if response.status >= 400:
+        raise ApiException(http_resp=response)
+    return response
+
+
+def _message(error: Any) -> str:
+    text = error.body or str(error.reason)
     try:
-        message = str(json.loads(text)["message"])
-    except (ValueError, KeyError, TypeError):  # not the API server itself but something before it
-        message = text[:500]
-    raise Refused(response.status, message)
-
-
-def _lines(response: Any) -> Iterator[str]:
-    """Whole lines, without their ends; what a broken connection leaves of one is left out."""
-    rest = b""
-    for part in response.stream(None, decode_content=False):
-        *whole, rest = (rest + part).split(b"\n")
-        yield from (line.decode(errors="replace") for line in whole)
+        return str(json.loads(text)["message"])
+    except (ValueError, KeyError, TypeError):  # not from the API server itself but from something before it
+        return text[:500]

@@ -18,7 +18,7 @@ from ray._private.runtime_env.packaging import GCS_STORAGE_MAX_SIZE, _dir_travel
 from rlflow.errors import ConfigError
 
 EXCLUDED = ("/runs", "/outputs", "/checkpoints", ".git", ".venv", "venv", "__pycache__")
-"""Stays behind, as does what .gitignore and .rayignore name."""
+"""What stays behind, besides what .gitignore and .rayignore name."""
 MAX_BYTES = GCS_STORAGE_MAX_SIZE
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 """The oldest time that an archive can hold: with the files' own, equal files would make two archives."""
@@ -31,7 +31,7 @@ class Source:
     path: Path
     num_bytes: int
     member: str | None = None
-    """Of the wheel at `path`."""
+    """A file of the wheel at `path`."""
 
 
 Package = dict[str, Source]

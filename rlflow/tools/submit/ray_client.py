@@ -16,13 +16,13 @@ from ray.job_submission import JobSubmissionClient
 
 from rlflow.errors import ConfigError, RunError, first_line
 from rlflow.runtime.environment import variables
-from rlflow.tools.submit.job import MaybeStarted
+from rlflow.tools.submit.command_words import MaybeStarted
 
 CONNECT_S = 10.0
 ANSWER_S = 120.0
 """An upload of some hundred megabytes is answered when it is stored."""
 UNREACHABLE = (ConnectionError, requests.RequestException, aiohttp.ClientError, TimeoutError)
-"""What says nothing about a job."""
+"""Errors that say nothing about a job."""
 _OTHER_ADDRESSES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
 """Ray's client prefers what the environment says to the address that it is given."""
 

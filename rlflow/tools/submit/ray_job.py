@@ -18,15 +18,13 @@ from ray.job_submission import JobDetails, JobStatus
 from rlflow.config import Config
 from rlflow.errors import ConfigError, RunError, first_line
 from rlflow.rundir.stopping import seconds_to_stop
-from rlflow.tools.submit.exit_codes import INTERRUPTED, LOST, STOPPED
+from rlflow.tools.submit.command_words import INTERRUPTED, LOST, STOPPED, Job, how_to_go_on, where
 from rlflow.tools.submit.following import ConnectionLost, Follower
-from rlflow.tools.submit.job import Job
 from rlflow.tools.submit.package import Package, describe, write
 from rlflow.tools.submit.ray_client import JobClient, UnknownJob, open_client, understood
-from rlflow.tools.submit.words import how_to_go_on, where
 
 _NOT_FOUND = 127
-"""Of a shell that has no such command."""
+"""The exit code of a shell that finds no such command."""
 _RUN_DIR = "run.dir"
 _STOP_S = "seconds_to_stop"
 
@@ -93,8 +91,16 @@ class RayJobs:
 
     def _follow(self, name: str, *, shown: int, seconds: float | None = None) -> int:
         follower = Follower(self._client, name, _show, _tell, shown=shown)
+
+        async def wait_until_ended() -> JobDetails:
+            try:
+                async with asyncio.timeout(seconds):
+                    return await follower.wait_until_ended()
+            except TimeoutError:
+                raise RunError(f"job {name} has not ended within {seconds:g} s; Ray kills it about now") from None
+
         try:
-            details = asyncio.run(_within(follower, name, seconds))
+            details = asyncio.run(wait_until_ended())
         except KeyboardInterrupt:
             _tell(f"\nthe job goes on\n{how_to_go_on(name, where(self._cluster))}")
             return 0
@@ -130,14 +136,6 @@ def address_of(config: Config) -> str:
 def _entrypoint(job: Job) -> str:
     """A shell command; `exec`, so that signals meet the driver and no shell."""
     return f"exec {shlex.join(job.words)}"
-
-
-async def _within(follower: Follower, name: str, seconds: float | None) -> JobDetails:
-    try:
-        async with asyncio.timeout(seconds):
-            return await follower.wait_until_ended()
-    except TimeoutError:
-        raise RunError(f"job {name} has not ended within {seconds:g} s; Ray kills it about now") from None
 
 
 def tell_end(details: JobDetails) -> int:

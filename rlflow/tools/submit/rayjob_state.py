@@ -1,13 +1,14 @@
-"""What a RayJob and its pods say of a run. Pure."""
+"""What a RayJob, its pods and their logs say of a run. Pure."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlflow.tools.submit.exit_codes import INTERRUPTED, STOPPED
-from rlflow.tools.submit.pods import Tree
+from rlflow.tools.submit.command_words import INTERRUPTED, STOPPED
+from rlflow.tools.submit.kuberay import Tree
 
 _SUBMITTER = "ray-job-submitter"
 _MEANINGS = {
@@ -24,6 +25,7 @@ _MEANINGS = {
 
 _ENDED_BY_SIGNAL = re.compile(rf"Job entrypoint command failed with exit code ({INTERRUPTED:d}|{STOPPED:d})\b")
 """As Ray says it, and KubeRay passes it on."""
+_LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?Z ?(.*)", re.DOTALL)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -38,7 +40,7 @@ class State:
     message: str
     queued_by_kueue: bool
     deactivated: bool = False
-    """In its queue, so that Kueue lets it go no more by itself; its Workload says so."""
+    """Its Workload says that Kueue does not let it go by itself any more."""
 
     @property
     def exit_code(self) -> int | None:
@@ -75,7 +77,7 @@ class LogPod:
     uid: str
     container: str
     ended: bool
-    """Its container, so that the log grows no more."""
+    """Its container has ended, so that the log grows no more."""
 
 
 def state_of(rayjob: Tree) -> State:
@@ -105,19 +107,14 @@ def newest_with_log(pods: Sequence[Tree]) -> LogPod | None:
             state = container.get("state", {})
             if container["name"] == _SUBMITTER and ("running" in state or "terminated" in state):
                 metadata = pod["metadata"]
-                return LogPod(
-                    name=metadata["name"], uid=metadata["uid"], container=_SUBMITTER, ended="terminated" in state
-                )
+                ended = "terminated" in state
+                return LogPod(name=metadata["name"], uid=metadata["uid"], container=_SUBMITTER, ended=ended)
     return None
 
 
 def waiting_for(pods: Sequence[Tree]) -> str:
     """What keeps pods from starting, such as a lack of GPUs or of an image; empty when nothing does."""
-    reasons: dict[str, int] = {}
-    for pod in pods:
-        reason = _reason(pod.get("status", {}))
-        if reason:
-            reasons[reason] = reasons.get(reason, 0) + 1
+    reasons = Counter(reason for pod in pods if (reason := _reason(pod.get("status", {}))))
     return "; ".join(f"{count} {'pod waits' if count == 1 else 'pods wait'}: {why}" for why, count in reasons.items())
 
 
@@ -131,3 +128,34 @@ def _reason(status: Tree) -> str:
         if waiting and waiting.get("reason") not in (None, "PodInitializing", "ContainerCreating"):
             return f"{waiting['reason']} {waiting.get('message', '')}".strip()
     return ""
+
+
+class Position:
+    """Where one was in a log with timestamps: after the last line that was read."""
+
+    def __init__(self) -> None:
+        self._last = ("", "")
+        self._catching_up = False
+
+    def advance(self, line: str) -> str | None:
+        """The text of a line such as `2026-01-31T12:00:00.5Z text`; None when it was read before."""
+        match = _LOG_LINE.fullmatch(line)
+        if match is None:
+            return line  # a message of the server's own
+        moment = (match[1], (match[2] or "").ljust(9, "0"))
+        self._catching_up = self._catching_up and moment <= self._last
+        if self._catching_up:
+            return None
+        self._last = moment
+        return match[3]
+
+    def query(self) -> dict[str, str]:
+        """What to ask the API server for, so that it need not send everything again.
+
+        It takes whole seconds; what was seen of the first one is left out by its timestamp.
+        """
+        second, _ = self._last
+        if not second:
+            return {}
+        self._catching_up = True
+        return {"sinceTime": f"{second}Z"}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from group_queue import count_lines, our_round, summarize
 
 from rlflow.cli import main
-from rlflow.tools.bench.queue import count_lines, our_round, summarize
+from rlflow.tools.bench import command
 
 
 def test_the_ratio_is_of_medians_and_to_the_better_way() -> None:
@@ -34,6 +35,19 @@ def test_bench_queue_takes_no_settings(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["bench", "queue", "run.steps=3"]) == 2
     error = "rlflow: error: bench queue takes no settings; got run.steps=3; leave them out\n"
     assert capsys.readouterr().err == error
+
+
+@pytest.mark.parametrize("name", ["queue", "train", "weights"])
+def test_without_a_checkout_the_other_side_is_missed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "BENCHMARKS", tmp_path / "benchmarks")
+    assert main(["bench", name]) == 2
+    assert capsys.readouterr().err == (
+        "rlflow: error: this measurement needs a checkout of rlflow for its other side, and there is no "
+        f"{tmp_path}/benchmarks; get rlflow's repository, run `make setup` in it, and measure with its "
+        ".venv/bin/rlflow\n"
+    )
 
 
 @pytest.mark.slow

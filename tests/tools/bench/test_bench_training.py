@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from other_systems import figures_of, worker_script
 from rounding import allowed_difference
+from train_step import WORKLOADS, Workload, summarize
+from train_step_side import operations_of, read_groups, run_side
 from training import VOCABULARY, save_model, shuffled, tiny_llama
 
 from rlflow.batching import pack
 from rlflow.errors import RunError
-from rlflow.tools.bench.others import figures_of, worker_script
-from rlflow.tools.bench.training import WORKLOADS, Workload, summarize
-from rlflow.tools.bench.training_side import operations_of, read_groups, run_side
 from rlflow.types import Sample, TrainSample
 
 SMALL = Workload(groups=2, group_size=3, prompt=7, shortest=1, longest=9, sides=("packed",))

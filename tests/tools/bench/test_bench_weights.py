@@ -7,15 +7,15 @@ import subprocess
 import sys
 
 import pytest
+from weights_engine import UpdateTimes
+from weights_update import DenseRound, ReloadRound, configured, summarize
 
 from rlflow.cli import main
 from rlflow.config import Dtype
-from rlflow.tools.bench.weights import DenseRound, ReloadRound, configured, summarize
-from rlflow.tools.bench.weights_engine import Update
 
 
 def dense(stage_s: float, pause_s: float, buckets_s: list[float]) -> DenseRound:
-    update = Update(total_s=1.0, pause_s=pause_s, vllm_s=0.05, verify_s=0.01, buckets_s=buckets_s)
+    update = UpdateTimes(total_s=1.0, pause_s=pause_s, vllm_s=0.05, verify_s=0.01, buckets_s=buckets_s)
     return DenseRound(stage_s=stage_s, place_s=0.1, update=update)
 
 

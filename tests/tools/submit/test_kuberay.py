@@ -22,7 +22,7 @@ from rayjobs import checked, job, rendered
 from rlflow.config import Config, PoolConfig, Scheduler
 from rlflow.errors import ConfigError
 from rlflow.rundir.directory import claim
-from rlflow.tools.submit.job import RUNS, Job
+from rlflow.tools.submit.command_words import RUNS, Job
 from rlflow.tools.submit.kuberay import render, to_yaml
 
 OVERLAYS = sorted(path.name for path in (ROOT / "k8s" / "overlays").iterdir())

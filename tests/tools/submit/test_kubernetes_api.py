@@ -13,10 +13,9 @@ from rayjobs import rendered
 
 from rlflow.errors import ConfigError, RunError
 from rlflow.tools.submit import kubernetes_client
-from rlflow.tools.submit.job import MaybeStarted
+from rlflow.tools.submit.command_words import MaybeStarted
 from rlflow.tools.submit.kubernetes_api import Kubernetes
-from rlflow.tools.submit.rayjob_state import newest_with_log, state_of, waiting_for
-from rlflow.tools.submit.timestamps import Position
+from rlflow.tools.submit.rayjob_state import Position, newest_with_log, state_of, waiting_for
 
 pytest.importorskip("kubernetes")
 

@@ -23,12 +23,20 @@ from rlflow.config import Config
 from rlflow.errors import ConfigError, RunError
 from rlflow.tools.submit.check import check_run
 from rlflow.tools.submit.command import _hand_over, parse
+from rlflow.tools.submit.command_words import (
+    MaybeStarted,
+    config_folder,
+    driver_words,
+    how_to_go_on,
+    job_name,
+    make_job,
+    run_dir_of,
+    where,
+)
 from rlflow.tools.submit.following import ConnectionLost, Follower, Waits
-from rlflow.tools.submit.job import MaybeStarted
 from rlflow.tools.submit.package import Package, Source, collect, write
 from rlflow.tools.submit.ray_client import UnknownJob, open_client
 from rlflow.tools.submit.ray_job import tell_end
-from rlflow.tools.submit.words import config_folder, driver_words, how_to_go_on, job_name, make_job, run_dir_of, where
 
 TIME = "20260102-030405"
 Cli = Callable[..., tuple[int, str, str]]

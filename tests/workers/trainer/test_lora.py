@@ -30,10 +30,11 @@ from rlflow.batching import in_order_of_training, plan_micro_batches
 from rlflow.cli import main
 from rlflow.cluster.calls import RayTrainer
 from rlflow.cluster.gpus import gpu_plan
-from rlflow.config import Config, LoraConfig, ProcessKind, Send, TrainerConfig, needs_reference, refers_to_itself
+from rlflow.config import Config, LoraConfig, ProcessKind, Send, TrainerConfig
 from rlflow.errors import ConfigError, RunError
 from rlflow.groups.sampler import SamplerState
 from rlflow.rundir.store import CheckpointStore, RunState, state_to_json
+from rlflow.runtime.derived import needs_reference, policy_is_reference
 from rlflow.tools.export import export
 from rlflow.types import CriticTargets, ReadyGroup
 from rlflow.weights.shm.arena import tensor_at
@@ -275,7 +276,9 @@ class FakeRank:
 async def test_a_policy_that_is_its_own_reference_is_asked_before_it_learns(num_episodes: tuple[int, ...]) -> None:
     log: list[Any] = []
     trainer = RayTrainer(
-        [FakeRank(rank, log) for rank in range(2)], TrainerConfig(ranks=2, micro_batch_tokens=16), refers_to_itself=True
+        [FakeRank(rank, log) for rank in range(2)],
+        TrainerConfig(ranks=2, micro_batch_tokens=16),
+        policy_is_reference=True,
     )
     groups = [make_ready(number, *[0] * count) for number, count in enumerate(num_episodes)]
     await trainer.accumulate(groups, None)
@@ -288,16 +291,16 @@ async def test_a_policy_that_is_its_own_reference_is_asked_before_it_learns(num_
 def test_no_process_holds_the_reference_of_a_policy_with_adapters() -> None:
     config = Config()
     config.algorithm.kl_coefficient = 0.1
-    assert (needs_reference(config), refers_to_itself(config), ProcessKind.reference in gpu_plan(config).counts) == (
+    assert (needs_reference(config), policy_is_reference(config), ProcessKind.reference in gpu_plan(config).counts) == (
         True,
         False,
         True,
     )
     config.lora.rank = 8
-    assert (needs_reference(config), refers_to_itself(config), ProcessKind.reference in gpu_plan(config).counts) == (
+    assert (needs_reference(config), policy_is_reference(config), ProcessKind.reference in gpu_plan(config).counts) == (
         False,
         True,
         False,
     )
     config.algorithm.kl_coefficient = 0.0
-    assert not (needs_reference(config) or refers_to_itself(config))
+    assert not (needs_reference(config) or policy_is_reference(config))

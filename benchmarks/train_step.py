@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from other_systems import figures_of, other_python, worker_script
 
 from rlflow.config import Config
 from rlflow.models.resolve import resolve_model
-from rlflow.tools.bench.others import figures_of, other_python, worker_script
 
 ROUNDS = 3
 TIMEOUT_S = 1800.0
@@ -65,11 +65,11 @@ WORKLOADS = {
 def training() -> dict[str, float]:
     """Medians of the rounds: seconds a step, tokens/s, peak memory; ratios to ours, and our share of matmul speed.
 
-    Raises ConfigError outside a checkout, RunError when a side fails.
+    Raises RunError when a side fails.
     """
     script = worker_script("trl_training_worker.py")
     trl = [str(other_python("trl-venv", "trl.lock")), str(script)]
-    ours = [sys.executable, "-m", "rlflow.tools.bench.training_side"]
+    ours = [sys.executable, str(worker_script("train_step_side.py"))]
     model = resolve_model(Config().model.path)
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="rlflow-bench-") as folder:

@@ -17,23 +17,23 @@ from rlflow.workers.engine.engine import RolloutEngine
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Update:
+class UpdateTimes:
     """Seconds of one weight update of an engine."""
 
     total_s: float
     """From the call to sampling again."""
     pause_s: float
-    """Nothing was sampled."""
+    """In which nothing was sampled."""
     vllm_s: float
-    """Of the pause: vLLM ends its step and forgets the cache."""
+    """The part of the pause in which vLLM ends its step and forgets the cache."""
     verify_s: float
-    """Of the pause: comparing the weights with what was staged."""
+    """The part of the pause in which the weights are compared with what was staged."""
     buckets_s: list[float]
-    """Before the pause, each between two steps of the slowest worker: a bucket is laid out beside the model."""
+    """Before the pause, the slowest worker lays each bucket out beside the model, between two of its steps."""
 
     @property
     def swap_s(self) -> float:
-        """Of the pause: the rest, in which the weights are put in place and sampling goes on."""
+        """The rest of the pause: the weights are put in place and sampling goes on."""
         return self.pause_s - self.vllm_s - self.verify_s
 
 
@@ -41,7 +41,7 @@ class MeasuredEngine(RolloutEngine):
     _vllm_s = _verify_s = 0.0
 
     def _arguments(self) -> dict[str, Any]:
-        return {**super()._arguments(), "worker_extension_cls": "rlflow.tools.bench.weights_worker.MeasuredWorker"}
+        return {**super()._arguments(), "worker_extension_cls": "weights_worker.MeasuredWorker"}
 
     async def _pause(self) -> float:
         started = time.perf_counter()
@@ -55,12 +55,12 @@ class MeasuredEngine(RolloutEngine):
         await super()._verify(staged)
         self._verify_s = time.perf_counter() - started
 
-    async def update(self, staged: StagedWeights) -> Update:
+    async def update(self, staged: StagedWeights) -> UpdateTimes:
         started = time.perf_counter()
         pause_s = await self.load_weights(staged)
         total_s = time.perf_counter() - started
         buckets_s = max(await self._engine.collective_rpc("bench_prepared"), key=sum)
-        return Update(
+        return UpdateTimes(
             total_s=total_s, pause_s=pause_s, vllm_s=self._vllm_s, verify_s=self._verify_s, buckets_s=buckets_s
         )
 

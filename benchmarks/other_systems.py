@@ -9,19 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConfigError, RunError
+from rlflow.errors import RunError
+from rlflow.tools.bench.end_to_end import too_slow
 
-_CHECKOUT = Path(__file__).resolve().parent.parent.parent.parent
+_CHECKOUT = Path(__file__).resolve().parent.parent
 _ENVIRONMENTS = Path.home() / ".cache" / "rlflow"
 INSTALL_TIMEOUT_S = 1800.0
 
 
 def worker_script(name: str) -> Path:
-    """A script of `benchmarks/`. Raises ConfigError outside a checkout."""
-    script = _CHECKOUT / "benchmarks" / name
-    if not script.is_file():
-        raise ConfigError(f"this measurement needs a checkout of rlflow for its other side; there is no {script}")
-    return script
+    """A script of this folder, which is run as a process of its own."""
+    return _CHECKOUT / "benchmarks" / name
 
 
 def other_python(name: str, lock: str) -> Path:
@@ -51,7 +49,3 @@ def figures_of(what: str, command: Sequence[str], timeout_s: float) -> dict[str,
         ending = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
         raise RunError(f"{what} ended with exit code {done.returncode}; it ends with:\n{ending}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def too_slow(what: str, timeout_s: float) -> RunError:
-    return RunError(f"{what} took longer than {timeout_s:g} s and was ended; try again when the machine is less busy")

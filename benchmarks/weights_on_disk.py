@@ -1,4 +1,4 @@
-"""Of `rlflow bench weights`: versions on disk, written by a trainer and followed by a reader.
+"""Versions of the weights on disk, written by a trainer and followed by a reader; part of `rlflow bench weights`.
 
 optimiser step -> compare -> write -> publish -> fetch -> apply
 
@@ -19,7 +19,6 @@ import torch
 
 from rlflow.config import Config, Dtype
 from rlflow.errors import RunError
-from rlflow.tools.bench.weights import Figures, take_step
 from rlflow.types import TrainSample
 from rlflow.weights.disk.delta import bits
 from rlflow.weights.disk.manifest import ParameterSpec
@@ -35,11 +34,19 @@ LEARNING_RATES = (1e-6, 1e-5)
 FILLING_STEPS, STEPS = 3, 4
 STAGES = ("compare", "write", "publish", "fetch", "apply")
 
+Figures = dict[str, float | list[float]]
 T = TypeVar("T")
 
 
+def take_step(trainer: TrainerBackend, samples: Sequence[TrainSample]) -> None:
+    """Raises RunError when the gradient was not finite, so that nothing changed."""
+    trainer.accumulate([[samples]])
+    if not trainer.step().applied:
+        raise RunError("an optimiser step of the measurement was not applied: its gradient is not finite")
+
+
 def deltas(config: Config, model_path: str, samples: Sequence[TrainSample], folder: Path) -> Figures:
-    """Of each dtype and learning rate: density of each version, bytes over those of all weights, medians of seconds.
+    """For each dtype and learning rate: density of each version, bytes over those of all weights, medians of seconds.
 
     Raises RunError when what was read is not what was written.
     """
@@ -80,7 +87,7 @@ class _Store:
         self._seconds: dict[str, list[float]] = {}
 
     def measure(self, samples: Sequence[TrainSample], steps: int) -> Figures:
-        """Of the versions after the first one, which is written whole."""
+        """Figures of the versions after the first one, which is written whole."""
         dense_bytes, _, _ = self._follow(0)
         anchor = {stage: seconds.pop() for stage, seconds in self._seconds.items()}
         found: list[tuple[int, float, bool]] = []

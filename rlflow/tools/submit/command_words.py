@@ -1,25 +1,56 @@
-"""The command that a job is started with, its name, and where its run is. Pure."""
+"""What a cluster is asked to do for a run: the command, the job's name and its run directory; and how to come back.
+
+What was typed behind `rlflow submit` becomes `rlflow train ...` for the driver on the cluster. Pure.
+"""
 
 from __future__ import annotations
 
 import argparse
 import re
 import shlex
+import signal
 from collections.abc import Sequence
-from pathlib import PurePosixPath
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 from rlflow.config import ClusterConfig, Config
-from rlflow.errors import ConfigError
-from rlflow.tools.submit.job import CLAIM, RUNS, Job
+from rlflow.errors import ConfigError, RunError
 
+LOST = 75
+"""Exit code when the cluster does not answer, or not us, which says nothing about the job (EX_TEMPFAIL)."""
+INTERRUPTED, STOPPED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+"""Exit codes of a run that these signals ended before its last step."""
+UNREAD = 128 + signal.SIGPIPE
+"""Exit code when nobody reads on, as behind `| head`."""
+
+CLAIM = PurePosixPath("/rlflow")
+"""Where all pods see cluster.kubernetes.claim; also where they work, so that `reward.py:score` is a file on it."""
+RUNS = CLAIM / "runs"
 MAX_NAME = 45
 """KubeRay makes names of pods of it, which have 63 characters at most."""
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]+")
 """What Hydra takes as it is."""
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Job:
+    """What a cluster is told of a run, whichever kind of cluster it is."""
+
+    name: str
+    """At most 45 lower-case letters, digits and hyphens, the first one a letter: RECIPE-TIME, for example."""
+    run_dir: str
+    """Absolute, on a file system that all machines of the cluster see. A second job with the same one goes on with the
+    run of the first."""
+    words: tuple[str, ...]
+    """The command that the driver is started with: rlflow train recipe=... run.dir=..."""
+
+
+class MaybeStarted(RunError):
+    """A job was asked for, and no answer says whether there is one now."""
+
+
 def make_job(config: Config, words: Sequence[str], time: str) -> Job:
-    """What a cluster is asked to do, from the words behind `rlflow submit` without submit's own options.
+    """The job, from the words behind `rlflow submit` without submit's own options.
 
     `time` is digits and hyphens. Raises ConfigError when run.dir is not where all machines of the cluster see it.
     """
@@ -38,21 +69,21 @@ def job_name(run_name: str, time: str) -> str:
 
 def run_dir_of(config: Config, name: str) -> str:
     """The run's directory as all machines of the cluster see it."""
-    given, on_kubernetes = config.run.dir, config.cluster.kubernetes.image is not None
+    given, is_on_kubernetes = config.run.dir, config.cluster.kubernetes.image is not None
     if given is None:
-        if on_kubernetes:
+        if is_on_kubernetes:
             return f"{RUNS}/{name}"
         raise ConfigError(
             "run.dir is null, and the folder that a job runs in is thrown away with it; give a folder that all "
             "machines of the cluster see, such as run.dir=/shared/runs/first"
         )
     if not PurePosixPath(given).is_absolute():
-        example = PurePosixPath(RUNS if on_kubernetes else "/shared", given)
+        example = PurePosixPath(RUNS if is_on_kubernetes else "/shared", given)
         raise ConfigError(
             f"run.dir={given} would be in the folder that a job runs in, which is thrown away with it; give its "
             f"absolute path on the cluster, such as {example}"
         )
-    if on_kubernetes and CLAIM not in PurePosixPath(given).parents:
+    if is_on_kubernetes and CLAIM not in PurePosixPath(given).parents:
         raise ConfigError(
             f"run.dir={given} is not on cluster.kubernetes.claim, which pods see at {CLAIM}; leave it out, or choose "
             f"one such as {RUNS}/{name}"
@@ -63,13 +94,15 @@ def run_dir_of(config: Config, name: str) -> str:
 def driver_words(words: Sequence[str], run_dir: str) -> tuple[str, ...]:
     """The words as they were typed, but with the directory spelled out and the cluster that the job is part of."""
     kept = [word for word in words if word.lstrip("+").partition("=")[0] not in ("run.dir", "cluster.address")]
-    return (*kept, f"run.dir={_quoted(run_dir)}", "cluster.address=auto")
+    if not _PLAIN.fullmatch(run_dir):
+        run_dir = "'" + run_dir.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return (*kept, f"run.dir={run_dir}", "cluster.address=auto")
 
 
-def config_folder(words: Sequence[str]) -> PurePosixPath | None:
+def config_folder(words: Sequence[str]) -> Path | None:
     """The folder with configuration files of the user's own."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-dir", "-cd", type=PurePosixPath)
+    parser.add_argument("--config-dir", "-cd", type=Path)
     return parser.parse_known_args(words)[0].config_dir
 
 
@@ -81,16 +114,10 @@ def where(cluster: ClusterConfig) -> str:
 
 
 def on_kubernetes(namespace: str | None) -> str:
-    """As `where`; None is the kubeconfig's own namespace."""
+    """The same for Kubernetes; None is the kubeconfig's own namespace."""
     return shlex.join(["cluster=kuberay", *([f"cluster.kubernetes.namespace={namespace}"] if namespace else [])])
 
 
 def how_to_go_on(name: str, where: str) -> str:
-    """For somebody who leaves a job alone; `where` are the words that lead back to its cluster."""
+    """How to follow or stop a job that is left alone; `where` are the words that lead back to its cluster."""
     return f"follow it: rlflow submit --attach {name} {where}\nstop it:   rlflow submit --stop {name} {where}"
-
-
-def _quoted(value: str) -> str:
-    if _PLAIN.fullmatch(value):
-        return value
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

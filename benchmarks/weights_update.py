@@ -2,16 +2,16 @@
 
     dense    versions through shared memory, each after an optimiser step: stage, then load
     reload   versions saved as safetensors, each loaded during a pause, as from a checkpoint
-    deltas   versions on disk, of which only what changed is written: see `weights_deltas`
+    deltas   versions on disk, of which only what changed is written: see `weights_on_disk`
     verify   the engine is given zeros, then a version; every parameter is compared
 
-Requests run all the time, but dense and reload do not take turns: either would disturb the memory that the other keeps.
+Requests run all the time. Dense and reload do not take turns: each would disturb the memory that the other keeps.
 
-Each weight is copied twice on its way, from the shard to the shared memory and from there to the engine's tensors, and
-each of these copies can at best be as fast as one long copy between two buffers of the same size by as many threads
-while nothing else runs. `dense/copy_share` is their rate over its rate. `dense/share` is the rate at which weights
-arrive over the same: with two copies, one after the other, it is half as much. What the engine does to the weights
-after that, such as packing them for its kernels, is in `dense/prepare_s` and `dense/load_s`.
+Each weight is copied twice: from the shard to the shared memory, and from there to the engine's tensors. Neither copy
+can be faster than one long copy between two buffers of the same size, by as many threads, while nothing else runs.
+`dense/copy_share` is the rate of our copies over the rate of that one. `dense/share` is the rate at which weights
+arrive over the same: half as much, because the two copies follow each other. What the engine does to the weights after
+that, such as packing them for its kernels, is in `dense/prepare_s` and `dense/load_s`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weights_on_disk import Figures, deltas, take_step
+
 from rlflow.config import Config, Dtype
 from rlflow.errors import ConfigError, RunError
 from rlflow.models.resolve import resolve_model
@@ -35,8 +37,9 @@ from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.types import TrainSample
 
 if TYPE_CHECKING:
+    from weights_engine import MeasuredEngine, UpdateTimes
+
     from rlflow.roles import StagedWeights
-    from rlflow.tools.bench.weights_engine import MeasuredEngine, Update
     from rlflow.weights.shm.sender import SharedMemorySender
     from rlflow.workers.trainer.packed import TrainerBackend
 
@@ -47,10 +50,8 @@ REQUESTS = 4
 REPLY_TOKENS = 512
 COPIES = 2
 SAMPLES, SAMPLE_TOKENS = 8, 32
-"""Of each optimiser step; the model's own replies."""
+"""Replies of the model that each optimiser step trains on, and their length."""
 PROMPT = "Write a short story about a ship that is lost at sea. "
-
-Figures = dict[str, float | list[float]]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -59,8 +60,8 @@ class DenseRound:
 
     stage_s: float
     place_s: float
-    """Of copying from the shared memory to the engine's tensors; see `MeasuredWorker.bench_place`."""
-    update: Update
+    """Copying from the shared memory to the engine's tensors; see `MeasuredWorker.bench_place`."""
+    update: UpdateTimes
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -84,8 +85,6 @@ def weights(overrides: Sequence[str], *, verify: bool) -> Figures:
     with tempfile.TemporaryDirectory(prefix="rlflow-bench-") as folder:
         figures, samples = asyncio.run(_with_engine(config, model_path, threads, Path(folder), verify))
         print("deltas", file=sys.stderr, flush=True)
-        from rlflow.tools.bench.weights_deltas import deltas
-
         return figures | deltas(config, model_path, samples, Path(folder))
 
 
@@ -106,7 +105,8 @@ async def _with_engine(
     config: Config, model_path: str, threads: int, folder: Path, verify: bool
 ) -> tuple[Figures, list[TrainSample]]:
     """The figures, and samples to train on."""
-    from rlflow.tools.bench.weights_engine import MeasuredEngine
+    from weights_engine import MeasuredEngine
+
     from rlflow.weights.shm.sender import SharedMemorySender
     from rlflow.workers.trainer.fsdp import FsdpTrainer
 
@@ -150,7 +150,7 @@ class _Sides:
 
     async def measure(self) -> tuple[Figures, list[TrainSample]]:
         """The figures of all rounds, and the model's replies, on which it was trained."""
-        from rlflow.tools.bench.weights_engine import sampling
+        from weights_engine import sampling
 
         staged = _stage(self._sender, 0)
         await self._engine.update(staged)
@@ -199,7 +199,7 @@ class _Sides:
         return GenerateRequest(prompt_ids=self._prompt_ids, seed=seed, max_new_tokens=tokens, prefix_key=None)
 
     async def _samples(self) -> list[TrainSample]:
-        """Replies of the model; every second one was better than the mean."""
+        """Replies of the model; every second one counts as better than the mean."""
         import numpy as np
 
         from rlflow.types import Sample
@@ -269,13 +269,6 @@ def _stage(sender: SharedMemorySender, version: int) -> StagedWeights:
     staged = sender.stage(version)
     assert staged is not None, "a single rank writes the arena"
     return staged
-
-
-def take_step(trainer: TrainerBackend, samples: Sequence[TrainSample]) -> None:
-    """Raises RunError when the gradient was not finite, so that nothing changed."""
-    trainer.accumulate([[samples]])
-    if not trainer.step().applied:
-        raise RunError("an optimiser step of the measurement was not applied: its gradient is not finite")
 
 
 def summarize(

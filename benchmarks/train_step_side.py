@@ -1,6 +1,6 @@
 """One side of `rlflow bench train`, in a process of its own; the last line printed is one JSON object.
 
-python -m rlflow.tools.bench.training_side packed|unshared|padded SAMPLES.npz MODEL
+python benchmarks/train_step_side.py packed|unshared|padded SAMPLES.npz MODEL
 """
 
 from __future__ import annotations

@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 import ray
+from other_systems import figures_of, other_python, worker_script
 
 from rlflow.cluster.start import ray_cluster
 from rlflow.config import Config, Order
 from rlflow.groups.ledger import GroupState, Ledger
 from rlflow.groups.ready import ReadyQueue
-from rlflow.tools.bench.others import figures_of, other_python, worker_script
 from rlflow.types import EpisodeEnd, EpisodeSummary, ReadyGroup
 
 NUM_GROUPS = 2000
@@ -42,7 +42,7 @@ GROUPS_PER_TAKE = 8
 ROUNDS = 3
 ROUND_TIMEOUT_S = 600.0
 
-_LIBRARY = Path(__file__).resolve().parent.parent.parent
+_LIBRARY = Path(__file__).resolve().parent.parent / "rlflow"
 _OUR_FILES = ("groups/ledger.py", "groups/ready.py")
 
 
@@ -97,7 +97,7 @@ class _Round:
 def queue() -> dict[str, Any]:
     """Medians of the rounds, in groups a second, and the lines of code of each side.
 
-    Raises ConfigError outside a checkout, RunError when TransferQueue cannot be installed or fails.
+    Raises RunError when TransferQueue cannot be installed or fails.
     """
     worker = worker_script("transfer_queue_worker.py")
     python = other_python("transfer-queue-venv", "transfer_queue.lock")

@@ -1,0 +1,40 @@
+"""What follows from several settings together: pure questions to a Config, asked on every floor."""
+
+from __future__ import annotations
+
+from rlflow.config import Config, Placement, Send, TrainerConfig, Transport
+
+
+def num_shares(trainer: TrainerConfig) -> int:
+    """The number of shares of a batch; the ranks of a tensor group, which are neighbours, have the same one."""
+    return trainer.ranks // trainer.tensor_parallel
+
+
+def policy_is_reference(config: Config) -> bool:
+    """True when the KL reference is the policy with its adapters disabled, so that no process holds a reference."""
+    return config.algorithm.kl_coefficient > 0 and config.lora.rank is not None
+
+
+def needs_reference(config: Config) -> bool:
+    """True when a process of its own holds the KL reference."""
+    return config.algorithm.kl_coefficient > 0 and not policy_is_reference(config)
+
+
+def sends_adapters(config: Config) -> bool:
+    """True when the engines are sent adapters alone."""
+    return config.lora.rank is not None and config.lora.send is Send.adapters
+
+
+def transport_of(config: Config) -> Transport:
+    """The transport in use: `weights.transport`, or shm when it is null. (Placement may already have replaced null.)"""
+    return config.weights.transport or Transport.shm
+
+
+def samples_while_loading(config: Config) -> bool:
+    """True when some engines have requests under way while others take new weights."""
+    return config.staleness.max_versions > 0 and config.cluster.placement is Placement.separate
+
+
+def object_store_bytes(config: Config) -> int:
+    """Size of the object store of a Ray that is started here: room for groups that wait, and for those under way."""
+    return int(max(256, min(config.staleness.max_ready_mb * 1.5, 4096))) << 20

@@ -250,7 +250,7 @@ def _check_reward(config: Config) -> None:
     if reward.weights is not None and not all(math.isfinite(weight) for weight in reward.weights):
         raise ConfigError(f"reward.weights must be finite numbers; got {reward.weights}")
     if reward.weights is not None and not any(reward.weights):
-        raise ConfigError(f"reward.weights must not all be 0, for then there is no reward; got {reward.weights}")
+        raise ConfigError(f"reward.weights must not all be 0, because then there is no reward; got {reward.weights}")
     if reward.model is not None and config.cluster.roles is ModelPlacement.shared and reward.model_replicas > ranks:
         raise ConfigError(
             "cluster.roles=shared puts each replica of the reward model on the GPU of another rank of the trainer; got "

@@ -236,7 +236,7 @@ def test_arguments_need_no_plus_on_the_command_line() -> None:
     ("settings", "message"),
     [
         ({"weights": [1.0, float("inf")]}, "reward.weights must be finite numbers; got [1.0, inf]"),
-        ({"weights": [0.0, 0.0]}, "reward.weights must not all be 0, for then there is no reward; got [0.0, 0.0]"),
+        ({"weights": [0.0, 0.0]}, "reward.weights must not all be 0, because then there is no reward; got [0.0, 0.0]"),
         ({"model": "mine", "weights": [2.0]}, "reward.weights=[2.0] has no effect with reward.model; leave it out"),
         (
             {"model": "mine", "args": {"f1": {}}},

@@ -1,4 +1,4 @@
-"""The frozen reference policy as a Ray actor: the same code as the trainer, without an optimiser step."""
+"""The frozen reference policy as a Ray actor: the trainer's code without the optimiser's step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of the trainer as a Ray actor: fetches its share of the payloads and hands it to the back end."""
+"""One rank of the trainer as a Ray actor: it fetches its share of the payloads and hands it to the back end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TrainerWorker:
         self._snapshot: Snapshot | None = None
 
     def rendezvous(self) -> str:
-        """An address for the ranks to meet at; loopback unless they live on several machines."""
+        """An address for the ranks to meet at; loopback unless they are on several machines."""
         import ray
 
         host = ray.util.get_node_ip_address()
@@ -78,12 +78,13 @@ class TrainerWorker:
         return self._span("train", start_s)
 
     def values(self, groups: list[ReadyGroup]) -> tuple[bool | list[FloatArray], ...]:
-        """Of a critic: True, then the values [L] of each sample of each episode of this rank's share, in order of
-        training. The first rank of a tensor group speaks for all of it."""
+        """A critic's answer: True, then for each episode of this rank's share, in order of training, the values [L] of
+        its
+        samples. Only the first rank of a tensor group returns them."""
         return self._per_token(groups, self._backend.per_token)
 
     def references(self, groups: list[ReadyGroup]) -> tuple[bool | list[FloatArray], ...]:
-        """Of a policy with adapters: as `values`, the log-probabilities [L] under the model that the run began with."""
+        """Like `values`, from a policy with adapters: log-probabilities [L] under the model that the run began with."""
         return self._per_token(groups, self._backend.reference_logprobs)
 
     def _per_token(
@@ -105,7 +106,7 @@ class TrainerWorker:
         return (True, *found)
 
     def _has_no_gradient(self, group: ReadyGroup) -> bool:
-        """Whether the loss of every token is zero for every policy: no episode was better than another, no KL term."""
+        """True if every token's loss is zero for any policy: no episode was better than another, and no KL term."""
         if self._token_advantage is not None:
             return False
         values = (value for advantages in group.advantages if advantages is not None for value in advantages)
@@ -127,7 +128,7 @@ class TrainerWorker:
         return plans[self._rank // trainer.tensor_parallel]
 
     def _whiten(self, share: list[MicroBatch]) -> None:
-        """Over all ranks: every one of them takes part."""
+        """Whiten the advantages over all ranks; collective."""
         samples = list(samples_in(share))
         whiten_all(samples, Moments(*self._backend.add_up(moments_of(samples))))
 
@@ -138,7 +139,7 @@ class TrainerWorker:
         return outcome
 
     def stage_weights(self, version: int) -> StagedWeights | None:
-        """Lay out this version for the engines; rank 0 returns where."""
+        """Lay out this version for the engines; rank 0 returns where it is."""
         assert self._sender is not None, "a critic has no engines"
         start_s = time.time()
         self._backend.version = version
@@ -146,12 +147,12 @@ class TrainerWorker:
         return staged and replace(staged, spans=(self._span("weights", start_s),))
 
     def snapshot(self) -> None:
-        """Copy the state of this moment, for `write_snapshot`; one that was not written is forgotten."""
+        """Copy the current state for `write_snapshot`; an earlier copy that was not written is dropped."""
         self._snapshot = None
         self._snapshot = self._backend.snapshot()
 
     def write_snapshot(self, folder: Path) -> None:
-        """Write what `snapshot` has copied, and forget it. The only call that may be made beside the others."""
+        """Write the copy of `snapshot`, and drop it. The only call that may run while others do."""
         snapshot, self._snapshot = self._snapshot, None
         assert snapshot is not None, "a snapshot is taken before it is written"
         with disk_errors("a checkpoint", folder):
@@ -165,7 +166,7 @@ class TrainerWorker:
 
     def reload(self) -> None:
         if self._sender is not None:
-            # The engines sleep: nobody needs what was staged, and the back end needs the memory.
+            # The engines sleep, so nothing needs the staged weights, and the back end needs the memory.
             self._sender.release()
         self._backend.reload()
 

@@ -93,7 +93,7 @@ def _train(arguments: Sequence[str]) -> int:
     if "--dry-run" in arguments:
         from rlflow.tools.dry_run.command import dry_run
 
-        return train(for_hydra, _report, partial(dry_run, as_json="--json" in arguments))
+        return train(for_hydra, _report, partial(dry_run, json_wanted="--json" in arguments))
     if "--json" in arguments:
         raise ConfigError("--json has no effect without --dry-run; leave it out: a run writes metrics.jsonl")
     return train(for_hydra, _report, _start)

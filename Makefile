@@ -1,20 +1,28 @@
 # Every target works from a fresh clone: it makes .venv first, if that is not up to date.
 PYTHON ?= python3.11
 BIN := .venv/bin
+DIST ?= dist
 
-.PHONY: demo test lint lock clean setup
+.PHONY: demo test proof lint package lock clean setup
 
 demo: setup  ## Train SmolLM2-135M on arithmetic, on this machine
 	@$(BIN)/rlflow train recipe=grpo_arithmetic
 
-test: setup  ## Lint, then the whole test suite
+test: setup  ## Lint, then the test suite
 	@$(BIN)/ruff check .
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --durations=25
 
-lint: setup  ## Lint, types, spelling
+proof: setup  ## What takes longer and grows: chaos, and every layout and model family
+	@$(BIN)/python -m pytest -m proof --durations=25
+
+lint: setup  ## Lint, format, spelling, types
 	@$(BIN)/ruff check .
-	@$(BIN)/pyright
+	@$(BIN)/ruff format --check .
 	@$(BIN)/codespell
+	@$(BIN)/pyright
+
+package: setup  ## Build the wheel and the source distribution into DIST
+	@$(BIN)/python scripts/package.py $(DIST)
 
 lock: setup  ## Resolve requirements/*.lock anew
 	@scripts/lock.sh

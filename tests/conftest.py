@@ -28,6 +28,16 @@ settings.register_profile("default", max_examples=100)
 settings.register_profile("many", max_examples=2000)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the proofs, unless `-m` names them."""
+    if "proof" in config.option.markexpr:
+        return
+    proofs = [item for item in items if item.get_closest_marker("proof")]
+    if proofs:
+        config.hook.pytest_deselected(items=proofs)
+        items[:] = [item for item in items if item not in proofs]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _environment_of_the_file() -> Iterator[None]:
     """What a file's tests set ends with them: an engine in this process keeps torch on loopback, say, and a cluster

@@ -96,6 +96,18 @@ def test_adapters_are_trained_beside_a_reference_and_a_critic_without_one_more_p
     assert all(".lora_" in name for name in shapes)
 
 
+def test_a_resumed_critic_goes_on_from_what_it_knew(tmp_path: Path) -> None:
+    """Its head says 0 until the first step has taught it something."""
+    run = tmp_path / "run"
+    for steps in (1, 2):
+        train(run, f"run.steps={steps}", "algorithm.advantage=gae", "critic.learning_rate=1e-2")
+    before, after = metrics.read(run / "metrics.jsonl")
+    assert (before["critic/update_skipped"], after["critic/update_skipped"]) == (0, 0)
+    assert before["critic/value"] == 0
+    assert after["critic/value"] != 0
+
+
+@pytest.mark.proof
 def test_ppo_trains_policy_and_critic_and_goes_on_with_both(tmp_path: Path) -> None:
     """Also: what two ranks with half of the batch each began, two with half of each layer take up."""
     run = tmp_path / "run"

@@ -14,7 +14,7 @@ from typing import Any
 from rlflow.environments.wire import Frame, encode, plain, task_of
 from rlflow.envs.base import Endpoint, Environment, Program, Prompt, Result, Step, ToolSchema
 from rlflow.errors import EnvironmentFailure, describe_failure
-from rlflow.processes.child import FrameTooLong, frame_of
+from rlflow.processes.frames import FrameTooLong, frame_of
 from rlflow.types import Message
 
 Build = Callable[..., Environment | Program]

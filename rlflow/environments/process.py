@@ -42,7 +42,7 @@ async def _serve(socket_fd: int) -> None:
 
     from rlflow.environments.host import EnvironmentHost
     from rlflow.errors import ConfigError
-    from rlflow.processes.child import frame_of, read_frame
+    from rlflow.processes.frames import frame_of, read_frame
 
     reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=socket_fd))
     with contextlib.suppress(EOFError, ConnectionError):
@@ -60,7 +60,7 @@ async def _serve(socket_fd: int) -> None:
 async def _refuse(writer: asyncio.StreamWriter, error: str) -> None:
     import json
 
-    from rlflow.processes.child import frame_of
+    from rlflow.processes.frames import frame_of
 
     writer.write(frame_of(json.dumps({"error": error}).encode()))
     await writer.drain()

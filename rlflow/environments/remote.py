@@ -20,7 +20,8 @@ from typing import Any
 from rlflow.environments.wire import Frame, conversation_of, encode, fields_of_task, prompt_of, result_of, step_of
 from rlflow.envs.base import Endpoint, Environment, Program, Prompt, Result, Step
 from rlflow.errors import ConfigError, DeadlineError, EnvironmentFailure, EnvironmentLost
-from rlflow.processes.child import Child, FrameTooLong
+from rlflow.processes.child import Child
+from rlflow.processes.frames import FrameTooLong
 from rlflow.types import Message, Task
 
 START_TIMEOUT_S = 120.0
@@ -104,7 +105,7 @@ class RemoteHost:
             await self._load()
         except BaseException:
             self._child.kill()
-            await self._child.ended()
+            await self._child.wait_until_ended()
             raise
         self._spawn(self._listen())
 

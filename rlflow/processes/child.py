@@ -1,8 +1,8 @@
 """A process of our own that runs other people's code, and that can be killed with all that it started.
 
-    Child -> `python -m <module> SOCKET_FD LIFE_FD ...` -> rlflow.processes.supervisor -> the module's own work
+    Child -> `python -m <module> SOCKET_FD LIFE_FD ...` -> rlflow.processes.supervisor -> the code
 
-Both sides talk in frames, 4 bytes of length and then the content, over a socket that only they hold.
+Both sides talk in frames (`rlflow.processes.frames`) over a socket that only they hold.
 """
 
 from __future__ import annotations
@@ -16,36 +16,10 @@ import subprocess
 import sys
 
 from rlflow.errors import DeadlineError
+from rlflow.processes.frames import MAX_FRAME_BYTES, frame_of, read_frame
 
 KILL_TIMEOUT_S = 10.0
-MAX_FRAME_BYTES = 16 << 20
-"""Of a frame's content. Reading one takes its reader tens of milliseconds."""
-
-
 CLUSTER_KEYS = frozenset({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"})
-
-
-class FrameTooLong(ValueError):
-    """A frame's content is longer than it may be."""
-
-
-def check_size(num_bytes: int, max_bytes: int = MAX_FRAME_BYTES) -> None:
-    """Of a frame's content. Raises FrameTooLong."""
-    if num_bytes > max_bytes:
-        raise FrameTooLong(f"{num_bytes} bytes, more than the {max_bytes} that one message may have")
-
-
-def frame_of(content: bytes) -> bytes:
-    """Raises FrameTooLong."""
-    check_size(len(content))
-    return len(content).to_bytes(4, "big") + content
-
-
-async def read_frame(reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
-    """The next frame's content. Raises EOFError or ConnectionError at the end, and FrameTooLong."""
-    size = int.from_bytes(await reader.readexactly(4), "big")
-    check_size(size, max_bytes)
-    return await reader.readexactly(size)
 
 
 def _variables() -> dict[str, str]:
@@ -118,7 +92,7 @@ class Child:
         else:
             self._streams[1].close()
 
-    async def ended(self) -> int:
+    async def wait_until_ended(self) -> int:
         """The exit code of the killed process, negative for a signal, once all that it started has ended too."""
         assert self._is_killed, "kill first: otherwise it may live for long"
         if self._ending is None:
@@ -129,7 +103,7 @@ class Child:
         """How the process died; it was killed, or has closed its socket."""
         is_ours = self._is_killed
         self.kill()
-        code = await self.ended()
+        code = await self.wait_until_ended()
         if code >= 0:
             return f"{self._name} exited with code {code}"
         is_unexplained = -code == signal.SIGKILL and not is_ours

@@ -14,6 +14,7 @@ import ctypes
 import os
 import resource
 import signal
+import sys
 import threading
 from collections.abc import Sequence
 
@@ -137,3 +138,11 @@ def _end_as(code: int) -> None:
             signal.signal(-code, signal.SIG_DFL)
         signal.raise_signal(-code)
     os._exit(code)
+
+
+if __name__ == "__main__":
+    supervise(int(sys.argv[2]), [int(sys.argv[1])])
+    # Imported after the fork, so that the supervisor stays small.
+    from rlflow.processes.host import serve
+
+    serve(int(sys.argv[1]), sys.argv[3], int(sys.argv[4]))

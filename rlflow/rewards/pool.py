@@ -15,7 +15,8 @@ import pickle
 from collections.abc import Sequence
 
 from rlflow.errors import ConfigError, DeadlineError
-from rlflow.processes.child import Child, FrameTooLong, check_size
+from rlflow.processes.child import Child
+from rlflow.processes.frames import FrameTooLong, check_size
 from rlflow.rewards.call import ChosenReward
 from rlflow.types import EpisodeEnd, Transcript, Verdict
 
@@ -132,12 +133,12 @@ class _Slot:
             self._starting.cancel()
         if self._child is not None:
             self._child.kill()
-            await self._child.ended()
+            await self._child.wait_until_ended()
 
     async def _start(self, rewards: bytes) -> Child:
         try:
             if self._child is not None:
-                await self._child.ended()
+                await self._child.wait_until_ended()
         except DeadlineError:
             self._child = None  # it cannot be killed: whoever tries again does without its end
             raise

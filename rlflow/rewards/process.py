@@ -37,7 +37,7 @@ def _serve(connection: socket.socket) -> None:
     import os
 
     from rlflow.errors import ConfigError
-    from rlflow.processes.child import frame_of
+    from rlflow.processes.frames import frame_of
 
     requests = connection.makefile("rb")
     rewards = _receive(requests)

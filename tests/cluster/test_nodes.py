@@ -69,8 +69,27 @@ def check_ledger(run: Path, num_tasks: int) -> None:
         assert sum(number == each for number, _ in trained.keys() | given_up) == num_tasks
 
 
-def test_a_run_outlives_the_machines_of_an_engine_and_of_its_trainer(tmp_path: Path) -> None:
+def test_ranks_and_engines_on_machines_of_their_own_train_together(tmp_path: Path) -> None:
     """Where networks of one's own need no more than this user may, ranks and engines meet over one."""
+    run = tmp_path / "run"
+    with RayNodes(with_networks=has_networks()) as nodes:
+        nodes.add("rollout", "rollout", cpus=1)
+        nodes.add("training", "training", cpus=1)
+        nodes.add("others")
+        settings = [
+            f"+cluster.pools={{rollout: {ENGINES}, training: {{processes: [trainer]}}, others: {{}}}}",
+            "rollout.engines=2", "trainer.ranks=2", "run.steps=2", "weights.verify=full", "env.args.size=4",
+        ]  # fmt: skip
+        with running(nodes, run, *settings) as process:
+            wait_for(process, "report: ")
+            assert process.wait(TIMEOUT_S) == 0
+    assert [record["step"] for record in metrics.read(run / "metrics.jsonl")] == [1, 2]
+    check_ledger(run, num_tasks=4)
+
+
+@pytest.mark.proof
+def test_a_run_outlives_the_machines_of_an_engine_and_of_its_trainer(tmp_path: Path) -> None:
+    """As above, and both kinds of machine are lost and replaced."""
     run = tmp_path / "run"
     with RayNodes(with_networks=has_networks()) as nodes:
         engines = nodes.add("rollout", "rollout", cpus=1)

@@ -60,7 +60,7 @@ class Engines:
     by_size: dict[int, RolloutEngine]
 
 
-@pytest.fixture(scope="module", params=[Dtype.float32, Dtype.bfloat16])
+@pytest.fixture(scope="module")
 def dtype(request: pytest.FixtureRequest) -> Dtype:
     return request.param
 
@@ -86,7 +86,16 @@ def engines(folder: Path, dtype: Dtype) -> Iterator[Engines]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [FSDP_2, pytest.param(ZERO_3_2, marks=needs_deepspeed)], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [
+        pytest.param(Dtype.float32, FSDP_2, id="float32-fsdp_2"),
+        pytest.param(Dtype.bfloat16, ZERO_3_2, id="bfloat16-zero3_2", marks=needs_deepspeed),
+        pytest.param(Dtype.float32, ZERO_3_2, id="float32-zero3_2", marks=[needs_deepspeed, pytest.mark.proof]),
+        pytest.param(Dtype.bfloat16, FSDP_2, id="bfloat16-fsdp_2", marks=pytest.mark.proof),
+    ],
+    indirect=["dtype"],
+)
 def test_two_ranks_fill_both_engines(layout: Layout, folder: Path, dtype: Dtype, engines: Engines) -> None:
     """Every parameter of every worker is equal to the bit, cast where the engine holds bfloat16."""
     run_ranks(train_and_stage, layout, layout.config(dtype), folder)

@@ -1,30 +1,24 @@
 """Runs the checks that may crash, hang or take long, in processes that can be killed.
 
-    look -> ask -> `python -m rlflow.tools.doctor.trials SOCKET_FD LIFE_FD` -> attempt -> findings
+    look -> ask -> rlflow.processes.pool -> load, attempt -> the machine and findings, as JSON
 
-A question comes to such a process, and an answer for each topic goes back, both as JSON in frames
-(`rlflow.processes.child`). A library that crashes or hangs costs only what follows it.
+A library that crashes or hangs costs only what follows it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import socket
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
 from rlflow.config import Config
-from rlflow.errors import ConfigError, describe_failure
-from rlflow.processes.child import CLUSTER_KEYS, Child, frame_of
-from rlflow.processes.supervisor import supervise
-from rlflow.rundir.directory import plain
+from rlflow.errors import ConfigError, DeadlineError, describe_failure
+from rlflow.processes.child import CLUSTER_KEYS
+from rlflow.processes.pool import Call, CallFailed, HostedCode, HostedProcess, ProcessLost, payload_of
 from rlflow.tools.doctor.findings import Finding, error, of_config_error, warning
 from rlflow.tools.doctor.here import Here, look_around
 from rlflow.tools.doctor.machine import Check
@@ -64,20 +58,7 @@ TRIALS: dict[str, tuple[str, Check]] = {
 """Topic -> what findings about its failure are called, and the check."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Question:
-    config: dict[str, Any]
-    """As `rundir.directory.plain` writes it."""
-    is_run: bool
-    topics: list[str]
-    """In the order in which they are tried."""
-    here: Here
-    variables: dict[str, str]
-    """What `Child` keeps from every process, and this one needs: the keys of the Ray cluster that it joins."""
-
-
-_QUESTION = TypeAdapter(Question)
-_ANSWER = TypeAdapter(tuple[Here, list[Finding]])
+ANSWER = TypeAdapter(tuple[Here, list[Finding]])
 """The machine, with what the trial has learned about it, and the findings."""
 
 
@@ -133,30 +114,47 @@ async def ask(
     """
     if not topics:
         return here, []
-    question = Question(
-        config=plain(needs.config), is_run=needs.is_run, topics=list(topics), here=here, variables=variables
-    )
+    payload = payload_of((here, needs, variables), "the settings", name, "")
+    process = HostedProcess(HostedCode(module=module, payload=payload, process=name, what="what it tries", cure=""))
     findings: list[Finding] = []
     waiting = list(topics)
     problem = ""
-    child = Child(module, name)
     try:
-        await child.connect()
-        child.send(_QUESTION.dump_json(question))
         async with asyncio.timeout(TRIAL_TIMEOUT_S):
-            while waiting:
-                here, found = _ANSWER.validate_json(await child.receive())
-                findings += found
-                waiting.pop(0)
-    except (EOFError, ConnectionError):
-        problem = await child.describe_death()
+            await process.start()
+            try:
+                while waiting:
+                    here, found = await process.answer_to(Call("attempt", ANSWER.validate_python, topic=waiting[0]))
+                    findings += found
+                    waiting.pop(0)
+            finally:
+                process.kill("it has answered")
+                await process.retire()
     except TimeoutError:
         problem = f"{name} did not answer within {TRIAL_TIMEOUT_S:g} s"
-    finally:
-        child.kill()
-        await child.ended()
+    except (ConfigError, DeadlineError, CallFailed, ProcessLost) as failed:
+        problem = str(failed)
     findings += [failure(topic, here, problem) for topic in waiting[:1]]
     return here, findings + [untried(topic) for topic in waiting[1:]]
+
+
+def load(content: tuple[Here, Needs, dict[str, str]]) -> dict[str, Callable[..., object]]:
+    """What the process does: called in it by `rlflow.processes.host`.
+
+    `content` ends with the variables that no such process inherits and this one needs: keys of the Ray cluster.
+    """
+    here, needs, variables = content
+    # The doctor downloads nothing.
+    os.environ.update(variables, HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", TOKENIZERS_PARALLELISM="false")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):  # what libraries print would come between the doctor's lines
+        os.dup2(nowhere, descriptor)
+
+    def answer(topic: str) -> object:
+        findings = attempt(topic, here, needs, TRIALS[topic][1])
+        return ANSWER.dump_python((here, findings), mode="json")
+
+    return {"attempt": answer}
 
 
 def attempt(topic: str, here: Here, needs: Needs, check: Check) -> list[Finding]:
@@ -194,29 +192,3 @@ def failure(topic: str, here: Here, text: str) -> Finding:
 def untried(topic: str) -> Finding:
     text = "not tried: the process had ended before"
     return warning(TRIALS[topic][0], text, "mend what is wrong above, and look again")
-
-
-def main(socket_fd: int, life_fd: int) -> None:
-    """Answer one question, and end this process with all that it has started."""
-    supervise(life_fd, [socket_fd])
-    # The doctor downloads nothing.
-    os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", TOKENIZERS_PARALLELISM="false")
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in (1, 2):  # what libraries print would come between the doctor's lines
-        os.dup2(nowhere, descriptor)
-    with socket.socket(fileno=socket_fd) as connection, connection.makefile("rb") as stream:
-        from omegaconf import OmegaConf
-
-        question = _QUESTION.validate_json(stream.read(int.from_bytes(stream.read(4), "big")))
-        os.environ.update(question.variables)
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), question.config))
-        assert isinstance(config, Config)
-        needs = needs_of(config, None, is_run=question.is_run)
-        for topic in question.topics:
-            findings = attempt(topic, question.here, needs, TRIALS[topic][1])
-            connection.sendall(frame_of(_ANSWER.dump_json((question.here, findings))))
-    os._exit(0)  # nobody waits for threads of a library
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

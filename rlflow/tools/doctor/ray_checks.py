@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,19 +20,6 @@ from rlflow.tools.doctor.here import Here
 from rlflow.tools.doctor.needs import Needs
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class RayCluster:
-    """The cluster that was started, or joined."""
-
-    nodes: int
-    cpus: int
-    gpus: int
-    is_joined: bool
-    """Whether it was there already."""
-    has_tokens: bool
-    """Whether it asks for one."""
-
-
 def check_ray(here: Here, needs: Needs) -> Iterator[Finding]:
     """Start Ray, or join it, as a run would. Raises whatever Ray raises, and ConfigError."""
     with ray_cluster(needs.config):
@@ -48,28 +34,24 @@ def _nothing() -> None:
 def check_joined_ray(here: Here, needs: Needs) -> Iterator[Finding]:
     """The cluster that this process is part of, and whether the run fits on it."""
     nodes, resources = nodes_there(), ray.cluster_resources()
-    found = RayCluster(
-        nodes=len(nodes),
-        cpus=int(resources.get("CPU", 0)),
-        gpus=int(resources.get("GPU", 0)),
-        is_joined=needs.config.cluster.address is not None,
-        has_tokens=is_token_auth_enabled(),
-    )
-    yield check_tokens(here, found)
+    counts = {"node": len(nodes), "CPU": int(resources.get("CPU", 0)), "GPU": int(resources.get("GPU", 0))}
+    is_joined = needs.config.cluster.address is not None
+    yield describe_ray(here, counts, is_joined=is_joined, has_tokens=is_token_auth_enabled())
     if needs.is_run:
         yield from check_placement(partial(_placed, needs.config, nodes))
 
 
-def check_tokens(here: Here, cluster: RayCluster) -> Finding:
+def describe_ray(here: Here, counts: Mapping[str, int], *, is_joined: bool, has_tokens: bool) -> Finding:
+    """`is_joined`: whether Ray was there already; `has_tokens`: whether it asks for one."""
     package = here.package("ray")
     version = (package and package.installed) or "a version that is not known"
-    counts = {"node": cluster.nodes, "CPU": cluster.cpus, "GPU": cluster.gpus}
     sizes = ", ".join(f"{count} {what}" if count == 1 else f"{count} {what}s" for what, count in counts.items())
     text = f"{version} answers; {sizes}"
-    if cluster.is_joined and not cluster.has_tokens:
+    if is_joined and not has_tokens:
         cure = "ray get-auth-token --generate, bring the token to all nodes, and start Ray with RAY_AUTH_MODE=token"
-        return warning("Ray", f"{text}; it asks for no token: whoever reaches its ports can run programs there", cure)
-    return ok("Ray", f"{text}; asks for a token" if cluster.has_tokens else text)
+        risk = "it asks for no token: anybody who reaches its ports can run programs there"
+        return warning("Ray", f"{text}; {risk}", cure)
+    return ok("Ray", f"{text}; asks for a token" if has_tokens else text)
 
 
 def _placed(config: Config, nodes: Mapping[str, Any]) -> Sequence[str]:

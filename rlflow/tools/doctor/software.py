@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rlflow.config import Config
 from rlflow.errors import ConfigError, DeadlineError, SandboxError
@@ -20,6 +21,9 @@ from rlflow.tools.doctor.machine import is_in_range
 from rlflow.tools.doctor.needs import SMALLEST_WEIGHTS, Needs
 from rlflow.tools.dry_run.estimate import USABLE, estimate
 from rlflow.tools.dry_run.memory import size
+
+if TYPE_CHECKING:
+    from rlflow.rollout.template_check import Trial
 
 SANDBOX_TIMEOUT_S = 180.0
 _GIVE_GPUS = (
@@ -111,26 +115,18 @@ def _gpus(here: Here, torch: Torch) -> Finding:
     )
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Vllm:
-    version: str
-    platform: str
-    """Such as "cpu" or "cuda"."""
-    num_kernels: int
-    """Operations that its compiled extension brings."""
-
-
-def load_vllm() -> Vllm:
+def load_vllm() -> tuple[str, str, int]:
+    """Version, platform such as "cpu", and the number of operations that its compiled extension brings."""
     import torch
     import vllm
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
     num_kernels = sum(name.startswith("_C::") for name in torch._C._dispatch_get_all_op_names())
-    return Vllm(version=vllm.__version__, platform=current_platform.device_type, num_kernels=num_kernels)
+    return vllm.__version__, current_platform.device_type, num_kernels
 
 
-def check_vllm(here: Here, needs: Needs, load: Callable[[], Vllm] = load_vllm) -> Iterator[Finding]:
+def check_vllm(here: Here, needs: Needs, load: Callable[[], tuple[str, str, int]] = load_vllm) -> Iterator[Finding]:
     name, install = "vLLM", f"pip install rlflow[{here.hardware_extra}]"
     if here.vllm is None:
         yield error(name, "it is not installed", install)
@@ -138,15 +134,15 @@ def check_vllm(here: Here, needs: Needs, load: Callable[[], Vllm] = load_vllm) -
     if here.vllm == "vllm" and not here.num_gpus:
         yield error(name, "this build needs a GPU, and there is none", _GIVE_GPUS)
         return
-    vllm = load()
+    version, platform, num_kernels = load()
     package = here.package(here.vllm, here.hardware_extra)
-    if package is not None and not is_in_range(vllm.version, package.wanted):
-        yield error(name, f"{here.vllm} is {vllm.version}; rlflow needs {package.wanted}", install)
-    elif not vllm.num_kernels:
-        text = f"the compiled part of {here.vllm} {vllm.version} does not load: built for another torch or machine"
+    if package is not None and not is_in_range(version, package.wanted):
+        yield error(name, f"{here.vllm} is {version}; rlflow needs {package.wanted}", install)
+    elif not num_kernels:
+        text = f"the compiled part of {here.vllm} {version} does not load: built for another torch or machine"
         yield error(name, text, f"{install}, in a fresh environment")
     else:
-        yield ok(name, f"{here.vllm} {vllm.version}, for {vllm.platform}")
+        yield ok(name, f"{here.vllm} {version}, for {platform}")
 
 
 def load_size(config: Config) -> ModelSize:
@@ -183,34 +179,26 @@ def check_size(here: Here, needs: Needs, load: Callable[[Config], ModelSize] = l
         yield warning("GPU memory", text, "`rlflow train ... --dry-run` says what takes it, and what to lower")
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class ModelReport:
-    """A model that is complete and on this machine."""
-
-    folder: str
-    template: tuple[tuple[str, int, str], ...]
-    """Kind of conversation, forks, why the template refuses it."""
-
-
-def load_model(config: Config) -> ModelReport:
-    """Its tokenizer and chat template; the weights only have to be there. Raises ConfigError."""
+def load_model(config: Config) -> tuple[str, list[Trial]]:
+    """Its folder, and how its chat template takes conversations. Raises ConfigError if anything is missing."""
     from transformers import AutoTokenizer
 
     from rlflow.rollout.render import Renderer
     from rlflow.rollout.template_check import check_template
 
     folder = resolve_model(config.model.path)
-    trials = check_template(Renderer(AutoTokenizer.from_pretrained(folder)))
-    return ModelReport(folder=folder, template=tuple((trial.name, trial.forks, trial.refused) for trial in trials))
+    return folder, check_template(Renderer(AutoTokenizer.from_pretrained(folder)))
 
 
-def check_model(here: Here, needs: Needs, load: Callable[[Config], ModelReport] = load_model) -> Iterator[Finding]:
-    model, path, name = load(needs.config), needs.config.model.path, "chat template"
-    here.folder = model.folder
+def check_model(
+    here: Here, needs: Needs, load: Callable[[Config], tuple[str, list[Trial]]] = load_model
+) -> Iterator[Finding]:
+    name, path = "chat template", needs.config.model.path
+    here.folder, trials = load(needs.config)
     parameters = f"{here.size.num_parameters:,} parameters, " if here.size is not None else ""
-    yield ok("model", f"{path}: {parameters}{model.folder}")
-    forks = [kind for kind, num_forks, _ in model.template if num_forks]
-    refused = {kind: text for kind, _, text in model.template if text}
+    yield ok("model", f"{path}: {parameters}{here.folder}")
+    forks = [trial.name for trial in trials if trial.forks]
+    refused = {trial.name: trial.refused for trial in trials if trial.refused}
     if refused.get("plain"):
         yield of_config_error(name, refused["plain"])
     elif forks:
@@ -219,7 +207,7 @@ def check_model(here: Here, needs: Needs, load: Callable[[Config], ModelReport] 
             name, text, "for environments of several turns, take a template that keeps them (chat_template.jinja)"
         )
     else:
-        kept = ", ".join(kind for kind, _, _ in model.template if kind not in refused)
+        kept = ", ".join(trial.name for trial in trials if not trial.refused)
         not_taken = f"; it takes no conversations with {', '.join(refused)}" if refused else ""
         yield ok(name, f"keeps what was sampled: {kept}{not_taken}")
 

@@ -24,6 +24,7 @@ from rlflow.errors import ConfigError, SandboxError
 from rlflow.models.resolve import resolve_model
 from rlflow.processes.machine_limits import Limits, memory_bytes, read_limits, read_memory
 from rlflow.rollout.template_check import Trial
+from rlflow.tools.doctor import trials
 from rlflow.tools.doctor.cluster import Link, NodeReport, check_links, check_nodes, pairs_of
 from rlflow.tools.doctor.findings import (
     Finding,
@@ -31,6 +32,7 @@ from rlflow.tools.doctor.findings import (
     as_json,
     as_text,
     check_placement,
+    error,
     in_order,
     of_config_error,
     ok,
@@ -536,6 +538,37 @@ def test_what_comes_after_the_end_of_a_process_was_not_tried(tmp_path: Path, mon
         untried("environment"),
     ]
     assert findings[1].found == "the process exited with code 3"
+
+
+HANGS = """
+import time
+
+def load(content):
+    return {"attempt": lambda topic: time.sleep(600)}
+"""
+
+
+def test_a_trial_that_hangs_costs_what_follows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tree(tmp_path, {"hangs_at_once.py": HANGS})
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(trials, "TRIAL_TIMEOUT_S", 4.0)
+    _, findings = asyncio.run(ask("hangs_at_once", "the process", ["torch", "vllm"], HERE, NEEDS, {}))
+    assert findings == [failure("torch", HERE, "the process did not answer within 4 s"), untried("vllm")]
+
+
+def test_a_trial_that_fails_keeps_what_it_had_found() -> None:
+    def check(here: Here, needs: Needs) -> Iterator[Finding]:
+        yield ok("torch", "fine so far")
+        raise RuntimeError("then it broke")
+
+    findings = attempt("torch", HERE, NEEDS, check)
+    assert [each.level for each in findings] == [Level.ok, Level.error]
+    assert "RuntimeError: then it broke" in findings[1].found
+
+
+def test_findings_are_shown_in_one_order_and_once() -> None:
+    found = [error("tasks", "none", "make some"), ok("model", "here"), ok("Python", "3"), ok("model", "here")]
+    assert [each.name for each in in_order(found)] == ["Python", "model", "tasks"]
 
 
 def test_only_what_there_is_to_try() -> None:

@@ -26,7 +26,7 @@ _BALANCED = 1.1
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Piece:
+class BatchPiece:
     """Episodes of one group that go through the model together and share their prompt."""
 
     group: int
@@ -39,7 +39,7 @@ class Piece:
 class MicroBatchPlan:
     """What one rank sends through the model at once. Without pieces it only keeps step with the other ranks."""
 
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[BatchPiece, ...] = ()
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -109,21 +109,23 @@ def in_order_of_training(plans: Sequence[MicroBatchPlan]) -> list[tuple[int, int
     return [(piece.group, index) for plan in plans for piece in plan.pieces for index in piece.episodes]
 
 
-def _cut_to_size(group: int, episodes: Sequence[EpisodeSummary], max_tokens: int) -> list[Piece]:
+def _cut_to_size(group: int, episodes: Sequence[EpisodeSummary], max_tokens: int) -> list[BatchPiece]:
     """Runs of the group's episodes, each at most `max_tokens` long where a single episode allows it."""
-    pieces: list[Piece] = []
+    pieces: list[BatchPiece] = []
     run: list[int] = []
     for index in range(len(episodes)):
         if run and _num_tokens([episodes[i] for i in (*run, index)]) > max_tokens:
-            pieces.append(Piece(group=group, episodes=tuple(run)))
+            pieces.append(BatchPiece(group=group, episodes=tuple(run)))
             run = []
         run.append(index)
     if run:
-        pieces.append(Piece(group=group, episodes=tuple(run)))
+        pieces.append(BatchPiece(group=group, episodes=tuple(run)))
     return pieces
 
 
-def _balance(pieces: Sequence[Piece], groups: Sequence[Sequence[EpisodeSummary]], num_ranks: int) -> list[list[Piece]]:
+def _balance(
+    pieces: Sequence[BatchPiece], groups: Sequence[Sequence[EpisodeSummary]], num_ranks: int
+) -> list[list[BatchPiece]]:
     """Share the pieces out by cost; halve the largest piece of the costliest rank until balanced."""
     costs = {piece: _cost(_select(piece, groups)) for piece in pieces}
     while True:
@@ -139,14 +141,16 @@ def _balance(pieces: Sequence[Piece], groups: Sequence[Sequence[EpisodeSummary]]
         half = len(largest.episodes) // 2
         del costs[largest]
         for episodes in (largest.episodes[:half], largest.episodes[half:]):
-            piece = Piece(group=largest.group, episodes=episodes)
+            piece = BatchPiece(group=largest.group, episodes=episodes)
             costs[piece] = _cost(_select(piece, groups))
 
 
-def _fill(pieces: Sequence[Piece], groups: Sequence[Sequence[EpisodeSummary]], max_tokens: int) -> list[MicroBatchPlan]:
+def _fill(
+    pieces: Sequence[BatchPiece], groups: Sequence[Sequence[EpisodeSummary]], max_tokens: int
+) -> list[MicroBatchPlan]:
     """First fit, longest first."""
     lengths = {piece: _num_tokens(_select(piece, groups)) for piece in pieces}
-    bins: list[list[Piece]] = []
+    bins: list[list[BatchPiece]] = []
     rooms: list[int] = []
     for piece in sorted(pieces, key=lambda piece: (-lengths[piece], piece.group, piece.episodes)):
         fitting = [index for index, room in enumerate(rooms) if lengths[piece] <= room]
@@ -159,7 +163,7 @@ def _fill(pieces: Sequence[Piece], groups: Sequence[Sequence[EpisodeSummary]], m
     return [MicroBatchPlan(pieces=tuple(sorted(found, key=lambda p: (p.group, p.episodes)))) for found in bins]
 
 
-def _select(piece: Piece, groups: Sequence[Sequence[EpisodeSummary]]) -> list[EpisodeSummary]:
+def _select(piece: BatchPiece, groups: Sequence[Sequence[EpisodeSummary]]) -> list[EpisodeSummary]:
     return [groups[piece.group][index] for index in piece.episodes]
 
 

@@ -198,7 +198,7 @@ def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         _recipes(options.name)
         return 0
     if options.verb == "algorithms":
-        from rlflow.algorithms.listing import lines
+        from rlflow.tools.algorithms import lines
 
         print("\n".join(lines()))
         return 0

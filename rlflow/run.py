@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rlflow.algorithms.chosen import check_functions
+from rlflow.algorithms.registry import check_functions
 from rlflow.cluster.devices import wait_for_room
 from rlflow.cluster.loss import unless_lost
 from rlflow.cluster.start import Fleet, ray_cluster, start_fleet, stop_fleet

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlflow.batching import MicroBatchPlan, Piece, pack, plan_micro_batches, spread_over_turns
+from rlflow.batching import BatchPiece, MicroBatchPlan, pack, plan_micro_batches, spread_over_turns
 from rlflow.types import EpisodeEnd, EpisodeSummary, Sample, TrainSample
 
 
@@ -40,7 +40,7 @@ def train_sample(
 
 
 def plan(*pieces: tuple[int, tuple[int, ...]]) -> MicroBatchPlan:
-    return MicroBatchPlan(pieces=tuple(Piece(group=group, episodes=episodes) for group, episodes in pieces))
+    return MicroBatchPlan(pieces=tuple(BatchPiece(group=group, episodes=episodes) for group, episodes in pieces))
 
 
 def test_plan_keeps_groups_whole_and_fills_micro_batches() -> None:

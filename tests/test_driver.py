@@ -17,7 +17,7 @@ from fakes import World, make_tasks, make_world, run_virtually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlflow.algorithms.chosen import check_functions
+from rlflow.algorithms.registry import check_functions
 from rlflow.config import Config, Late, Order, Placement
 from rlflow.driver import StepReport
 from rlflow.errors import ConfigError, DeadlineError, PayloadLost, RunError, WorkerError, WorkerLost

@@ -10,7 +10,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from rlflow.algorithms.options import require
+from rlflow.algorithms.base import require
 from rlflow.algorithms.tokens import Tokens, spread
 from rlflow.config import Aggregation
 

@@ -6,17 +6,10 @@ over the full vocabulary, in nats.
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 from torch import Tensor
 
-from rlflow.algorithms.options import require, require_positive
-from rlflow.algorithms.tokens import Tokens, sequence_mean, spread
-
-
-class EntropyOf(StrEnum):
-    token = "token"
-    sequence = "sequence"
+from rlflow.algorithms.base import require
+from rlflow.algorithms.tokens import Tokens
 
 
 def leaves_out_negatives(did_before: bool, entropy: float, *, low: float, high: float) -> bool:
@@ -34,16 +27,3 @@ def leaves_out_negatives(did_before: bool, entropy: float, *, low: float, high: 
 def without_negatives(tokens: Tokens) -> Tensor:
     """0 for tokens with negative advantage, otherwise 1; [N]."""
     return (tokens.advantages >= 0).to(tokens.advantages.dtype)
-
-
-def without_uncertain_negatives(tokens: Tokens, *, threshold: float, of: EntropyOf = EntropyOf.token) -> Tensor:
-    """0 for tokens with negative advantage and an entropy above `threshold`, otherwise 1; [N].
-
-    The entropy is that of the token, or the mean over its sequence (negative-gradient clipping, the paper's section on
-    high-entropy negatives).
-    """
-    require_positive("threshold", threshold)
-    entropies = tokens.entropies.detach()
-    if of is EntropyOf.sequence:
-        entropies = spread(sequence_mean(entropies, tokens), tokens)
-    return (~((tokens.advantages < 0) & (entropies > threshold))).to(tokens.advantages.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlflow.algorithms.options import require
+from rlflow.algorithms.base import require
 
 
 def overlong_penalty(length: int, *, max_length: int, cache: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlflow.algorithms.chosen import needs_critic
+from rlflow.algorithms.registry import needs_critic
 from rlflow.config import Config, Placement, Process, Roles, Transport, needs_reference, transport_of
 from rlflow.errors import ConfigError
 

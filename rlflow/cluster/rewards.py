@@ -15,8 +15,8 @@ from rlflow.errors import RewardLost, first_line
 from rlflow.rewards.call import ChosenReward
 from rlflow.rewards.choose import ENVIRONMENT, choose_rewards, is_environment_alone
 from rlflow.rewards.client import EnvironmentScorer, RewardClient, Scorer
+from rlflow.rewards.pool import ScorerPool
 from rlflow.types import Transcript, Verdict
-from rlflow.workers.reward import RewardWorker
 from rlflow.workers.reward_model import RewardModelWorker
 
 
@@ -37,8 +37,8 @@ def start_rewards(
         chosen = choose_rewards(config.reward, own)
         if is_environment_alone(chosen):
             return {}
-        worker = ray.remote(RewardWorker).options(name="reward", **options, **devices.of(Process.reward, 0))
-        return {"reward": worker.remote(config.reward, chosen)}
+        worker = ray.remote(ScorerPool).options(name="reward", **options, **devices.of(Process.reward, 0))
+        return {"reward": worker.remote(chosen, config.reward.workers, config.reward.timeout_s)}
     return {
         f"reward model {index}": ray.remote(RewardModelWorker)
         .options(name=f"reward model {index}", **options, **devices.of(Process.reward_model, index))

@@ -17,7 +17,7 @@ from rlflow.envs.base import Environment, EnvironmentSpec, Program
 from rlflow.rollout.client import EngineHandle
 from rlflow.rollout.gateway.server import Gateway
 from rlflow.types import EpisodePayload, GroupOrder, PlayedGroup
-from rlflow.workers.episode import EpisodeRunner
+from rlflow.workers.runner import EpisodeRunner
 
 
 def start_runners(
@@ -66,7 +66,7 @@ class RunnerActor(EpisodeRunner):
         self._gateway = Gateway()
         self._starting = asyncio.Lock()
         self._is_started = False
-        super().__init__(config, model_path, self._pool, scorer_of(config, rewards), *found, door=self._gateway)
+        super().__init__(config, model_path, self._pool, scorer_of(config, rewards), *found, gateway=self._gateway)
         # Also after a restart: it waits until it is told who serves now.
         self._client.set_serving(())
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import ray
 
-from rlflow.algorithms.chosen import needs_critic
+from rlflow.algorithms.registry import needs_critic
 from rlflow.cluster.calls import DISK, WATCH, RayReference, RayTrainer, answer, open_calls
 from rlflow.cluster.critic import RayActorCritic
 from rlflow.cluster.devices import Devices

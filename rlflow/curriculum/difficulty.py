@@ -55,8 +55,10 @@ class Difficulty(Curriculum):
     def __init__(self, tasks: Sequence[Task], seed: int, *, explore: float = 0.2, half_life: float = 2.0) -> None:
         """`explore`: the share of draws from passes. `half_life`: after so many draws for each task of the data set, a
         result counts half."""
-        _require_between("explore", explore, 1.0, "a number above 0 and below 1")
-        _require_between("half_life", half_life, math.inf, "a number above 0")
+        if not 0 < explore < 1:
+            raise ConfigError(f"curriculum.args.explore must be a number above 0 and below 1; got {explore!r}")
+        if not 0 < half_life < math.inf:
+            raise ConfigError(f"curriculum.args.half_life must be a number above 0; got {half_life!r}")
         self._tasks = tasks
         self._seed = seed
         self._explore = explore
@@ -144,9 +146,3 @@ class Difficulty(Curriculum):
         if rate > SOLVED:
             return "solved"
         return "unsolved" if rate < UNSOLVED else "learnable"
-
-
-def _require_between(name: str, value: object, high: float, must_be: str) -> None:
-    """Raises ConfigError unless `value` is a number between 0 and `high`, neither of them included."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < high:
-        raise ConfigError(f"curriculum.args.{name} must be {must_be}; got {value!r}")

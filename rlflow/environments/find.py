@@ -9,23 +9,30 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import rlflow.envs
 from rlflow.config import Config, EnvConfig, RewardConfig
-from rlflow.environments.environment_class import check_arguments, spec_of_class
+from rlflow.environments.environment_class import spec_of_class
 from rlflow.envs.base import Environment, EnvironmentSpec, Program, SingleTurn
 from rlflow.errors import ConfigError
-from rlflow.plugins.entry_points import offered
-from rlflow.plugins.loading import load_object
+from rlflow.plugins.catalog import Catalog
+from rlflow.plugins.options import check_options, parameters_of
 from rlflow.rewards.choose import check_columns, choose_rewards, columns_to_check
 from rlflow.types import Task
 
-ENTRY_POINTS = "rlflow.environments"
-"""Group in which a package registers its environments: `name = "package.module:Name"`."""
+ENVIRONMENTS = Catalog(
+    setting="env.name",
+    what="an environment",
+    shipped={
+        module.name: f"rlflow.envs.{module.name}:load"
+        for module in sorted(pkgutil.iter_modules(rlflow.envs.__path__))
+        if any(Path(folder, module.name, "config.yaml").is_file() for folder in rlflow.envs.__path__)
+    },
+    group="rlflow.environments",
+)
 
 
 def load_environment(config: EnvConfig, reward: RewardConfig) -> EnvironmentSpec:
@@ -92,53 +99,24 @@ def checked_tasks(
     return rows
 
 
-def shipped_environments() -> list[str]:
-    """The folders of rlflow.envs that hold an environment: those with a config.yaml."""
-    folders = [Path(path) for path in rlflow.envs.__path__]
-    modules = (module.name for module in pkgutil.iter_modules(rlflow.envs.__path__) if module.ispkg)
-    return sorted(name for name in modules if any((folder / name / "config.yaml").is_file() for folder in folders))
-
-
 def _spec_of(config: EnvConfig) -> EnvironmentSpec:
-    found = _find(config.name)
-    if isinstance(found, type) and issubclass(found, Environment | Program):
-        return spec_of_class(config.name, found, config.args)
-    if isinstance(found, type) and callable(getattr(found, "reset", None)):
+    load = ENVIRONMENTS.find(config.name)
+    if isinstance(load, type) and issubclass(load, Environment | Program):
+        return spec_of_class(config.name, load, config.args)
+    if isinstance(load, type) and callable(getattr(load, "reset", None)):
         from rlflow.envs.trl import load as load_trl
 
-        return _loaded(config.name, partial(load_trl, found), config.args)
-    if isinstance(found, type) or not callable(found):
+        load = partial(load_trl, load)
+    elif isinstance(load, type) or not callable(load):
         raise ConfigError(
             f"env.name={config.name} must be a function that returns an EnvironmentSpec, or a class: an Environment, a "
-            f"Program, or one with a `reset` as TRL has it; got {found!r:.80}"
+            f"Program, or one with a `reset` as TRL has it; got {load!r:.80}"
         )
-    return _loaded(config.name, found, config.args)
-
-
-def _loaded(name: str, load: Callable[..., Any], arguments: dict[str, Any]) -> EnvironmentSpec:
-    check_arguments(name, [load], arguments)
-    spec = load(**arguments)
+    check_options(config.args, parameters_of(load), "env.args", f"env.name={config.name}")
+    spec: Any = load(**config.args)
     if not isinstance(spec, EnvironmentSpec):
-        raise ConfigError(f"env.name={name} must return an EnvironmentSpec; it returned {type(spec).__name__}")
+        raise ConfigError(f"env.name={config.name} must return an EnvironmentSpec; it returned {type(spec).__name__}")
     return spec
-
-
-def _find(name: str) -> object:
-    if ":" in name:
-        return _load("env.name", name)
-    shipped = shipped_environments()
-    if name in shipped:
-        return _load("env.name", f"rlflow.envs.{name}:load")
-    registered = offered(ENTRY_POINTS)
-    if name in registered:
-        return _load(f"env.name={name}", registered[name])
-    names = [*shipped, *sorted(registered)]
-    close = get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    raise ConfigError(
-        f"env.name={name} is not an environment; {hint}There are {', '.join(names)}; "
-        "your own is package.module:Name or file.py:Name"
-    )
 
 
 def _is_silent(build: Callable[..., object]) -> bool:
@@ -147,10 +125,3 @@ def _is_silent(build: Callable[..., object]) -> bool:
 
     made = build.func if isinstance(build, partial) else build
     return isinstance(made, type) and getattr(made, "step", None) in (SingleTurn.step, ToolEnvironment.step)
-
-
-def _load(key: str, path: str) -> object:
-    try:
-        return load_object(path)
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error

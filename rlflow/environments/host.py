@@ -1,20 +1,28 @@
-"""Many episodes' environments on one event loop: the work of an environment process."""
+"""Many episodes' environments on one event loop: what an environment process answers (`rlflow.processes.host`).
+
+    message of the runner -> episode -> its task: open, reset, step .., close -> answer
+
+All calls of one episode run in one task, one after the other. So an environment may enter a cancel scope or a task
+group in `reset` and leave it in `close`, as clients built on anyio must, and context variables last from call to call.
+What an environment does wrong becomes the answer to the call; what it does to the process costs the episodes in it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from rlflow.environments.wire import Frame, encode, plain, task_of
+from rlflow.environments.wire import plain, task_of
 from rlflow.envs.base import Endpoint, Environment, Program, Prompt, Result, Step, ToolSchema
-from rlflow.errors import EnvironmentFailure, describe_failure
-from rlflow.processes.frames import FrameTooLong, frame_of
+from rlflow.errors import ConfigError, EnvironmentFailure, describe_failure
+from rlflow.processes.frames import Fields, FrameTooLong, encode, frame_of
 from rlflow.types import Message
 
 Build = Callable[..., Environment | Program]
@@ -22,133 +30,198 @@ Build = Callable[..., Environment | Program]
 MAX_THREADS = 256
 """For what environments run in threads; each has a stack that counts as memory of the process."""
 CLOSE_GRACE_S = 2.0
-"""For a cancelled call to end before its environment is closed."""
+"""For a cancelled call to end before its environment is closed beside it, in another task."""
 
-_call: contextvars.ContextVar[tuple[int, int]] = contextvars.ContextVar("_call")
-"""Number and episode of the call that runs; tasks and threads that it starts inherit it."""
+_episode: contextvars.ContextVar[int] = contextvars.ContextVar("_episode")
+"""The episode that runs; tasks and threads that it starts inherit it."""
+
+
+def load(build: Build) -> EnvironmentHost:
+    """Raises ConfigError for what cannot build environments."""
+    if not callable(build):
+        raise ConfigError(f"`build` of an EnvironmentSpec must be a function; got {type(build).__name__}")
+    return EnvironmentHost(build)
 
 
 class EnvironmentHost:
-    """Answers the runner's calls; each runs as a task of its own."""
+    """The episodes of this process. Messages are those of `rlflow.environments.wire`."""
 
-    def __init__(self, build: Build, writer: asyncio.StreamWriter) -> None:
-        self._build = build
-        self._writer = writer
-        self._worlds: dict[int, Environment | Program] = {}
-        self._calls: dict[int, tuple[int, asyncio.Task[None]]] = {}
-        """Number -> episode and task."""
+    def __init__(self, build: Build) -> None:
+        self.build = build
+        self._episodes: dict[int, _Episode] = {}
+        """Those that are open, and those that are closed but have a call that does not end."""
         self._asks: dict[int, asyncio.Future[Message]] = {}
         self._ask_numbers = itertools.count()
         self._threads = _CountingThreads(MAX_THREADS)
+
+    def begin(self, writer: asyncio.StreamWriter) -> None:
+        self.writer = writer
         asyncio.get_running_loop().set_default_executor(self._threads)
 
-    def handle(self, frame: Frame) -> None:
-        """One message of the runner."""
-        if "operation" in frame:
-            number = frame["call"]
-            task = asyncio.get_running_loop().create_task(self._answer(frame))
-            self._calls[number] = (frame["episode"], task)
-            task.add_done_callback(lambda _: self._calls.pop(number))
-        elif "cancel" in frame:
-            if frame["cancel"] in self._calls:
-                self._calls[frame["cancel"]][1].cancel()
-            self._send({"acknowledged": frame["cancel"]})
-        elif (waiting := self._asks.get(frame["reply"])) is not None and not waiting.done():
-            if "failure" in frame:
-                waiting.set_exception(EnvironmentFailure(f"ask: {frame['failure']}"))
+    def handle(self, message: Fields) -> None:
+        if "operation" in message:
+            number = message["episode"]
+            if message["operation"] == "open":
+                self._episodes[number] = episode = _Episode(self, number)
+                episode.task.add_done_callback(lambda _: self._episodes.pop(number))
+            self._episodes[number].take(message)
+        elif "cancel" in message:
+            if (episode := self._episodes.get(message["episode"])) is not None:
+                episode.cancel(message["cancel"])
+            self.send({"acknowledged": message["cancel"]})
+        elif (waiting := self._asks.get(message["reply"])) is not None and not waiting.done():
+            if "failure" in message:
+                waiting.set_exception(EnvironmentFailure(f"ask: {message['failure']}"))
             else:
-                waiting.set_result(frame["message"])
+                waiting.set_result(message["message"])
 
-    async def _answer(self, frame: Frame) -> None:
-        number, episode, operation = frame["call"], frame["episode"], frame["operation"]
-        _call.set((number, episode))
+    async def ask(self, call: int | None, asked: Fields) -> Message:
+        """The runner's reply to what an environment asks in a call."""
+        number = next(self._ask_numbers)
+        waiting = self._asks[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.send({"ask": number, "call": call, **asked})
+            return await waiting
+        finally:
+            del self._asks[number]
+
+    def count_leaked(self) -> int:
+        """Calls of closed episodes that go on, in threads or in spite of their cancellation."""
+        closed = [episode.task for episode in self._episodes.values() if episode.is_closed]
+        still_open = {number for number, episode in self._episodes.items() if not episode.is_closed}
+        return self._threads.count_without(still_open) + sum(task is not asyncio.current_task() for task in closed)
+
+    def send(self, message: Fields) -> None:
+        """Raises EnvironmentFailure for a message that cannot be sent."""
+        try:
+            self.writer.write(frame_of(encode(message)))
+        except (TypeError, ValueError, RecursionError) as error:
+            reason = str(error) if isinstance(error, FrameTooLong) else f"JSON cannot hold it ({error})"
+            raise EnvironmentFailure(f"what the environment said cannot be sent: {reason}") from error
+
+
+class _Episode:
+    """One environment, and the task in which all its calls run."""
+
+    def __init__(self, host: EnvironmentHost, number: int) -> None:
+        self._host = host
+        self._number = number
+        self._world: Environment | Program | None = None
+        self._waiting: asyncio.Queue[Fields] = asyncio.Queue()
+        self._call: int | None = None
+        """The call that runs in the task."""
+        self._cancelled: set[int] = set()
+        self._closing: asyncio.Task[None] | None = None
+        """The task that closes the environment, or has."""
+        self._interruption: asyncio.CancelledError | None = None
+        """What the environment's own scopes did to the task between two calls."""
+        self.is_closed = False
+        self.task = asyncio.get_running_loop().create_task(self._run())
+
+    def take(self, message: Fields) -> None:
+        """A call; closing ends the one that is under way."""
+        self._waiting.put_nowait(message)
+        if message["operation"] == "close" and self._call is not None:
+            self.cancel(self._call)
+            asyncio.get_running_loop().call_later(CLOSE_GRACE_S, self._close_beside)
+
+    def cancel(self, call: int) -> None:
+        """End a call; one that has not begun will not, but an environment is closed in any case."""
+        if call in self._cancelled:
+            return
+        self._cancelled.add(call)
+        if call == self._call:
+            self.task.cancel()
+
+    async def _run(self) -> None:
+        _episode.set(self._number)
+        while self._closing is None:
+            message = await self._next()
+            number = message["call"]
+            if number in self._cancelled and message["operation"] != "close":
+                continue
+            self._cancelled.discard(number)
+            self._call = number
+            await self._answer(message)
+            self._call = None
+            if number in self._cancelled:
+                self.task.uncancel()
+                # If the call had ended before it felt the cancellation, this feels it.
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0)
+
+    async def _next(self) -> Fields:
+        while True:
+            try:
+                return await self._waiting.get()
+            except asyncio.CancelledError as error:  # only scopes and tasks of the environment cancel between calls
+                self._interruption = error
+
+    def _close_beside(self) -> None:
+        """Close although a call ignores its cancellation; what the environment holds matters more than one task."""
+        while self._closing is None and not self._waiting.empty():
+            message = self._waiting.get_nowait()
+            if message["operation"] == "close":
+                _episode.set(self._number)
+                self._closing = asyncio.get_running_loop().create_task(self._answer(message))
+
+    async def _answer(self, message: Fields) -> None:
+        number, operation = message["call"], message["operation"]
         try:
             try:
-                answer = {"answer": number, "value": await self._perform(operation, episode, frame)}
-                self._send(answer)
+                self._host.send({"answer": number, "value": await self._perform(operation, message)})
             except EnvironmentFailure as failure:
-                self._send({"answer": number, "failure": str(failure)})
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            assert task is not None
-            if task.cancelling():
-                raise
-            self._send_failure(number, operation, error)
+                self._host.send({"answer": number, "failure": str(failure)})
         except BaseException as error:  # SystemExit would end the process, and with it all other episodes
-            self._send_failure(number, operation, error)
-        await self._writer.drain()
+            call = {"open": "build"}.get(operation, operation)
+            self._host.send({"answer": number, "failure": f"{call}: {describe_failure(error)}"})
+        with contextlib.suppress(asyncio.CancelledError, ConnectionError):
+            await self._host.writer.drain()
 
-    async def _perform(self, operation: str, episode: int, frame: Frame) -> Any:
-        if operation == "open":
-            return self._open(episode, frame["seed"], frame["resource"])
+    async def _perform(self, operation: str, message: Fields) -> Any:
         if operation == "close":
-            return await self._close(episode)
-        world = self._worlds[episode]
-        if isinstance(world, Program):
-            result = await world.run(task_of(frame["task"]), Endpoint(**frame["endpoint"]))
+            return await self._close()
+        if operation == "open":
+            return self._open(message["seed"], message["resource"])
+        if self._interruption is not None:
+            raise EnvironmentFailure(
+                f"{operation}: the environment's task was cancelled between two calls, by a task group or cancel scope "
+                f"of its own ({self._interruption})"
+            )
+        if isinstance(self._world, Program):
+            result = await self._world.run(task_of(message["task"]), Endpoint(**message["endpoint"]))
             return plain("run", result, Result)
+        assert self._world is not None, "open comes first"
         if operation == "reset":
-            return plain("reset", await world.reset(task_of(frame["task"])), Prompt)
-        return plain("step", await world.step(frame["reply"]), Step)
+            return plain("reset", await self._world.reset(task_of(message["task"])), Prompt)
+        return plain("step", await self._world.step(message["reply"]), Step)
 
-    def _open(self, episode: int, seed: int, resource: str | None) -> str:
-        world = self._build() if resource is None else self._build(resource)
+    def _open(self, seed: int, resource: str | None) -> str:
+        world = self._host.build() if resource is None else self._host.build(resource)
         if not isinstance(world, Environment | Program):
             kinds = "an Environment or a Program"
             raise EnvironmentFailure(f"build: expected {kinds} of rlflow.envs.base; got {type(world).__name__}")
         world.seed = seed
         if isinstance(world, Environment):
             world.ask = self._ask
-        self._worlds[episode] = world
+        self._world = world
         return "environment" if isinstance(world, Environment) else "program"
 
-    async def _close(self, episode: int) -> None:
+    async def _close(self) -> None:
         """Also when building it failed, so that the runner need not know."""
-        world = self._worlds.pop(episode, None)
+        self._closing = asyncio.current_task()
         try:
-            under_way = [task for other, task in self._calls.values() if other == episode and not _is_current(task)]
-            for task in under_way:
-                task.cancel()
-            if under_way:
-                await asyncio.wait(under_way, timeout=CLOSE_GRACE_S)
-            if world is not None:
-                await world.close()
+            if self._world is not None:
+                await self._world.close()
         finally:
-            self._send({"closed": episode, "leaked": self._num_leaked()})
+            self.is_closed = True
+            self._host.send({"closed": self._number, "leaked": self._host.count_leaked()})
 
     async def _ask(
         self, messages: Sequence[Message], *, agent: str, tools: Sequence[ToolSchema] = (), trainable: bool = False
     ) -> Message:
-        call, _ = _call.get()
-        number = next(self._ask_numbers)
-        waiting = self._asks[number] = asyncio.get_running_loop().create_future()
         asked = {"messages": list(messages), "agent": agent, "tools": list(tools), "trainable": trainable}
-        try:
-            self._send({"ask": number, "call": call, **asked})
-            return await waiting
-        finally:
-            del self._asks[number]
-
-    def _num_leaked(self) -> int:
-        """Calls of closed episodes that go on, in threads or in spite of their cancellation."""
-        tasks = [task for episode, task in self._calls.values() if episode not in self._worlds]
-        return self._threads.count_without(self._worlds) + sum(not _is_current(task) for task in tasks)
-
-    def _send_failure(self, number: int, operation: str, error: BaseException) -> None:
-        call = {"open": "build"}.get(operation, operation)
-        self._send({"answer": number, "failure": f"{call}: {describe_failure(error)}"})
-
-    def _send(self, frame: Frame) -> None:
-        """Raises EnvironmentFailure for a message that cannot be sent."""
-        try:
-            self._writer.write(frame_of(encode(frame)))
-        except (TypeError, ValueError, RecursionError) as error:
-            reason = str(error) if isinstance(error, FrameTooLong) else f"JSON cannot hold it ({error})"
-            raise EnvironmentFailure(f"what the environment said cannot be sent: {reason}") from error
-
-
-def _is_current(task: asyncio.Task[None]) -> bool:
-    return task is asyncio.current_task()
+        return await self._host.ask(self._call, asked)
 
 
 class _CountingThreads(ThreadPoolExecutor):
@@ -159,12 +232,12 @@ class _CountingThreads(ThreadPoolExecutor):
         self._lock = threading.Lock()
         self._running: Counter[int] = Counter()
 
-    def count_without(self, open_episodes: dict[int, Any]) -> int:
+    def count_without(self, open_episodes: Collection[int]) -> int:
         with self._lock:
             return sum(count for episode, count in self._running.items() if episode not in open_episodes)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        _, episode = _call.get((-1, -1))
+        episode = _episode.get(-1)
         self._note(episode, 1)
         future = super().submit(fn, *args, **kwargs)
         future.add_done_callback(lambda _: self._note(episode, -1))

@@ -15,50 +15,40 @@ Messages of the runner            answers of the process
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import numbers
-from typing import Any
 
 from rlflow.envs.base import Prompt, Result, Step, ToolSchema
 from rlflow.errors import EnvironmentFailure
-from rlflow.types import Json, Message, Task
-
-Frame = dict[str, Any]
-"""One message between the two, as read from JSON."""
+from rlflow.processes.frames import Fields
+from rlflow.types import Message, Task
 
 
-def encode(frame: Frame) -> bytes:
-    """Raises TypeError, ValueError or RecursionError for what JSON cannot hold."""
-    return json.dumps(frame, separators=(",", ":"), default=_number).encode()
-
-
-def fields_of_task(task: Task) -> Frame:
+def fields_of_task(task: Task) -> Fields:
     return {"id": task.id, "prompt": task.prompt, "answer": task.answer, "kind": task.kind, "data": task.data}
 
 
-def task_of(fields: Frame) -> Task:
+def task_of(fields: Fields) -> Task:
     return Task(**{**fields, "prompt": tuple(fields["prompt"])})
 
 
-def plain(call: str, value: object, expected: type[Prompt] | type[Step] | type[Result]) -> Frame:
+def plain(call: str, value: object, expected: type[Prompt] | type[Step] | type[Result]) -> Fields:
     """The fields of what `call` returned. Raises EnvironmentFailure when it is something else."""
     if not isinstance(value, expected):
         raise EnvironmentFailure(f"{call}: expected a {expected.__name__}; got {_shown(value)}")
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(expected)}
 
 
-def prompt_of(fields: Frame) -> Prompt:
+def prompt_of(fields: Fields) -> Prompt:
     """Raises EnvironmentFailure."""
     return Prompt(messages=_messages("reset", fields["messages"]), tools=_tools("reset", fields["tools"]))
 
 
-def conversation_of(fields: Frame) -> tuple[list[Message], list[ToolSchema]]:
+def conversation_of(fields: Fields) -> tuple[list[Message], list[ToolSchema]]:
     """What an environment asks another agent. Raises EnvironmentFailure."""
     return _messages("ask", fields["messages"]), _tools("ask", fields["tools"])
 
 
-def step_of(fields: Frame) -> Step:
+def step_of(fields: Fields) -> Step:
     """Raises EnvironmentFailure."""
     done, context = fields["done"], fields["context"]
     if not isinstance(done, bool):
@@ -72,7 +62,7 @@ def step_of(fields: Frame) -> Step:
     )
 
 
-def result_of(fields: Frame) -> Result:
+def result_of(fields: Fields) -> Result:
     """Raises EnvironmentFailure."""
     return Result(reward=_reward("run", fields["reward"]), metrics=_metrics("run", fields["metrics"]))
 
@@ -142,18 +132,6 @@ def _is_finite(value: object) -> bool:
         return math.isfinite(value)
     except OverflowError:
         return False
-
-
-def _number(value: object) -> Json:
-    """Numbers of numpy and the like."""
-    item = getattr(value, "item", None)
-    if callable(item) and getattr(value, "ndim", None) == 0:
-        found = item()
-        if isinstance(found, bool | int | float):
-            return found
-    if isinstance(value, numbers.Real):
-        return float(value)
-    raise TypeError(f"JSON cannot hold {_shown(value)}")
 
 
 def _shown(value: object) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rlflow.algorithms.advantage.base import Scored, ScoredTurn, all_equal
-from rlflow.algorithms.chosen import advantage_of
+from rlflow.algorithms.advantage.base import Scope, Scored, ScoredTurn, all_equal
 from rlflow.algorithms.overlong import overlong_penalty
+from rlflow.algorithms.registry import advantage_of
 from rlflow.config import Config
 from rlflow.types import EpisodeSummary, PlayedGroup, ReadyGroup, Task
 
@@ -23,12 +23,12 @@ class Judge:
     @property
     def needs_batch(self) -> bool:
         """Whether a group's advantages are known only with all groups of its step: see `assign`."""
-        return self._advantage.needs_batch
+        return self._advantage.traits.scope is Scope.batch
 
     @property
     def needs_greedy(self) -> bool:
         """Whether the last episode of a group must be a greedy one, more than there are to train on."""
-        return self._advantage.needs_greedy
+        return self._advantage.traits.needs_greedy
 
     def ready(self, task: Task, played: PlayedGroup) -> ReadyGroup | None:
         """The trainable part of a group; None when fewer than two episodes, or not the greedy one, have a verdict.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlflow.config import CurriculumConfig
-from rlflow.curriculum.chosen import make_curriculum
+from rlflow.curriculum.registry import make_curriculum
 from rlflow.errors import ConfigError
 from rlflow.types import Task
 

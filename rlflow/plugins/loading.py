@@ -8,7 +8,6 @@ name elsewhere, or by the bare name.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import pkgutil
@@ -21,6 +20,7 @@ from types import ModuleType
 from urllib.parse import quote, unquote
 
 from rlflow.errors import ConfigError
+from rlflow.plugins.names import did_you_mean
 
 # Makes this module a package in the eyes of the import system; _FileFinder finds what is below it.
 __path__: list[str] = []
@@ -39,28 +39,22 @@ def load_object(path: str) -> object:
     source, colon, name = path.rpartition(":")
     if not colon or not source or not name:
         raise ConfigError(f"expected `package.module:Name` or `file.py:Name`; got {path!r}")
-    module = _load_file(source) if source.endswith(".py") else _load_module(source)
-    found: object = module
+    if source.endswith(".py"):
+        file = Path(source).expanduser().resolve()
+        if not file.is_file():
+            hint = _hint(file.name, (other.name for other in file.parent.glob("*.py")))
+            raise ConfigError(f"there is no file {file}{hint}")
+        found: object = _import(f"{_PREFIX}{_quoted(str(file.parent))}.{_quoted(file.stem)}", shown=str(file))
+    elif all(part.isidentifier() for part in source.split(".")):
+        found = _import(source, shown=source)
+    else:
+        raise ConfigError(f"{source!r} is neither a module name nor the path of a .py file")
     for part in name.split("."):
         if not hasattr(found, part):
-            near = _nearest(part, (known for known in dir(found) if not known.startswith("_")))
-            raise ConfigError(f"{source} has no attribute {part!r} (from {path!r}); {near}")
+            hint = _hint(part, (known for known in dir(found) if not known.startswith("_")))
+            raise ConfigError(f"{source} has no attribute {part!r} (from {path!r}){hint}")
         found = getattr(found, part)
     return found
-
-
-def _load_file(source: str) -> ModuleType:
-    file = Path(source).expanduser().resolve()
-    if not file.is_file():
-        near = _nearest(file.name, (other.name for other in file.parent.glob("*.py")))
-        raise ConfigError(f"there is no file {file}; {near}")
-    return _import(f"{_PREFIX}{_quoted(str(file.parent))}.{_quoted(file.stem)}", shown=str(file))
-
-
-def _load_module(source: str) -> ModuleType:
-    if not all(part.isidentifier() for part in source.split(".")):
-        raise ConfigError(f"{source!r} is neither a module name nor the path of a .py file")
-    return _import(source, shown=source)
 
 
 def _import(name: str, *, shown: str) -> ModuleType:
@@ -69,25 +63,21 @@ def _import(name: str, *, shown: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if name == missing or name.startswith(f"{missing}."):
-            raise ConfigError(f"there is no module {missing!r} (from {shown!r}); {_nearest_module(missing)}") from error
+            parent, _, last = missing.rpartition(".")
+            search = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+            names = (module.name for module in pkgutil.iter_modules(search))
+            raise ConfigError(f"there is no module {missing!r} (from {shown!r}){_hint(last, names)}") from error
         cause = f"it needs the module {missing!r}, which is not installed"
         raise ConfigError(f"importing {shown} failed: {cause}") from error
     except Exception as error:
         raise ConfigError(f"importing {shown} failed: {type(error).__name__}: {error}") from error
 
 
-def _nearest_module(missing: str) -> str:
-    parent, _, last = missing.rpartition(".")
-    search = getattr(sys.modules.get(parent), "__path__", None) if parent else None
-    return _nearest(last, (module.name for module in pkgutil.iter_modules(search)))
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
+def _hint(name: str, known: Iterable[str]) -> str:
+    """The similar names, or all if they are few."""
     names = sorted(set(known))
-    near = difflib.get_close_matches(name, names, n=3)
-    if near:
-        return f"did you mean {', '.join(near)}?"
-    return f"found {', '.join(names)}" if 0 < len(names) <= 12 else "nothing there has a similar name"
+    found = f"; found {', '.join(names)}" if 0 < len(names) <= 12 else "; nothing there has a similar name"
+    return did_you_mean(name, names, most=3) or found
 
 
 def _quoted(path: str) -> str:

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import asyncio
 
+Fields = dict[str, Any]
+"""What a frame holds, once read from JSON."""
+
 MAX_FRAME_BYTES = 16 << 20
 """Of a frame's content. Reading one this long takes tens of milliseconds."""
 
@@ -33,12 +36,12 @@ def frame_of(content: bytes, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
     return len(content).to_bytes(4, "big") + content
 
 
-def encode(message: dict[str, Any]) -> bytes:
-    """The message as JSON; numbers of numpy and the like become Python's.
+def encode(fields: Fields) -> bytes:
+    """The fields as JSON; numbers of numpy and the like become Python's.
 
     Raises TypeError, ValueError or RecursionError for what JSON cannot hold.
     """
-    return json.dumps(message, separators=(",", ":"), default=_number).encode()
+    return json.dumps(fields, separators=(",", ":"), default=_number).encode()
 
 
 def receive(descriptor: int, max_bytes: int = MAX_FRAME_BYTES) -> bytes:

@@ -20,13 +20,10 @@ import pickle
 import resource
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from rlflow.errors import ConfigError, describe_failure
-from rlflow.processes.frames import encode, frame_of, read_frame, receive
-
-Message = dict[str, Any]
-"""What a frame holds, once read from JSON."""
+from rlflow.processes.frames import Fields, encode, frame_of, read_frame, receive
 
 
 class Concurrent(Protocol):
@@ -36,7 +33,7 @@ class Concurrent(Protocol):
         """Called once, on the loop; frames for the parent go to `writer`."""
         ...
 
-    def handle(self, message: Message) -> None:
+    def handle(self, message: Fields) -> None:
         """One message of the parent; whatever takes time is for a task. Raises nothing."""
         ...
 
@@ -78,7 +75,7 @@ def _answer_in_turn(connection: socket.socket, handlers: Mapping[str, Callable[.
     """Calls are read outside any event loop: if a handler forks, the copy's loop would take some of them."""
     process = os.getpid()
     while True:
-        fields: Message = json.loads(receive(connection.fileno()))
+        fields: Fields = json.loads(receive(connection.fileno()))
         number, operation = fields.pop("call"), fields.pop("operation")
         try:
             answer = frame_of(encode({"answer": number, "value": handlers[operation](**fields)}))

@@ -19,8 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from rlflow.errors import ConfigError, DeadlineError
 from rlflow.processes.child import Child
-from rlflow.processes.frames import MAX_FRAME_BYTES, check_size, encode
-from rlflow.processes.host import Message
+from rlflow.processes.frames import MAX_FRAME_BYTES, Fields, check_size, encode
 
 START_TIMEOUT_S = 120.0
 """For a process to start and load its code."""
@@ -72,7 +71,7 @@ def payload_of(content: object, what: str, process: str, cure: str) -> bytes:
 class Call:
     """One call of an operation, and what becomes of it."""
 
-    def __init__(self, operation: str, read: Callable[[Any], Any] = lambda value: value, **fields: object) -> None:
+    def __init__(self, operation: str, read: Callable[[Any], Any] = lambda value: value, /, **fields: object) -> None:
         """`read` makes the result of the value that the process answers with.
 
         Raises TypeError, ValueError or RecursionError for fields that cannot be sent.
@@ -154,7 +153,7 @@ class HostedProcess:
         """Nobody waits for this call any more."""
         self.kill(f"{self._code.process} was killed, because {call.operation} was cancelled")
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: Fields) -> None:
         """One message of the process. Raises ValueError, LookupError or TypeError for nonsense."""
         call = self._calls.get(message["answer"])
         if call is not None and "failure" in message:

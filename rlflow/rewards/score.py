@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
-import os
-import traceback
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, describe_failure
 from rlflow.plugins.loading import load_object
 from rlflow.rewards.call import (
-    MAX_DETAIL,
     ChosenReward,
     MissingColumn,
     Reward,
@@ -23,7 +22,24 @@ from rlflow.rewards.call import (
     shape_of,
     verdict_of,
 )
-from rlflow.types import EpisodeEnd, Transcript, Verdict
+from rlflow.types import EpisodeEnd, Task, Transcript, Verdict
+
+
+def load(content: tuple[Sequence[ChosenReward], float]) -> Mapping[str, Callable[..., object]]:
+    """What a scoring process answers (`rlflow.processes.host`): fields of a Transcript -> fields of the Verdict.
+
+    `content` is what Scoring takes. Raises ConfigError as it does.
+    """
+    scoring = Scoring(*content)
+    runner = asyncio.Runner()
+
+    def score(transcript: dict[str, Any]) -> dict[str, Any]:
+        task = Task(**{**transcript["task"], "prompt": tuple(transcript["task"]["prompt"])})
+        texts = {name: tuple(transcript[name]) for name in ("prompt", "completion")}
+        episode = Transcript(**{**transcript, **texts, "task": task, "end": EpisodeEnd(transcript["end"])})
+        return dataclasses.asdict(runner.run(scoring.score(episode)))
+
+    return {"score": score}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -88,12 +104,5 @@ def _load(chosen: ChosenReward) -> _Loaded:
 
 
 def _failed(error: BaseException) -> Verdict:
-    detail = str(error) if isinstance(error, MissingColumn) else describe(error)
+    detail = str(error) if isinstance(error, MissingColumn) else describe_failure(error)
     return Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=detail)
-
-
-def describe(error: BaseException) -> str:
-    """Type, message and place of an error."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {str(error)[:MAX_DETAIL]}{place}"

@@ -1,6 +1,13 @@
-"""Routing replies over the rollout engines: which one samples, in how many calls, and what happens when one is lost.
+"""Which engine samples a reply, in how many calls, and what happens when an engine is lost.
 
-GenerateRequest -> slices of a reply, one engine call each -> Completion
+    GenerateRequest -> slices of SLICE_TOKENS, one engine call each -> Completion
+
+Rules: the slices of a reply follow each other, each prompt being the tokens so far, so a lost engine costs one slice
+and never a token that was returned. Requests with the same prefix key share an engine. A request that names an engine
+is answered by that engine or fails.
+
+Example: a reply of 600 tokens is three calls (256, 256, 88). If the engine dies in the second call, another engine
+samples that slice again after the first 256 tokens.
 """
 
 from __future__ import annotations
@@ -18,12 +25,12 @@ from rlflow.runtime.deadlines import within
 MAX_KEYS = 4096
 """Prefix keys remembered; the least recently used is forgotten first."""
 MAX_LEAD = 8
-"""Outstanding requests that a key's engine may have beyond twice those of the least loaded, before the key moves."""
+"""A key moves to another engine when its own has more requests than this beyond twice those of the least loaded one."""
 SLICE_TOKENS = 256
-"""Tokens sampled by one engine call at most. What a lost engine takes along is bounded by it, and so is the time that
-an engine needs to drain. vLLM's prefix cache holds the earlier slices, so that a cut costs one step."""
+"""Most tokens of one engine call. This bounds what a lost engine costs, and how long an engine needs to drain. vLLM's
+prefix cache holds the earlier slices, so a further call costs only one step."""
 MAX_LOSSES = 5
-"""Engine calls in a row that may give a reply no token before the reply is given up."""
+"""A reply fails after this many engine calls in a row without a token."""
 
 
 class _RemoteGenerate(Protocol):
@@ -38,17 +45,17 @@ class EngineHandle(Protocol):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Transport:
-    """What the client has to know about remote calls."""
+class RemoteCalls:
+    """What the client must know about remote calls: Ray's in a run, anything else in a test."""
 
     cancel: Callable[[Awaitable[Completion]], None]
-    """Given the call whose caller was cancelled."""
+    """Stops a call that nobody waits for any more."""
     is_lost: Callable[[Exception], bool]
-    """Whether a failed call means that its engine is gone, so that another one may answer."""
+    """True when this failure means that the engine is gone, so another engine may be tried."""
 
 
 def slice_seed(seed: int, num_sampled: int) -> int:
-    """Seed of the slice that starts after `num_sampled` tokens of a reply; 31 bits. The first slice keeps the reply's.
+    """The seed of the slice that starts after `num_sampled` tokens of a reply; 31 bits. The first slice uses `seed`.
 
     Example: slice_seed(7, 0) == 7; slice_seed(7, 256) == 7 * 69069 + 256
     """
@@ -56,7 +63,7 @@ def slice_seed(seed: int, num_sampled: int) -> int:
 
 
 def next_slice(request: GenerateRequest, reply: Completion) -> GenerateRequest:
-    """What to ask for after the tokens of `reply`."""
+    """The request for the slice that follows the tokens of `reply`."""
     num_sampled = len(reply.ids)
     return replace(
         request,
@@ -67,18 +74,18 @@ def next_slice(request: GenerateRequest, reply: Completion) -> GenerateRequest:
 
 
 class EngineClient:
-    """Sends each request to the serving engine with the fewest outstanding ones.
+    """Sends each request to the serving engine with the fewest outstanding requests.
 
     Requests with the same prefix key stay on one engine, whose cache holds their prompt, unless it is much more loaded.
-    An engine that is lost gets nothing until `set_serving` names it again.
+    A lost engine gets no requests until `set_serving` names it again.
     """
 
-    def __init__(self, engines: Sequence[EngineHandle], transport: Transport, patience_s: float) -> None:
-        """All engines serve at first. `patience_s` is how long a request waits while none does."""
+    def __init__(self, engines: Sequence[EngineHandle], calls: RemoteCalls, patience_s: float) -> None:
+        """All engines serve at first. A request waits up to `patience_s` seconds while no engine serves."""
         if not engines:
             raise ValueError("engines must not be empty")
         self._engines = list(engines)
-        self._transport = transport
+        self._calls = calls
         self._patience_s = patience_s
         self._outstanding = [0] * len(engines)
         self._homes: OrderedDict[str, int] = OrderedDict()
@@ -88,16 +95,16 @@ class EngineClient:
 
     @property
     def outstanding(self) -> list[int]:
-        """Requests under way, by engine."""
+        """Number of open requests of each engine."""
         return list(self._outstanding)
 
     @property
     def is_served(self) -> bool:
-        """Whether any engine takes requests."""
+        """True while any engine takes requests."""
         return bool(self._serving)
 
     def set_serving(self, engines: Collection[int]) -> None:
-        """From now on, requests that name no engine go to these only. What is under way stays where it is."""
+        """Send requests that name no engine to these engines only. Calls under way stay where they are."""
         self._serving = set(engines)
         assert self._serving <= set(range(len(self._engines))), f"no such engine: {engines}"
         self._note_serving()
@@ -105,11 +112,11 @@ class EngineClient:
     async def generate(
         self, request: GenerateRequest, sampled: Callable[[Completion], None] | None = None
     ) -> Completion:
-        """Sample one reply; `sampled` is told of each slice as it comes.
+        """Sample one reply; `sampled` is called with each slice as it arrives.
 
-        An engine's loss costs the tokens of the slice under way only. Raises EngineLost when the engine that the
-        request names is lost, RunError when MAX_LOSSES calls in a row gave nothing, DeadlineError when no engine serves
-        for `patience_s`, and what an engine raised.
+        A lost engine costs only the slice under way. Raises EngineLost when the engine that the request names is lost,
+        RunError when MAX_LOSSES calls in a row gave no token, DeadlineError when no engine serves for `patience_s`, and
+        whatever an engine raises.
         """
         reply = Completion(ids=[], logprobs=[], versions=[], finish_reason="length")
         losses, last = 0, None
@@ -125,24 +132,26 @@ class EngineClient:
             if sampled is not None:
                 sampled(part)
             asked = min(SLICE_TOKENS, request.max_new_tokens - len(reply.ids))
-            _extend(reply, part)
-            # An engine that stops short of what it was asked for has no room left.
+            reply.ids += part.ids
+            reply.logprobs += part.logprobs
+            reply.versions += part.versions
+            # An engine that returns fewer tokens than it was asked for has no room left.
             is_cut_off = part.finish_reason == "length" and len(part.ids) < asked
             if part.finish_reason == "stop" or is_cut_off or len(reply.ids) >= request.max_new_tokens:
                 reply.finish_reason = "stop" if part.finish_reason == "stop" else "length"
                 return reply
 
     async def _call(self, index: int, request: GenerateRequest, asked: GenerateRequest) -> Completion | None:
-        """One engine call; None when the engine was lost and another one may be tried."""
+        """One engine call; None when the engine was lost and another engine may be tried."""
         self._outstanding[index] += 1
         call = self._engines[index].generate.remote(asked)
         try:
             return await call
         except asyncio.CancelledError:
-            self._transport.cancel(call)
+            self._calls.cancel(call)
             raise
         except Exception as error:
-            if not self._transport.is_lost(error):
+            if not self._calls.is_lost(error):
                 raise
             if request.engine is not None:
                 raise EngineLost(
@@ -155,7 +164,7 @@ class EngineClient:
             self._outstanding[index] -= 1
 
     async def _route(self, request: GenerateRequest, last: int | None) -> int:
-        """The engine for the next slice; `last` answered the one before."""
+        """The engine for the next slice; `last` is the engine of the slice before, if there was one."""
         if request.engine is not None:
             return request.engine
         while not self._serving:
@@ -171,23 +180,14 @@ class EngineClient:
         if home not in self._serving or self._outstanding[home] > 2 * self._outstanding[least] + MAX_LEAD:
             home = least
         if key is not None and last is None:
-            self._remember(key, home)
+            self._homes[key] = home
+            self._homes.move_to_end(key)
+            if len(self._homes) > MAX_KEYS:
+                self._homes.popitem(last=False)
         return home
-
-    def _remember(self, key: str, home: int) -> None:
-        self._homes[key] = home
-        self._homes.move_to_end(key)
-        if len(self._homes) > MAX_KEYS:
-            self._homes.popitem(last=False)
 
     def _note_serving(self) -> None:
         if self._serving:
             self._has_engine.set()
         else:
             self._has_engine.clear()
-
-
-def _extend(reply: Completion, part: Completion) -> None:
-    reply.ids += part.ids
-    reply.logprobs += part.logprobs
-    reply.versions += part.versions

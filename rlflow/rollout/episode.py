@@ -1,7 +1,15 @@
-"""Playing one episode: open -> reset -> prompt -> [reply -> step -> longer prompt] ... -> Samples and a Transcript.
+"""One episode from its task to a payload for training and a transcript for the reward.
 
-The environment talks in messages; `chat.py` is the token side. A `Program` has its own loop, and speaks to the chat
-through the gateway.
+    Environment: open -> reset -> [reply -> step] ... -> close      this module runs the loop
+    Program:     open -> run -> close                               the program runs it, through the gateway
+    both:        Chat (tokens) -> samples -> EpisodePayload;  messages -> Transcript
+
+Rules: the environment sees messages only, and `chat.py` holds the tokens. An environment that was opened is closed,
+however the episode ends. A failure of the environment ends its episode with a reason; a failure of an engine or of the
+chat template is raised, because the group cannot be trusted.
+
+Example: a task "2+2", the reply "4" and a step with reward 1.0 and done give end=COMPLETED, one sample whose loss mask
+covers the tokens of "4", and a transcript with environment_reward=1.0.
 """
 
 from __future__ import annotations
@@ -21,29 +29,30 @@ from rlflow.rollout.samples import NO_VERSION, chains_of, sample_of
 from rlflow.types import EpisodeEnd, EpisodePayload, EpisodeSummary, Message, Task, Transcript, TurnSummary, Verdict
 
 CLOSE_TIMEOUT_S = 30.0
+"""An environment that does not close within this time is left to its host."""
 
 Value = TypeVar("Value")
 
 
-class Worlds(Protocol):
-    """Where environments live; see `rlflow.environments.pool`."""
+class EnvironmentSource(Protocol):
+    """Opens environments; `rlflow.environments.pool` does in a run."""
 
     def lease(self) -> AbstractAsyncContextManager[None]:
-        """Hold it around an episode: where the environment needs something for itself, it is free meanwhile."""
+        """Hold this around an episode: it reserves what an environment needs for itself alone, if anything."""
         ...
 
     async def open(self, seed: int) -> Environment | Program:
-        """A new environment, whose `seed` this is."""
+        """A new environment, built with `seed`."""
         ...
 
 
-class Door(Protocol):
-    """Lets a program speak to the policy; see `rlflow.rollout.gateway.server`."""
+class ProgramGateway(Protocol):
+    """Lets a program speak to the policy; `rlflow.rollout.gateway.server` does in a run."""
 
     def open(self, chat: Chat) -> Endpoint: ...
 
     def close(self, endpoint: Endpoint) -> Mapping[str, float]:
-        """Ends the access; returns metrics."""
+        """End the program's access; returns metrics."""
         ...
 
     async def failed(self, endpoint: Endpoint) -> None:
@@ -61,44 +70,38 @@ class PlayedEpisode:
     detail: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     turns: tuple[TurnSummary, ...] = ()
-    """In the order of the samples."""
+    """All turns, in the order of the samples."""
 
 
 async def play_episode(
-    worlds: Worlds, task: Task, chat: Chat, limits: EpisodeLimits, *, seed: int = 0, door: Door | None = None
+    environments: EnvironmentSource,
+    task: Task,
+    chat: Chat,
+    limits: EpisodeLimits,
+    *,
+    seed: int = 0,
+    gateway: ProgramGateway | None = None,
 ) -> PlayedEpisode:
     """Play one episode and close its environment, whatever happens.
 
     `seed` is the environment's own. A failure of the environment is an outcome of the episode; an exception of the
-    engine or of the chat template is raised. Programs need a `door`.
+    engine or of the chat template is raised. Programs need a `gateway`.
     """
-    play = _Play(worlds=worlds, seed=seed, task=task, chat=chat, limits=limits, door=door)
+    play = _Play(environments=environments, seed=seed, task=task, chat=chat, limits=limits, gateway=gateway)
     try:
-        async with worlds.lease():
-            end, detail = await _run_and_close(play)
+        async with environments.lease():
+            end, detail = await play.run_and_close()
     except EnvironmentFailure as failure:
         end, detail = EpisodeEnd.SETUP_ERROR, str(failure)
     if chat.failure is not None:
         raise chat.failure
-    return _played(play, end, detail)
-
-
-async def _run_and_close(play: _Play) -> tuple[EpisodeEnd, str]:
-    try:
-        end, detail = await play.run()
-    except BaseException as error:
-        failure = await play.close()
-        if failure:
-            error.add_note(failure)
-        raise
-    failure = await play.close()
-    return (EpisodeEnd.ENVIRONMENT_ERROR, failure) if failure and not end.is_error else (end, detail)
+    return play.finished(end, detail)
 
 
 def summarize(played: PlayedEpisode, verdict: Verdict | None) -> EpisodeSummary:
-    """Metadata of a played episode. `verdict` is None when the episode ended in an error and so was not scored.
+    """The metadata of a played episode. `verdict` is None if the episode ended in an error and so was not scored.
 
-    Token counts are over all samples; versions are -1 when nothing was sampled.
+    Token counts cover all samples; both versions are -1 if nothing was sampled.
     """
     assert (verdict is None) == played.end.is_error, "exactly the episodes without an error are scored"
     end, reward, detail, metrics = played.end, None, played.detail, dict(played.metrics)
@@ -124,29 +127,39 @@ def summarize(played: PlayedEpisode, verdict: Verdict | None) -> EpisodeSummary:
 
 @dataclass(kw_only=True, slots=True)
 class _Play:
-    """An episode under way; what it has recorded survives the exception that ends it."""
+    """An episode under way. What it has recorded outlives the exception that ends it."""
 
-    worlds: Worlds
+    environments: EnvironmentSource
     seed: int
     task: Task
     chat: Chat
     limits: EpisodeLimits
-    door: Door | None
+    gateway: ProgramGateway | None
     world: Environment | Program | None = None
     context: list[Message] = field(default_factory=list)
-    """What the policy sees."""
+    """The conversation that the policy sees."""
     prompt: list[Message] = field(default_factory=list)
     completion: list[Message] = field(default_factory=list)
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     step_deadline: asyncio.Timeout | None = None
     asking: int = 0
-    """Replies that the environment waits for in the step under way."""
+    """Replies of other agents that the step under way waits for."""
     left_s: float = 0.0
-    """Seconds of the step when its clock was stopped."""
+    """Seconds that the step had left when its clock was stopped."""
 
-    async def run(self) -> tuple[EpisodeEnd, str]:
+    async def run_and_close(self) -> tuple[EpisodeEnd, str]:
         """How the episode ended, and the detail of a failure."""
+        try:
+            end, detail = await self._run_in_time()
+        except BaseException as error:
+            if failure := await self._close():
+                error.add_note(failure)
+            raise
+        failure = await self._close()
+        return (EpisodeEnd.ENVIRONMENT_ERROR, failure) if failure and not end.is_error else (end, detail)
+
+    async def _run_in_time(self) -> tuple[EpisodeEnd, str]:
         deadline = asyncio.timeout(self.limits.episode_s)
         try:
             async with deadline:
@@ -154,7 +167,7 @@ class _Play:
         except EnvironmentLost as error:
             return EpisodeEnd.ENVIRONMENT_ERROR, str(error)
         except (EnvironmentFailure, NoReply) as error:
-            # Who was refused a reply, and asked for no other, may say so in its own words.
+            # An environment that was refused its last reply may report that as a failure of its own.
             return self._refused() or (EpisodeEnd.ENVIRONMENT_ERROR, str(error))
         except TimeoutError:
             if not deadline.expired():
@@ -163,8 +176,8 @@ class _Play:
             detail = f"the episode took longer than {limit}; it was in {self.chat.phase}"
             return EpisodeEnd.EPISODE_TIMEOUT, detail
 
-    async def close(self) -> str:
-        """Close the environment; what went wrong, or ""."""
+    async def _close(self) -> str:
+        """Close the environment; returns what went wrong, or ""."""
         if self.world is None:
             return ""
         try:
@@ -181,10 +194,12 @@ class _Play:
         deadline = asyncio.timeout(self.limits.setup_s)
         try:
             async with deadline:
-                self.world = await self.worlds.open(self.seed)
+                self.world = await self.environments.open(self.seed)
                 if isinstance(self.world, Environment):
                     self.world.ask = self._ask
-                    prompt = _checked_prompt(await _ask("reset", self.world.reset, self.task))
+                    prompt = prompt_of(plain("reset", await _call("reset", self.world.reset, self.task), Prompt))
+                    if not prompt.messages:
+                        raise EnvironmentFailure("reset: expected at least one message; got []")
         except EnvironmentFailure as failure:
             return EpisodeEnd.SETUP_ERROR, str(failure)
         except TimeoutError:
@@ -204,7 +219,7 @@ class _Play:
             self.context.append(reply.message)
             self.completion.append(reply.message)
             if reply.turn.finish_reason == "length":
-                # A reply that was cut off may hold half an action, so the environment does not act on it.
+                # The environment must not act on a reply that was cut off: it may hold half an action.
                 return EpisodeEnd.TRUNCATED_LENGTH, ""
             self.chat.phase = f"step {len(self.chat.turns)}"
             step, failure = await self._step(world, reply.message)
@@ -215,11 +230,11 @@ class _Play:
                 return EpisodeEnd.COMPLETED, ""
 
     async def _step(self, world: Environment, reply: Message) -> tuple[Step | None, str]:
-        """The step, or None and what took too long."""
+        """The step; or None and what took too long."""
         self.asking = 0
         try:
             async with asyncio.timeout(self.limits.step_s) as self.step_deadline:
-                return _checked_step(await _ask("step", world.step, reply)), ""
+                step = step_of(plain("step", await _call("step", world.step, reply), Step))
         except TimeoutError:
             assert self.step_deadline is not None
             if not self.step_deadline.expired():
@@ -227,6 +242,9 @@ class _Play:
             return None, f"{self.chat.phase} took longer than {self.limits.step_s:g} s (env.step_timeout_s)"
         finally:
             self.step_deadline = None
+        if not (step.done or step.messages or step.context):
+            raise EnvironmentFailure("step: expected at least one message, or done; got []")
+        return step, ""
 
     def _add(self, step: Step) -> None:
         messages = [self._shortened(message) for message in step.messages]
@@ -257,7 +275,7 @@ class _Play:
         tools: Sequence[ToolSchema] = (),
         trainable: bool = False,
     ) -> Message:
-        """For the environment: a reply in another role. The clock of its step stands still meanwhile."""
+        """The environment's `ask`: a reply of another agent, during which the clock of the step stands still."""
         if agent == POLICY:
             raise EnvironmentFailure(f"ask: {POLICY!r} replies to reset and step; give the other agent another name")
         messages, _ = conversation_of({"messages": list(messages), "tools": list(tools)})
@@ -272,7 +290,7 @@ class _Play:
             self.chat.phase = phase
 
     def _hold(self, deadline: asyncio.Timeout | None, change: int) -> None:
-        """The clock of a step stands still while any reply is under way that its environment asked for."""
+        """Stop the clock of a step at the first reply that its environment asks for, and restart it after the last."""
         if deadline is None or deadline is not self.step_deadline:
             return
         now_s = asyncio.get_running_loop().time()
@@ -285,14 +303,13 @@ class _Play:
             deadline.reschedule(now_s + self.left_s)
 
     async def _run_program(self, program: Program) -> tuple[EpisodeEnd, str]:
-        assert self.door is not None, "programs need a gateway"
-        endpoint = self.door.open(self.chat)
+        assert self.gateway is not None, "programs need a gateway"
+        endpoint = self.gateway.open(self.chat)
         try:
-            result = _checked_result(
-                await _unless(self.door.failed(endpoint), _ask("run", program.run, self.task, endpoint))
-            )
+            run = _call("run", program.run, self.task, endpoint)
+            result = result_of(plain("run", await _unless(self.gateway.failed(endpoint), run), Result))
         finally:
-            self._add_outcome(None, self.door.close(endpoint))
+            self._add_outcome(None, self.gateway.close(endpoint))
             messages = self.chat.last
             first = next((index for index, message in enumerate(messages) if message["role"] == "assistant"), 0)
             self.prompt, self.completion = list(messages[:first]), list(messages[first:])
@@ -303,56 +320,51 @@ class _Play:
         return self._refused() or ((EpisodeEnd.TRUNCATED_LENGTH if is_cut_off else EpisodeEnd.COMPLETED), "")
 
     def _refused(self) -> tuple[EpisodeEnd, str] | None:
-        """How the episode ends if a limit refused a reply."""
+        """How the episode ends if a limit refused the last reply that was asked for."""
         end = self.chat.end
         return None if end is None else (end, self.chat.end_detail if end.is_error else "")
 
-
-def _played(play: _Play, end: EpisodeEnd, detail: str) -> PlayedEpisode:
-    chat = play.chat
-    chains = chains_of(chat.turns)
-    counts = {
-        "turns": float(len(chat.turns)),
-        "forks": float(chat.num_forks),
-        "branches": float(chat.num_branches),
-    }
-    return PlayedEpisode(
-        end=end,
-        payload=EpisodePayload(
-            samples=[sample_of(chain) for chain in chains], messages=[*play.prompt, *play.completion]
-        ),
-        transcript=Transcript(
-            task=play.task,
-            prompt=tuple(play.prompt),
-            completion=tuple(play.completion),
-            environment_reward=play.reward,
+    def finished(self, end: EpisodeEnd, detail: str) -> PlayedEpisode:
+        turns = self.chat.turns
+        chains = chains_of(turns)
+        counts = {"turns": len(turns), "forks": self.chat.num_forks, "branches": self.chat.num_branches}
+        return PlayedEpisode(
             end=end,
-            num_sampled=sum(len(turn.output_ids) for turn in chat.turns),
-        ),
-        detail=detail,
-        metrics=play.metrics | counts,
-        turns=tuple(
-            TurnSummary(anchor=turn.anchor, num_loss_tokens=len(turn.output_ids)) for chain in chains for turn in chain
-        ),
-    )
+            payload=EpisodePayload(
+                samples=[sample_of(chain) for chain in chains], messages=[*self.prompt, *self.completion]
+            ),
+            transcript=Transcript(
+                task=self.task,
+                prompt=tuple(self.prompt),
+                completion=tuple(self.completion),
+                environment_reward=self.reward,
+                end=end,
+                num_sampled=sum(len(turn.output_ids) for turn in turns),
+            ),
+            detail=detail,
+            metrics=self.metrics | {name: float(count) for name, count in counts.items()},
+            turns=tuple(
+                TurnSummary(anchor=one.anchor, num_loss_tokens=len(one.output_ids)) for chain in chains for one in chain
+            ),
+        )
 
 
-async def _ask(call: str, method: Callable[..., Awaitable[Value]], *arguments: object) -> Value:
+async def _call(name: str, method: Callable[..., Awaitable[Value]], *arguments: object) -> Value:
     try:
         return await method(*arguments)
     except (EnvironmentFailure, NoReply):
         raise
     except Exception as error:
-        raise EnvironmentFailure(_describe(call, error)) from error
+        raise EnvironmentFailure(_describe(name, error)) from error
 
 
 async def _unless(stopped: Coroutine[Any, Any, None], awaited: Coroutine[Any, Any, Value]) -> Value:
-    """What `awaited` returns; where `stopped` returns first, it is cancelled, and EnvironmentFailure raised."""
+    """What `awaited` returns. If `stopped` returns first, `awaited` is cancelled and EnvironmentFailure raised."""
     stopping, working = asyncio.create_task(stopped), asyncio.create_task(awaited)
     try:
         await asyncio.wait((stopping, working), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise EnvironmentFailure("run: was stopped, for a reply failed")
+            raise EnvironmentFailure("run: was stopped because a reply failed")
         return working.result()
     finally:
         for task in (stopping, working):
@@ -362,21 +374,3 @@ async def _unless(stopped: Coroutine[Any, Any, None], awaited: Coroutine[Any, An
 
 def _describe(call: str, error: Exception) -> str:
     return f"{call}: {type(error).__name__}: {error}"
-
-
-def _checked_prompt(prompt: Prompt) -> Prompt:
-    checked = prompt_of(plain("reset", prompt, Prompt))
-    if not checked.messages:
-        raise EnvironmentFailure("reset: expected at least one message; got []")
-    return checked
-
-
-def _checked_step(step: Step) -> Step:
-    checked = step_of(plain("step", step, Step))
-    if not (checked.done or checked.messages or checked.context):
-        raise EnvironmentFailure("step: expected at least one message, or done; got []")
-    return checked
-
-
-def _checked_result(result: Result) -> Result:
-    return result_of(plain("run", result, Result))

@@ -1,4 +1,4 @@
-"""What bounds an episode. Pure."""
+"""The limits of an episode. Pure."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from rlflow.config import Config
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EpisodeLimits:
     max_length: int
-    """Tokens of prompt and completion together, of any conversation of the episode."""
+    """Most tokens of one conversation, prompt and completion together."""
     max_new_tokens: int
-    """Sampled tokens of one reply."""
+    """Most sampled tokens of one reply."""
     max_turns: int
-    """Replies of the policy."""
+    """Most replies of the policy."""
     max_observation_chars: int
-    """Of one message of the environment; longer ones lose their middle."""
+    """Most characters of one message of the environment; a longer message loses its middle."""
     setup_s: float
     """Seconds for building and resetting the environment."""
     step_s: float
-    """Seconds for one step of the environment, without replies of agents that it asks for meanwhile."""
+    """Seconds for one step of the environment, not counting replies that it asks for."""
     episode_s: float
     """Seconds for the whole episode, generation included."""
 

@@ -1,4 +1,4 @@
-"""What the rollout engine is asked for and what it answers. Plain data: no vLLM and no Ray here."""
+"""A request to a rollout engine and its answer. Plain data: no vLLM and no Ray here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
-"""`abort`: the engine gave the request back unfinished; the client goes on elsewhere from the tokens it has."""
+"""`abort`: the engine returned the request unfinished; the client continues elsewhere after the tokens that it has."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -18,19 +18,19 @@ class GenerateRequest:
 
     prompt_ids: list[int]
     seed: int | None
-    """Same seed, prompt and weights give the same tokens; None draws from the engine's own generator."""
+    """The same seed, prompt and weights give the same tokens; None uses the engine's own generator."""
     max_new_tokens: int
     prefix_key: str | None
-    """Equal for requests that share a prompt and arrive together; None where nothing is shared."""
+    """Equal for requests that share a prompt and arrive together; None if nothing is shared."""
     is_greedy: bool = False
     """Take the likeliest token each time instead of sampling."""
     engine: int | None = None
-    """The only engine that may answer; None lets the client choose."""
+    """The only engine that may answer; None leaves the choice to the client."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Completion:
-    """What was sampled, and under which policy.
+    """The sampled tokens, with the policy version of each.
 
     Example: Completion(ids=[9, 2], logprobs=[-0.4, -0.1], versions=[3, 4], finish_reason="stop")
     """

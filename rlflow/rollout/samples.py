@@ -1,4 +1,12 @@
-"""Turns -> Samples: each sampled token in exactly one sample, with what the policy saw before it. Pure."""
+"""From the turns of an episode to the samples that are trained on. Pure.
+
+    turns -> chains_of: turns that continue each other -> sample_of: one flat sample for each chain
+
+Rules: each sampled token is in exactly one sample, with loss mask 1; a token that was observed has loss mask 0,
+log-probability 0 and version NO_VERSION. What stands before a token in its sample is what the policy saw.
+
+Example: turns 0, 1 (continues 0) and 2 (continues 0 too) are two samples: [0, 1] and [2].
+"""
 
 from __future__ import annotations
 
@@ -14,8 +22,8 @@ NO_VERSION = -1
 def chains_of(turns: Sequence[Turn]) -> list[list[Turn]]:
     """The turns of each sample, in order.
 
-    A turn goes on with the sample that ends with the turn which it `continues`. Where another one has done so before (a
-    program asked for two replies to the same words), or where there is none, it begins a sample of its own.
+    A turn is appended to the sample that ends with the turn which it `continues`. If there is none, or another turn was
+    appended there before (a program asked for two replies to the same conversation), it begins a sample of its own.
     """
     chains: list[list[Turn]] = []
     ending_with: dict[int, list[Turn]] = {}
@@ -30,7 +38,7 @@ def chains_of(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 
 def sample_of(chain: Sequence[Turn]) -> Sample:
-    """One sample of turns of which each continues the one before.
+    """The sample of a chain, whose turns each continue the one before.
 
     Example: turns (prompt P0 P1, output A0) and (prompt P0 P1 A0 O0, output B0) become prompt P0 P1, completion
     A0 O0 B0, loss mask 1 0 1.

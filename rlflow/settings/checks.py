@@ -1,13 +1,13 @@
 """Every cross-check of the settings. Each message names the field, the value found and the cure.
 
-What needs the functions that were chosen is `algorithms.chosen.check_functions`.
+What needs the functions that were chosen is `algorithms.registry.check_functions`.
 """
 
 from __future__ import annotations
 
 import math
 
-from rlflow.algorithms.chosen import needs_critic
+from rlflow.algorithms.registry import needs_critic
 from rlflow.config import (
     ADAPTER_RANKS,
     AlgorithmConfig,
@@ -33,7 +33,7 @@ from rlflow.config import (
     sends_adapters,
     value_of,
 )
-from rlflow.curriculum.chosen import check_curriculum
+from rlflow.curriculum.registry import check_curriculum
 from rlflow.errors import ConfigError
 from rlflow.settings.cluster_checks import check_cluster
 
@@ -186,7 +186,7 @@ def _check_lora(lora: LoraConfig, tensor_parallel: int) -> None:
 
 
 def _check_algorithm(config: Config) -> None:
-    """What can be known without the functions themselves; the rest is `algorithms.chosen.check_functions`."""
+    """What can be known without the functions themselves; the rest is `algorithms.registry.check_functions`."""
     algorithm = config.algorithm
     if algorithm.group_size < 2:
         raise ConfigError(

@@ -1,14 +1,14 @@
-"""Adapters sent alone, inside each vLLM worker: the base weights stay as they were read, the adapter is replaced.
+"""Adapters sent alone, inside each vLLM worker: the base weights stay as they were read, and the adapter is replaced.
 
 arena -> copies of its tensors -> checked -> vLLM's own adapter, under an id that never changes
 
-Requests name that id, so that those under way go on with the new adapter. What the cache holds of the old one must be
-forgotten meanwhile: its key is the adapter's name. vLLM itself cuts an adapter for the ranks of an engine.
+Requests name that id, so that requests under way go on with the new adapter. The cache must be cleared with each
+version, because its key is the adapter's name. vLLM itself cuts an adapter for the ranks of an engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,57 +19,58 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 
-from rlflow.weights.engine.messages import ADAPTER_ID, WeightReport, slots_of
-from rlflow.weights.shm.arena_view import ArenaView
+from rlflow.weights.engine.messages import ADAPTER_ID, Columns, Opening, WeightReport
+from rlflow.weights.engine.receiver import Named
+from rlflow.weights.shm.arena import map_arena
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.lora.model_manager import LoRAModelManager
 
 
-class AdapterExtension:
-    """Mixed into vLLM's worker in place of `receiver.WorkerExtension`; each method is a `collective_rpc`."""
+class AdapterReceiver:
+    """A `Receiver` of adapters from an arena."""
 
-    if TYPE_CHECKING:
-        vllm_config: VllmConfig
-        model_runner: Any
+    is_beside = True
 
-    def rlflow_load_adapters(
-        self, path: str, num_bytes: int, version: int, slots: list[list[object]], rank: int, alpha: float
-    ) -> None:
-        """Put the arena's adapters in the place of those before.
+    def __init__(self, manager: LoRAModelManager, rank: int, alpha: float, *, is_cut: bool) -> None:
+        """`is_cut` says that the engine has several workers, each of which holds slices of the adapters."""
+        self._manager = manager
+        self._rank = rank
+        self._alpha = alpha
+        self._is_cut = is_cut
+        self._tensors: dict[str, Tensor] = {}
 
-        Raises ValueError when the arena holds another version, or adapters that do not fit; then those before stay.
-        """
-        manager = self._rlflow_manager()
-        view = ArenaView(path, num_bytes)
-        view.check(version)
+    def open(self, opening: Opening) -> int:
+        """Adapters are small: they come in one bucket."""
+        self._staged = opening.staged
+        self._tensors = {}
+        return 1
+
+    def receive(self, bucket: int) -> None:
+        """Raises ValueError when the arena holds another version."""
+        arena = map_arena(self._staged.path, self._staged.num_bytes)
+        arena.check(self._staged.version)
         # vLLM multiplies B by its scale in place, and goes on to hold the tensors.
-        tensors = {name: tensor.clone() for name, tensor in view.tensors(slots_of(slots))}
-        view.check(version)
-        with torch.no_grad():
-            replace_adapter(manager, tensors, rank, alpha)
+        self._tensors = {name: tensor.clone() for name, tensor in arena.tensors(self._staged.slots)}
+        arena.check(self._staged.version)
 
-    def rlflow_abort_update(self) -> None:
+    def commit(self) -> None:
+        """Raises ValueError when the adapters do not fit; then those before stay."""
+        replace_adapter(self._manager, self._tensors, self._rank, self._alpha)
+
+    def compare(self, expected: Iterable[Named] | None, columns: Columns | None) -> WeightReport:
+        """Compare what this worker adds to its layers to adapters, which are always whole."""
+        assert expected is not None, "adapters are always in an arena"
+        if self._is_cut:
+            return WeightReport(num_equal=0, different=[], unverified=[name for name, _ in expected])
+        return compare_adapters(self._manager, dict(expected), self._alpha / self._rank)
+
+    def abort(self) -> None:
         """Hold no adapter, so that nothing can be sampled under an old one by mistake."""
-        self._rlflow_manager().remove_adapter(ADAPTER_ID)
+        self._manager.remove_adapter(ADAPTER_ID)
 
-    def rlflow_compare_adapters(
-        self, path: str, num_bytes: int, version: int, slots: list[list[object]], rank: int, alpha: float
-    ) -> WeightReport:
-        """Compare what this worker adds to its layers, to the arena's adapters, bit for bit.
-
-        Of one of several workers, which has slices that vLLM has cut, nothing is compared.
-        """
-        if self.vllm_config.parallel_config.world_size > 1:
-            return WeightReport(num_equal=0, different=[], unverified=[slot.name for slot in slots_of(slots)])
-        view = ArenaView(path, num_bytes)
-        view.check(version)
-        with torch.no_grad():
-            return compare_adapters(self._rlflow_manager(), dict(view.tensors(slots_of(slots))), alpha / rank)
-
-    def _rlflow_manager(self) -> LoRAModelManager:
-        return self.model_runner.lora_manager._adapter_manager
+    def shutdown(self) -> None:
+        """Nothing is open between two versions."""
 
 
 def replace_adapter(manager: LoRAModelManager, tensors: Mapping[str, Tensor], rank: int, alpha: float) -> None:

@@ -12,11 +12,11 @@ import torch
 from omegaconf import OmegaConf
 
 from rlflow.algorithms.advantage.base import Scope, Scored, ScoredTurn
-from rlflow.algorithms.chosen import advantage_of, objective_of
-from rlflow.algorithms.names import NAMES, Kind, bind, resolve, try_options
+from rlflow.algorithms.registry import CATALOGS, Kind, advantage_of, objective_of, resolve, try_options
 from rlflow.algorithms.tokens import Tokens
 from rlflow.config import AlgorithmConfig
 from rlflow.errors import ConfigError
+from rlflow.plugins.options import bind
 
 USER_FILE = """
 def best_only(groups, *, bonus: float):
@@ -38,23 +38,25 @@ number = 3
 """
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in Kind for name in NAMES[kind]])
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in Kind for name in CATALOGS[kind].shipped])
 def test_every_name_is_a_function_that_takes_its_defaults(kind: Kind, name: str) -> None:
     function = resolve(kind, name).function
     assert function.__name__ == name
-    try_options(kind, bind(function, {}, f"algorithm.{kind}_args"))
+    try_options(kind, bind(function, {}, f"algorithm.{kind}_args", name))
 
 
 def test_what_a_caller_must_know() -> None:
-    batch = {name for name in NAMES[Kind.advantage] if resolve(Kind.advantage, name).scope is Scope.batch}
+    batch = {
+        name for name in CATALOGS[Kind.advantage].shipped if resolve(Kind.advantage, name).traits.scope is Scope.batch
+    }
     assert batch == {"gdpo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch_std", "grpo_task_std"}
-    assert {name for name in NAMES[Kind.correction] if resolve(Kind.correction, name).is_mask} == {
+    assert {name for name in CATALOGS[Kind.correction].shipped if resolve(Kind.correction, name).traits.is_mask} == {
         "geometric",
         "veto",
         "opsm",
         "uncertain_negatives",
     }
-    assert {name for name in NAMES[Kind.loss] if resolve(Kind.loss, name).is_corrected} == {
+    assert {name for name in CATALOGS[Kind.loss].shipped if resolve(Kind.loss, name).traits.is_corrected} == {
         "aipo",
         "dppo_tv",
         "dppo_kl",
@@ -65,16 +67,20 @@ def test_an_unknown_name_gets_the_nearest() -> None:
     with pytest.raises(ConfigError) as error:
         resolve(Kind.loss, "gsop")
     assert str(error.value) == (
-        "there is no loss 'gsop'; did you mean gspo?; known are reinforce, ppo_clip, gspo, gmpo, cispo, aipo, sapo, "
-        "dppo_tv, dppo_kl, and your own function as package.module:name"
+        "algorithm.loss=gsop is not a loss; did you mean gspo? There are aipo, cispo, dppo_kl, dppo_tv, gmpo, gspo, "
+        "ppo_clip, reinforce, sapo; your own is package.module:Name or file.py:Name"
     )
 
 
 @pytest.mark.parametrize(
     ("loss", "args", "message"),
     [
-        ("gspo", {"cliplow": 3e-4}, "loss_args has no option 'cliplow'; did you mean clip_low?; its options are "),
-        ("reinforce", {"cap": 2.0}, "loss_args has no option 'cap'; nothing has a similar name; it has no options"),
+        (
+            "gspo",
+            {"cliplow": 3e-4},
+            "loss_args.cliplow is not an argument of the loss gspo, which takes clip_low, clip_",
+        ),
+        ("reinforce", {"cap": 2.0}, "loss_args.cap is not an argument of the loss reinforce, which takes none"),
         ("gspo", {"clip_low": "3e-4"}, "loss_args.clip_low must be a number or null; got '3e-4'"),
         ("aipo", {"cap": True}, "loss_args.cap must be a number; got True"),
         ("aipo", {"cap": None}, "loss_args.cap must be a number; got None"),
@@ -82,17 +88,17 @@ def test_an_unknown_name_gets_the_nearest() -> None:
 )
 def test_wrong_options(loss: str, args: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        bind(resolve(Kind.loss, loss).function, args, "loss_args")
+        bind(resolve(Kind.loss, loss).function, args, "loss_args", f"the loss {loss}")
 
 
 def test_options_of_other_types() -> None:
     with pytest.raises(ConfigError, match="args.normalise must be true or false; got 1"):
-        bind(resolve(Kind.advantage, "passk").function, {"normalise": 1}, "args")
+        bind(resolve(Kind.advantage, "passk").function, {"normalise": 1}, "args", "it")
     gdpo = resolve(Kind.advantage, "gdpo").function
-    bind(gdpo, {"weights": OmegaConf.create({"a": 1.0})}, "args")
+    bind(gdpo, {"weights": OmegaConf.create({"a": 1.0})}, "args", "gdpo")
     with pytest.raises(ConfigError, match="args.weights must be .* or null; got 2.0"):
-        bind(gdpo, {"weights": 2.0}, "args")
-    bind(resolve(Kind.loss, "aipo").function, {"cap": 2}, "args")
+        bind(gdpo, {"weights": 2.0}, "args", "gdpo")
+    bind(resolve(Kind.loss, "aipo").function, {"cap": 2}, "args", "it")
 
 
 @pytest.mark.parametrize(
@@ -105,20 +111,20 @@ def test_options_of_other_types() -> None:
 )
 def test_an_option_out_of_range_is_found_without_data(kind: Kind, name: str, args: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="must be"):
-        try_options(kind, bind(resolve(kind, name).function, args, "args"))
+        try_options(kind, bind(resolve(kind, name).function, args, "args", name))
 
 
 def test_a_users_function(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(USER_FILE)
     found = resolve(Kind.advantage, f"{file}:best_only")
-    assert found.scope is Scope.batch
-    assert found.is_per_turn
-    assert resolve(Kind.correction, f"{file}:keep").is_mask
-    with pytest.raises(ConfigError, match="args needs a value for 'bonus'; it has no default"):
-        bind(found.function, {}, "args")
+    assert found.traits.scope is Scope.batch
+    assert found.traits.is_per_turn
+    assert resolve(Kind.correction, f"{file}:keep").traits.is_mask
+    with pytest.raises(ConfigError, match="args.bonus is required by it"):
+        bind(found.function, {}, "args", "it")
     group = [Scored(reward=1.0, num_loss_tokens=1), Scored(reward=0.0, num_loss_tokens=1)]
-    assert bind(found.function, {"bonus": 2.0}, "args")([group]) == [[[2.0], [0.0]]]
+    assert bind(found.function, {"bonus": 2.0}, "args", "it")([group]) == [[[2.0], [0.0]]]
     with pytest.raises(ConfigError, match="must be a function; got int"):
         resolve(Kind.advantage, f"{file}:number")
     with pytest.raises(ConfigError, match="the scope of .* must be one of group, batch"):
@@ -129,8 +135,9 @@ def test_a_users_function(tmp_path: Path) -> None:
 
 def test_an_advantage_needs_no_torch() -> None:
     code = (
-        "import sys; from rlflow.algorithms.names import Kind, NAMES, resolve, try_options\n"
-        "for name in NAMES[Kind.advantage]: try_options(Kind.advantage, resolve(Kind.advantage, name).function)\n"
+        "import sys; from rlflow.algorithms.registry import CATALOGS, Kind, resolve, try_options\n"
+        "for name in CATALOGS[Kind.advantage].shipped:\n"
+        "    try_options(Kind.advantage, resolve(Kind.advantage, name).function)\n"
         "assert 'torch' not in sys.modules and 'ray' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

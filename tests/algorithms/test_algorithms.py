@@ -18,14 +18,14 @@ from rlflow.algorithms.correction.opsm import opsm
 from rlflow.algorithms.correction.tis import tis
 from rlflow.algorithms.correction.tis_geometric import tis_geometric
 from rlflow.algorithms.correction.tis_sequence import tis_sequence
+from rlflow.algorithms.correction.uncertain_negatives import uncertain_negatives
 from rlflow.algorithms.correction.veto import veto
-from rlflow.algorithms.entropy import (
-    EntropyOf,
-    leaves_out_negatives,
-    without_negatives,
-    without_uncertain_negatives,
-)
-from rlflow.algorithms.kl import k1, k2, k3, k3_straight_through, next_coefficient
+from rlflow.algorithms.entropy import leaves_out_negatives, without_negatives
+from rlflow.algorithms.kl.base import next_coefficient
+from rlflow.algorithms.kl.k1 import k1
+from rlflow.algorithms.kl.k2 import k2
+from rlflow.algorithms.kl.k3 import k3
+from rlflow.algorithms.kl.k3_straight_through import k3_straight_through
 from rlflow.algorithms.loss.aipo import aipo
 from rlflow.algorithms.loss.base import PolicyLoss
 from rlflow.algorithms.loss.cispo import cispo
@@ -36,10 +36,10 @@ from rlflow.algorithms.loss.gspo import gspo
 from rlflow.algorithms.loss.ppo_clip import ppo_clip
 from rlflow.algorithms.loss.reinforce import reinforce
 from rlflow.algorithms.loss.sapo import sapo
-from rlflow.algorithms.loss.value import value_loss
 from rlflow.algorithms.overlong import overlong_penalty
 from rlflow.algorithms.proximal import interpolate_proximal
 from rlflow.algorithms.tokens import Tokens, no_tokens, sequence_mean, sequence_sum, spread
+from rlflow.algorithms.value_loss import value_loss
 from rlflow.errors import ConfigError
 
 
@@ -276,8 +276,8 @@ def test_negatives_are_left_out_from_high_entropy_until_low() -> None:
 def test_masks_of_negatives() -> None:
     tokens = make_tokens([0.0] * 4, [0.0] * 4, [-1.0, -1.0, 1.0, 0.0], [0, 0, 1, 2], [0.9, 0.2, 0.9, 0.9])
     assert without_negatives(tokens).tolist() == [0.0, 0.0, 1.0, 1.0]
-    assert without_uncertain_negatives(tokens, threshold=0.5).tolist() == [0.0, 1.0, 1.0, 1.0]
-    by_sequence = without_uncertain_negatives(tokens, threshold=0.5, of=EntropyOf.sequence)
+    assert uncertain_negatives(tokens, tokens.logprobs, threshold=0.5).tolist() == [0.0, 1.0, 1.0, 1.0]
+    by_sequence = uncertain_negatives(tokens, tokens.logprobs, threshold=0.5, of="sequence")
     assert by_sequence.tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
@@ -341,7 +341,7 @@ def test_other_functions_refuse_options_out_of_range() -> None:
     with pytest.raises(ConfigError, match="entropy low must be at least 0 and below high, 0.1"):
         leaves_out_negatives(False, 0.2, low=0.2, high=0.1)
     with pytest.raises(ConfigError, match="threshold must be above 0"):
-        without_uncertain_negatives(tokens, threshold=0.0)
+        uncertain_negatives(tokens, tokens.logprobs, threshold=0.0)
     with pytest.raises(ConfigError, match="cache must be from 1 to max_length, 10"):
         overlong_penalty(5, max_length=10, cache=11)
     with pytest.raises(ConfigError, match="max_length must be 1 or more"):

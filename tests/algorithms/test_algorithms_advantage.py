@@ -11,7 +11,6 @@ import pytest
 from rlflow.algorithms.advantage.base import Advantages, Scored, ScoredTurn
 from rlflow.algorithms.advantage.dr_grpo import dr_grpo
 from rlflow.algorithms.advantage.eapo import eapo
-from rlflow.algorithms.advantage.gae import Moments, gae, token_rewards, whiten
 from rlflow.algorithms.advantage.gdpo import gdpo
 from rlflow.algorithms.advantage.gigpo import gigpo
 from rlflow.algorithms.advantage.grpo import grpo
@@ -24,7 +23,8 @@ from rlflow.algorithms.advantage.reinforce_pp import reinforce_pp
 from rlflow.algorithms.advantage.reinforce_pp_baseline import reinforce_pp_baseline
 from rlflow.algorithms.advantage.remax import remax
 from rlflow.algorithms.advantage.rloo import rloo
-from rlflow.algorithms.names import NAMES, Kind, resolve
+from rlflow.algorithms.registry import CATALOGS, Kind, resolve
+from rlflow.algorithms.token_advantage.gae import Moments, gae, token_rewards, whiten
 from rlflow.errors import ConfigError
 
 
@@ -151,7 +151,7 @@ def test_eapo_prefers_the_last_turns_and_short_episodes() -> None:
 
 def always_zero() -> list[str]:
     """Estimators for which equal rewards say nothing; the others compare with something else than the group."""
-    return [name for name in NAMES[Kind.advantage] if name not in ("remax", "reinforce_pp")]
+    return [name for name in CATALOGS[Kind.advantage].shipped if name not in ("remax", "reinforce_pp")]
 
 
 @pytest.mark.parametrize("name", always_zero())
@@ -166,7 +166,7 @@ def test_a_group_of_equal_rewards_gives_exactly_zero(name: str, size: int) -> No
     assert any(values != [0.0] for values in found[1])
 
 
-@pytest.mark.parametrize("name", NAMES[Kind.advantage])
+@pytest.mark.parametrize("name", CATALOGS[Kind.advantage].shipped)
 def test_no_groups_and_empty_groups_are_fine(name: str) -> None:
     assert resolve(Kind.advantage, name).function([]) == []
     assert resolve(Kind.advantage, name).function([[]]) == [[]]

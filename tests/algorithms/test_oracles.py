@@ -15,10 +15,11 @@ from numpy_advantages import ADVANTAGES, gae, random_groups
 from numpy_algorithms import CORRECTIONS, KL, LOSSES, Array, Padded, random_padded
 from torch import Tensor
 
-from rlflow.algorithms.advantage.gae import gae as library_gae
 from rlflow.algorithms.aggregation import Aggregation, token_weights
-from rlflow.algorithms.names import NAMES, Kind, bind, resolve
+from rlflow.algorithms.registry import CATALOGS, Kind, resolve
+from rlflow.algorithms.token_advantage.gae import gae as library_gae
 from rlflow.algorithms.tokens import Tokens
+from rlflow.plugins.options import bind
 
 SEEDS = range(8)
 DRIFTS = {"geometric": 0.01, "veto": 4.0}
@@ -104,7 +105,7 @@ def padded_for(name: str, seed: int) -> Padded:
 
 def loss_of(name: str, options: Mapping[str, Any], tokens: Tokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Loss and clips of each token, and the gradient of the mean over sequences of the mean over tokens; all [N]."""
-    loss, is_clipped = bind(resolve(Kind.loss, name).function, options, "loss_args")(tokens)
+    loss, is_clipped = bind(resolve(Kind.loss, name).function, options, "loss_args", name)(tokens)
     weights = token_weights(Aggregation.seq_mean_token_mean, tokens, max_length=1)
     ((loss * weights).sum() / tokens.num_sequences).backward()
     assert tokens.logprobs.grad is not None
@@ -133,12 +134,12 @@ def oracle_gradient(name: str, options: Mapping[str, Any], p: Padded) -> np.ndar
 
 
 def test_every_name_has_an_oracle_and_every_option_a_case() -> None:
-    assert set(NAMES[Kind.loss]) == set(LOSSES)
-    assert set(NAMES[Kind.correction]) == set(CORRECTIONS)
-    assert set(NAMES[Kind.kl]) == set(KL)
-    assert set(NAMES[Kind.advantage]) == set(ADVANTAGES)
+    assert set(CATALOGS[Kind.loss].shipped) == set(LOSSES)
+    assert set(CATALOGS[Kind.correction].shipped) == set(CORRECTIONS)
+    assert set(CATALOGS[Kind.kl].shipped) == set(KL)
+    assert set(CATALOGS[Kind.advantage].shipped) == set(ADVANTAGES)
     for kind in set(Kind) - {Kind.token_advantage}:  # whose oracle has a test of its own
-        for name in NAMES[kind]:
+        for name in CATALOGS[kind].shipped:
             function = resolve(kind, name).function
             options = set(function.__kwdefaults__ or {})
             assert options == {key for case in OPTIONS.get(name, []) for key in case}
@@ -172,11 +173,11 @@ def test_correction(name: str, options: dict[str, Any], largest: dict[str, float
     for seed in SEEDS:
         p = padded_for(name, seed)
         tokens, target = as_tokens(p)
-        weights = bind(algorithm.function, options, "correction_args")(tokens, target.requires_grad_())
+        weights = bind(algorithm.function, options, "correction_args", name)(tokens, target.requires_grad_())
         assert not weights.requires_grad
         compare(largest, f"correction/{name}", weights.numpy(), CORRECTIONS[name](p, **options)[p.mask], 1e-12)
         found.update(weights.tolist())
-    assert (found == {0.0, 1.0}) == algorithm.is_mask
+    assert (found == {0.0, 1.0}) == algorithm.traits.is_mask
 
 
 @pytest.mark.parametrize("name", KL)
@@ -199,11 +200,11 @@ def test_advantage(name: str, options: dict[str, Any], largest: dict[str, float]
     algorithm = resolve(Kind.advantage, name)
     for seed in SEEDS:
         groups = random_groups(seed)
-        ours = bind(algorithm.function, options, "advantage_args")(groups)
+        ours = bind(algorithm.function, options, "advantage_args", name)(groups)
         oracle = ADVANTAGES[name](groups, **options)
         for group, found, expected in zip(groups, ours, oracle, strict=True):
             for episode, values, others in zip(group, found, expected, strict=True):
-                assert len(values) == (len(episode.turns) if algorithm.is_per_turn else 1)
+                assert len(values) == (len(episode.turns) if algorithm.traits.is_per_turn else 1)
                 compare(largest, f"advantage/{name}", np.array(values), np.array(others), 1e-9)
 
 
@@ -212,7 +213,7 @@ def test_an_advantage_depends_on_other_groups_only_if_it_says_so(name: str) -> N
     algorithm = resolve(Kind.advantage, name)
     groups = random_groups(3)
     alone = [algorithm.function([group])[0] for group in groups]
-    assert (alone == algorithm.function(groups)) == (algorithm.scope == "group")
+    assert (alone == algorithm.function(groups)) == (algorithm.traits.scope == "group")
 
 
 @pytest.mark.parametrize(("discount", "trace"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.5, 0.0)])
@@ -227,7 +228,7 @@ def test_gae(discount: float, trace: float, largest: dict[str, float]) -> None:
 
 def outcome(kind: Kind, name: str, options: Mapping[str, Any]) -> list[Any]:
     """Everything that an algorithm gives for all seeds."""
-    function = bind(resolve(kind, name).function, options, "args")
+    function = bind(resolve(kind, name).function, options, "args", name)
     if kind is Kind.advantage:
         return [function(random_groups(seed)) for seed in SEEDS]
     rows = [as_tokens(padded_for(name, seed)) for seed in SEEDS]
@@ -238,7 +239,7 @@ def outcome(kind: Kind, name: str, options: Mapping[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_option_changes_the_result(name: str) -> None:
-    kind = next(kind for kind in Kind if name in NAMES[kind])
+    kind = next(kind for kind in Kind if name in CATALOGS[kind].shipped)
     usual = outcome(kind, name, {})
     for options in OPTIONS[name]:
         assert outcome(kind, name, options) != usual, f"{name} ignores {options}"

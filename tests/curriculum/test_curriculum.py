@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from fakes import World, make_tasks, make_world, run_virtually
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlflow.config import Config, CurriculumConfig
@@ -167,6 +167,7 @@ def test_the_range_of_rewards_widens_to_what_was_seen() -> None:
     assert difficulty.signal("t0") == pytest.approx(1.5 * 1.5 / 12)
 
 
+@settings(deadline=None)  # solved tasks are refused a thousand times a draw: 0.2 s, more on a busy machine
 @given(seed=st.integers(0, 99), num_solved=st.integers(0, 10), explore=st.sampled_from([0.1, 0.25, 0.5]))
 def test_every_task_has_its_turn(seed: int, num_solved: int, explore: float) -> None:
     difficulty = Difficulty(make_tasks(10), seed, explore=explore, half_life=1e6)
@@ -203,9 +204,12 @@ def test_difficulty_gives_a_learner_more_groups_to_learn_from() -> None:
     ("args", "message"),
     [
         ({"explore": 0.0}, "curriculum.args.explore must be a number above 0 and below 1; got 0.0"),
-        ({"explore": "much"}, "curriculum.args.explore must be a number above 0 and below 1; got 'much'"),
+        ({"explore": "much"}, "curriculum.args.explore must be a number; got 'much'"),
         ({"half_life": math.nan}, "curriculum.args.half_life must be a number above 0; got nan"),
-        ({"halflife": 2.0}, "curriculum.args has no option 'halflife'; did you mean half_life"),
+        (
+            {"halflife": 2.0},
+            "curriculum.args.halflife is not an argument of curriculum.kind=difficulty, .*; did you mean half_life",
+        ),
     ],
 )
 def test_options_out_of_range(args: dict[str, Any], message: str) -> None:
@@ -268,7 +272,7 @@ def test_a_class_of_the_users(own: str) -> None:
     [
         ("Lost", {}, "curriculum.kind: .*did you mean Last"),
         ("function", {}, "must be a class below rlflow.curriculum.base.Curriculum; got <function"),
-        ("Last", {}, "curriculum.args needs a value for 'last'"),
+        ("Last", {}, "curriculum.args.last is required by curriculum.kind="),
         ("Short", {}, "cannot be built as Class.*: Can't instantiate abstract class Short"),
     ],
 )

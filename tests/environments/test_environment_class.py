@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packages import install
 
 from rlflow.config import EnvConfig, RewardConfig
 from rlflow.environments.find import load_environment
@@ -94,16 +95,6 @@ def test_an_environment_that_is_a_class(tmp_path: Path) -> None:
             spec(name, **arguments)
 
 
-def install(folder: Path, package: str, *names: str) -> None:
-    """What an installed package leaves behind."""
-    (folder / f"{package}.py").write_text(GREETING)
-    metadata = folder / f"{package}-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    points = "".join(f"{name} = {package}:load\n" for name in names)
-    (metadata / "entry_points.txt").write_text(f"[rlflow.environments]\n{points}")
-
-
 GREETING = """
 from rlflow.envs.base import EnvironmentSpec, SingleTurn
 from rlflow.types import Task
@@ -124,12 +115,12 @@ def test_an_environment_that_an_installed_package_registers(tmp_path: Path, monk
         return load_environment(EnvConfig(name=name, args=arguments), RewardConfig())
 
     monkeypatch.syspath_prepend(tmp_path)
-    install(tmp_path, "their_games", "greeting", "twice")
+    install(tmp_path, "their_games", GREETING, {"rlflow.environments": {"greeting": "load", "twice": "load"}})
     assert [each.id for each in load("greeting", greeting="ho").tasks()] == ["a"]
     with pytest.raises(ConfigError, match=r"env.args.gruss is not an argument of env.name=greeting"):
         load("greeting", gruss="ho")
     with pytest.raises(ConfigError, match=r"did you mean greeting\? There are .*textarena.*greeting, twice; your own"):
         load("greetings")
-    install(tmp_path, "other_games", "twice")
+    install(tmp_path, "other_games", GREETING, {"rlflow.environments": {"twice": "load"}})
     with pytest.raises(ConfigError, match="two .*packages .*twice.* .*_games:load and .*_games:load"):
         load("twice")

@@ -17,7 +17,7 @@ from rlflow.envs.agent import load
 from rlflow.envs.agent.data import sums
 from rlflow.envs.base import Endpoint, Environment, Program, Result
 from rlflow.rollout.chat import Chat
-from rlflow.rollout.episode import PlayedEpisode, Worlds, play_episode
+from rlflow.rollout.episode import EnvironmentSource, PlayedEpisode, play_episode
 from rlflow.rollout.gateway.server import Gateway
 from rlflow.types import EpisodeEnd, Message, Task
 
@@ -75,11 +75,11 @@ async def started_gateway() -> AsyncIterator[Gateway]:
         await gateway.stop()
 
 
-async def play(worlds: Worlds, task: Task, engine: ScriptedEngine, **changes: Any) -> PlayedEpisode:
+async def play(worlds: EnvironmentSource, task: Task, engine: ScriptedEngine, **changes: Any) -> PlayedEpisode:
     engine.is_open.set()
     chat = Chat(engine, LetterRenderer(), limits(**changes))
     async with started_gateway() as gateway, asyncio.timeout(60):
-        return await play_episode(worlds, task, chat, limits(**changes), seed=4, door=gateway)
+        return await play_episode(worlds, task, chat, limits(**changes), seed=4, gateway=gateway)
 
 
 async def test_a_program_is_trained_on_what_it_asked_for() -> None:

@@ -11,6 +11,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
+from packages import install
 from transcripts import TASK, said, task_with
 
 from rlflow.cluster.devices import Devices
@@ -18,10 +19,8 @@ from rlflow.cluster.rewards import scorer_of, start_rewards
 from rlflow.config import Config, RewardConfig
 from rlflow.environments.find import checked_tasks
 from rlflow.errors import ConfigError
-from rlflow.plugins import entry_points
-from rlflow.plugins.entry_points import offered
 from rlflow.rewards.call import ChosenReward
-from rlflow.rewards.choose import SHIPPED, check_columns, choose_rewards, columns_to_check, is_environment_alone, load
+from rlflow.rewards.choose import REWARDS, check_columns, choose_rewards, columns_to_check, is_environment_alone, load
 from rlflow.rewards.score import Scoring
 from rlflow.settings.checks import check
 from rlflow.settings.compose import train
@@ -104,7 +103,7 @@ def test_a_file_is_found_from_any_directory(own: str, monkeypatch: pytest.Monkey
     assert chosen.function == f"{own}:exact"
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", REWARDS.shipped)
 def test_every_shipped_reward_is_a_documented_function(name: str) -> None:
     function = load(ChosenReward(name=name, function=f"rlflow.envs.rewards.{name}:{name}"))
     assert function.__doc__
@@ -178,30 +177,24 @@ def test_a_column_that_no_task_has_shows_before_the_start(own: str) -> None:
         checked_tasks("mine", lambda: [TASK, task_with(color="red")], columns)
 
 
-class Offered:
-    def __init__(self, name: str, path: str) -> None:
-        self.name = name
-        self.module, _, self.attr = path.partition(":")
-
-
-def register(monkeypatch: pytest.MonkeyPatch, *points: Offered) -> None:
-    monkeypatch.setattr(entry_points, "entry_points", lambda group: points if group == "rlflow.rewards" else ())
-
-
-def test_rewards_of_installed_packages_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    register(monkeypatch, Offered("polite", f"{__name__}:mine"), Offered("f1", "theirs:f1"))
+def test_rewards_of_installed_packages_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    points = {"polite": f"{__name__}:mine", "f1": "theirs:f1"}
+    install(tmp_path, "theirs", "", {"rlflow.rewards": points})
     assert choose("polite") == [ChosenReward(name="polite", function=f"{__name__}:mine")]
     with pytest.raises(ConfigError, match="did you mean polite"):
         choose("polit")
-    with pytest.raises(ConfigError, match="by its path, rlflow.envs.rewards.f1:f1 or theirs:f1"):
+    with pytest.raises(ConfigError, match="rlflow.envs.rewards.f1:f1 and theirs:f1; name the one you mean by its path"):
         choose("f1")
     assert choose("rlflow.envs.rewards.f1:f1")[0].name == "f1"
 
 
-def test_two_packages_may_not_use_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    register(monkeypatch, Offered("polite", "one:polite"), Offered("polite", "other:polite"))
+def test_two_packages_may_not_use_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for package in ("one", "other"):
+        install(tmp_path, package, "", {"rlflow.rewards": {"polite": "polite"}})
     with pytest.raises(ConfigError, match="two installed packages register 'polite' in rlflow.rewards: one:polite and"):
-        offered("rlflow.rewards")
+        choose("polite")
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,7 +315,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def test_a_function_that_does_not_pickle_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cannot be sent to its scoring process.*top level of an importable module"):
+    with pytest.raises(ConfigError, match=r"cannot be sent to the scoring process.*top level of an importable module"):
         ScorerPool([chosen(lambda task, completion: 1.0)], workers=1, timeout_s=1.0)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from rlflow.errors import DeadlineError, EngineLost, RunError
-from rlflow.rollout.client import MAX_KEYS, MAX_LOSSES, EngineClient, Transport, next_slice, slice_seed
+from rlflow.rollout.client import MAX_KEYS, MAX_LOSSES, EngineClient, RemoteCalls, next_slice, slice_seed
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
 
 DONE = Completion(ids=[1], logprobs=[-0.5], versions=[0], finish_reason="stop")
@@ -47,11 +47,11 @@ async def settle() -> None:
 
 
 def client_of(engines: list[FakeEngine], cancelled: list[object] | None = None) -> EngineClient:
-    transport = Transport(
+    calls = RemoteCalls(
         cancel=lambda call: None if cancelled is None else cancelled.append(call),
         is_lost=lambda error: isinstance(error, EngineLost),
     )
-    return EngineClient(engines, transport, patience_s=0.05)
+    return EngineClient(engines, calls, patience_s=0.05)
 
 
 def request(key: str | None = None, engine: int | None = None, max_new_tokens: int = 4) -> GenerateRequest:

@@ -13,7 +13,7 @@ from rlflow.config import Config
 from rlflow.envs.base import Environment, Prompt, SingleTurn, Step
 from rlflow.errors import EnvironmentFailure, EnvironmentLost, NoReply, StaleGroup
 from rlflow.rollout.chat import Chat, anchor_of, episode_seed
-from rlflow.rollout.client import Transport
+from rlflow.rollout.client import RemoteCalls
 from rlflow.rollout.episode import PlayedEpisode, play_episode, summarize
 from rlflow.rollout.limits import EpisodeLimits
 from rlflow.rollout.payloads import load_payloads, payload_bytes, save_payloads
@@ -33,7 +33,7 @@ from rlflow.types import (
     Turn,
     Verdict,
 )
-from rlflow.workers.episode import EpisodeRunner
+from rlflow.workers.runner import EpisodeRunner
 
 TASK = Task(id="t/0", prompt=(Message(role="user", content="ab"),), answer="c")
 STOP = ord(".")
@@ -664,7 +664,7 @@ def runner(actors: FakeActors, build: ThirdFails) -> EpisodeRunner:
         actors,
         actors,  # pyright: ignore[reportArgumentType]
         renderer=LetterRenderer(),
-        transport=Transport(cancel=lambda call: None, is_lost=lambda error: False),
+        calls=RemoteCalls(cancel=lambda call: None, is_lost=lambda error: False),
     )
 
 
@@ -751,7 +751,7 @@ def sliced_runner(engine: SlicedEngine, build: ThirdFails) -> EpisodeRunner:
         FakeActors(),
         engine,  # pyright: ignore[reportArgumentType]
         renderer=LetterRenderer(),
-        transport=Transport(cancel=lambda call: None, is_lost=lambda error: False),
+        calls=RemoteCalls(cancel=lambda call: None, is_lost=lambda error: False),
     )
 
 

@@ -16,7 +16,7 @@ from listening import listeners
 from rlflow.envs.base import Endpoint
 from rlflow.errors import EngineLost, TemplateRefused
 from rlflow.rollout.chat import Chat
-from rlflow.rollout.client import EngineClient, Transport
+from rlflow.rollout.client import EngineClient, RemoteCalls
 from rlflow.rollout.gateway.server import MAX_BODY_BYTES, Gateway
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
 from rlflow.rollout.samples import chains_of, sample_of
@@ -392,8 +392,8 @@ class SlicingEngine:
 
 async def test_a_reply_survives_an_update_and_the_loss_of_its_engine() -> None:
     first, second = SlicingEngine(["he", "l", EngineLost("died")], 4), SlicingEngine(["lo."], 9)
-    transport = Transport(cancel=lambda call: None, is_lost=lambda error: isinstance(error, EngineLost))
-    client = EngineClient([first, second], transport, patience_s=1.0)
+    calls = RemoteCalls(cancel=lambda call: None, is_lost=lambda error: isinstance(error, EngineLost))
+    client = EngineClient([first, second], calls, patience_s=1.0)
     async with visiting() as visit:
         chat = Chat(client.generate, LetterRenderer(), limits())
         visit.endpoint = visit.gateway.open(chat)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from composed import compose_recipe
 
-from rlflow.algorithms.chosen import check_functions
+from rlflow.algorithms.registry import check_functions
 from rlflow.config import (
     Backend,
     Config,
@@ -48,13 +48,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algorithm.group_size": 1}, "algorithm.group_size must be at least 2, to have something to compare; got 1"),
     (
         {"curriculum.kind": "difficulties"},
-        "curriculum.kind=difficulties is not a curriculum; did you mean difficulty? There are uniform, difficulty, "
-        "balanced; your own class is package.module:Class or file.py:Class",
+        "curriculum.kind=difficulties is not a curriculum; did you mean difficulty? There are balanced, "
+        "difficulty, uniform; your own is package.module:Name or file.py:Name",
     ),
     (
         {"curriculum.kind": "balanced", "curriculum.args": {"explore": 0.1}},
-        "curriculum.args={'explore': 0.1} has no effect with curriculum.kind=balanced, which has no options; leave it "
-        "empty",
+        "curriculum.args.explore is not an argument of curriculum.kind=balanced, which takes none",
     ),
     (
         {"algorithm.kl": "k1"},
@@ -242,8 +241,12 @@ def test_the_defaults_pass() -> None:
 
 
 WRONG_FUNCTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"algorithm.loss": "ppo_clp"}, "there is no loss 'ppo_clp'; did you mean ppo_clip?"),
-    ({"algorithm.loss_args": {"clip_hi": 0.3}}, "algorithm.loss_args has no option 'clip_hi'; did you mean clip_high?"),
+    ({"algorithm.loss": "ppo_clp"}, "algorithm.loss=ppo_clp is not a loss; did you mean ppo_clip?"),
+    (
+        {"algorithm.loss_args": {"clip_hi": 0.3}},
+        "algorithm.loss_args.clip_hi is not an argument of the loss ppo_clip, which takes clip_low, clip_high, "
+        "dual_clip; did you mean clip_high?",
+    ),
     (
         {"algorithm.loss_args": {"clip_low": 2.0}},
         "clip_low must be above 0 and at most 1, or null for no clip; got 2.0",

@@ -24,7 +24,7 @@ from rlflow.environments.pool import EnvironmentPool
 from rlflow.envs.base import Environment, Prompt, Step
 from rlflow.envs.tools import ToolSet
 from rlflow.rollout.chat import episode_seed
-from rlflow.rollout.client import Transport
+from rlflow.rollout.client import RemoteCalls
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.types import (
     EpisodeEnd,
@@ -38,7 +38,7 @@ from rlflow.types import (
     Transcript,
     Verdict,
 )
-from rlflow.workers.episode import EpisodeRunner
+from rlflow.workers.runner import EpisodeRunner
 
 GROUP_SIZE = 4
 ATTACKED, UNHARMED = 1, 2
@@ -227,8 +227,8 @@ async def play_all(attacks: Sequence[Attack], folder: Path) -> list[Aftermath]:
     config = Config()
     config.env.step_timeout_s = STEP_TIMEOUT_S
     engine: Any = _Engine()
-    transport = Transport(cancel=lambda call: None, is_lost=lambda error: False)
-    runner = EpisodeRunner(config, "", pool, _Scorer(), engine, renderer=_Letters(), transport=transport)
+    calls = RemoteCalls(cancel=lambda call: None, is_lost=lambda error: False)
+    runner = EpisodeRunner(config, "", pool, _Scorer(), engine, renderer=_Letters(), calls=calls)
     with patch.object(environment_remote, "GRACE_S", GRACE_S):
         await pool.start()
         try:

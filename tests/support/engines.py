@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlflow.config import Config
 from rlflow.rollout.requests import Completion, GenerateRequest
@@ -27,6 +27,27 @@ def tiny_llama(seed: int) -> LlamaForCausalLM:
             num_key_value_heads=2,
             max_position_embeddings=512,
             tie_word_embeddings=True,
+            initializer_range=0.3,
+            eos_token_id=2,
+        )
+    )
+
+
+def tiny_mixture(seed: int) -> Qwen3MoeForCausalLM:
+    torch.manual_seed(seed)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=128,
+            hidden_size=128,
+            intermediate_size=128,
+            moe_intermediate_size=64,
+            num_experts=4,
+            num_experts_per_tok=2,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            tie_word_embeddings=False,
             initializer_range=0.3,
             eos_token_id=2,
         )

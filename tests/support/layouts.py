@@ -12,7 +12,16 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from rlflow.weights.shape.boxes import Index, row_major
-from rlflow.weights.shape.layout import Layout, Mesh, Placement, Region, Shapes, chunk_of, mesh_layout, run_layout
+from rlflow.weights.shape.layout import (
+    Layout,
+    Mesh,
+    ParameterPlacement,
+    Region,
+    Shapes,
+    chunk_of,
+    mesh_layout,
+    run_layout,
+)
 from rlflow.weights.shape.plan import Move
 
 Arrays = dict[str, NDArray[np.float64]]
@@ -78,7 +87,7 @@ def engine_layout_by_hand(model: Model, tensor_parallel: int, dtype: str = "bflo
     return Layout(num_ranks=tensor_parallel, placements=placements)
 
 
-def _place(model: Model, name: str, shape: Index, count: int, dtype: str) -> Placement:
+def _place(model: Model, name: str, shape: Index, count: int, dtype: str) -> ParameterPlacement:
     path, _, leaf = name.rpartition(".")
     parent, _, module = path.rpartition(".")
     kind = module.removesuffix("_proj")
@@ -100,7 +109,7 @@ def _place(model: Model, name: str, shape: Index, count: int, dtype: str) -> Pla
         ranks = [_columns(shape, *chunk_of(shape[1], rank, count)) for rank in range(count)]
     else:
         tensor, ranks = name, [_rows(shape, 0, shape[0])] * count
-    return Placement(shape=shape, dtype=dtype, tensors=(tensor,), ranks=tuple(ranks))
+    return ParameterPlacement(shape=shape, dtype=dtype, tensors=(tensor,), ranks=tuple(ranks))
 
 
 def _fused_heads(model: Model, kind: str, shape: Index, rank: int, count: int) -> tuple[Region, ...]:

@@ -14,7 +14,7 @@ from rlflow.weights.disk.delta import Changes
 from rlflow.weights.disk.manifest import Manifest, ParameterSpec
 from rlflow.weights.disk.reader import StoreReader
 from rlflow.weights.disk.writer import Part, StoreWriter
-from rlflow.weights.learn.tracing import Landing
+from rlflow.weights.shape.landings import Landing
 from rlflow.weights.shape.layout import Layout
 
 TINY = Model(layers=1, hidden=8, intermediate=12, heads=4, key_value_heads=2, head_dim=2, vocabulary=40)

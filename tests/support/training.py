@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from rounding import allowed_difference
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -120,10 +121,10 @@ def _sample(random: np.random.Generator, prompt: np.ndarray, with_reference: boo
 
 
 def plain_logprobs(
-    model_path: str, groups: Sequence[Sequence[TrainSample]], temperature: float
+    model_path: str, groups: Sequence[Sequence[TrainSample]], temperature: float, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.nn.Module, list[Tensor]]:
     """The model by transformers alone, over one padded batch: [L] log-probabilities of each sample's completion."""
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="eager")
     samples = [sample.sample for group in groups for sample in group]
     longest = max(sample.num_tokens for sample in samples)
     ids = torch.zeros(len(samples), longest, dtype=torch.int64)
@@ -141,11 +142,13 @@ def plain_logprobs(
     ]
 
 
-def plain_gradients(model_path: str, groups: Sequence[Sequence[TrainSample]], config: Config) -> dict[str, Tensor]:
+def plain_gradients(
+    model_path: str, groups: Sequence[Sequence[TrainSample]], config: Config, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """Gradient sums of the clipped loss and the k3 penalty, written out token by token."""
-    model, rows = plain_logprobs(model_path, groups, config.rollout.temperature)
+    model, rows = plain_logprobs(model_path, groups, config.rollout.temperature, dtype)
     low, high = config.algorithm.loss_args["clip_low"], config.algorithm.loss_args["clip_high"]
-    total = torch.zeros(())
+    total = torch.zeros((), dtype=dtype)
     for sample, logprobs in zip([sample for group in groups for sample in group], rows, strict=True):
         assert isinstance(sample.advantage, float)
         for token in np.flatnonzero(sample.sample.loss_mask):
@@ -159,6 +162,15 @@ def plain_gradients(model_path: str, groups: Sequence[Sequence[TrainSample]], co
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+def exact_and_allowed(
+    compute: Callable[[list[list[TrainSample]], torch.dtype], Mapping[str, Tensor]], groups: list[list[TrainSample]]
+) -> tuple[Mapping[str, Tensor], float]:
+    """What `compute` gives in float64, and the largest relative difference that float32 sums may have from it."""
+    exact = compute(groups, torch.float64)
+    others = [compute(shuffled(groups, seed), torch.float32) for seed in range(3)]
+    return exact, allowed_difference(largest_relative_difference(other, exact) for other in others)
+
+
 def largest_relative_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """The largest difference within each parameter over that parameter's largest value; the worst parameter's."""
     assert found.keys() == expected.keys()
@@ -168,10 +180,18 @@ def largest_relative_difference(found: Mapping[str, Tensor], expected: Mapping[s
     return float(torch.stack(differences).detach().max())
 
 
-def share(groups: list[list[TrainSample]], rank: int, world_size: int) -> list[list[list[TrainSample]]]:
+def shuffled(groups: list[list[TrainSample]], seed: int) -> list[list[TrainSample]]:
+    """The same groups of the same samples in another order."""
+    random = np.random.default_rng(seed)
+    return [[groups[i][j] for j in random.permutation(len(groups[i]))] for i in random.permutation(len(groups))]
+
+
+def share(
+    groups: list[list[TrainSample]], rank: int, world_size: int, micro_batch_tokens: int = 64
+) -> list[list[list[TrainSample]]]:
     """The micro-batches of a rank, as the actor plans them."""
     summaries = [[_summary(sample) for sample in group] for group in groups]
-    plans = plan_micro_batches(summaries, world_size, micro_batch_tokens=64)[rank]
+    plans = plan_micro_batches(summaries, world_size, micro_batch_tokens)[rank]
     return [[[groups[piece.group][index] for index in piece.episodes] for piece in plan.pieces] for plan in plans]
 
 

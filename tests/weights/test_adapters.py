@@ -22,7 +22,7 @@ from rlflow.types import Sample, TrainSample
 from rlflow.weights.shm.arena import Arena
 from rlflow.workers.engine.engine import RolloutEngine
 from rlflow.workers.engine.setup import adapted_layers, engine_arguments
-from rlflow.workers.trainer.base import Role
+from rlflow.workers.trainer.base import TrainerRole
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 
 pytestmark = [
@@ -97,7 +97,7 @@ def samples_of(completions: list[Completion]) -> list[TrainSample]:
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
     folder = tmp_path_factory.mktemp("tiny")
     tiny_llama(seed=1).save_pretrained(folder)
-    trainer = FsdpTrainer(adapter_config(), str(folder), 0, 1, "", Role.policy)
+    trainer = FsdpTrainer(adapter_config(), str(folder), 0, 1, "", TrainerRole.policy)
     arena = Arena(trainer.adapter_specs())
     yield Policy(trainer=trainer, arena=arena, folder=folder)
     arena.close()

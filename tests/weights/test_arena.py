@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlflow.config import Transport
 from rlflow.errors import ConfigError
-from rlflow.weights.engine.messages import slots_of, update_message
+from rlflow.weights.engine.messages import OPENING, Opening, opening_message
 from rlflow.weights.shm.arena import BEING_WRITTEN, Arena, cut_buckets, lay_out, remove_abandoned, tensor_at
 
 SPECS = [
@@ -134,10 +136,15 @@ def test_arenas_of_dead_processes_are_removed_and_live_ones_kept(tmp_path: Path)
     live.close()
 
 
-def test_update_message_carries_one_bucket(tmp_path: Path) -> None:
+def test_workers_are_told_of_a_version_in_lists_and_numbers(tmp_path: Path) -> None:
     arena = Arena(SPECS, folder=tmp_path, bucket_bytes=74)
     staged = arena.stage(3, tensors().items())
-    message = update_message(staged, staged.buckets[1])
-    assert slots_of(message["slots"]) == [staged.slots[2]]
-    assert (message["path"], message["num_bytes"], message["version"]) == (staged.path, 256, 3)
+    opening = Opening(
+        staged=staged, transport=Transport.shm, engine=1, transfer=2**53 - 1, timeout_s=5.0, adapter=(5, 12.0)
+    )
+    message = opening_message(opening)
+    assert json.loads(json.dumps(message)) == message
+    assert OPENING.validate_python(message) == opening
+    told = message["staged"]
+    assert (told["path"], told["num_bytes"], told["version"]) == (staged.path, 256, 3)
     arena.close()

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from rlflow.weights.shape.layout import Engine, Layout, Shapes, fsdp_layout
+from rlflow.weights.shape.layout import EngineLayout, Layout, Shapes, fsdp_layout
 from rlflow.weights.shape.plan import plan
 
 pytestmark = pytest.mark.slow
@@ -92,9 +92,8 @@ def expert_by_expert(shapes: Shapes) -> Shapes:
 
 def check_against_loading(model_path: str, layout: Layout) -> None:
     """Load random weights into vLLM's model, and compare every element of every tensor of every rank."""
+    from engine_layout import as_rank, build_model
     from vllm.config import set_current_vllm_config
-
-    from rlflow.weights.learn.engine_layout import as_rank, build_model
 
     random = np.random.default_rng(0)
     values = {
@@ -119,14 +118,14 @@ def check_against_loading(model_path: str, layout: Layout) -> None:
 @pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_element_lands_where_the_loader_puts_it(name: str, tensor_parallel: int, tmp_path: Path) -> None:
-    from rlflow.weights.learn.engine_layout import engine_layout
+    from engine_layout import engine_layout
 
     path, shapes = save_config(name, tmp_path)
     check_against_loading(path, engine_layout(path, "float32", tensor_parallel, shapes))
 
 
 def test_experts_one_by_one(tmp_path: Path) -> None:
-    from rlflow.weights.learn.engine_layout import engine_layout
+    from engine_layout import engine_layout
 
     path, shapes = save_config("qwen3_moe", tmp_path)
     check_against_loading(path, engine_layout(path, "float32", 2, expert_by_expert(shapes)))
@@ -139,7 +138,7 @@ def test_experts_one_by_one(tmp_path: Path) -> None:
 def test_layouts_by_hand_are_those_that_vllm_has(
     name: str, by_hand: Model, tensor_parallel: int, tmp_path: Path
 ) -> None:
-    from rlflow.weights.learn.engine_layout import engine_layout
+    from engine_layout import engine_layout
 
     path, shapes = save_config(name, tmp_path)
     learnt, written = (
@@ -159,14 +158,14 @@ def _boxes(layout: Layout, name: str) -> list[list[tuple[Shape, Shape, int]]]:
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
 def test_a_plan_to_such_an_engine_loads_it(name: str, tmp_path: Path) -> None:
-    from rlflow.weights.learn.engine_layout import engine_layout
+    from engine_layout import engine_layout
 
     path, shapes = save_config(name, tmp_path)
     layout = engine_layout(path, "float32", 4, shapes)
     source = fsdp_layout(shapes, "float32", num_ranks=3)
     values = whole(source)
     found = [empty(layout, rank) for rank in range(layout.num_ranks)]
-    execute(plan(source, [Engine(layout=layout)]).moves(), load(source, values), [found])
+    execute(plan(source, [EngineLayout(layout=layout)]).moves(), load(source, values), [found])
     for tensors, expected in zip(found, load(layout, values), strict=True):
         assert tensors.keys() == expected.keys()
         for tensor, array in expected.items():
@@ -174,9 +173,8 @@ def test_a_plan_to_such_an_engine_loads_it(name: str, tmp_path: Path) -> None:
 
 
 def test_vllm_s_groups_are_as_they_were(tmp_path: Path) -> None:
+    from engine_layout import engine_layout
     from vllm.distributed import parallel_state
-
-    from rlflow.weights.learn.engine_layout import engine_layout
 
     before = {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
     path, shapes = save_config("llama", tmp_path)

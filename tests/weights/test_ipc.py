@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from layouts import Model, engine_layout_by_hand
-from rank_tensors import landings_of, tensors_of
+from rank_tensors import Targets, landings_of, opening, tensors_of
 from torch import Tensor
 
 from rlflow.weights.ipc.receiver import SharedReceiver
-from rlflow.weights.ipc.sender import Handle, SharedSender, lay_out, part_from_json, part_key
-from rlflow.weights.p2p.trainer_store import TrainerStore
+from rlflow.weights.ipc.sender import SHARED_PART, Handle, SharedSender, lay_out, part_key
+from rlflow.weights.p2p.rendezvous import TrainerStore
 from rlflow.weights.shape.layout import Layout, fsdp_layout
 
 MODEL = Model(layers=1, hidden=6, intermediate=8, heads=4, key_value_heads=2, head_dim=3, vocabulary=70)
@@ -62,31 +62,23 @@ def test_a_worker_copies_what_it_keeps(rank: int) -> None:
     sender = SharedSender(backend, 0, "", 20.0, CPU, share)  # pyright: ignore[reportArgumentType]
     staged = sender.stage(1)
     assert staged is not None
-    trainer, wanted, landed = TrainerStore(staged.path, 20.0), engine_layout_by_hand(MODEL, 2), list[str]()
+    trainer, wanted = TrainerStore(staged.path, 20.0), engine_layout_by_hand(MODEL, 2)
     targets = {name: torch.zeros_like(each) for name, each in tensors_of(wanted, torch.bfloat16)[rank].items()}
-    receiver = SharedReceiver(
-        trainer,
-        trainer.layout(),
-        "of the trainer",
-        targets,
-        landings_of(wanted, rank),
-        landed.append,
-        lambda handle: memory[handle.gpu],
-    )
+    destination = Targets(wanted.shapes, targets, landings_of(wanted, rank))
+    receiver = SharedReceiver(destination, trainer, "of the trainer", lambda handle: memory[handle.gpu])
     for version, scale in ((1, 1.0), (2, 2.0)):
         backend.scale = scale
         sender.stage(version)
-        landed.clear()
-        assert [receiver.receive(bucket) for bucket in range(receiver.open(version, transfer=0))] == [None]
+        assert [receiver.receive(bucket) for bucket in range(receiver.open(opening(version)))] == [None]
         expected = tensors_of(wanted, torch.bfloat16, scale)[rank]
         assert all(torch.equal(targets[name], each) for name, each in expected.items())
-        assert sorted(landed) == sorted(wanted.placements)
+        assert sorted(destination.names) == sorted(wanted.placements)
     # What the trainer no longer has is not copied.
     before = {name: each.clone() for name, each in targets.items()}
     backend.scale = 3.0
     sender.stage(3)
-    assert [receiver.receive(bucket) for bucket in range(receiver.open(2, transfer=0))] == [3]
+    assert [receiver.receive(bucket) for bucket in range(receiver.open(opening(2)))] == [3]
     assert all(torch.equal(targets[name], each) for name, each in before.items())
-    assert part_from_json(trainer.store.get(part_key(0))).version == 3
+    assert SHARED_PART.validate_json(trainer.store.get(part_key(0))).version == 3
     sender.release()
     assert not trainer.store.check([part_key(0)])

@@ -91,8 +91,7 @@ def test_a_mesh_that_does_not_fit_is_refused(mesh: Mesh) -> None:
 
 def test_planning_loads_neither_torch_nor_ray() -> None:
     code = (
-        "import sys, rlflow.weights.shape.groups, rlflow.weights.learn.landing; "
-        "import rlflow.weights.shape.plan, rlflow.weights.shape.traffic; "
+        "import sys, rlflow.weights.shape.landings, rlflow.weights.shape.plan; "
         "print([name for name in ('torch', 'ray', 'vllm', 'deepspeed') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

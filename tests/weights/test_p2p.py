@@ -15,20 +15,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import Model, engine_layout_by_hand
 from processes import spawn_ranks
-from rank_tensors import landings_of, tensors_of
+from rank_tensors import Targets, landings_of, opening, tensors_of
 from torch import Tensor
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from rlflow.errors import RunError
-from rlflow.weights.learn.tracing import layout_of
-from rlflow.weights.learn.wire import landings_from_json, landings_to_json, layout_from_json, layout_to_json
 from rlflow.weights.p2p import sender as p2p
-from rlflow.weights.p2p.exchange import Arrivals, Stamp, check, cut_messages, pack, seal, unpack
-from rlflow.weights.p2p.meeting import host_store
+from rlflow.weights.p2p.exchange import Arrivals, MessageStamp, check, cut_messages, pack, seal, unpack
 from rlflow.weights.p2p.receiver import PeerReceiver, Worker
+from rlflow.weights.p2p.rendezvous import TrainerStore, host_store
 from rlflow.weights.p2p.sender import PeerSender, submit
-from rlflow.weights.p2p.trainer_store import TrainerStore
-from rlflow.weights.shape.layout import Engine, Layout, fsdp_layout, mesh_layout, run_layout
+from rlflow.weights.shape.landings import (
+    landings_from_json,
+    landings_to_json,
+    layout_from_json,
+    layout_of,
+    layout_to_json,
+)
+from rlflow.weights.shape.layout import EngineLayout, Layout, fsdp_layout, mesh_layout, run_layout
 from rlflow.weights.shape.plan import plan
 from rlflow.workers.trainer.process_group import join
 
@@ -50,7 +54,7 @@ SOURCES = {
 )
 def test_what_is_packed_arrives(source: str, size: int, dtype: str, bucket_bytes: int) -> None:
     held, wanted = SOURCES[source](MODEL.shapes()), engine_layout_by_hand(MODEL, size, dtype)
-    made = plan(held, [Engine(layout=wanted)], bucket_bytes)
+    made = plan(held, [EngineLayout(layout=wanted)], bucket_bytes)
     senders = [cut_messages(made.moves_from(rank), made.num_buckets) for rank in range(held.num_ranks)]
     sources, expected = tensors_of(held, torch.float32), tensors_of(wanted, getattr(torch, dtype))
     for rank, tensors in enumerate(expected):
@@ -64,7 +68,7 @@ def test_what_is_packed_arrives(source: str, size: int, dtype: str, bucket_bytes
             for message in messages:
                 assert message in senders[message.source][bucket]
                 packed = torch.full((message.num_bytes,), 255, dtype=torch.uint8)
-                stamp = Stamp(transfer=5, version=3, bucket=bucket)
+                stamp = MessageStamp(transfer=5, version=3, bucket=bucket)
                 pack(message, sources[message.source], packed)
                 seal(packed, stamp, is_complete=True)
                 assert check(packed, stamp) == 3
@@ -86,9 +90,9 @@ def test_a_request_that_never_comes_holds_up_no_other(monkeypatch: pytest.Monkey
 
 def test_a_message_that_was_changed_or_is_another_is_refused() -> None:
     held, wanted = SOURCES["rows"](MODEL.shapes()), engine_layout_by_hand(MODEL, 1, "float32")
-    made = plan(held, [Engine(layout=wanted)], 1 << 20)
+    made = plan(held, [EngineLayout(layout=wanted)], 1 << 20)
     ((message, *_),) = cut_messages(made.moves_from(0), made.num_buckets)
-    packed, stamp = torch.zeros(message.num_bytes, dtype=torch.uint8), Stamp(transfer=5, version=3, bucket=0)
+    packed, stamp = torch.zeros(message.num_bytes, dtype=torch.uint8), MessageStamp(transfer=5, version=3, bucket=0)
     pack(message, tensors_of(held, torch.float32)[0], packed)
     seal(packed, stamp, is_complete=True)
     for other in (replace(stamp, transfer=6), replace(stamp, bucket=1)):
@@ -177,7 +181,7 @@ def play_worker(rank: int, script: FileStore, is_second: bool) -> None:
         assert not any(target.any() for target in targets.values())
         assert fetch(receiver, version=1, transfer=13) == {None}
         assert_holds(targets, wanted, rank, scale=1.0)
-        receiver.open(1, transfer=14)
+        receiver.open(opening(1, transfer=14))
         receiver.receive(0)
         if rank == 1:
             script.set("died", "")
@@ -188,7 +192,7 @@ def play_worker(rank: int, script: FileStore, is_second: bool) -> None:
     receiver, targets, _ = make_receiver(rank, wanted, address)
     assert fetch(receiver, version=2, transfer=15) == {None}
     assert_holds(targets, wanted, rank, scale=2.0)
-    receiver.close()
+    receiver.shutdown()
     script.set(f"done {rank}", "")
 
 
@@ -196,14 +200,13 @@ def make_receiver(rank: int, wanted: Layout, address: str) -> tuple[PeerReceiver
     trainer = TrainerStore(address, 60)
     worker = Worker(engine=0, rank=rank, num_ranks=2, device=torch.device("cpu"))
     targets = {name: torch.zeros_like(each) for name, each in tensors_of(wanted, torch.bfloat16)[rank].items()}
-    landed: list[str] = []
-    receiver = PeerReceiver(trainer, trainer.layout(), worker, targets, landings_of(wanted, rank), landed.append)
-    return receiver, targets, landed
+    destination = Targets(wanted.shapes, targets, landings_of(wanted, rank))
+    return PeerReceiver(destination, trainer, worker), targets, destination.names
 
 
 def fetch(receiver: PeerReceiver, version: int, transfer: int) -> set[int | None]:
     """The versions that the trainer says it has with the first buckets and with the last."""
-    num_buckets = receiver.open(version, transfer)
+    num_buckets = receiver.open(opening(version, transfer))
     assert num_buckets > 4
     return {receiver.receive(bucket) for bucket in range(num_buckets)}
 

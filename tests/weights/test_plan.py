@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from generation_groups import generation_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import (
@@ -20,13 +21,21 @@ from layouts import (
     sources,
     whole,
 )
+from traffic import gathered, planned
 
 from rlflow.errors import ConfigError
 from rlflow.weights.shape.boxes import Box, difference, intersection, num_elements, split
-from rlflow.weights.shape.groups import generation_groups
-from rlflow.weights.shape.layout import Engine, Layout, Mesh, Placement, Region, Shapes, fsdp_layout, mesh_layout
+from rlflow.weights.shape.layout import (
+    EngineLayout,
+    Layout,
+    Mesh,
+    ParameterPlacement,
+    Region,
+    Shapes,
+    fsdp_layout,
+    mesh_layout,
+)
 from rlflow.weights.shape.plan import MOVES_IN_BUCKET, TransferPlan, plan
-from rlflow.weights.shape.traffic import gathered, planned
 
 
 def fsdp(shapes: Shapes, ranks: int) -> Layout:
@@ -55,11 +64,11 @@ def carry_out(made: TransferPlan) -> None:
 
 
 @st.composite
-def transfers(draw: st.DrawFn) -> tuple[Layout, list[Engine], int]:
+def transfers(draw: st.DrawFn) -> tuple[Layout, list[EngineLayout], int]:
     model = draw(models())
     source = draw(sources(model.shapes()))
     engines = [
-        Engine(layout=engine_layout_by_hand(model, size), devices=draw(_devices(source.num_ranks, size)))
+        EngineLayout(layout=engine_layout_by_hand(model, size), devices=draw(_devices(source.num_ranks, size)))
         for size in draw(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=3))
     ]
     return source, engines, draw(st.sampled_from([64, 200, 1 << 20]))
@@ -73,14 +82,14 @@ def _devices(num_ranks: int, size: int) -> st.SearchStrategy[tuple[int, ...] | N
 
 @settings(max_examples=60, deadline=None)
 @given(transfer=transfers())
-def test_every_element_arrives_once_where_it_belongs(transfer: tuple[Layout, list[Engine], int]) -> None:
+def test_every_element_arrives_once_where_it_belongs(transfer: tuple[Layout, list[EngineLayout], int]) -> None:
     source, engines, bucket_bytes = transfer
     carry_out(plan(source, engines, bucket_bytes))
 
 
 @settings(max_examples=60, deadline=None)
 @given(transfer=transfers())
-def test_no_rank_is_sent_more_than_it_lacks(transfer: tuple[Layout, list[Engine], int]) -> None:
+def test_no_rank_is_sent_more_than_it_lacks(transfer: tuple[Layout, list[EngineLayout], int]) -> None:
     source, engines, bucket_bytes = transfer
     made = plan(source, engines, bucket_bytes)
     for engine, received in zip(engines, made.received, strict=True):
@@ -104,7 +113,9 @@ def _in_common(source: Layout, source_rank: int, layout: Layout, rank: int) -> i
 
 @settings(max_examples=60, deadline=None)
 @given(transfer=transfers())
-def test_ranks_that_hold_the_same_send_the_same_but_for_one_move(transfer: tuple[Layout, list[Engine], int]) -> None:
+def test_ranks_that_hold_the_same_send_the_same_but_for_one_move(
+    transfer: tuple[Layout, list[EngineLayout], int],
+) -> None:
     source, engines, bucket_bytes = transfer
     made = plan(source, engines, bucket_bytes)
     alike: dict[object, list[int]] = {}
@@ -118,7 +129,9 @@ def test_ranks_that_hold_the_same_send_the_same_but_for_one_move(transfer: tuple
 
 @settings(max_examples=60, deadline=None)
 @given(transfer=transfers())
-def test_buckets_are_bounded_and_in_the_same_order_for_everybody(transfer: tuple[Layout, list[Engine], int]) -> None:
+def test_buckets_are_bounded_and_in_the_same_order_for_everybody(
+    transfer: tuple[Layout, list[EngineLayout], int],
+) -> None:
     source, engines, bucket_bytes = transfer
     made = plan(source, engines, bucket_bytes)
     moves = list(made.moves())
@@ -141,8 +154,8 @@ def test_buckets_are_bounded_and_in_the_same_order_for_everybody(transfer: tuple
 def test_rows_to_a_fused_tensor_literally() -> None:
     """Keys [4, 3] lie on two ranks; each rank of the engine has two of their rows, behind one row of queries."""
     ranks = tuple((Region(start=(2 * rank, 0), stop=(2 * rank + 2, 3), offset=3, strides=(3, 1)),) for rank in (0, 1))
-    keys = Placement(shape=(4, 3), dtype="bfloat16", tensors=("qkv",), ranks=ranks)
-    made = plan(fsdp({"k": (4, 3)}, ranks=3), [Engine(layout=Layout(num_ranks=2, placements={"k": keys}))])
+    keys = ParameterPlacement(shape=(4, 3), dtype="bfloat16", tensors=("qkv",), ranks=ranks)
+    made = plan(fsdp({"k": (4, 3)}, ranks=3), [EngineLayout(layout=Layout(num_ranks=2, placements={"k": keys}))])
     # torch cuts 4 rows for 3 ranks as 2, 2, 0.
     assert [(m.source, m.source_offset, m.rank, m.offset, m.shape, m.num_bytes) for m in made.moves()] == [
         (0, 0, 0, 3, (2, 3), 12),
@@ -153,8 +166,8 @@ def test_rows_to_a_fused_tensor_literally() -> None:
 
 def test_a_parameter_that_the_engine_keeps_twice_is_sent_twice() -> None:
     regions = tuple(Region(start=(0,), stop=(4,), offset=0, strides=(1,), tensor=tensor) for tensor in (0, 1))
-    tied = Placement(shape=(4,), dtype="float32", tensors=("embedding", "head"), ranks=(regions,))
-    made = plan(fsdp({"w": (4,)}, ranks=2), [Engine(layout=Layout(num_ranks=1, placements={"w": tied}))])
+    tied = ParameterPlacement(shape=(4,), dtype="float32", tensors=("embedding", "head"), ranks=(regions,))
+    made = plan(fsdp({"w": (4,)}, ranks=2), [EngineLayout(layout=Layout(num_ranks=1, placements={"w": tied}))])
     assert sorted((move.source, move.tensor, move.offset) for move in made.moves()) == [
         (0, "embedding", 0),
         (0, "head", 0),
@@ -167,15 +180,17 @@ def test_a_parameter_that_the_engine_keeps_twice_is_sent_twice() -> None:
 def test_copies_share_the_work() -> None:
     shapes = {str(index): (8, 8) for index in range(12)}
     source = mesh_layout(shapes, "float32", 4, lambda _: ((4, None),))
-    made = plan(source, [Engine(layout=fsdp(shapes, ranks=2))], bucket_bytes=8 * 128)
+    made = plan(source, [EngineLayout(layout=fsdp(shapes, ranks=2))], bucket_bytes=8 * 128)
     assert made.sent.tolist() == [768] * 4
 
 
 def test_overlapping_holders_still_send_each_element_once() -> None:
     """Ranks 0 and 1 hold rows [0, 3) and [1, 4); the engine's device is that of rank 1."""
     held = tuple((Region(start=(first, 0), stop=(first + 3, 2), offset=0, strides=(2, 1)),) for first in (0, 1))
-    source = Layout(num_ranks=2, placements={"w": Placement(shape=(4, 2), dtype="float32", tensors=("w",), ranks=held)})
-    made = plan(source, [Engine(layout=fsdp({"w": (4, 2)}, ranks=1), devices=(1,))])
+    source = Layout(
+        num_ranks=2, placements={"w": ParameterPlacement(shape=(4, 2), dtype="float32", tensors=("w",), ranks=held)}
+    )
+    made = plan(source, [EngineLayout(layout=fsdp({"w": (4, 2)}, ranks=1), devices=(1,))])
     carry_out(made)
     assert (made.sent.tolist(), made.received[0].tolist()) == ([8, 0], [8])
 
@@ -223,7 +238,7 @@ def test_groups_that_do_not_divide_are_refused(size: int) -> None:
 
 
 def test_layouts_of_different_models_are_refused() -> None:
-    engine = Engine(layout=fsdp({"w": (4,)}, ranks=1))
+    engine = EngineLayout(layout=fsdp({"w": (4,)}, ranks=1))
     with pytest.raises(
         ConfigError, match="1 parameters are on one side of the transfer only, such as 'head' in the tr"
     ):
@@ -233,7 +248,7 @@ def test_layouts_of_different_models_are_refused() -> None:
 
 
 def test_elements_that_nobody_may_send_are_refused() -> None:
-    engine = Engine(layout=fsdp({"w": (4,)}, ranks=1), senders=frozenset({0}))
+    engine = EngineLayout(layout=fsdp({"w": (4,)}, ranks=1), senders=frozenset({0}))
     with pytest.raises(
         ConfigError, match="2 elements of parameter 'w' between \\(0,\\) and \\(4,\\) are held by no rank"
     ):
@@ -268,7 +283,7 @@ def test_parts_of_boxes(one: Box, other: Box, limit: int) -> None:
 
 def test_7b_to_two_engines_of_four() -> None:
     """FSDP2 over 8 ranks. A plan moves two copies of the model and its copied norms and heads, not 15 copies."""
-    engines = [Engine(layout=engine_layout_by_hand(QWEN2_5_7B, 4))] * 2
+    engines = [EngineLayout(layout=engine_layout_by_hand(QWEN2_5_7B, 4))] * 2
     source = fsdp_layout(QWEN2_5_7B.shapes(), "bfloat16", num_ranks=8)
     made = plan(source, engines)
     size = 15_231_233_024
@@ -284,7 +299,7 @@ def test_7b_to_two_engines_of_four() -> None:
 def test_70b_from_64_ranks_to_eight_engines_of_eight() -> None:
     """A million and a half moves, planned from the few ways in which parameters lie."""
     source = fsdp_layout(LLAMA_3_70B.shapes(), "bfloat16", num_ranks=64)
-    engines = [Engine(layout=engine_layout_by_hand(LLAMA_3_70B, 8))] * 8
+    engines = [EngineLayout(layout=engine_layout_by_hand(LLAMA_3_70B, 8))] * 8
     made = plan(source, engines)
     norms = 2 * 8192 * (2 * 80 + 1)
     share = (source.num_bytes - norms) // 8 + norms

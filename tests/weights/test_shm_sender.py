@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlflow.weights.shm.arena_view import ArenaView
+from rlflow.weights.shm.arena import ArenaView
 from rlflow.weights.shm.sender import AdapterSender, SharedMemorySender
 
 WEIGHTS = {"a": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.ones(5)}

@@ -15,11 +15,10 @@ from stores import TINY, Engine, Trainer, random_weights, with_changes
 
 from rlflow.weights.disk import writer as store
 from rlflow.weights.disk.delta import Changes
-from rlflow.weights.disk.manifest import ParameterSpec, rank_file, version_folder, versions_in
-from rlflow.weights.disk.part_files import box_key, parse_box_key
+from rlflow.weights.disk.manifest import ParameterSpec, box_key, parse_box_key, rank_file, version_folder, versions_in
 from rlflow.weights.disk.reader import StoreReader
 from rlflow.weights.disk.writer import ANCHOR_EVERY, Part, StoreWriter
-from rlflow.weights.learn.tracing import Landing
+from rlflow.weights.shape.landings import Landing
 from rlflow.weights.shape.layout import Layout, Region, fsdp_layout, run_layout
 
 

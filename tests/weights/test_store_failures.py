@@ -16,8 +16,7 @@ from stores import TINY, Engine, Trainer, random_weights, with_changes
 from rlflow.errors import ConfigError, RunError, WeightsDamaged, WeightsOvertaken
 from rlflow.weights.disk import reader as store_reader
 from rlflow.weights.disk.delta import land
-from rlflow.weights.disk.manifest import ParameterSpec, rank_file, read_manifest, version_folder, versions_in
-from rlflow.weights.disk.part_files import PartFile
+from rlflow.weights.disk.manifest import ParameterSpec, PartFile, rank_file, read_manifest, version_folder, versions_in
 from rlflow.weights.disk.writer import Part, StoreWriter
 from rlflow.weights.shape.layout import fsdp_layout
 

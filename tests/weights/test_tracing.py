@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rlflow.errors import ConfigError, NotACopy
-from rlflow.weights.learn.landing import Axis, merged, regions_of
-from rlflow.weights.learn.tracing import Landing, trace_loading
+from rlflow.weights.engine.tracing import trace_loading
+from rlflow.weights.shape.landings import Axis, Landing, merged, regions_of
 from rlflow.weights.shape.layout import Region
 
 Numbers = NDArray[np.int64]

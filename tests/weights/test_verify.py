@@ -8,8 +8,9 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from rlflow.weights.engine.verify import Columns, compare_weights
-from rlflow.weights.learn.tracing import Landing
+from rlflow.weights.engine.messages import Columns
+from rlflow.weights.engine.verify import compare_weights
+from rlflow.weights.shape.landings import Landing
 from rlflow.weights.shape.layout import Region
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,13 @@ import torch
 from back_ends import Layout, build, needs_deepspeed, run_ranks, take_step
 from engines import PROMPT, differences, request, sample
 from engines import tiny_llama as engine_llama
+from one_rank import OneRank
 from safetensors.torch import load_file, save_file
 
 from rlflow.config import Backend, Config, Dtype, Transport, Verify
 from rlflow.errors import EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
 from rlflow.weights.disk.sender import DiskSender
-from rlflow.weights.shape.layout import Layout as WeightLayout
-from rlflow.weights.shape.layout import fsdp_layout
 from rlflow.weights.shm.sender import SharedMemorySender
 from rlflow.workers.engine.engine import RolloutEngine
 
@@ -112,34 +111,6 @@ def test_two_ranks_fill_both_engines(layout: Layout, folder: Path, dtype: Dtype,
         if dtype is Dtype.float32:
             (completion,) = engines.runner.run(sample(engine, [request(0)]))
             assert differences(model, completion, PROMPT).max() <= 1e-4
-
-
-class OneRank:
-    """What senders ask of a back end, of one rank that holds a whole model."""
-
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        self.model, self.dtype = model, dtype
-
-    def parameter_specs(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        return [(name, self.dtype, tuple(each.shape)) for name, each in self.model.named_parameters()]
-
-    def layout(self) -> WeightLayout:
-        shapes = {name: tuple(each.shape) for name, each in self.model.named_parameters()}
-        return fsdp_layout(shapes, "float32", 1)
-
-    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, each in self.model.named_parameters():
-            yield name, each.detach().flatten()
-
-    def add_up(self, values: Sequence[float]) -> list[float]:
-        return list(values)
-
-    @torch.no_grad()
-    def change_a_little(self) -> None:
-        """One element in 50, as an update of a model in bfloat16 does."""
-        for each in self.model.parameters():
-            chosen = torch.rand(each.shape) < 0.02
-            each[chosen] *= 1.125
 
 
 @pytest.mark.slow

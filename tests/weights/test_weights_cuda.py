@@ -10,15 +10,15 @@ import pytest
 import torch
 from layouts import Model, engine_layout_by_hand
 from processes import spawn_ranks, start_ranks
-from rank_tensors import landings_of, tensors_of
+from rank_tensors import Targets, landings_of, opening, tensors_of
 from torch import Tensor
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from rlflow.weights.ipc.receiver import SharedReceiver, device_id
 from rlflow.weights.ipc.sender import SharedSender
 from rlflow.weights.p2p.receiver import PeerReceiver, Worker
+from rlflow.weights.p2p.rendezvous import TrainerStore
 from rlflow.weights.p2p.sender import PeerSender
-from rlflow.weights.p2p.trainer_store import TrainerStore
 from rlflow.weights.shape.layout import Layout, fsdp_layout
 
 pytestmark = [
@@ -76,9 +76,9 @@ def test_a_worker_reads_the_memory_of_a_trainer_on_its_gpu() -> None:
     try:
         trainer = TrainerStore(addresses.get(timeout=100), 60.0)
         targets = blank_targets(wanted, device)
-        landings = landings_of(wanted, 0)
-        receiver = SharedReceiver(trainer, trainer.layout(), device_id(device), targets, landings, lambda name: None)
-        assert receiver.open(1, transfer=0) == 1
+        destination = Targets(wanted.shapes, targets, landings_of(wanted, 0))
+        receiver = SharedReceiver(destination, trainer, device_id(device))
+        assert receiver.open(opening(1)) == 1
         assert receiver.receive(0) is None
         assert_filled(targets, wanted)
     finally:
@@ -104,9 +104,9 @@ def send_or_receive(rank: int, folder: Path) -> None:
     wanted = engine_layout_by_hand(MODEL, 1)
     trainer = TrainerStore(script.get("address").decode(), 60.0)
     targets, worker = blank_targets(wanted, device), Worker(engine=0, rank=0, num_ranks=1, device=device)
-    receiver = PeerReceiver(trainer, trainer.layout(), worker, targets, landings_of(wanted, 0), lambda name: None)
+    receiver = PeerReceiver(Targets(wanted.shapes, targets, landings_of(wanted, 0)), trainer, worker)
     for transfer in (1, 2):
-        num_buckets = receiver.open(1, transfer)
+        num_buckets = receiver.open(opening(1, transfer))
         assert num_buckets > 4
         assert {receiver.receive(bucket) for bucket in range(num_buckets)} == {None}
         assert_filled(targets, wanted)

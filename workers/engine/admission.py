@@ -1,6 +1,6 @@
 """How many requests an engine decodes at the same time, by the pressure on its key-value cache.
 
-vLLM's step reports -> RunningLimit;  requests -> Gate -> vLLM
+vLLM's step reports -> pressure_gauge -> RunningLimit;  requests -> Gate -> vLLM
 
 vLLM admits a request when its prompt fits and preempts it when the replies outgrow the cache: what it had computed is
 computed again. Admitting fewer is faster than preempting.
@@ -12,11 +12,17 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.loggers import StatLoggerFactory
+    from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 DECREASE = 0.75
 """Share of the running requests that is kept after a preemption."""
 ROOM = 0.85
-"""Share of the cache in use above which no further request is admitted beyond the limit of the moment."""
+"""Share of the cache in use above which the limit does not rise."""
 STEPS_PER_INCREASE = 64
 """Steps with room between two increases: a request that was let in must first show how much it takes."""
 
@@ -67,34 +73,54 @@ class Gate:
 
     @asynccontextmanager
     async def admitted(self) -> AsyncIterator[None]:
-        await self._enter()
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self.refill()
         try:
+            await turn
             yield
         finally:
-            self.inside -= 1
-            self.refill()
+            if turn.done() and not turn.cancelled():  # else it was cancelled before it was let in
+                self.inside -= 1
+                self.refill()
 
     def forgive(self) -> None:
-        """All that are inside are about to be preempted; how many of them run is known of the last step only."""
+        """All requests inside are about to be preempted; how many of them run is known from the last step only."""
         self.limit.forgive(self.inside)
 
     def refill(self) -> None:
-        """Let in whoever the limit has room for; to be called when it rises."""
+        """Let in as many as the limit has room for; to be called when it rises."""
         while self._waiting and self.inside < self.limit.value:
             turn = self._waiting.popleft()
             if not turn.done():
                 self.inside += 1
                 turn.set_result(None)
 
-    async def _enter(self) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        self.refill()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                # Cancelled after it was let in, before it could know.
-                self.inside -= 1
-                self.refill()
-            raise
+
+def pressure_gauge(gate: Gate) -> StatLoggerFactory:
+    """Reports each step of vLLM to the gate: one of the `stat_loggers` of its AsyncLLM."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Gauge(StatLoggerBase):
+        """Called in the event loop that samples."""
+
+        def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+            """It needs nothing of these."""
+
+        def record(
+            self,
+            scheduler_stats: SchedulerStats | None,
+            iteration_stats: IterationStats | None,
+            mm_cache_stats: MultiModalCacheStats | None = None,
+            engine_idx: int = 0,
+        ) -> None:
+            if scheduler_stats is None:
+                return
+            preempted = iteration_stats.num_preempted_reqs if iteration_stats is not None else 0
+            gate.limit.step(scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage, preempted)
+            gate.refill()
+
+        def log_engine_initialized(self) -> None:
+            """Nothing to say."""
+
+    return Gauge

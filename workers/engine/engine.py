@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlflow.config import Config, Placement, Verify, sends_adapters
-from rlflow.errors import ConfigError, EngineLost, RunError, WeightsOvertaken
+from rlflow.errors import EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
 from rlflow.runtime.deadlines import within
 from rlflow.runtime.disk import TEMPORARY
 from rlflow.runtime.variables import variables
 from rlflow.weights.engine.messages import ADAPTER_ID, WeightReport
-from rlflow.workers.engine.admission import Gate, RunningLimit
-from rlflow.workers.engine.loading import Loading, loading_of
+from rlflow.workers.engine.admission import Gate, RunningLimit, pressure_gauge
+from rlflow.workers.engine.loading import Loading
 from rlflow.workers.engine.setup import (
     cache_shape,
     check_engine,
@@ -96,8 +96,6 @@ class RolloutEngine:
     def _build(self) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
-
-        from rlflow.workers.engine.pressure import pressure_gauge
 
         # vLLM leaves the files of its sockets behind. Once it has started, all who will ever meet there have.
         folder = tempfile.TemporaryDirectory(prefix="rlflow-vllm-", dir=TEMPORARY)
@@ -219,7 +217,7 @@ class RolloutEngine:
         if isinstance(error, EngineDeadError):
             raise self._lost(f"vLLM died while it loaded weights; {log_hint()}") from error
         subject = f"rollout engine {self._index} could not load weights of version {staged.version}"
-        is_answer = isinstance(error, Exception) and not isinstance(error, RunError | ConfigError)
+        is_answer = isinstance(error, Exception) and not isinstance(error, RunError)
         if is_answer and self._config.rollout.tensor_parallel > 1:
             # vLLM takes the first worker's error for the answer and leaves the others' to be the next call's: whoever
             # gets this ends the engine.
@@ -228,7 +226,7 @@ class RolloutEngine:
             "abort of a weight update", self._config.deadlines.weights_s, self._loading_of_engine.give_up(staged)
         )
         is_overtaken = await asyncio.shield(giving_up)
-        if not isinstance(error, Exception) or isinstance(error, ConfigError):
+        if not isinstance(error, Exception):
             return
         if is_overtaken or isinstance(error, WeightsOvertaken):
             raise WeightsOvertaken(f"{subject}, which the trainer has replaced: {error}") from error
@@ -324,7 +322,7 @@ class RolloutEngine:
     @property
     def _loading_of_engine(self) -> Loading:
         if self._weights is None:
-            self._weights = loading_of(self._config, self._engine, self._index)
+            self._weights = Loading(self._engine, self._config, self._index)
         return self._weights
 
     async def _within(self, stage: str, seconds: float, work: Awaitable[T]) -> T:

@@ -15,7 +15,6 @@ from typing import Any
 from rlflow.config import ADAPTER_RANKS, Config, Dtype, LoraConfig, Placement, Transport, sends_adapters, transport_of
 from rlflow.errors import ConfigError
 from rlflow.runtime.environment import share_cpu
-from rlflow.weights.engine.messages import backend_of
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of one cache block on a CPU: the smallest that its attention kernel takes."""
@@ -96,8 +95,13 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
         "distributed_executor_backend": "mp" if config.rollout.tensor_parallel > 1 else "uni",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        **(_adapter_arguments(config.lora, model_path) if sends_adapters(config) else _whole_model_arguments(config)),
+        "worker_extension_cls": "rlflow.weights.extension.WorkerExtension",
     }
+    if sends_adapters(config):
+        arguments.update(_adapter_arguments(config.lora, model_path))
+    else:
+        # The first weight update fills every parameter and fails if one is left out; nothing of a checkpoint is needed.
+        arguments["load_format"] = "dummy"
     if not on_gpu:
         arguments.update(
             enforce_eager=True,
@@ -114,15 +118,6 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
     return arguments
 
 
-def _whole_model_arguments(config: Config) -> dict[str, Any]:
-    return {
-        # The first weight update fills every parameter and fails if one is left out; nothing of a checkpoint is needed.
-        "load_format": "dummy",
-        "weight_transfer_config": {"backend": backend_of(transport_of(config))},
-        "worker_extension_cls": "rlflow.weights.engine.receiver.WorkerExtension",
-    }
-
-
 def _adapter_arguments(lora: LoraConfig, model_path: str) -> dict[str, Any]:
     assert lora.rank is not None
     return {
@@ -132,7 +127,6 @@ def _adapter_arguments(lora: LoraConfig, model_path: str) -> dict[str, Any]:
         "max_lora_rank": largest_rank(lora.rank),
         # Else vLLM would multiply for the embedding and the head too, with nothing.
         "lora_target_modules": adapted_layers(model_path),
-        "worker_extension_cls": "rlflow.weights.adapters.AdapterExtension",
     }
 
 

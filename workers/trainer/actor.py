@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlflow.algorithms.advantage.gae import Moments
-from rlflow.algorithms.chosen import needs_critic, token_advantage_of
+from rlflow.algorithms.registry import needs_critic, token_advantage_of
+from rlflow.algorithms.token_advantage.gae import Moments
 from rlflow.batching import MicroBatchPlan, plan_micro_batches
 from rlflow.config import Config, num_shares
 from rlflow.roles import StagedWeights, StepOutcome
@@ -55,9 +55,9 @@ class TrainerWorker:
     def start(self, rendezvous: str) -> None:
         from rlflow.weights.senders import build_sender
         from rlflow.workers.trainer.backends import build_backend
-        from rlflow.workers.trainer.base import Role
+        from rlflow.workers.trainer.base import TrainerRole
 
-        role = Role.critic if self._is_critic else Role.policy
+        role = TrainerRole.critic if self._is_critic else TrainerRole.policy
         self._backend = build_backend(self._config, self._model_path, self._rank, self._world_size, rendezvous, role)
         self._sender = None
         if not self._is_critic:

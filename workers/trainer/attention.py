@@ -30,7 +30,7 @@ ATTENTION = "rlflow_packed"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Block:
+class PaddedBlock:
     """Segments of similar length, padded to the longest; padded queries give finite values that nobody reads."""
 
     query_rows: Tensor  # [B, Q], rows of the packed batch
@@ -39,10 +39,10 @@ class Block:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Layout:
+class AttentionLayout:
     """How the tokens of one row attend; made for the one or the other kernel."""
 
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[PaddedBlock, ...] = ()
     slots: Tensor | None = None  # [T], where each token lies in the blocks' queries, laid end to end
     block_mask: BlockMask | None = None
 
@@ -80,10 +80,10 @@ def attention_window(text: PreTrainedConfig) -> int | None:
     return getattr(text, "sliding_window", None) if is_sliding else None
 
 
-def attention_layout(packed: PackedBatch, device: torch.device, use_flex: bool) -> Layout:
+def attention_layout(packed: PackedBatch, device: torch.device, use_flex: bool) -> AttentionLayout:
     """The layout for the CUDA kernel, if `use_flex`, or else for the one that runs anywhere."""
     if use_flex:
-        return Layout(block_mask=_block_mask(packed, device))
+        return AttentionLayout(block_mask=_block_mask(packed, device))
     tables = [_prompt_block(packed, chosen) for chosen in _buckets(packed.prompt_lengths)]
     key_lengths = packed.prompt_lengths[packed.completion_prompts] + packed.completion_lengths
     for chosen in _buckets(packed.completion_lengths, key_lengths):
@@ -96,14 +96,14 @@ def attention_layout(packed: PackedBatch, device: torch.device, use_flex: bool) 
         offset += query_rows.size
     assert slots.min() >= 0, "every token belongs to a segment"
     blocks = tuple(
-        Block(
+        PaddedBlock(
             query_rows=torch.from_numpy(queries).to(device),
             key_rows=torch.from_numpy(keys).to(device),
             mask=None if mask is None else torch.from_numpy(mask[:, None]).to(device),
         )
         for queries, _, keys, mask in tables
     )
-    return Layout(blocks=blocks, slots=torch.from_numpy(slots).to(device))
+    return AttentionLayout(blocks=blocks, slots=torch.from_numpy(slots).to(device))
 
 
 _Table = tuple[IndexArray, IndexArray, IndexArray, "NDArray[np.bool_] | None"]
@@ -156,7 +156,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    layout: Layout,
+    layout: AttentionLayout,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, fewer heads, T, D] -> [1, T, H, D], as transformers calls it.
@@ -173,7 +173,7 @@ def packed_attention(
     return F.embedding(layout.slots, torch.cat(outputs)).view(1, len(layout.slots), query.shape[1], -1), None
 
 
-def _attend(block: Block, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def _attend(block: PaddedBlock, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """One block's outputs, [B * Q, H * D]."""
     output = F.scaled_dot_product_attention(
         _gather(query, block.query_rows),

@@ -6,11 +6,11 @@ import torch
 
 from rlflow.config import Backend, Config, Offload
 from rlflow.errors import ConfigError
-from rlflow.workers.trainer.base import Role, TrainerBackend
+from rlflow.workers.trainer.base import TrainerBackend, TrainerRole
 
 
 def build_backend(
-    config: Config, model_path: str, rank: int, world_size: int, rendezvous: str, role: Role = Role.policy
+    config: Config, model_path: str, rank: int, world_size: int, rendezvous: str, role: TrainerRole = TrainerRole.policy
 ) -> TrainerBackend:
     """One rank of the trainer; returns when all ranks have met at `rendezvous` and hold the model.
 

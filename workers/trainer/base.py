@@ -19,7 +19,7 @@ MicroBatch = Sequence[Sequence[TrainSample]]
 """What goes through the model at once: pieces of groups, each with its samples."""
 
 
-class Role(StrEnum):
+class TrainerRole(StrEnum):
     """What a trainer trains."""
 
     policy = "policy"

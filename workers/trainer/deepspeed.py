@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rlflow.config import Config, Dtype, Offload
 from rlflow.errors import ConfigError
 from rlflow.weights.shape.layout import Layout, runs_layout
-from rlflow.workers.trainer.base import MicroBatch, Role
+from rlflow.workers.trainer.base import MicroBatch, TrainerRole
 from rlflow.workers.trainer.packed import PackedTrainer, adamw, fresh_moments, state_tensors
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader
 from rlflow.workers.trainer.zero import PartitionedOptimizer, PartitionedParameters
@@ -35,7 +35,13 @@ class DeepSpeedTrainer(PackedTrainer):
     """One rank; see `PackedTrainer` for the arguments."""
 
     def __init__(
-        self, config: Config, model_path: str, rank: int, world_size: int, rendezvous: str, role: Role = Role.policy
+        self,
+        config: Config,
+        model_path: str,
+        rank: int,
+        world_size: int,
+        rendezvous: str,
+        role: TrainerRole = TrainerRole.policy,
     ) -> None:
         super().__init__(config, model_path, rank, world_size, rendezvous, role, is_distributed=True)
         self._deepspeed = _import_deepspeed(self._device)

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from rlflow.algorithms.advantage.gae import DoubleArray, Moments, TokenAdvantages, token_rewards, whiten
-from rlflow.algorithms.chosen import TokenAdvantage
-from rlflow.batching import Piece, spread_over_turns
+from rlflow.algorithms.registry import TokenAdvantage
+from rlflow.algorithms.token_advantage.gae import DoubleArray, Moments, TokenAdvantages, token_rewards, whiten
+from rlflow.batching import BatchPiece, spread_over_turns
 from rlflow.groups.staleness import without_old_tokens
 from rlflow.types import CriticTargets, EpisodePayload, FloatArray, ReadyGroup, Sample, TrainSample
 
@@ -33,10 +33,10 @@ class Fetcher:
         self._token_advantage = token_advantage
         self._kl_coefficient = kl_coefficient
 
-    def payloads(self, piece: Piece) -> list[EpisodePayload]:
+    def payloads(self, piece: BatchPiece) -> list[EpisodePayload]:
         return _get(self._groups[piece.group].payloads, piece)
 
-    def samples(self, piece: Piece) -> list[TrainSample]:
+    def samples(self, piece: BatchPiece) -> list[TrainSample]:
         group = self._groups[piece.group]
         nothing: list[Any] = [None] * len(piece.episodes)
         references = nothing if group.references is None else _get(group.references, piece)
@@ -130,7 +130,7 @@ def samples_in(micro_batches: Sequence[Sequence[Sequence[TrainSample]]]) -> Iter
             yield from piece
 
 
-def _get(handles: Sequence[object], piece: Piece) -> list[Any]:
+def _get(handles: Sequence[object], piece: BatchPiece) -> list[Any]:
     import ray
 
     return ray.get([handles[index] for index in piece.episodes])  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from rlflow.config import Config, Offload
 from rlflow.weights.shape.layout import Layout, chunk_of, fsdp_layout
-from rlflow.workers.trainer.base import MicroBatch, Role
+from rlflow.workers.trainer.base import MicroBatch, TrainerRole
 from rlflow.workers.trainer.packed import PackedTrainer, adamw, fresh_moments, state_tensors
 from rlflow.workers.trainer.policy import Policy, torch_dtype
 from rlflow.workers.trainer.process_group import join_subgroup
@@ -34,7 +34,13 @@ class FsdpTrainer(PackedTrainer):
     """One rank; see `PackedTrainer` for the arguments."""
 
     def __init__(
-        self, config: Config, model_path: str, rank: int, world_size: int, rendezvous: str, role: Role = Role.policy
+        self,
+        config: Config,
+        model_path: str,
+        rank: int,
+        world_size: int,
+        rendezvous: str,
+        role: TrainerRole = TrainerRole.policy,
     ) -> None:
         self._is_offloaded = config.trainer.offload is Offload.cpu
         is_sharded = world_size > 1 or torch_dtype(config) != torch.float32 or self._is_offloaded

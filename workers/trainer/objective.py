@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms.aggregation import Denominator, denominator, token_weights
-from rlflow.algorithms.chosen import objective_of
 from rlflow.algorithms.entropy import leaves_out_negatives, without_negatives
-from rlflow.algorithms.kl import next_coefficient
+from rlflow.algorithms.kl.base import next_coefficient
 from rlflow.algorithms.proximal import interpolate_proximal
+from rlflow.algorithms.registry import objective_of
 from rlflow.algorithms.tokens import Tokens, clamp_log_ratio
 from rlflow.batching import PackedBatch
 from rlflow.config import Config, Proximal

@@ -23,10 +23,10 @@ from rlflow.errors import RunError
 from rlflow.roles import StepOutcome
 from rlflow.types import FloatArray
 from rlflow.weights.shape.layout import Layout
-from rlflow.workers.trainer.base import MicroBatch, Role, TrainerBackend
+from rlflow.workers.trainer.base import MicroBatch, TrainerBackend, TrainerRole
 from rlflow.workers.trainer.lora import add_adapters, is_adapter, merged, parts_of, peft_name, without_adapters
 from rlflow.workers.trainer.objective import Objective, PolicyObjective
-from rlflow.workers.trainer.parking import Parked, park, unpark
+from rlflow.workers.trainer.offload import Parked, park, unpark
 from rlflow.workers.trainer.policy import Policy, load_policy, split_logprobs, torch_dtype
 from rlflow.workers.trainer.process_group import choose_device, join
 from rlflow.workers.trainer.shards import MOMENTS, Shard, ShardReader, Snapshot
@@ -43,7 +43,7 @@ class PackedTrainer(TrainerBackend):
         rank: int,
         world_size: int,
         rendezvous: str,
-        role: Role,
+        role: TrainerRole,
         is_distributed: bool,
     ) -> None:
         """Join the other ranks, if `is_distributed`, and load the model.
@@ -254,8 +254,8 @@ class PackedTrainer(TrainerBackend):
         return total
 
 
-def _model_of(role: Role, config: Config, model_path: str) -> tuple[Policy | ValueModel, Objective]:
-    is_critic = role is Role.critic
+def _model_of(role: TrainerRole, config: Config, model_path: str) -> tuple[Policy | ValueModel, Objective]:
+    is_critic = role is TrainerRole.critic
     found = load_value_model(config, model_path) if is_critic else load_policy(config, model_path)
     if config.lora.rank is not None:
         heads = ("score",) if is_critic else ()

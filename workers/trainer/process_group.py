@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from rlflow.weights.p2p.meeting import own_address
+from rlflow.weights.p2p.rendezvous import own_address
 
 LOOPBACK = "127.0.0.1"
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
-from rlflow.algorithms.loss.value import value_loss
+from rlflow.algorithms.value_loss import value_loss
 from rlflow.batching import PackedBatch
 from rlflow.config import Config
 from rlflow.roles import Mean

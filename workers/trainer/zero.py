@@ -17,7 +17,7 @@ from torch import Tensor
 from rlflow.weights.shape.layout import chunk_of
 
 
-class Piece(NamedTuple):
+class ZeroRun(NamedTuple):
     """Elements [start, stop) of a parameter, which lie one after the other in a flat buffer, from `offset` on."""
 
     name: str
@@ -42,7 +42,7 @@ class ZeroLayout(ABC):
         self._world_size = world_size
 
     @abstractmethod
-    def masters(self) -> Iterator[tuple[Tensor, list[Piece]]]:
+    def masters(self) -> Iterator[tuple[Tensor, list[ZeroRun]]]:
         """Each flat float32 buffer and the pieces of parameters in it; in memory until the next one is asked for."""
 
     def gradients(self) -> list[Tensor]:
@@ -71,14 +71,14 @@ class PartitionedOptimizer(ZeroLayout):
     def _is_offloaded(self) -> bool:
         return self._zero.cpu_offload
 
-    def masters(self) -> Iterator[tuple[Tensor, list[Piece]]]:
-        pieces: list[Piece] = []
+    def masters(self) -> Iterator[tuple[Tensor, list[ZeroRun]]]:
+        pieces: list[ZeroRun] = []
         for name, parameter in self._trained.items():
             mapping = parameter._hp_mapping
             if mapping is not None:
                 start, size = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
                 offset = mapping.hp_fragment_address.start
-                pieces.append(Piece(name=name, start=start, stop=start + size, offset=offset))
+                pieces.append(ZeroRun(name=name, start=start, stop=start + size, offset=offset))
         yield self._zero.single_partition_of_fp32_groups[0], pieces
 
     def publish(self) -> None:
@@ -101,12 +101,12 @@ class PartitionedParameters(ZeroLayout):
     def _is_offloaded(self) -> bool:
         return self._zero.offload_optimizer
 
-    def masters(self) -> Iterator[tuple[Tensor, list[Piece]]]:
-        pieces: list[list[Piece]] = [[] for _ in self._zero.fp32_partitioned_groups_flat]
+    def masters(self) -> Iterator[tuple[Tensor, list[ZeroRun]]]:
+        pieces: list[list[ZeroRun]] = [[] for _ in self._zero.fp32_partitioned_groups_flat]
         for name, parameter in self._trained.items():
             group, offset, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
             start, stop = chunk_of(parameter.ds_numel, self._rank, self._world_size)
-            pieces[group].append(Piece(name=name, start=start, stop=stop, offset=offset))
+            pieces[group].append(ZeroRun(name=name, start=start, stop=stop, offset=offset))
         for group, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
             is_swapped = self._zero._swappable_optimizer_subgroup(group)
             if is_swapped:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlflow.algorithms.advantage.base import Advantages, Group, require_turns, standardise
-from rlflow.algorithms.options import require
+from rlflow.algorithms.base import Traits, require
 
 
+@Traits(is_per_turn=True)
 def eapo(groups: Sequence[Group], *, discount: float = 0.95) -> Advantages:
     """(discount^(T - t) R - mean) / (deviation + 1e-6) for turn t of T, over all turns of all episodes of the group.
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rlflow.algorithms.advantage.base import (
-    Advantages,
-    Group,
-    deviation,
-    divide,
-    standardise,
-    whole_episodes,
-)
+from rlflow.algorithms.advantage.base import Advantages, Group, Scope, deviation, divide, standardise, whole_episodes
+from rlflow.algorithms.base import Traits
 from rlflow.errors import ConfigError
 
 
+@Traits(scope=Scope.batch)
 def gdpo(groups: Sequence[Group], *, weights: Mapping[str, float] | None = None) -> Advantages:
     """sum over components of weight * (r - mean) / (deviation + 1e-6) of the group, then / deviation of the batch.
 

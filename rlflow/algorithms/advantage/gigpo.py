@@ -14,9 +14,10 @@ from rlflow.algorithms.advantage.base import (
     rewards_of,
     standardise,
 )
-from rlflow.algorithms.options import require
+from rlflow.algorithms.base import Traits, require
 
 
+@Traits(is_per_turn=True)
 def gigpo(
     groups: Sequence[Group], *, step_weight: float = 1.0, discount: float = 0.95, normalise: bool = True
 ) -> Advantages:

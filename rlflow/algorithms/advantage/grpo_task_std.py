@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from rlflow.algorithms.advantage.base import EPSILON, Advantages, Group, centre, deviation, rewards_of
+from rlflow.algorithms.advantage.base import EPSILON, Advantages, Group, Scope, centre, deviation, rewards_of
+from rlflow.algorithms.base import Traits
 
 
+@Traits(scope=Scope.batch)
 def grpo_task_std(groups: Sequence[Group]) -> Advantages:
     """(r - mean of the group) / (deviation of the batch's rewards of the same `task_kind` + 1e-6)."""
     by_kind: dict[str, list[float]] = defaultdict(list)

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlflow.algorithms.advantage.base import (
-    Advantages,
-    Group,
-    deviation,
-    divide,
-    rewards_of,
-    whole_episodes,
-)
+from rlflow.algorithms.advantage.base import Advantages, Group, deviation, divide, rewards_of, whole_episodes
 
 
 def passk(groups: Sequence[Group], *, normalise: bool = False) -> Advantages:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlflow.algorithms.advantage.base import Advantages, Group, all_equal, centre, rewards_of, whole_episodes
-from rlflow.algorithms.advantage.gae import Moments, whiten_value
+from rlflow.algorithms.advantage.base import Advantages, Group, Scope, all_equal, centre, rewards_of, whole_episodes
+from rlflow.algorithms.base import Traits
+from rlflow.algorithms.token_advantage.gae import Moments, whiten_value
 
 
+@Traits(scope=Scope.batch)
 def reinforce_pp_baseline(groups: Sequence[Group]) -> Advantages:
     """r - mean of the group, whitened over all loss tokens of the batch.
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlflow.algorithms.advantage.base import Advantages, Group, Scored
+from rlflow.algorithms.base import Traits
 from rlflow.errors import ConfigError
 
 
+@Traits(needs_greedy=True)
 def remax(groups: Sequence[Group]) -> Advantages:
     """r - reward of the greedy episode of the same task.
 

@@ -9,10 +9,7 @@ from rlflow.algorithms.advantage.base import Advantages, Group, centre, rewards_
 
 def rloo(groups: Sequence[Group]) -> Advantages:
     """r - mean of the others' rewards = G / (G - 1) (r - mean of the group); exactly 0 where no reward differs."""
-    return [whole_episodes(_leave_one_out(rewards_of(group))) for group in groups]
-
-
-def _leave_one_out(rewards: Sequence[float]) -> list[float]:
-    if len(rewards) < 2:
-        return [0.0] * len(rewards)
-    return [value * len(rewards) / (len(rewards) - 1) for value in centre(rewards)]
+    return [
+        whole_episodes([value * len(group) / max(len(group) - 1, 1) for value in centre(rewards_of(group))])
+        for group in groups
+    ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from rlflow.algorithms.base import Traits, require_range
 from rlflow.algorithms.correction.base import geometric_ratios, is_within
-from rlflow.algorithms.options import require_range
 from rlflow.algorithms.tokens import Tokens
 
 
+@Traits(is_mask=True)
 def geometric(tokens: Tokens, target: Tensor, *, low: float = 0.999, high: float = 1.001) -> Tensor:
     """1 where the geometric mean over the sequence of target / behaviour lies in [low, high], otherwise 0; [N].
 

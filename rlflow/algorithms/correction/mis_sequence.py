@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from rlflow.algorithms.base import require_range
 from rlflow.algorithms.correction.base import keep_within, sequence_ratios
-from rlflow.algorithms.options import require_range
 from rlflow.algorithms.tokens import Tokens
 
 

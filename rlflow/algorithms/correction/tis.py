@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from rlflow.algorithms.base import require_positive
 from rlflow.algorithms.correction.base import token_ratios
-from rlflow.algorithms.options import require_positive
 from rlflow.algorithms.tokens import Tokens
 
 

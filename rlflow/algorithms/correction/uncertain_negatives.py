@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlflow.algorithms.entropy import EntropyOf, without_uncertain_negatives
-from rlflow.algorithms.options import require
-from rlflow.algorithms.tokens import Tokens
+from rlflow.algorithms.base import Traits, require, require_positive
+from rlflow.algorithms.tokens import Tokens, sequence_mean, spread
 
 
+@Traits(is_mask=True)
 def uncertain_negatives(tokens: Tokens, target: Tensor, *, threshold: float = 1.0, of: str = "token") -> Tensor:
     """0 where A < 0 and the entropy of the token, or with of=sequence its mean, exceeds `threshold` nats; [N].
 
     The paper does not give its threshold.
     """
-    require(of in tuple(EntropyOf), "of", f"one of {', '.join(EntropyOf)}", of)
-    return without_uncertain_negatives(tokens, threshold=threshold, of=EntropyOf(of)).to(target.dtype)
+    require_positive("threshold", threshold)
+    require(of in ("token", "sequence"), "of", "one of token, sequence", of)
+    entropies = tokens.entropies.detach()
+    if of == "sequence":
+        entropies = spread(sequence_mean(entropies, tokens), tokens)
+    return (~((tokens.advantages < 0) & (entropies > threshold))).to(target.dtype)

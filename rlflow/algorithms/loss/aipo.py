@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from rlflow.algorithms.base import Traits, require_positive
 from rlflow.algorithms.loss.base import TokenLoss, behaviour_ratio, none_clipped, score
-from rlflow.algorithms.options import require_positive
 from rlflow.algorithms.tokens import Tokens
 
 
+@Traits(is_corrected=True)
 def aipo(tokens: Tokens, *, cap: float = 2.0) -> TokenLoss:
     """-stop_gradient(min(policy / behaviour, cap)) A log p.
 

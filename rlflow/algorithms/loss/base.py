@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rlflow.algorithms.options import require
+from rlflow.algorithms.base import require
 from rlflow.algorithms.tokens import Tokens, clamp_log_ratio
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlflow.algorithms.base import Traits, require_positive
 from rlflow.algorithms.loss.base import TokenLoss, behaviour_ratio, score
-from rlflow.algorithms.options import require_positive
 from rlflow.algorithms.tokens import Tokens
 
 _SMALLEST = 1e-12
 """Stands for a probability of 0, whose logarithm is not a number to compute with."""
 
 
+@Traits(is_corrected=True)
 def dppo_kl(tokens: Tokens, *, threshold: float = 0.05, cap: float = 20.0) -> TokenLoss:
     """-stop_gradient(min(policy / behaviour, cap)) A log p, for tokens whose distribution has not moved too far.
 

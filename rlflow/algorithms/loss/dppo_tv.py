@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from rlflow.algorithms.base import Traits, require, require_positive
 from rlflow.algorithms.loss.base import TokenLoss, behaviour_ratio, score
-from rlflow.algorithms.options import require, require_positive
 from rlflow.algorithms.tokens import Tokens
 
 
+@Traits(is_corrected=True)
 def dppo_tv(tokens: Tokens, *, clip_low: float = 0.15, clip_high: float = 0.15, cap: float = 20.0) -> TokenLoss:
     """-stop_gradient(min(policy / behaviour, cap)) A log p, for tokens whose probability has not moved too far.
 

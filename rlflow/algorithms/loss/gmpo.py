@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from rlflow.algorithms.base import require_positive
 from rlflow.algorithms.loss.base import TokenLoss
-from rlflow.algorithms.options import require_positive
 from rlflow.algorithms.tokens import Tokens, clamp_log_ratio, sequence_mean, spread
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from rlflow.algorithms.base import require
 from rlflow.algorithms.loss.base import TokenLoss, check_clips, clipped_surrogate
-from rlflow.algorithms.options import require
 from rlflow.algorithms.tokens import Tokens, clamp_log_ratio
 
 

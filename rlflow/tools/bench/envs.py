@@ -22,10 +22,10 @@ from rlflow.config import Config
 from rlflow.environments.pool import EnvironmentPool
 from rlflow.envs.base import Environment, Prompt, Step
 from rlflow.models.resolve import resolve_model
-from rlflow.rollout.client import Transport
+from rlflow.rollout.client import RemoteCalls
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.types import GroupOrder, Message, PlayedGroup, Task, Transcript, Verdict
-from rlflow.workers.episode import EpisodeRunner
+from rlflow.workers.runner import EpisodeRunner
 
 NUM_EPISODES = 1000
 GROUP_SIZE = 8
@@ -113,8 +113,8 @@ async def measure(num_episodes: int, tool_s: tuple[float, float] = TOOL_S) -> di
 def _runner(pool: EnvironmentPool) -> EpisodeRunner:
     config = Config()
     config.model.max_length = 8192
-    transport = Transport(cancel=lambda call: None, is_lost=lambda error: False)
-    return EpisodeRunner(config, resolve_model("tiny"), pool, _Scorer(), _Engine(), transport=transport)
+    calls = RemoteCalls(cancel=lambda call: None, is_lost=lambda error: False)
+    return EpisodeRunner(config, resolve_model("tiny"), pool, _Scorer(), _Engine(), calls=calls)
 
 
 async def _play(runner: EpisodeRunner, num_episodes: int) -> list[PlayedGroup]:

@@ -25,8 +25,8 @@ from rlflow.weights.disk.delta import bits
 from rlflow.weights.disk.manifest import ParameterSpec
 from rlflow.weights.disk.reader import StoreReader
 from rlflow.weights.disk.writer import Part, StoreWriter
-from rlflow.weights.learn.tracing import Landing
 from rlflow.weights.shape.boxes import row_major
+from rlflow.weights.shape.landings import Landing
 from rlflow.weights.shape.layout import Region
 from rlflow.workers.trainer.base import TrainerBackend
 from rlflow.workers.trainer.fsdp import FsdpTrainer

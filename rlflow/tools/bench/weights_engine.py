@@ -12,7 +12,7 @@ from typing import Any
 
 from rlflow.roles import StagedWeights
 from rlflow.rollout.requests import GenerateRequest
-from rlflow.weights.engine.messages import message_of
+from rlflow.weights.engine.messages import Comparison, comparison_message
 from rlflow.workers.engine.engine import RolloutEngine
 
 
@@ -66,7 +66,7 @@ class MeasuredEngine(RolloutEngine):
 
     async def place(self, staged: StagedWeights) -> float:
         """Seconds of copying a version from the arena to where the slowest worker takes it from."""
-        message = message_of(staged, staged.slots)
+        message = comparison_message(Comparison(staged=staged, columns=None))
         return max(await self._engine.collective_rpc("bench_place", kwargs=message))
 
     async def reload(self, file: Path) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlflow.algorithms.chosen import needs_critic
+from rlflow.algorithms.registry import needs_critic
 from rlflow.cluster.gpus import gpu_plan
 from rlflow.config import Backend, Config, Placement, Transport, object_store_bytes, sends_adapters, transport_of
 from rlflow.tools.doctor.here import ModelSize

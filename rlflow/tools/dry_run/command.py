@@ -33,7 +33,7 @@ _CURES = {
 
 def dry_run(config: Config, *, json_wanted: bool) -> int:
     """Print the estimate; returns the exit code, 0. Raises ConfigError for whatever the run would refuse."""
-    from rlflow.algorithms.chosen import check_functions
+    from rlflow.algorithms.registry import check_functions
     from rlflow.models.resolve import REWARD, check_gives_score, resolve_config
     from rlflow.tools.dry_run.model import read_model, read_reward_model  # imports torch and transformers
     from rlflow.workers.engine.setup import check_engine

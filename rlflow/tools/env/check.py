@@ -28,7 +28,7 @@ from rlflow.rewards.choose import choose_rewards, is_environment_alone
 from rlflow.rewards.client import EnvironmentScorer, Scorer
 from rlflow.rewards.pool import ScorerPool
 from rlflow.rollout.chat import Chat, Reply
-from rlflow.rollout.episode import Worlds, play_episode, summarize
+from rlflow.rollout.episode import EnvironmentSource, play_episode, summarize
 from rlflow.rollout.gateway.server import Gateway
 from rlflow.rollout.limits import EpisodeLimits
 from rlflow.rollout.render import Renderer
@@ -110,11 +110,11 @@ async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -
         gateway = Gateway()
         await gateway.start()
         stack.push_async_callback(gateway.stop)
-        worlds, score = _TimedWorlds(pool, slowest), _timed(scorer.score, "scoring", slowest)
+        worlds, score = _TimedSource(pool, slowest), _timed(scorer.score, "scoring", slowest)
 
         async def play(task: Task, script: Script) -> EpisodeSummary:
             chat = ScriptedChat(task, script, renderer, limits)
-            episode = await play_episode(worlds, task, chat, limits, door=gateway)
+            episode = await play_episode(worlds, task, chat, limits, gateway=gateway)
             return summarize(episode, None if episode.end.is_error else await score(episode.transcript))
 
         for name, script in scripts_of(spec, tasks).items():
@@ -123,10 +123,10 @@ async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -
     return Report(played=played, slowest=slowest, template=template, problems=_problems(played, template))
 
 
-class _TimedWorlds:
-    """Worlds whose calls are timed."""
+class _TimedSource:
+    """Environments whose calls are timed."""
 
-    def __init__(self, worlds: Worlds, slowest: dict[str, float]) -> None:
+    def __init__(self, worlds: EnvironmentSource, slowest: dict[str, float]) -> None:
         self._open = _timed(worlds.open, "build", slowest)
         self._slowest = slowest
         self.lease = worlds.lease

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from rlflow.algorithms.chosen import check_functions
+from rlflow.algorithms.registry import check_functions
 from rlflow.config import Config
 from rlflow.environments.find import held_out_tasks, load_environment
 from rlflow.errors import ConfigError

@@ -1,11 +1,11 @@
 """Bringing an engine's tensors to a version on disk: the files are verified first, then written over the tensors.
 
-folder, version, what is held -> fetch -> Update (verified, mapped) -> apply -> the rank's own tensors
+folder, version, what is held -> fetch -> FetchedUpdate (verified, mapped) -> apply -> the rank's own tensors
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +14,19 @@ from torch import Tensor
 
 from rlflow.errors import ConfigError
 from rlflow.weights.disk.delta import land, land_box
-from rlflow.weights.disk.manifest import Manifest, Stamp, chain, missing, rank_file, version_folder
-from rlflow.weights.disk.part_files import POSITIONS, VALUES, PartFile, parse_box_key
-from rlflow.weights.learn.tracing import Landing
+from rlflow.weights.disk.manifest import (
+    POSITIONS,
+    VALUES,
+    Manifest,
+    PartFile,
+    Stamp,
+    chain,
+    missing,
+    parse_box_key,
+    rank_file,
+    version_folder,
+)
+from rlflow.weights.shape.landings import Landings
 from rlflow.weights.shape.layout import Shapes
 
 
@@ -29,11 +39,11 @@ class FetchedVersion:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Update:
-    """What leads from one version to another; nothing, where they are the same."""
+class FetchedUpdate:
+    """What leads from one version to another; no versions if they are the same."""
 
     base: Stamp | None
-    """What must be held; None where that does not matter."""
+    """What must be held; None if that does not matter."""
     versions: tuple[FetchedVersion, ...]
 
     @property
@@ -44,13 +54,7 @@ class Update:
 class StoreReader:
     """One rank of an engine that follows the versions in a folder."""
 
-    def __init__(
-        self,
-        folder: Path,
-        targets: Mapping[str, Tensor],
-        landings: Mapping[str, Sequence[Landing]],
-        shapes: Shapes,
-    ) -> None:
+    def __init__(self, folder: Path, targets: Mapping[str, Tensor], landings: Landings, shapes: Shapes) -> None:
         """`targets` are the rank's contiguous tensors, `landings` what they take of each parameter; `shapes` are the
         parameters' as the engine knows them."""
         self.held: Stamp | None = None
@@ -60,7 +64,7 @@ class StoreReader:
         self._landings = landings
         self._shapes = shapes
 
-    def fetch(self, version: int) -> Update:
+    def fetch(self, version: int) -> FetchedUpdate:
         """Open and verify what leads from what is held to `version`. The targets are not touched.
 
         Raises WeightsOvertaken when the version is not there (any more), WeightsDamaged when a file is not what was
@@ -70,14 +74,14 @@ class StoreReader:
         for manifest in manifests:
             self._check(manifest)
         base = manifests[0].base if manifests else self.held
-        return Update(base=base, versions=tuple(self._open(manifest, manifests[-1]) for manifest in manifests))
+        return FetchedUpdate(base=base, versions=tuple(self._open(manifest, manifests[-1]) for manifest in manifests))
 
-    def apply(self, update: Update) -> None:
+    def apply(self, update: FetchedUpdate) -> None:
         """Write an update to the targets. If that fails, the next one fetched begins with an anchor."""
         for _ in self.applying(update):
             pass
 
-    def applying(self, update: Update) -> Iterator[None]:
+    def applying(self, update: FetchedUpdate) -> Iterator[None]:
         """`apply`, in `update.num_files` steps, one each time the next is asked for; it counts once all are done."""
         assert update.base in (None, self.held), "an update is applied to what it was fetched for"
         if not update.versions:

@@ -1,6 +1,6 @@
 """The transport through a folder in a rank of the trainer: each rank writes its own part of every version.
 
-what each rank holds -> store (anchors, and what changed) -> StagedWeights;  engines read it, see `disk_receiver`
+what each rank holds -> store (anchors, and what changed) -> StagedWeights;  engines read it, see `receiver`
 
 For engines that share nothing with the trainer but a file system. Where adapters have to be merged first, the ranks
 gather and rank 0 writes everything.
@@ -16,7 +16,6 @@ from rlflow.roles import StagedWeights
 from rlflow.weights.disk.delta import Changes
 from rlflow.weights.disk.manifest import ParameterSpec
 from rlflow.weights.disk.writer import Part, StoreWriter
-from rlflow.weights.shape.views import view_of
 
 if TYPE_CHECKING:
     from rlflow.weights.source import WeightSource
@@ -67,7 +66,7 @@ class DiskSender:
         assert self._layout is not None
         for name, held in self._backend.held():
             for region in self._layout.placements[name].ranks[self._rank]:
-                yield Part(name=name, start=region.start, stop=region.stop, tensor=view_of(held, region))
+                yield Part(name=name, start=region.start, stop=region.stop, tensor=region.view_of(held))
 
     def _gathered(self) -> Iterator[Part]:
         for name, whole in self._backend.full_parameters():

@@ -1,4 +1,6 @@
-"""Loading whole parameters through vLLM's layerwise reloader: for models whose weights are not kept as they are loaded.
+"""Models that do not keep their weights as they are loaded: whole parameters go through vLLM's layerwise reloader.
+
+whole parameters, beside the model while it computes -> commit, during a pause: vLLM's loader -> what it computes with
 
 On a CPU vLLM 0.32 keeps packed copies of weights which its reloader does not renew in two places: the output head that
 is tied to the embedding, and the experts of a mixture. Both are repaired here; without that, logits are silently wrong.
@@ -6,7 +8,7 @@ is tied to the embedding, and the experts of a mixture. Both are repaired here; 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,45 +17,76 @@ from vllm.config import ModelConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 
+from rlflow.weights.engine.messages import Columns, WeightReport
+from rlflow.weights.engine.receiver import Named
+from rlflow.weights.engine.verify import compare_weights, sampled
+from rlflow.weights.shape.landings import Landings, whole_landings
+from rlflow.weights.shape.layout import Shapes
 
-class Reloader:
-    """For one version after the other: `begin`, `load` once or more, `commit`. Nothing may be sampled meanwhile."""
 
-    def __init__(self, model: Any, config: ModelConfig) -> None:
+class ReloadedModel:
+    """A `Destination` that holds one version of whole parameters in the memory of the CPU and reloads the model."""
+
+    is_beside = True
+
+    def __init__(self, model: Any, config: ModelConfig, shapes: Shapes, readable: Landings) -> None:
+        """`readable` says where the model keeps those parameters that can be read back."""
+        assert isinstance(config.dtype, torch.dtype)
+        self.shapes = shapes
+        self.landings = whole_landings(shapes, str(config.dtype).removeprefix("torch."))
         self._model = model
         self._config = config
-        self._loaded: set[str] = set()
+        self._readable = readable
+        self._targets: dict[str, Tensor] = {}
+        self._given: dict[str, Tensor] = {}
 
-    def begin(self) -> None:
-        abort_reload(self._model)
-        forget_packed_experts(self._model)
-        self._loaded = set()
-        initialize_layerwise_reload(self._model)
-
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """What is given must last until `commit`: the reloader keeps views of it until a fused layer is complete."""
-        loaded: set[str] | None = self._model.load_weights(tensors)
-        if loaded is None:
-            raise ValueError(f"{type(self._model).__name__} does not report what it loaded; it is not supported")
-        self._loaded |= loaded
+    @property
+    def targets(self) -> Mapping[str, Tensor]:
+        """Made when a transport fills them: shared memory, where parameters are whole, needs none."""
+        if not self._targets:
+            dtype = self._config.dtype
+            self._targets = {name: torch.zeros(shape, dtype=dtype, device="cpu") for name, shape in self.shapes.items()}
+        return self._targets
 
     @property
     def missing(self) -> list[str]:
-        """Parameters of the model that nothing was loaded into."""
-        return sorted(parameter_names(self._model) - self._loaded)
+        return sorted(self.shapes.keys() - self._given.keys())
+
+    def begin(self) -> None:
+        abort_reload(self._model)
+        self._given = {}
+
+    def land(self, name: str, whole: Tensor) -> None:
+        """vLLM's loader keeps views of what it is given until a fused layer is complete."""
+        if self.shapes.get(name) != tuple(whole.shape):
+            raise ValueError(f"{name!r} of shape {tuple(whole.shape)} was sent, but not with the first version")
+        self._given[name] = whole
+
+    def landed(self, name: str) -> None:
+        self._given[name] = self.targets[name]
 
     def commit(self) -> None:
+        abort_reload(self._model)
+        forget_packed_experts(self._model)
+        initialize_layerwise_reload(self._model)
+        loaded: set[str] | None = self._model.load_weights((name, self._given[name]) for name in self.shapes)
+        if loaded is None:
+            raise ValueError(f"{type(self._model).__name__} does not report what it loaded; it is not supported")
+        if missing := sorted(parameter_names(self._model) - loaded):
+            raise ValueError(f"nothing was loaded into {len(missing)} parameters, such as {missing[0]!r}")
         tied = unloaded_heads(self._model)
         finalize_layerwise_reload(self._model, self._config)
         for head in tied:
             head.quant_method.process_weights_after_loading(head)
 
-    def abort(self) -> None:
-        abort_reload(self._model)
+    def compare(self, expected: Iterable[Named] | None, columns: Columns | None) -> WeightReport:
+        if expected is None:
+            expected = sampled(self._given, columns).items()
+        return compare_weights(self._model, self._readable, expected, columns)
 
 
 def parameter_names(model: torch.nn.Module) -> set[str]:
-    """Names of all parameters while a reload is under way; of tied ones the first."""
+    """The names of all parameters while a reload is under way; a tied parameter goes by its first name."""
     tied = {id(head) for head in unloaded_heads(model)}
     return {
         f"{prefix}.{name}" if prefix else name
@@ -65,7 +98,7 @@ def parameter_names(model: torch.nn.Module) -> set[str]:
 
 
 def unloaded_heads(model: torch.nn.Module) -> list[VocabParallelEmbedding]:
-    """Output heads which share the embedding's weight and so are sent nothing of their own."""
+    """Output heads that share the embedding's weight, so that nothing is sent for them."""
     owners: dict[int, torch.nn.Module] = {}
     tied: list[VocabParallelEmbedding] = []
     for module in model.modules():

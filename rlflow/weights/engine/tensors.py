@@ -10,7 +10,7 @@ sampling goes on, and `commit` puts all layers in place within milliseconds.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +18,16 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import MLAAttention
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from rlflow.errors import NotACopy
-from rlflow.weights.learn.tracing import Landings, trace_loading
+from rlflow.weights.engine.messages import Columns, WeightReport
+from rlflow.weights.engine.receiver import Named
+from rlflow.weights.engine.tracing import trace_loading
+from rlflow.weights.engine.verify import compare_weights, is_plain, sampled
+from rlflow.weights.shape.landings import Landings, whole_landings
 from rlflow.weights.shape.layout import Shapes
-from rlflow.weights.shape.views import box_of, view_of
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -56,18 +57,18 @@ def learn_landings(config: VllmConfig, shapes: Shapes) -> tuple[nn.Module, Landi
 
 
 class EngineTensors:
-    """Made once for a worker's model; for one version after the other: `land` each parameter, `commit`."""
+    """A `Destination`: the model's own tensors, or on a CPU copies of them beside the model."""
 
     def __init__(self, model: nn.Module, blank: nn.Module, shapes: Shapes, landings: Landings) -> None:
         """`blank` and `landings` are what `learn_landings` gives for the model and these shapes.
 
         Raises NotACopy for a model whose weights are not kept as its loader fills them.
         """
+        self.shapes = shapes
         self.landings = landings
-        self._shapes = shapes
+        self._model = model
         live = dict(model.named_parameters())
         self.is_beside = next(iter(live.values())).device.type == "cpu"
-        """Whether the targets are a copy beside the model, so that they may be filled while it computes."""
         self._owners = list(_owners(model, live))
         for name, parameter in blank.named_parameters():
             _check_kept(name, parameter, live[name], self.is_beside)
@@ -96,12 +97,12 @@ class EngineTensors:
 
     def place(self, name: str, whole: Tensor) -> None:
         """The copying alone."""
-        if self._shapes.get(name) != tuple(whole.shape):
+        if self.shapes.get(name) != tuple(whole.shape):
             raise ValueError(f"{name!r} of shape {tuple(whole.shape)} was sent, but not when the shapes were learnt")
         for landing in self.landings.get(name, ()):
             target = self.targets[landing.tensor].detach()
             for region in landing.regions:
-                view_of(target, region).copy_(box_of(whole, region))
+                region.view_of(target).copy_(region.box_of(whole))
 
     def landed(self, name: str) -> None:
         """Say that this worker's part of a parameter is in the targets."""
@@ -116,14 +117,23 @@ class EngineTensors:
         return sorted(set().union(*self._missing.values()))
 
     def commit(self) -> None:
-        """Compute with the targets from now on. All must have landed."""
-        assert not self.missing, "a version is committed when all of it has landed"
         for module, stand_in in self._ready:
             for name, parameter in stand_in._parameters.items():
                 module._parameters[name].data = parameter.data
             if hasattr(module, "cpu_linear"):
                 module.cpu_linear = stand_in.cpu_linear
         self.begin()
+        if not self.is_beside:
+            torch.accelerator.synchronize()
+
+    def compare(self, expected: Iterable[Named] | None, columns: Columns | None) -> WeightReport:
+        """See `Receiver.compare`. What has come into the model's own tensors cannot be compared to anything else."""
+        if expected is not None:
+            return compare_weights(self._model, self.landings, expected, columns)
+        if not self.is_beside:
+            return WeightReport(num_equal=0, different=[], unverified=sorted(self.targets))
+        identity = whole_landings({name: tuple(each.shape) for name, each in self.targets.items()}, "")
+        return compare_weights(self._model, identity, sampled(self.targets, columns).items(), columns)
 
     def _all_missing(self) -> dict[str, set[str]]:
         return {tensor: set(names) for tensor, names in self._sources.items()}
@@ -178,12 +188,6 @@ def _check_kept(name: str, loaded: Tensor, live: Tensor, may_be_packed: bool) ->
             f"vLLM keeps {name!r} as {tuple(live.shape)} of {live.dtype} and not as it is loaded, "
             f"{tuple(loaded.shape)} of {loaded.dtype}"
         )
-
-
-def is_plain(module: Any) -> bool:
-    """Whether a layer computes with its weights as they are loaded, or with a packed copy of them."""
-    method = getattr(module, "quant_method", None)
-    return method is None or isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
 
 
 def _check_layer(module: Any) -> None:

@@ -8,46 +8,47 @@ output is one product with 1 and sums of zeros. What is compared is therefore wh
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from rlflow.weights.engine.messages import WeightReport
-from rlflow.weights.engine.tensors import is_plain
-from rlflow.weights.learn.tracing import Landing
-from rlflow.weights.shape.boxes import row_major
+from rlflow.weights.engine.messages import NUM_VERIFIED, Columns, WeightReport
+from rlflow.weights.shape.landings import Landings
 from rlflow.weights.shape.layout import Region
-from rlflow.weights.shape.views import box_of, view_of
 
 _ROWS = 256
 """Rows of the identity that go through a layer at once; bounds the memory."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Columns:
-    """A choice of columns: of each matrix `count` that follow each other; of all else everything."""
+def is_plain(module: Any) -> bool:
+    """Whether a layer computes with its weights as they are loaded, or with a packed copy of them."""
+    method = getattr(module, "quant_method", None)
+    return method is None or isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
 
-    count: int
-    seed: int
-    """Equal seeds choose equally."""
 
-    def first(self, name: str, width: int) -> int:
-        return random.Random(f"{name} {self.seed}").randrange(max(1, width - self.count + 1))
+def sampled(tensors: Mapping[str, Tensor], columns: Columns | None) -> dict[str, Tensor]:
+    """The tensors of which columns are compared; without a choice of columns all of them."""
+    names = sorted(tensors)
+    if columns is not None:
+        names = random.Random(columns.seed).sample(names, min(NUM_VERIFIED, len(names)))
+    return {name: tensors[name] for name in names}
 
 
 def compare_weights(
     model: nn.Module,
-    landings: Mapping[str, Sequence[Landing]],
+    landings: Landings,
     expected: Iterable[tuple[str, Tensor]],
     columns: Columns | None = None,
 ) -> WeightReport:
-    """Compare each parameter, whole and by its Hugging Face name, with this worker's part of it.
+    """Compare each parameter, which is given whole, with this worker's part of it.
 
-    With `columns`, of a matrix only some columns of the worker's tensor, so that it takes milliseconds.
-    A part of which the worker holds nothing counts as equal. What `landings` says nothing of is unverified.
+    With `columns`, only some columns of each of the worker's matrices are read, so that it takes milliseconds.
+    A parameter of which the worker holds nothing counts as equal. One that `landings` does not name is unverified.
     """
     report = WeightReport(num_equal=0, different=[], unverified=[])
     reader = _Reader(model, columns)
@@ -57,23 +58,6 @@ def compare_weights(
         if name not in landings or not all(found.values()):
             report["unverified"].append(name)
         elif all(each.holds(region, tensor) for (_, region), parts in found.items() for each in parts):
-            report["num_equal"] += 1
-        else:
-            report["different"].append(name)
-    return report
-
-
-def compare_tensors(model: nn.Module, expected: Mapping[str, Tensor], columns: Columns | None = None) -> WeightReport:
-    """Compare each of the worker's tensors, by its name in the model, with what it should be; see `compare_weights`."""
-    report = WeightReport(num_equal=0, different=[], unverified=[])
-    reader = _Reader(model, columns)
-    for name, tensor in expected.items():
-        shape = tuple(tensor.shape)
-        region = Region(start=(0,) * len(shape), stop=shape, offset=0, strides=row_major(shape))
-        found = reader.effective(name, region)
-        if not found:
-            report["unverified"].append(name)
-        elif all(each.holds(region, tensor) for each in found):
             report["num_equal"] += 1
         else:
             report["different"].append(name)
@@ -91,7 +75,7 @@ class _Read:
     def holds(self, region: Region, whole: Tensor) -> bool:
         """Whether the region, as far as it was read, is equal to its box of the parameter."""
         part = self._part(region)
-        return part is None or torch.equal(view_of(self.values.contiguous(), part).to(whole), box_of(whole, part))
+        return part is None or torch.equal(part.view_of(self.values.contiguous()).to(whole), part.box_of(whole))
 
     def _part(self, region: Region) -> Region | None:
         if self.width is None:
@@ -149,9 +133,10 @@ class _Reader:
 
 
 def num_inputs(module: nn.Module) -> int:
-    """Of a vLLM layer that multiplies with a packed weight."""
-    layer: Any = module  # vLLM's linear layers and embeddings have no common class with these attributes
-    return getattr(layer, "input_size_per_partition", None) or layer.embedding_dim
+    """The inputs of a vLLM layer that multiplies with a packed weight."""
+    # vLLM's linear layers, cut for ranks or not, and its embeddings have no attribute for it in common.
+    names = ("input_size_per_partition", "input_size", "embedding_dim")
+    return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
 def unpack_linear(module: nn.Module, first: int = 0, last: int | None = None) -> Tensor:

@@ -8,17 +8,17 @@ the engines sample, for one that is restarted, and goes when the trainer needs t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, UntypedStorage
 
 from rlflow.errors import ConfigError
 from rlflow.roles import StagedWeights
-from rlflow.weights.p2p.trainer_store import HostedStore
+from rlflow.weights.p2p.rendezvous import HostedStore
 
 if TYPE_CHECKING:
     from rlflow.weights.source import WeightSource
@@ -48,25 +48,16 @@ class SharedPart:
 
     version: int
     dtype: str
-    tensors: Mapping[str, tuple[int, int]]
+    tensors: dict[str, tuple[int, int]]
     """Name -> the first of its bytes in the memory, and the number of elements."""
     handle: Handle
 
 
+SHARED_PART = TypeAdapter(SharedPart)
+
+
 def part_key(rank: int) -> str:
     return f"shared/{rank}"
-
-
-def part_to_json(part: SharedPart) -> str:
-    return json.dumps(asdict(part))
-
-
-def part_from_json(text: str | bytes) -> SharedPart:
-    """Undo `part_to_json`."""
-    found = json.loads(text)
-    tensors = {name: (offset, count) for name, (offset, count) in found["tensors"].items()}
-    handle = Handle(**found["handle"])
-    return SharedPart(version=found["version"], dtype=found["dtype"], tensors=tensors, handle=handle)
 
 
 def lay_out(counts: Mapping[str, int], element_bytes: int) -> tuple[dict[str, tuple[int, int]], int]:
@@ -167,7 +158,7 @@ class SharedSender:
             copies[name].copy_(tensor)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        self._store.set(part_key(self._rank), part_to_json(part))
+        self._store.set(part_key(self._rank), SHARED_PART.dump_json(part).decode())
         return self._hosted.staged(version)
 
     def release(self) -> None:

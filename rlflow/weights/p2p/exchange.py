@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,13 +25,13 @@ _WORD = 8
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Message:
+class PeerMessage:
     """What one rank of the trainer sends one rank of an engine in one bucket."""
 
     source: int
     """Rank of the trainer."""
     rank: int
-    """Of the engine."""
+    """Rank of the engine."""
     moves: tuple[Move, ...]
     offsets: tuple[int, ...]
     """Bytes from the start of the message to the elements of each move."""
@@ -38,7 +39,7 @@ class Message:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Stamp:
+class MessageStamp:
     """Which message of which transfer this is."""
 
     transfer: int
@@ -47,28 +48,24 @@ class Stamp:
     bucket: int
 
 
-def cut_messages(moves: Iterable[Move], num_buckets: int) -> list[list[Message]]:
-    """For each bucket one message for each pair of ranks, in ascending order; what is local is not sent.
+def cut_messages(moves: Iterable[Move], num_buckets: int) -> list[list[PeerMessage]]:
+    """In each bucket one message for each pair of ranks, in ascending order; what is local is not sent.
 
-    Of the moves from one rank or to one rank, so that both sides cut the same messages.
+    `moves` are those from one rank or to one rank, so that both sides cut the same messages.
     """
     found: list[dict[tuple[int, int], list[Move]]] = [{} for _ in range(num_buckets)]
     for move in moves:
         if not move.is_local:
             found[move.bucket].setdefault((move.source, move.rank), []).append(move)
-    return [[_message(source, rank, each[source, rank]) for source, rank in sorted(each)] for each in found]
+    return [[_lay_out(source, rank, each[source, rank]) for source, rank in sorted(each)] for each in found]
 
 
-def _message(source: int, rank: int, moves: Sequence[Move]) -> Message:
-    offsets: list[int] = []
-    end = HEADER_BYTES
-    for move in moves:
-        offsets.append(end)
-        end += -(-move.num_bytes // _WORD) * _WORD
-    return Message(source=source, rank=rank, moves=tuple(moves), offsets=tuple(offsets), num_bytes=end)
+def _lay_out(source: int, rank: int, moves: Sequence[Move]) -> PeerMessage:
+    *offsets, end = accumulate((-(-move.num_bytes // _WORD) * _WORD for move in moves), initial=HEADER_BYTES)
+    return PeerMessage(source=source, rank=rank, moves=tuple(moves), offsets=tuple(offsets), num_bytes=end)
 
 
-def pack(message: Message, tensors: Mapping[str, Tensor], packed: Tensor) -> None:
+def pack(message: PeerMessage, tensors: Mapping[str, Tensor], packed: Tensor) -> None:
     """Copy the elements of a message to `packed` (uint8 [num_bytes]), cast to what the engine keeps.
 
     `tensors` are the rank's own, flat.
@@ -77,8 +74,8 @@ def pack(message: Message, tensors: Mapping[str, Tensor], packed: Tensor) -> Non
         _elements(packed, move, offset).copy_(source_view(tensors[move.source_tensor], move))
 
 
-def seal(packed: Tensor, stamp: Stamp, is_complete: bool) -> None:
-    """Fill in the header; of a message that is not complete it says so, and nothing that follows counts.
+def seal(packed: Tensor, stamp: MessageStamp, is_complete: bool) -> None:
+    """Fill in the header. If the message is not complete, nothing that follows the header counts.
 
     `stamp.version` is then the version that the sender has by now, or -1.
     """
@@ -87,8 +84,8 @@ def seal(packed: Tensor, stamp: Stamp, is_complete: bool) -> None:
     header[3] = _checksum(packed) if is_complete else 0
 
 
-def check(packed: Tensor, stamp: Stamp) -> int:
-    """The version that a sender says it has; that of `stamp` means that the message is whole.
+def check(packed: Tensor, stamp: MessageStamp) -> int:
+    """The version that the sender says it has; if it is that of `stamp`, the message is whole.
 
     Raises RunError for a message of another transfer or bucket, or one that was changed on its way.
     """
@@ -103,7 +100,7 @@ def check(packed: Tensor, stamp: Stamp) -> int:
     return version
 
 
-def unpack(message: Message, packed: Tensor, targets: Mapping[str, Tensor]) -> None:
+def unpack(message: PeerMessage, packed: Tensor, targets: Mapping[str, Tensor]) -> None:
     """Copy the elements of a message to where the engine's rank keeps them."""
     for move, offset in zip(message.moves, message.offsets, strict=True):
         target_view(targets[move.tensor], move).copy_(_elements(packed, move, offset))

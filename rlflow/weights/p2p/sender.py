@@ -21,38 +21,36 @@ from torch.distributed import ProcessGroup, Store, Work  # pyright: ignore[repor
 
 from rlflow.errors import ConfigError, RunError
 from rlflow.roles import StagedWeights
-from rlflow.weights.learn.tracing import Landings, layout_of
-from rlflow.weights.learn.wire import landings_from_json
-from rlflow.weights.p2p.exchange import BUCKET_BYTES, Message, Stamp, cut_messages, pack, seal
-from rlflow.weights.p2p.meeting import Deadline, build_group, send, wait_all
-from rlflow.weights.p2p.trainer_store import HostedStore
-from rlflow.weights.shape.layout import Engine, Layout
+from rlflow.weights.p2p.exchange import BUCKET_BYTES, MessageStamp, PeerMessage, cut_messages, pack, seal
+from rlflow.weights.p2p.rendezvous import Deadline, HostedStore, build_group, send, wait_all
+from rlflow.weights.shape.landings import Landings, landings_from_json, layout_of
+from rlflow.weights.shape.layout import EngineLayout, Layout
 from rlflow.weights.shape.plan import TransferPlan, plan
 
 if TYPE_CHECKING:
     from rlflow.weights.source import WeightSource
 
 BUCKET = "bucket"
-"""Key of the store under which the bytes of a bucket are."""
+"""Key of the store: the bytes of a bucket."""
 NUM_REQUESTS = "requests"
 _CLOSING = "closing"
 _LOOK_AGAIN = datetime.timedelta(seconds=10)
 _KEPT_REQUESTS = 1000
-"""In the store, behind the one that is answered: no rank is that far behind another."""
+"""So many requests stay in the store after they were answered: no rank is that far behind another."""
 _CLOSE_S = 10.0
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Request:
+class TransferRequest:
     """What an engine asks of all ranks of the trainer."""
 
     engine: int
     group: str
     """Names the process group; a new one for an engine that was restarted, or whose group broke."""
     num_ranks: int
-    """Of the engine."""
+    """The engine's."""
     transfer: int
     version: int
 
@@ -65,7 +63,7 @@ class _Session:
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held by the thread that answers."""
     process_group: ProcessGroup | None = None
-    messages: list[list[Message]] = field(default_factory=list)
+    messages: list[list[PeerMessage]] = field(default_factory=list)
     """What this rank sends, by bucket."""
     stream: torch.cuda.Stream | None = None
     """On a GPU: sends wait for nothing that training does, and it waits for none of them."""
@@ -76,7 +74,7 @@ def request_key(number: int) -> str:
 
 
 def landings_key(group: str, rank: int) -> str:
-    """Of what a rank of an engine has learnt from its loader."""
+    """Key of the store: what a rank of an engine has learnt from its loader."""
     return f"landings/{group}/{rank}"
 
 
@@ -87,13 +85,12 @@ def submit(store: Store, request: dict[str, Any]) -> None:
 
 def plan_for(source: Layout, landings: list[Landings], bucket_bytes: int) -> TransferPlan:
     """The transfer to one engine, from what each of its ranks has learnt. Equal on all who make it."""
-    shapes = {name: place.shape for name, place in source.placements.items()}
     dtype = next(iter(source.placements.values())).dtype
-    return plan(source, [Engine(layout=layout_of(shapes, dtype, landings))], bucket_bytes)
+    return plan(source, [EngineLayout(layout=layout_of(source.shapes, dtype, landings))], bucket_bytes)
 
 
 class PeerSender:
-    """One rank's side. `stage` and the constructor are collective."""
+    """A `WeightSender`. `stage` and the constructor are collective."""
 
     def __init__(
         self,
@@ -160,7 +157,7 @@ class PeerSender:
                 if found is not None and _CLOSING in found:
                     return
                 if found is not None:
-                    self._begin(Request(**found))
+                    self._begin(TransferRequest(**found))
                 if self._rank == 0 and number >= _KEPT_REQUESTS:
                     store.delete_key(request_key(number - _KEPT_REQUESTS))
                 number += 1
@@ -168,18 +165,18 @@ class PeerSender:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Nobody waits for a thread: the log says why at once, and so does the next version that is staged."""
+        """The log says why at once, because nobody waits for a thread; the next version that is staged says it too."""
         _logger.exception("trainer rank %d sends no weights any more", self._rank)
         self._failure = error
 
-    def _begin(self, request: Request) -> None:
+    def _begin(self, request: TransferRequest) -> None:
         session = self._sessions.get(request.engine)
         if session is None or session.group != request.group:
             session = self._sessions[request.engine] = _Session(group=request.group)
         name = f"weights for engine {request.engine}"
         threading.Thread(target=self._answer, args=(request, session), name=name, daemon=True).start()
 
-    def _answer(self, request: Request, session: _Session) -> None:
+    def _answer(self, request: TransferRequest, session: _Session) -> None:
         try:
             with session.lock, torch.no_grad():
                 deadline = Deadline(self._timeout_s)
@@ -194,7 +191,7 @@ class PeerSender:
         except Exception as error:
             self._fail(error)
 
-    def _join(self, request: Request, session: _Session) -> ProcessGroup:
+    def _join(self, request: TransferRequest, session: _Session) -> ProcessGroup:
         store = self._hosted.connect()
         landings = [
             landings_from_json(store.get(landings_key(session.group, rank))) for rank in range(request.num_ranks)
@@ -205,7 +202,7 @@ class PeerSender:
         size, device = num_sources + request.num_ranks, self._device or torch.device("cpu")
         return build_group(store, session.group, self._rank, size, device, self._hosted.host, self._timeout_s)
 
-    def _send_all(self, request: Request, session: _Session, group: ProcessGroup, deadline: Deadline) -> None:
+    def _send_all(self, request: TransferRequest, session: _Session, group: ProcessGroup, deadline: Deadline) -> None:
         """Two buckets in turn: one is packed while the other one is sent."""
         memory: list[dict[int, Tensor]] = [{}, {}]
         under_way: list[list[Work]] = [[], []]
@@ -223,8 +220,8 @@ class PeerSender:
             for works in under_way:
                 wait_all(works, deadline)
 
-    def _pack(self, message: Message, request: Request, bucket: int, memory: dict[int, Tensor]) -> None:
-        """Fill the memory of a peer; it says that it is no version where the copy was rewritten meanwhile."""
+    def _pack(self, message: PeerMessage, request: TransferRequest, bucket: int, memory: dict[int, Tensor]) -> None:
+        """Fill the memory of a peer; if the copy is rewritten meanwhile, the message says that it is no version."""
         found = memory.get(message.rank)
         if found is None or len(found) < message.num_bytes:
             found = memory[message.rank] = torch.zeros(message.num_bytes, dtype=torch.uint8, device=self._device)
@@ -234,12 +231,12 @@ class PeerSender:
             pack(message, self._staged, packed)
             _finish(self._device)
             version = self._version
-        stamp = Stamp(transfer=request.transfer, version=version, bucket=bucket)
+        stamp = MessageStamp(transfer=request.transfer, version=version, bucket=bucket)
         seal(packed, stamp, is_complete=version == request.version)
 
 
 def _next(store: Store, number: int) -> dict[str, Any] | None:
-    """Wait until there is this request, however long no engine asks; None where it never comes.
+    """Wait until there is this request, however long no engine asks; None if it never comes.
 
     A worker takes a number, then writes: one that dies in between leaves a gap, which those after it show.
     """

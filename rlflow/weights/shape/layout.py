@@ -12,9 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import TYPE_CHECKING
 
 from rlflow.errors import ConfigError
 from rlflow.weights.shape.boxes import Index, extents, num_elements, row_major, run_boxes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shapes = Mapping[str, tuple[int, ...]]
 Mesh = tuple[tuple[int, int | None], ...]
@@ -39,7 +43,11 @@ class Region:
     offset: int
     strides: Index
     tensor: int = 0
-    """Which of `Placement.tensors`."""
+    """Which of `ParameterPlacement.tensors`."""
+
+    @property
+    def shape(self) -> Index:
+        return extents(self.start, self.stop)
 
     @property
     def num_elements(self) -> int:
@@ -51,13 +59,21 @@ class Region:
             (at - first) * stride for at, first, stride in zip(index, self.start, self.strides, strict=True)
         )
 
+    def view_of(self, held: Tensor) -> Tensor:
+        """The elements of the rank's contiguous tensor that are in the box, in the box's shape."""
+        return held.as_strided(self.shape, self.strides, self.offset + int(held.storage_offset()))
+
+    def box_of(self, whole: Tensor) -> Tensor:
+        """The box of the whole parameter."""
+        return whole[tuple(map(slice, self.start, self.stop))]
+
 
 Ranks = tuple[tuple[Region, ...], ...]
 """For each rank what it holds of one parameter."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Placement:
+class ParameterPlacement:
     """Where one parameter lies."""
 
     shape: tuple[int, ...]
@@ -78,11 +94,15 @@ class Layout:
     """Where all parameters lie, by their Hugging Face names."""
 
     num_ranks: int
-    placements: Mapping[str, Placement]
+    placements: Mapping[str, ParameterPlacement]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: place.shape for name, place in self.placements.items()}
 
     @property
     def num_bytes(self) -> int:
-        """Of one copy of all parameters."""
+        """The bytes of one copy of all parameters."""
         return sum(math.prod(each.shape) * each.element_bytes for each in self.placements.values())
 
     def bytes_held(self, rank: int) -> int:
@@ -93,7 +113,7 @@ class Layout:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Engine:
+class EngineLayout:
     """One engine that takes part in a transfer."""
 
     layout: Layout
@@ -101,6 +121,11 @@ class Engine:
     """For each rank of the engine, the rank of the trainer on the same device; None where they share none."""
     senders: frozenset[int] | None = None
     """The ranks of the trainer that may send to it; None: all."""
+
+
+def whole_region(shape: Index) -> Region:
+    """All of a parameter, as a contiguous tensor keeps it."""
+    return Region(start=(0,) * len(shape), stop=shape, offset=0, strides=row_major(shape))
 
 
 def chunk_of(size: int, index: int, count: int) -> tuple[int, int]:
@@ -119,7 +144,9 @@ def mesh_layout(shapes: Shapes, dtype: str, num_ranks: int, mesh: Callable[[str]
     two copies ((2, None), (4, 0)).
     """
     placements = {
-        name: Placement(shape=shape, dtype=dtype, tensors=(name,), ranks=_mesh_ranks(shape, mesh(name), num_ranks))
+        name: ParameterPlacement(
+            shape=shape, dtype=dtype, tensors=(name,), ranks=_mesh_ranks(shape, mesh(name), num_ranks)
+        )
         for name, shape in shapes.items()
     }
     return Layout(num_ranks=num_ranks, placements=placements)
@@ -155,7 +182,7 @@ def run_layout(shapes: Shapes, dtype: str, num_ranks: int) -> Layout:
 def runs_layout(shapes: Shapes, dtype: str, runs: Sequence[Mapping[str, tuple[int, int]]]) -> Layout:
     """A trainer whose ranks hold a run [first, last) of the elements of each parameter; `runs` are given by rank."""
     placements = {
-        name: Placement(
+        name: ParameterPlacement(
             shape=shape, dtype=dtype, tensors=(name,), ranks=_run_ranks(shape, tuple(each[name] for each in runs))
         )
         for name, shape in shapes.items()

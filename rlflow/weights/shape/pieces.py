@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rlflow.errors import ConfigError
 from rlflow.weights.shape.boxes import Box, Index, difference, intersection, num_elements, split
-from rlflow.weights.shape.layout import Engine, Layout, Placement, Ranks, Region
+from rlflow.weights.shape.layout import EngineLayout, Layout, ParameterPlacement, Ranks, Region
 
 IntArray = NDArray[np.int64]
 
@@ -20,7 +20,7 @@ _Cell = tuple[Box, Holders]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Piece:
+class TensorPiece:
     """A box that moves as one, and the ranks that hold all of it."""
 
     rank: int
@@ -35,7 +35,7 @@ class Piece:
 class Cut:
     """The pieces of one parameter for one engine; shared by all that lie alike."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     num_bytes: IntArray  # [pieces]
     ranks: IntArray  # [pieces]
     sole: IntArray  # [pieces], the rank of the trainer where only one holds the piece, else -1
@@ -47,12 +47,12 @@ Cuts = dict[str, list[Cut]]
 """For each parameter one for each engine."""
 
 
-def cut_all(source: Layout, engines: Sequence[Engine], move_bytes: int) -> Cuts:
+def cut_all(source: Layout, engines: Sequence[EngineLayout], move_bytes: int) -> Cuts:
     """Parameters that lie alike are cut once."""
     cells: dict[tuple[Ranks, frozenset[int] | None], list[_Cell]] = {}
     cuts: dict[tuple[Ranks, Ranks, int, frozenset[int] | None], Cut] = {}
 
-    def cut(name: str, held: Ranks, engine: Engine) -> Cut:
+    def cut(name: str, held: Ranks, engine: EngineLayout) -> Cut:
         wanted, senders = engine.layout.placements[name], engine.senders
         if (held, senders) not in cells:
             cells[held, senders] = _cells(held, senders)
@@ -64,10 +64,10 @@ def cut_all(source: Layout, engines: Sequence[Engine], move_bytes: int) -> Cuts:
     return {name: [cut(name, held.ranks, engine) for engine in engines] for name, held in source.placements.items()}
 
 
-def _cut(name: str, cells: list[_Cell], wanted: Placement, move_bytes: int) -> Cut:
+def _cut(name: str, cells: list[_Cell], wanted: ParameterPlacement, move_bytes: int) -> Cut:
     limit = max(1, move_bytes // wanted.element_bytes)
     pieces = tuple(
-        Piece(rank=rank, start=start, stop=stop, target=target, holders=holders)
+        TensorPiece(rank=rank, start=start, stop=stop, target=target, holders=holders)
         for rank, targets in enumerate(wanted.ranks)
         for target in targets
         for box, holders in _within(name, target, cells)

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlflow.errors import ConfigError
 from rlflow.weights.shape.boxes import Index, extents, num_elements
-from rlflow.weights.shape.buckets import Buckets, Sends
-from rlflow.weights.shape.layout import Engine, Layout
-from rlflow.weights.shape.pieces import Cut, Cuts, IntArray, Piece, cut_all
+from rlflow.weights.shape.layout import EngineLayout, Layout
+from rlflow.weights.shape.pieces import Cut, Cuts, IntArray, TensorPiece, cut_all
 
 BUCKET_BYTES = 128 * 2**20
 MOVES_IN_BUCKET = 8
@@ -55,14 +55,14 @@ class Move:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Step:
+class TransferStep:
     """Moves of one parameter to one engine, in one bucket."""
 
     bucket: int
     parameter: str
     engine: int
-    pieces: tuple[Piece, ...]
-    holders: IntArray  # [pieces], index into Piece.holders
+    pieces: tuple[TensorPiece, ...]
+    holders: IntArray  # [pieces], index into TensorPiece.holders
     sources: IntArray  # [pieces], ranks of the trainer
     ranks: IntArray  # [pieces], ranks of the engine
 
@@ -75,8 +75,8 @@ class TransferPlan:
     """
 
     source: Layout
-    engines: tuple[Engine, ...]
-    steps: tuple[Step, ...]
+    engines: tuple[EngineLayout, ...]
+    steps: tuple[TransferStep, ...]
     num_buckets: int
     """Within one, no rank sends or receives more than the bucket's bytes."""
     sent: IntArray  # [ranks of the trainer], bytes that leave the device
@@ -95,12 +95,12 @@ class TransferPlan:
         steps = (step for step in self.steps if step.engine == engine)
         return self._moves((step, np.flatnonzero(step.ranks == rank).tolist()) for step in steps)
 
-    def _moves(self, chosen: Iterable[tuple[Step, Iterable[int]]]) -> Iterator[Move]:
+    def _moves(self, chosen: Iterable[tuple[TransferStep, Iterable[int]]]) -> Iterator[Move]:
         for step, indices in chosen:
             for index in indices:
                 yield self._move(step, index)
 
-    def _move(self, step: Step, index: int) -> Move:
+    def _move(self, step: TransferStep, index: int) -> Move:
         piece, engine = step.pieces[index], self.engines[step.engine]
         source, held = piece.holders[step.holders[index]]
         here, there = self.source.placements[step.parameter], engine.layout.placements[step.parameter]
@@ -123,7 +123,7 @@ class TransferPlan:
         )
 
 
-def plan(source: Layout, engines: Sequence[Engine], bucket_bytes: int = BUCKET_BYTES) -> TransferPlan:
+def plan(source: Layout, engines: Sequence[EngineLayout], bucket_bytes: int = BUCKET_BYTES) -> TransferPlan:
     """Plan a transfer of all parameters to all engines.
 
     Of several ranks that hold the same elements, one on the receiver's device sends them, else the one with the least
@@ -145,7 +145,7 @@ _Sources = dict[str, list[tuple[IntArray, IntArray]]]
 """For each parameter and engine the chosen index into the holders, and the rank of the trainer that this is."""
 
 
-def _check(source: Layout, engines: Sequence[Engine]) -> None:
+def _check(source: Layout, engines: Sequence[EngineLayout]) -> None:
     for index, engine in enumerate(engines):
         places = engine.layout.placements
         if different := sorted(set(source.placements) ^ set(places)):
@@ -162,7 +162,7 @@ def _check(source: Layout, engines: Sequence[Engine]) -> None:
                 )
 
 
-def _choose(source: Layout, engines: Sequence[Engine], cuts: Cuts) -> _Sources:
+def _choose(source: Layout, engines: Sequence[EngineLayout], cuts: Cuts) -> _Sources:
     """First count what only one rank can send, then give the rest to those with the least to send."""
     sent = np.zeros(source.num_ranks, dtype=np.int64)
     for parameter in cuts.values():
@@ -176,7 +176,7 @@ def _choose(source: Layout, engines: Sequence[Engine], cuts: Cuts) -> _Sources:
     }
 
 
-def _choose_open(cut: Cut, engine: Engine, loads: list[int]) -> tuple[IntArray, IntArray]:
+def _choose_open(cut: Cut, engine: EngineLayout, loads: list[int]) -> tuple[IntArray, IntArray]:
     """Choose a holder for each piece, and add what it sends to `loads`."""
     holders, sources = np.zeros(len(cut.pieces), dtype=np.int64), cut.sole.copy()
     for index in cut.open:
@@ -192,7 +192,7 @@ def _choose_open(cut: Cut, engine: Engine, loads: list[int]) -> tuple[IntArray, 
     return holders, sources
 
 
-def _devices(engine: Engine, cut: Cut) -> IntArray:
+def _devices(engine: EngineLayout, cut: Cut) -> IntArray:
     """For each piece the rank of the trainer on the receiver's device, or -2."""
     if engine.devices is None:
         return np.full(len(cut.pieces), -2, dtype=np.int64)
@@ -200,10 +200,10 @@ def _devices(engine: Engine, cut: Cut) -> IntArray:
 
 
 def _fill_buckets(
-    source: Layout, engines: Sequence[Engine], cuts: Cuts, sources: _Sources, bucket_bytes: int
+    source: Layout, engines: Sequence[EngineLayout], cuts: Cuts, sources: _Sources, bucket_bytes: int
 ) -> TransferPlan:
     buckets = Buckets(source.num_ranks, [engine.layout.num_ranks for engine in engines], bucket_bytes)
-    steps: list[Step] = []
+    steps: list[TransferStep] = []
     for name, parameter in cuts.items():
         sends = [
             Sends(engine=index, cut=cut, holders=holders, sources=ranks, is_local=_devices(engine, cut) == ranks)
@@ -221,9 +221,9 @@ def _fill_buckets(
     )
 
 
-def _step(bucket: int, parameter: str, sends: Sends, chosen: IntArray) -> Step:
+def _step(bucket: int, parameter: str, sends: Sends, chosen: IntArray) -> TransferStep:
     cut = sends.cut
-    return Step(
+    return TransferStep(
         bucket=bucket,
         parameter=parameter,
         engine=sends.engine,
@@ -232,3 +232,73 @@ def _step(bucket: int, parameter: str, sends: Sends, chosen: IntArray) -> Step:
         sources=sends.sources[chosen],
         ranks=cut.ranks[chosen],
     )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Sends:
+    """The pieces of one parameter for one engine, and who sends them."""
+
+    engine: int
+    cut: Cut
+    holders: IntArray  # [pieces], index into TensorPiece.holders
+    sources: IntArray  # [pieces], ranks of the trainer
+    is_local: NDArray[np.bool_]  # [pieces], nothing is sent
+
+
+class Buckets:
+    """Takes one parameter after the other, and begins a new bucket where the one at hand has no room for it."""
+
+    def __init__(self, num_sources: int, engine_ranks: Sequence[int], bucket_bytes: int) -> None:
+        self.current = 0
+        self._bucket_bytes = bucket_bytes
+        # A port is one direction of one rank: first what each source sends, then what each engine's ranks receive.
+        self._first_port = np.cumsum([num_sources, *engine_ranks])
+        self._used = np.zeros(self._first_port[-1], dtype=np.int64)
+        self._full = np.zeros_like(self._used)
+
+    def add(self, sends: Sequence[Sends]) -> list[tuple[int, Sends, IntArray]]:
+        """The bucket of each piece, all of one parameter: (bucket, sends, indices of its pieces), in order."""
+        load = sum(self._load(each) for each in sends)
+        if np.max(load, initial=0) > self._bucket_bytes:
+            return self._add_pieces(sends)
+        if np.max(self._used + load, initial=0) > self._bucket_bytes:
+            self._next()
+        self._used += load
+        return [(self.current, each, np.arange(len(each.sources))) for each in sends]
+
+    def totals(self) -> tuple[IntArray, tuple[IntArray, ...]]:
+        """Bytes over all buckets: what each source sends, and for each engine what its ranks receive."""
+        sent, *received = np.split(self._full + self._used, self._first_port[:-1])
+        return sent, tuple(received)
+
+    def _load(self, sends: Sends) -> IntArray:
+        """Bytes through each port."""
+        remote = ~sends.is_local
+        load = np.zeros_like(self._used)
+        np.add.at(load, sends.sources[remote], sends.cut.num_bytes[remote])
+        np.add.at(load, self._first_port[sends.engine] + sends.cut.ranks[remote], sends.cut.num_bytes[remote])
+        return load
+
+    def _add_pieces(self, sends: Sequence[Sends]) -> list[tuple[int, Sends, IntArray]]:
+        """As many pieces as fit, in turn over the receivers, so that all of them have work in each bucket."""
+        turns = [np.arange(len(each.sources)) - np.searchsorted(each.cut.ranks, each.cut.ranks) for each in sends]
+        order = sorted((int(turn), which, index) for which, each in enumerate(turns) for index, turn in enumerate(each))
+        found: dict[tuple[int, int], list[int]] = {}
+        for _, which, index in order:
+            self._add_piece(sends[which], index)
+            found.setdefault((self.current, which), []).append(index)
+        return [(bucket, sends[which], np.sort(indices)) for (bucket, which), indices in found.items()]
+
+    def _add_piece(self, sends: Sends, index: int) -> None:
+        if sends.is_local[index]:
+            return
+        num_bytes = sends.cut.num_bytes[index]
+        ports = [sends.sources[index], self._first_port[sends.engine] + sends.cut.ranks[index]]
+        if max(self._used[ports]) + num_bytes > self._bucket_bytes:
+            self._next()
+        self._used[ports] += num_bytes
+
+    def _next(self) -> None:
+        self.current += 1
+        self._full += self._used
+        self._used[:] = 0

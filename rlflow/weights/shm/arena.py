@@ -1,6 +1,6 @@
-"""Sender side of the shared-memory transport: one file of model size that the engines map.
+"""The shared-memory transport's file: as large as the model, written by the trainer and mapped by the engines.
 
-named tensors -> stage -> StagedWeights (metadata) -> engines read the bytes in place
+named tensors -> Arena.stage -> StagedWeights (metadata) -> ArenaView: engines read the bytes in place
 
 The file is persistent: rewriting pages that are already mapped costs a tenth of filling a fresh file. Its first bytes
 hold the version that it carries, or `BEING_WRITTEN`, so that a reader notices when it is overtaken by a writer.
@@ -13,9 +13,12 @@ import fcntl
 import math
 import mmap
 import os
+import sys
 import uuid
+import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -208,3 +211,43 @@ def _no_room(folder: Path, num_bytes: int) -> str:
 def _close_file(path: Path, file: int) -> None:
     path.unlink(missing_ok=True)
     os.close(file)
+
+
+class ArenaView:
+    """A read-only mapping of an arena."""
+
+    def __init__(self, path: str, num_bytes: int) -> None:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            mapping = mmap.mmap(file, num_bytes, prot=mmap.PROT_READ)
+        finally:
+            os.close(file)
+        with warnings.catch_warnings():
+            # torch has no read-only tensors and warns; nothing here writes to it.
+            warnings.simplefilter("ignore", UserWarning)
+            self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def check(self, version: int) -> None:
+        """Raises ValueError when the arena holds another version."""
+        found = int(self._bytes[:8].view(torch.int64).item())
+        if found != version:
+            raise ValueError(f"the arena holds version {found}, not {version}: it was rewritten while loading")
+
+    def tensors(self, slots: Sequence[TensorSlot]) -> Iterator[tuple[str, torch.Tensor]]:
+        for slot in slots:
+            yield slot.name, tensor_at(self._bytes, slot)
+
+
+@lru_cache(maxsize=1)
+def map_arena(path: str, num_bytes: int) -> ArenaView:
+    """The arena, mapped once for as long as it is the last one asked for: mapping takes longer than reading."""
+    return ArenaView(path, num_bytes)
+
+
+def staged_version(path: str) -> int | None:
+    """The version that an arena's header holds now, BEING_WRITTEN while it is rewritten; None if the file is gone."""
+    try:
+        with open(path, "rb") as file:
+            return int.from_bytes(file.read(8), sys.byteorder, signed=True)
+    except FileNotFoundError:
+        return None

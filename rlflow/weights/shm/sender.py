@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rlflow.roles import StagedWeights
 from rlflow.weights.p2p.exchange import source_view, target_view
-from rlflow.weights.shape.layout import Engine, mesh_layout
+from rlflow.weights.shape.layout import EngineLayout, mesh_layout
 from rlflow.weights.shape.plan import Move, plan
 from rlflow.weights.shm.arena import Arena, TensorSpec, arena_path, lay_out, tensor_at
 
@@ -143,9 +143,8 @@ class SharedMemorySender:
         if source is None:
             return None
         assert source.num_ranks == world_size
-        shapes = {name: place.shape for name, place in source.placements.items()}
         dtype = next(iter(self._slots.values())).dtype
-        whole = Engine(layout=mesh_layout(shapes, dtype, 1, lambda name: ((1, None),)))
+        whole = EngineLayout(layout=mesh_layout(source.shapes, dtype, 1, lambda name: ((1, None),)))
         moves: dict[str, list[Move]] = defaultdict(list)
         # In one bucket: there are no messages whose size would have to be bounded.
         for move in plan(source, [whole], bucket_bytes=8 * source.num_bytes).moves_from(self._rank):

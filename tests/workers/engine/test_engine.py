@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines import PROMPT, differences, request, sample, tiny_config, tiny_llama, until_sampling
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from engines import PROMPT, differences, request, sample, tiny_config, tiny_llama, tiny_mixture, until_sampling
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from rlflow.config import Placement, Send
 from rlflow.errors import ConfigError, EngineLost, RunError, WeightsOvertaken
@@ -25,27 +25,6 @@ from rlflow.workers.engine.setup import cache_shape, check_engine, stop_token_id
 
 SMALL_BUCKET = 60_000
 """Bytes; cuts the tiny models inside a layer, so that q, k and v come in different buckets."""
-
-
-def tiny_mixture(seed: int) -> Qwen3MoeForCausalLM:
-    torch.manual_seed(seed)
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=128,
-            hidden_size=128,
-            intermediate_size=128,
-            moe_intermediate_size=64,
-            num_experts=4,
-            num_experts_per_tok=2,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            tie_word_embeddings=False,
-            initializer_range=0.3,
-            eos_token_id=2,
-        )
-    )
 
 
 def arena_for(model: PreTrainedModel) -> Arena:

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 from fakes import make_ready
+from rounding import FLOOR, allowed_difference
 from safetensors.torch import save_file
 from training import (
     largest_relative_difference,
     save_model,
+    shuffled,
     tiny_config,
     tiny_groups,
     tiny_llama,
@@ -36,22 +38,22 @@ from rlflow.tools.export import export
 from rlflow.types import CriticTargets, ReadyGroup
 from rlflow.weights.shm.arena import tensor_at
 from rlflow.workers.trainer.actor import TrainerWorker
-from rlflow.workers.trainer.base import Role
+from rlflow.workers.trainer.base import TrainerRole
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.lora import linear_layers, merged, parts_of, peft_config, peft_name
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs the package peft")
 
 
-def one_rank(config: Config, folder: Path, role: Role = Role.policy) -> FsdpTrainer:
+def one_rank(config: Config, folder: Path, role: TrainerRole = TrainerRole.policy) -> FsdpTrainer:
     return FsdpTrainer(config, str(folder / "model"), 0, 1, "", role)
 
 
-def adapted(folder: Path, config: Config | None = None) -> FsdpTrainer:
-    """After two steps."""
+def adapted(folder: Path, config: Config | None = None, seed: int | None = None) -> FsdpTrainer:
+    """After two steps; `seed` shuffles the samples."""
     trainer = one_rank(config or with_adapters(tiny_config()), folder)
     for _ in range(2):
-        trainer.accumulate([tiny_groups()])
+        trainer.accumulate([tiny_groups() if seed is None else shuffled(tiny_groups(), seed)])
         assert trainer.step().applied
     return trainer
 
@@ -71,7 +73,7 @@ def test_merged_parameters_are_those_of_peft(model: PreTrainedConfig, tmp_path: 
     found = dict(trainer.full_parameters())
     specs = [(name, torch.float32, tuple(tensor.shape)) for name, tensor in expected.named_parameters()]
     assert trainer.parameter_specs() == specs
-    assert largest_relative_difference(found, dict(expected.named_parameters())) < 1e-6
+    assert largest_relative_difference(found, dict(expected.named_parameters())) <= FLOOR
     adapted_names = [name for name in found if not torch.equal(found[name], before[name])]
     assert len(adapted_names) == 2 * 7
     assert not any("embed" in name or "lm_head" in name or "norm" in name for name in adapted_names)
@@ -120,14 +122,16 @@ def test_gradients_of_adapters_pass_through_checkpointed_layers(tmp_path: Path) 
     save_model(tiny_llama(), tmp_path / "model")
     config = with_adapters(tiny_config())
     plain = dict(adapted(tmp_path, config).full_parameters())
+    others = [dict(adapted(tmp_path, config, seed).full_parameters()) for seed in range(3)]
     config.trainer.gradient_checkpointing = True
     found = dict(adapted(tmp_path, config).full_parameters())
-    assert largest_relative_difference(found, plain) <= 1e-5
+    allowed = allowed_difference(largest_relative_difference(other, plain) for other in others)
+    assert largest_relative_difference(found, plain) <= allowed
 
 
 def test_adapters_of_a_critic_and_its_whole_head_are_trained(tmp_path: Path) -> None:
     save_model(tiny_llama(), tmp_path / "model")
-    trainer = one_rank(with_adapters(tiny_config()), tmp_path, Role.critic)
+    trainer = one_rank(with_adapters(tiny_config()), tmp_path, TrainerRole.critic)
     groups = tiny_groups()
     for sample in (sample for group in groups for sample in group):
         ones = np.ones(len(sample.sample.loss_mask), np.float32)
@@ -140,7 +144,7 @@ def test_adapters_of_a_critic_and_its_whole_head_are_trained(tmp_path: Path) -> 
     changed = {name for name, tensor in trainer._trained.items() if not torch.equal(tensor, before[name])}
     assert changed == before.keys()
     trainer.snapshot().write(tmp_path / "saved")
-    again = one_rank(with_adapters(tiny_config()), tmp_path, Role.critic)
+    again = one_rank(with_adapters(tiny_config()), tmp_path, TrainerRole.critic)
     again.load(tmp_path / "saved")
     assert all(torch.equal(again._trained[name], tensor) for name, tensor in trainer._trained.items())
 
@@ -217,14 +221,14 @@ def test_the_export_is_the_merged_model_or_the_adapters_alone(tmp_path: Path) ->
     expected = dict(write_run(tmp_path, str(model)).full_parameters())
     export(tmp_path / "run", tmp_path / "whole", step=None, dtype="float32")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-    assert largest_relative_difference(dict(found.named_parameters()), expected) < 1e-6
+    assert largest_relative_difference(dict(found.named_parameters()), expected) <= FLOOR
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "alone"), "--adapter", "--dtype", "float32"]) == 0
     assert {path.name for path in (tmp_path / "alone").iterdir()} >= {
         "adapter_config.json",
         "adapter_model.safetensors",
     }
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "alone")
-    assert largest_relative_difference(dict(loaded.merge_and_unload().named_parameters()), expected) < 1e-6
+    assert largest_relative_difference(dict(loaded.merge_and_unload().named_parameters()), expected) <= FLOOR
 
 
 def test_a_run_without_adapters_has_none_to_export(tmp_path: Path) -> None:

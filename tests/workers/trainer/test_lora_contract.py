@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from back_ends import (
-    TOLERANCE,
     Layout,
-    assert_same_outcomes,
+    allowed_differences,
     build,
+    differences,
     disturb,
     go_on,
     needs_deepspeed,
+    other_orders,
+    read_figures,
     read_kind,
     read_state,
     run_ranks,
@@ -25,6 +26,7 @@ from back_ends import (
     write_outcomes,
     write_state,
 )
+from rounding import allowed_difference
 from safetensors.torch import load_file, save_file
 from training import largest_relative_difference, save_model, tiny_config, tiny_groups, tiny_llama, with_adapters
 
@@ -63,21 +65,23 @@ def assert_base_is_untouched(trainer: PackedTrainer, folder: Path) -> None:
     for name, parts in trainer._parts.items():
         with trainer._whole(parts[:1]) as (base,):
             assert torch.equal(base, saved[name]), name
-    expected = np.load(folder / "base_logprobs.npy")
+    expected, alone = np.load(folder / "base_logprobs.npy")
     before = logprobs_of(trainer.per_token(micro_batches()))
     found = logprobs_of(trainer.reference_logprobs(micro_batches()))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    largest = np.abs(expected).max()
+    allowed = allowed_difference([float(np.abs(alone - expected).max() / largest)])
+    assert np.abs(found - expected).max() <= allowed * largest
     assert np.abs(before - expected).max() > 1e-3
     assert np.array_equal(logprobs_of(trainer.per_token(micro_batches())), before)
 
 
 def prepare(folder: Path) -> None:
-    """A model, what it says, the adapters that everyone begins with, and a checkpoint of others, which change it."""
+    """A model, what it says, also of each sample alone, the adapters that everyone begins with, and a checkpoint of
+    others, which change it."""
     save_model(tiny_llama(), folder / "model")
-    np.save(
-        folder / "base_logprobs.npy",
-        logprobs_of(build(0, REFERENCE, tiny_config(), folder, "").per_token(micro_batches())),
-    )
+    base = build(0, REFERENCE, tiny_config(), folder, "")
+    alone = [[[sample]] for groups in micro_batches() for group in groups for sample in group]
+    np.save(folder / "base_logprobs.npy", [logprobs_of(base.per_token(cut)) for cut in (micro_batches(), alone)])
     trainer = build(0, REFERENCE, with_adapters(REFERENCE.config()), folder, "")
     save_file({name: tensor.clone() for name, tensor in trainer.adapter_parameters()}, folder / "fresh.safetensors")
     torch.manual_seed(1)
@@ -98,7 +102,7 @@ def train(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: s
     if layout.zero_stage == 2:
         for frozen in filter(lambda each: not each.requires_grad, trainer._policy.parameters()):
             frozen.data = frozen.data.clone()  # what is mapped from a file cannot be emptied, as `disturb` does
-    if layout != REFERENCE:
+    if layout.ranks > 1:
         disturb(trainer, rank, layout)
     outcomes.append(take_step(trainer, rank, layout))
     outcomes.append(take_momentum_step(trainer, rank, layout))
@@ -121,20 +125,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def allowed(folder: Path) -> dict[str, float]:
+    """The relative differences from the reference that rounding explains."""
+    orders = folder / "orders"
+    orders.mkdir()
+    for name in ("model", "base_logprobs.npy", "fresh.safetensors", "begin"):
+        (orders / name).symlink_to(folder / name)
+    for order in other_orders(REFERENCE):
+        run_ranks(train, order, with_adapters(order.config()), orders)
+    return allowed_differences([orders / order.name for order in other_orders(REFERENCE)], folder / REFERENCE.name)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_adapters_alike(layout: Layout, folder: Path) -> None:
-    assert largest_relative_difference(read_state(folder / layout.name), read_state(folder / "fsdp_1")) <= TOLERANCE
-    outcomes = [json.loads((folder / name / "outcomes.json").read_text()) for name in (layout.name, "fsdp_1")]
-    assert_same_outcomes(*outcomes)
-    assert outcomes[0][0]["grad_norm"] > 0.01
-    ours, theirs = (ShardReader(folder / name / "checkpoint") for name in (layout.name, "fsdp_1"))
+def test_every_layout_trains_adapters_alike(layout: Layout, folder: Path, allowed: dict[str, float]) -> None:
+    found = differences(folder / layout.name, folder / REFERENCE.name)
+    assert all(value <= allowed[what] for what, value in found.items()), f"{found} against {allowed}"
+    assert read_figures(folder / layout.name / "outcomes.json")["grad_norm"][0] > 0.01
+    ours, theirs = (ShardReader(folder / name / "checkpoint") for name in (layout.name, REFERENCE.name))
     assert list(ours.shapes.items()) == list(theirs.shapes.items())
-    for kind in (PARAMETER, *MOMENTS):
-        assert largest_relative_difference(read_kind(ours, kind), read_kind(theirs, kind)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[2]])
-def test_adapters_go_on_from_the_checkpoint_of_any_layout(layout: Layout, folder: Path) -> None:
+def test_adapters_go_on_from_the_checkpoint_of_any_layout(
+    layout: Layout, folder: Path, allowed: dict[str, float]
+) -> None:
     run_ranks(go_on, layout, with_adapters(layout.config()), folder)
     for source in sorted(path.parent.name for path in folder.glob("*/checkpoint")):
         written = folder / layout.name / f"from_{source}"
@@ -142,9 +157,9 @@ def test_adapters_go_on_from_the_checkpoint_of_any_layout(layout: Layout, folder
         for kind in (PARAMETER, *MOMENTS):
             expected, found = read_kind(saved, kind), read_kind(again, kind)
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-        assert largest_relative_difference(read_state(written), read_state(folder / source)) <= TOLERANCE
-    went_on = [json.loads((folder / name / "went_on.json").read_text()) for name in (layout.name, "fsdp_1")]
-    assert_same_outcomes(*went_on)
+        assert largest_relative_difference(read_state(written), read_state(folder / source)) <= allowed["state"]
+    went_on = [read_figures(folder / name / "went_on.json") for name in (layout.name, REFERENCE.name)]
+    assert largest_relative_difference(*went_on) <= allowed["figures"]
 
 
 def train_in_bfloat16(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> None:
@@ -156,7 +171,7 @@ def train_in_bfloat16(rank: int, layout: Layout, config: Config, folder: Path, r
         assert take_step(trainer, rank, layout).applied
     frozen = [each for each in trainer._policy.parameters() if not each.requires_grad]
     assert {parameter.dtype for parameter in frozen} == {torch.bfloat16}
-    difference = logprobs_of(trainer.reference_logprobs(micro_batches())) - np.load(folder / "base_logprobs.npy")
+    difference = logprobs_of(trainer.reference_logprobs(micro_batches())) - np.load(folder / "base_logprobs.npy")[0]
     assert np.abs(difference).mean() < 0.05
     trainer.snapshot().write(folder / layout.name)
     trainer.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +13,17 @@ import numpy as np
 import pytest
 import torch
 from processes import spawn_ranks
+from rounding import allowed_difference
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from training import (
+    exact_and_allowed,
     largest_relative_difference,
     plain_gradients,
     save_model,
     share,
+    shuffled,
     tiny_config,
     tiny_groups,
     tiny_llama,
@@ -28,11 +32,12 @@ from transformers import AutoModelForCausalLM
 
 from rlflow.config import Config, Dtype
 from rlflow.errors import RunError
+from rlflow.roles import StepOutcome
 from rlflow.types import TrainSample
 from rlflow.weights.shape.layout import chunk_of
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.process_group import join
-from rlflow.workers.trainer.shards import PARAMETER, Shard, ShardReader, read_full, write_shards
+from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader, read_full, write_shards
 
 
 @pytest.fixture
@@ -63,22 +68,25 @@ def test_a_step_divides_clips_and_updates(model_path: str) -> None:
     config.trainer.max_grad_norm = 0.25
     trainer = one_rank(config, model_path)
     groups = tiny_groups()
-    sums = plain_gradients(model_path, groups, config)
-    norm = math.sqrt(sum(float(g.double().square().sum()) for g in sums.values())) / num_loss_tokens(groups)
-    reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.0)
-    for name, parameter in reference.named_parameters():
-        parameter.grad = sums[name] / num_loss_tokens(groups) * min(1, 0.25 / norm)
-    optimizer.step()
 
+    def stepped(groups: list[list[TrainSample]], dtype: torch.dtype) -> dict[str, Tensor]:
+        sums = plain_gradients(model_path, groups, config, dtype)
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in sums.values())) / num_loss_tokens(groups)
+        reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+        optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.0)
+        for name, parameter in reference.named_parameters():
+            parameter.grad = sums[name] / num_loss_tokens(groups) * min(1, 0.25 / norm)
+        optimizer.step()
+        updated = {name: parameter.detach() for name, parameter in reference.named_parameters()}
+        return {"norm": torch.tensor(norm), **updated}
+
+    expected, allowed = exact_and_allowed(stepped, groups)
     trainer.accumulate([groups[:1], groups[1:]])
     outcome = trainer.step()
     assert outcome.applied
-    assert outcome.grad_norm == pytest.approx(norm, rel=1e-4)
     assert outcome.learning_rate == 1e-2
-    updated = parameters(trainer)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(updated[name], parameter.detach(), atol=1e-4, rtol=1e-4)
+    found = {"norm": torch.tensor(outcome.grad_norm), **parameters(trainer)}
+    assert largest_relative_difference(found, expected) <= allowed
 
 
 def test_metrics_are_means_over_loss_tokens(model_path: str) -> None:
@@ -86,7 +94,7 @@ def test_metrics_are_means_over_loss_tokens(model_path: str) -> None:
     config.algorithm.kl_coefficient = 0.1
     trainer = one_rank(config, model_path)
     groups = tiny_groups(with_reference=True)
-    current = np.concatenate([row for rows in trainer.per_token([groups]) for row in rows])
+    current = np.concatenate([row for rows in trainer.per_token([groups[:2], groups[2:]]) for row in rows])
     samples = [sample for group in groups for sample in group]
     mask = np.concatenate([sample.sample.loss_mask for sample in samples])
     behaviour = np.concatenate([sample.sample.logprobs for sample in samples])
@@ -291,9 +299,28 @@ def train(config: Config, model_path: str, rank: int, world_size: int, rendezvou
     outcome = trainer.step()
     if rank == 0:
         save_file(found, folder / "gradients.safetensors")
-        metrics = {name: [mean.total, mean.count] for name, mean in outcome.metrics.items()}
-        (folder / "outcome.json").write_text(json.dumps({"grad_norm": outcome.grad_norm, "metrics": metrics}))
+        whole = {name: value.tolist() for name, value in figures(outcome).items()}
+        (folder / "figures.json").write_text(json.dumps(whole))
     trainer.close()
+
+
+def figures(outcome: StepOutcome) -> dict[str, Tensor]:
+    """The norm, and the total and the count of each metric."""
+    found = {"grad_norm": torch.tensor(outcome.grad_norm)}
+    for name, mean in outcome.metrics.items():
+        found |= {f"{name}/total": torch.tensor(mean.total), f"{name}/count": torch.tensor(mean.count)}
+    return found
+
+
+def moments(checkpoint: Path) -> dict[str, Tensor]:
+    reader = ShardReader(checkpoint)
+    assert reader.updates == 1
+    return {f"{kind} {name}": reader.read_whole(kind, name) for kind in MOMENTS for name in reader.shapes}
+
+
+def allowed_by_order(expected: dict[str, Tensor], compute: Callable[[int], dict[str, Tensor]]) -> float:
+    """The relative difference that rounding explains, from three other orders of the samples, each a seed's."""
+    return allowed_difference(largest_relative_difference(compute(seed), expected) for seed in range(3))
 
 
 def _train_rank(rank: int, config: Config, model_path: str, world_size: int, rendezvous: str, folder: Path) -> None:
@@ -306,32 +333,37 @@ def test_two_ranks_train_as_one(model_path: str, tmp_path: Path) -> None:
     rendezvous = f"file://{tmp_path}/rendezvous"
     spawn_ranks(2, _train_rank, config, model_path, 2, rendezvous, tmp_path)
     groups = tiny_groups()
-    difference = largest_relative_difference(
-        load_file(tmp_path / "gradients.safetensors"), plain_gradients(model_path, groups, config)
-    )
-    print("two ranks against a padded batch:", difference)
-    assert difference <= 1e-5
+    expected, allowed = exact_and_allowed(lambda *how: plain_gradients(model_path, how[0], config, how[1]), groups)
+    difference = largest_relative_difference(load_file(tmp_path / "gradients.safetensors"), expected)
+    print("two ranks against a padded batch:", difference, "allowed:", allowed)
+    assert difference <= allowed
 
     # What two ranks saved, one loads: same moments, same next step.
-    single = one_rank(config, model_path)
-    single.accumulate([groups])
-    single.step()
-    single.snapshot().write(tmp_path / "single")
-    ours, theirs = ShardReader(tmp_path / "single"), ShardReader(tmp_path / "checkpoint")
-    assert ours.updates == theirs.updates == 1
-    for kind in ("exp_avg", "exp_avg_sq"):
-        moments = [{name: reader.read_whole(kind, name) for name in ours.shapes} for reader in (theirs, ours)]
-        assert largest_relative_difference(*moments) <= 1e-4
-    resumed = one_rank(config, model_path)
-    resumed.load(tmp_path / "checkpoint")
+    def moments_of_one(name: str, groups: list[list[TrainSample]]) -> dict[str, Tensor]:
+        single = one_rank(config, model_path)
+        single.accumulate([groups])
+        single.step()
+        single.snapshot().write(tmp_path / name)
+        return moments(tmp_path / name)
+
+    ours = moments_of_one("single", groups)
+    allowed = allowed_by_order(ours, lambda seed: moments_of_one(f"order_{seed}", shuffled(groups, seed)))
+    assert largest_relative_difference(moments(tmp_path / "checkpoint"), ours) <= allowed
     saved = dict(read_full(tmp_path / "checkpoint"))
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in resumed.full_parameters())
-    resumed.accumulate([groups, [groups[0]], [groups[1]]])
-    outcome = resumed.step()
-    expected = json.loads((tmp_path / "outcome.json").read_text())
-    assert outcome.grad_norm == pytest.approx(expected["grad_norm"], rel=1e-5)
-    for name, mean in outcome.metrics.items():
-        assert [mean.total, mean.count] == pytest.approx(expected["metrics"][name], rel=1e-5), name
+
+    def next_step_of_one(micro_batches: list[list[list[TrainSample]]]) -> dict[str, Tensor]:
+        resumed = one_rank(config, model_path)
+        resumed.load(tmp_path / "checkpoint")
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in resumed.full_parameters())
+        resumed.accumulate(micro_batches)
+        return figures(resumed.step())
+
+    expected = next_step_of_one([groups, [groups[0]], [groups[1]]])
+    allowed = allowed_by_order(
+        expected, lambda seed: next_step_of_one([shuffled([*groups, groups[0], groups[1]], seed)])
+    )
+    found = {name: torch.tensor(value) for name, value in json.loads((tmp_path / "figures.json").read_text()).items()}
+    assert largest_relative_difference(found, expected) <= allowed
 
 
 def _load_rank(rank: int, config: Config, model_path: str, rendezvous: str, folder: Path) -> None:

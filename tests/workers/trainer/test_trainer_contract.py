@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from back_ends import (
-    TOLERANCE,
     Layout,
-    assert_same_outcomes,
+    allowed_differences,
     build,
+    differences,
     disturb,
     go_on,
     needs_deepspeed,
+    other_orders,
+    read_figures,
     read_kind,
     read_state,
     run_ranks,
@@ -28,7 +32,9 @@ from back_ends import (
     write_outcomes,
     write_state,
 )
+from rounding import CEILING
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from training import (
     largest_relative_difference,
     save_model,
@@ -39,10 +45,11 @@ from training import (
 
 from rlflow.config import Backend, Config, Dtype, Offload
 from rlflow.errors import ConfigError
-from rlflow.weights.shm.arena_view import ArenaView
+from rlflow.weights.shm.arena import ArenaView
 from rlflow.weights.shm.sender import SharedMemorySender
 from rlflow.workers.trainer.backends import check_offload
 from rlflow.workers.trainer.base import TrainerBackend
+from rlflow.workers.trainer.packed import PackedTrainer
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, ShardReader
 
 REFERENCE = Layout(name="fsdp_1", backend=Backend.fsdp, ranks=1)
@@ -81,11 +88,19 @@ def write_staged(folder: Path, trainer: TrainerBackend, rank: int, layout: Layou
     sender.close()
 
 
-def train(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> None:
-    """Three steps, the last by momentum alone."""
+def train(
+    rank: int,
+    layout: Layout,
+    config: Config,
+    folder: Path,
+    rendezvous: str,
+    alter: Callable[[PackedTrainer], object] = lambda trainer: None,
+) -> None:
+    """Three steps, the last by momentum alone; `alter` may put a fault into the trainer first."""
     trainer = build(rank, layout, config, folder, rendezvous)
+    alter(trainer)
     outcomes = [take_step(trainer, rank, layout)]
-    if layout != REFERENCE:
+    if layout.ranks > 1:
         disturb(trainer, rank, layout)
     outcomes.append(take_step(trainer, rank, layout))
     trainer.snapshot().write(folder / layout.name / "at_once")
@@ -100,11 +115,25 @@ def train(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: s
     trainer.close()
 
 
+def train_in_other_orders(folder: Path) -> None:
+    """The reference with the samples in other orders, in `folder/orders`."""
+    (folder / "orders").mkdir()
+    (folder / "orders" / "model").symlink_to(folder / "model")
+    for order in other_orders(REFERENCE):
+        run_ranks(train, order, order.config(), folder / "orders")
+
+
+def allowed_in(folder: Path) -> dict[str, float]:
+    """The relative differences from the reference that rounding explains."""
+    return allowed_differences([folder / "orders" / order.name for order in other_orders(REFERENCE)], folder / "fsdp_1")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A model, and what each layout that is asked for wrote when it was trained."""
     folder = tmp_path_factory.mktemp("contract")
     save_model(tiny_llama(), folder / "model")
+    train_in_other_orders(folder)
     ours = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     wanted = [item.callspec.params["layout"] for item in ours if "folder" in item.fixturenames]
     for layout in (REFERENCE, *(each for each in OTHERS if each in wanted)):
@@ -114,19 +143,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     return folder
 
 
+@pytest.fixture(scope="module")
+def allowed(folder: Path) -> dict[str, float]:
+    return allowed_in(folder)
+
+
+def assert_within(found: dict[str, float], allowed: dict[str, float]) -> None:
+    print("largest relative differences:", {what: f"{value:.1e}" for what, value in found.items()})
+    assert all(value <= allowed[what] for what, value in found.items()), f"{found} against {allowed}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_alike(layout: Layout, folder: Path) -> None:
-    found, expected = read_state(folder / layout.name), read_state(folder / REFERENCE.name)
-    difference = largest_relative_difference(found, expected)
-    print(f"{layout.name}: largest relative difference of parameters and log-probabilities {difference:.1e}")
-    assert difference <= TOLERANCE
-    outcomes = [json.loads((folder / name / "outcomes.json").read_text()) for name in (layout.name, REFERENCE.name)]
-    assert_same_outcomes(*outcomes)
-    assert [outcome["applied"] for outcome in outcomes[0]] == [True, True, True]
-    assert [outcome["learning_rate"] for outcome in outcomes[0]] == [5e-4, 1e-3, 1e-3]
-    assert outcomes[0][0]["grad_norm"] > layout.config().trainer.max_grad_norm
-    assert outcomes[0][2]["grad_norm"] == 0
+def test_every_layout_trains_alike(layout: Layout, folder: Path, allowed: dict[str, float]) -> None:
+    found = differences(folder / layout.name, folder / REFERENCE.name)
+    assert_within({what: found[what] for what in ("state", "figures")}, allowed)
+    outcomes = json.loads((folder / layout.name / "outcomes.json").read_text())
+    assert [outcome["applied"] for outcome in outcomes] == [True, True, True]
+    assert [outcome["learning_rate"] for outcome in outcomes] == [5e-4, 1e-3, 1e-3]
+    assert outcomes[0]["grad_norm"] > layout.config().trainer.max_grad_norm
+    assert outcomes[2]["grad_norm"] == 0
 
 
 @pytest.mark.slow
@@ -137,25 +173,39 @@ def test_queries_and_keys_with_norms_and_biases_are_cut_alike(tmp_path: Path) ->
         config = layout.config()
         config.trainer.gradient_checkpointing = layout is DATA_2_TENSOR_2
         run_ranks(train, layout, config, tmp_path)
-    ours, theirs = (tmp_path / layout.name for layout in (DATA_2_TENSOR_2, REFERENCE))
-    assert_same_outcomes(*(json.loads((path / "outcomes.json").read_text()) for path in (ours, theirs)))
-    assert largest_relative_difference(read_state(ours), read_state(theirs)) <= TOLERANCE
-    for kind in (PARAMETER, *MOMENTS):
-        found, expected = (read_kind(ShardReader(path / "checkpoint"), kind) for path in (ours, theirs))
-        assert largest_relative_difference(found, expected) <= TOLERANCE
+    train_in_other_orders(tmp_path)
+    assert_within(differences(tmp_path / DATA_2_TENSOR_2.name, tmp_path / REFERENCE.name), allowed_in(tmp_path))
+
+
+@pytest.mark.parametrize("lost", [slice(None), slice(0, 8)], ids=["on every rank", "on one tensor rank"])
+def test_a_lost_gradient_is_seen(lost: slice, tmp_path: Path) -> None:
+    """Whatever the machine's rounding allows: one bias whose gradient never comes is beyond it."""
+    save_model(tiny_qwen3(attention_bias=True, intermediate_size=50), tmp_path / "model")
+    train(0, REFERENCE, REFERENCE.config(), tmp_path, "")
+
+    def lose(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient[lost] = 0
+        return gradient
+
+    def alter(trainer: PackedTrainer) -> None:
+        trainer._policy.model.get_parameter("model.layers.0.self_attn.k_proj.bias").register_hook(lose)
+
+    faulty = replace(REFERENCE, name="faulty")
+    train(0, faulty, faulty.config(), tmp_path, "", alter)
+    found = differences(tmp_path / "faulty", tmp_path / REFERENCE.name)
+    assert all(found[what] > 10 * CEILING for what in ("state", PARAMETER, *MOMENTS)), found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_saves_the_same_moments(layout: Layout, folder: Path) -> None:
+def test_every_layout_saves_the_same_moments(layout: Layout, folder: Path, allowed: dict[str, float]) -> None:
     ours, theirs = (ShardReader(folder / name / "checkpoint") for name in (layout.name, REFERENCE.name))
     assert ours.shapes == theirs.shapes
     assert list(ours.shapes) == list(theirs.shapes)
     assert ours.updates == theirs.updates == 3
-    for kind in (PARAMETER, *MOMENTS):
-        difference = largest_relative_difference(read_kind(ours, kind), read_kind(theirs, kind))
-        print(f"{layout.name}: largest relative difference of {kind} {difference:.1e}")
-        assert difference <= TOLERANCE
+    found = differences(folder / layout.name, folder / REFERENCE.name)
+    assert_within({kind: found[kind] for kind in (PARAMETER, *MOMENTS)}, allowed)
 
 
 @pytest.mark.slow
@@ -179,7 +229,9 @@ def test_a_snapshot_does_not_change_when_training_goes_on(layout: Layout, folder
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_goes_on_from_the_checkpoint_of_any(layout: Layout, folder: Path) -> None:
+def test_every_layout_goes_on_from_the_checkpoint_of_any(
+    layout: Layout, folder: Path, allowed: dict[str, float]
+) -> None:
     """What is loaded is what was saved, to the bit, and the next step is that of the layout that saved it."""
     run_ranks(go_on, layout, layout.config(), folder)
     sources = sorted(path.parent.name for path in folder.glob("*/checkpoint"))
@@ -192,10 +244,10 @@ def test_every_layout_goes_on_from_the_checkpoint_of_any(layout: Layout, folder:
             expected, found = read_kind(saved, kind), read_kind(again, kind)
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
         state = read_state(written)
-        assert largest_relative_difference(state, read_state(folder / source)) <= TOLERANCE
+        assert largest_relative_difference(state, read_state(folder / source)) <= allowed["state"]
         assert all(torch.equal(state[name], tensor) for name, tensor in read_kind(saved, PARAMETER).items())
-    went_on = [json.loads((folder / name / "went_on.json").read_text()) for name in (layout.name, REFERENCE.name)]
-    assert_same_outcomes(*went_on)
+    went_on = [read_figures(folder / name / "went_on.json") for name in (layout.name, REFERENCE.name)]
+    assert largest_relative_difference(*went_on) <= allowed["figures"]
 
 
 def train_in_bfloat16(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> None:
@@ -226,18 +278,12 @@ def test_masters_stay_in_float32_when_the_model_computes_in_bfloat16(layout: Lay
 @pytest.mark.parametrize(
     "layout", [LAYOUTS[0], pytest.param(TENSOR_2, id=TENSOR_2.name, marks=pytest.mark.proof), *LAYOUTS[-2:]]
 )
-def test_offloaded_shards_train_alike(layout: Layout, folder: Path, tmp_path: Path) -> None:
+def test_offloaded_shards_train_alike(layout: Layout, folder: Path, allowed: dict[str, float], tmp_path: Path) -> None:
     save_model(tiny_llama(), tmp_path / "model")
     config = layout.config()
     config.trainer.offload = Offload.cpu
     run_ranks(train, layout, config, tmp_path)
-    assert (
-        largest_relative_difference(read_state(tmp_path / layout.name), read_state(folder / REFERENCE.name))
-        <= TOLERANCE
-    )
-    ours, theirs = (ShardReader(root / "checkpoint") for root in (tmp_path / layout.name, folder / REFERENCE.name))
-    for kind in (PARAMETER, *MOMENTS):
-        assert largest_relative_difference(read_kind(ours, kind), read_kind(theirs, kind)) <= TOLERANCE
+    assert_within(differences(tmp_path / layout.name, folder / REFERENCE.name), allowed)
 
 
 def test_offloading_to_the_cpu_without_a_gpu_is_refused() -> None:

@@ -1,0 +1,121 @@
+"""The calls that rlflow adds to each vLLM worker, and the receiver that answers them.
+
+vLLM imports this module through `worker_extension_cls`. The receiver lies where vLLM keeps its own weight-transfer
+engine, so that vLLM shuts it down with the worker.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+from rlflow.config import Transport
+from rlflow.errors import NotACopy
+from rlflow.runtime.environment import keep_memory
+from rlflow.weights.adapters import AdapterReceiver
+from rlflow.weights.disk.manifest import read_manifest
+from rlflow.weights.disk.receiver import DiskReceiver
+from rlflow.weights.engine.messages import COMPARISON, OPENING, Opening, WeightReport
+from rlflow.weights.engine.receiver import Destination, Receiver
+from rlflow.weights.engine.reload import ReloadedModel
+from rlflow.weights.engine.tensors import EngineTensors, learn_landings
+from rlflow.weights.ipc.receiver import SharedReceiver, device_id
+from rlflow.weights.p2p.receiver import PeerReceiver, Worker
+from rlflow.weights.p2p.rendezvous import TrainerStore
+from rlflow.weights.shape.layout import Shapes
+from rlflow.weights.shm.arena import map_arena
+from rlflow.weights.shm.receiver import ArenaReceiver
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker; each method is a `collective_rpc` and is explained by `Receiver`."""
+
+    if TYPE_CHECKING:
+        vllm_config: VllmConfig
+        device: torch.device
+        model_runner: Any
+        weight_transfer_engine: Receiver | None
+
+    def rlflow_open(self, **message: Any) -> tuple[bool, int]:
+        """Whether the buckets may come while the engine samples, and how many will."""
+        opening = OPENING.validate_python(message)
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            receiver = self.weight_transfer_engine or self._rlflow_receiver(opening)
+            self.weight_transfer_engine = receiver
+            return receiver.is_beside, receiver.open(opening)
+
+    def rlflow_receive(self, bucket: int) -> int | None:
+        assert self.weight_transfer_engine is not None, "a version is opened before its buckets are received"
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            return self.weight_transfer_engine.receive(bucket)
+
+    def rlflow_commit(self) -> None:
+        assert self.weight_transfer_engine is not None, "a version is opened before it is committed"
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            self.weight_transfer_engine.commit()
+
+    def rlflow_compare(self, **message: Any) -> WeightReport:
+        assert self.weight_transfer_engine is not None, "a version is loaded before it is compared"
+        comparison = COMPARISON.validate_python(message)
+        staged, expected = comparison.staged, None
+        if staged.slots:
+            arena = map_arena(staged.path, staged.num_bytes)
+            arena.check(staged.version)
+            expected = arena.tensors(staged.slots)
+        with torch.no_grad():
+            return self.weight_transfer_engine.compare(expected, comparison.columns)
+
+    def rlflow_abort(self) -> None:
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            if self.weight_transfer_engine is not None:
+                self.weight_transfer_engine.abort()
+
+    def _rlflow_receiver(self, opening: Opening) -> Receiver:
+        staged = opening.staged
+        if opening.adapter is not None:
+            manager = self.model_runner.lora_manager._adapter_manager
+            return AdapterReceiver(manager, *opening.adapter, is_cut=self.vllm_config.parallel_config.world_size > 1)
+        match opening.transport:
+            case Transport.shm:
+                return ArenaReceiver(self._rlflow_destination({slot.name: slot.shape for slot in staged.slots}))
+            case Transport.disk:
+                manifest = read_manifest(Path(staged.path), staged.version)
+                shapes = {name: each.shape for name, each in manifest.parameters.items()}
+                return DiskReceiver(self._rlflow_destination(shapes), Path(staged.path))
+            case Transport.p2p:
+                trainer = TrainerStore(staged.path, opening.timeout_s)
+                worker = Worker(
+                    engine=opening.engine,
+                    rank=get_tensor_model_parallel_rank(),
+                    num_ranks=get_tensor_model_parallel_world_size(),
+                    device=self.device,
+                )
+                return PeerReceiver(self._rlflow_destination(trainer.layout.shapes), trainer, worker)
+            case Transport.ipc:
+                trainer = TrainerStore(staged.path, opening.timeout_s)
+                destination = self._rlflow_destination(trainer.layout.shapes)
+                return SharedReceiver(destination, trainer, device_id(self.device))
+
+    def _rlflow_destination(self, shapes: Shapes) -> Destination:
+        """The model's own tensors, or copies of them, if vLLM keeps weights as its loader fills them; else its loader.
+
+        Raises ConfigError when the model does not take these parameters.
+        """
+        model: nn.Module = self.model_runner.get_model()
+        landings = {}
+        try:
+            blank, landings = learn_landings(self.vllm_config, shapes)
+            tensors = EngineTensors(model, blank, shapes, landings)
+        except NotACopy:
+            return ReloadedModel(model, self.vllm_config.model_config, shapes, landings)
+        if tensors.is_beside:
+            keep_memory()  # each version is packed to where the one before the last was
+        return tensors

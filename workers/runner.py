@@ -1,0 +1,217 @@
+"""The actor that plays groups of episodes and has them scored.
+
+    GroupOrder -> episodes side by side (play -> score) -> PlayedGroup for the driver, payloads for the object store
+
+Rules: a group is returned whole or not at all. If one of its episodes raises, or the group becomes too old, the other
+episodes are cancelled and their environments closed first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
+
+from rlflow.config import Config
+from rlflow.errors import EngineLost, StaleGroup, WorkerLost
+from rlflow.rewards.client import Scorer
+from rlflow.rollout import payloads as payload_files
+from rlflow.rollout.chat import Chat, episode_seed
+from rlflow.rollout.client import EngineClient, EngineHandle, RemoteCalls
+from rlflow.rollout.episode import EnvironmentSource, PlayedEpisode, ProgramGateway, play_episode, summarize
+from rlflow.rollout.limits import EpisodeLimits
+from rlflow.rollout.render import ChatRenderer, Renderer
+from rlflow.rollout.requests import Completion, GenerateRequest
+from rlflow.runtime.concurrency import all_or_none
+from rlflow.runtime.disk import disk_errors
+from rlflow.types import EpisodeEnd, EpisodePayload, EpisodeSummary, GroupOrder, Message, PlayedGroup, Span
+
+ACTOR = "runner"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Scored:
+    """One episode of a group, played and scored."""
+
+    payload: EpisodePayload
+    summary: EpisodeSummary
+    played_at_s: float
+    scored_at_s: float | None
+    """None when the episode ended in an error and so was not scored."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _UnderWay:
+    """A group that is being played."""
+
+    order: GroupOrder
+    oldest_version: int | None = None
+    """The oldest version that sampled any of its tokens, by whole slices; None before the first slice."""
+    too_old: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when no update may use the group any more."""
+
+    def note(self, part: Completion) -> None:
+        known = [] if self.oldest_version is None else [self.oldest_version]
+        self.oldest_version = min((*known, *part.versions), default=None)
+
+
+class EpisodeRunner:
+    """Plays whole groups, many at a time, so it needs a high `max_concurrency` as an actor.
+
+    `renderer` None loads the model's tokenizer, which then works in a thread; `calls` None calls the engines through
+    Ray. Programs need a `gateway`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model_path: str,
+        environments: EnvironmentSource,
+        scorer: Scorer,
+        *engines: EngineHandle,
+        renderer: ChatRenderer | None = None,
+        calls: RemoteCalls | None = None,
+        gateway: ProgramGateway | None = None,
+    ) -> None:
+        self._limits = EpisodeLimits.of(config)
+        self._is_seeded = config.rollout.seeded
+        self._environments = environments
+        self._gateway = gateway
+        self._scorer = scorer
+        self._client = EngineClient(engines, calls or _calls_through_ray(), patience_s=config.deadlines.start_s)
+        self._under_way: set[_UnderWay] = set()
+        self._renderer = renderer or _load_renderer(model_path)
+        # One thread, because tokenizers are not safe to share between threads.
+        self._rendering = None if renderer else ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
+
+    async def play(self, order: GroupOrder) -> tuple[PlayedGroup | EpisodePayload, ...]:
+        """The group's metadata (its `payloads` empty), then the payload of each episode.
+
+        Call it with num_returns = 1 + order.num_episodes, so that the caller owns each payload. Raises StaleGroup if
+        `cancel_stale` ended the group, and whatever an engine or the scorer raises.
+        """
+        start_s = time.time()
+        group = _UnderWay(order=order)
+        self._under_way.add(group)
+        try:
+            episodes = await self._play_all(group)
+        finally:
+            self._under_way.discard(group)
+        played_at_s = max(episode.played_at_s for episode in episodes)
+        played = PlayedGroup(
+            group_id=order.group_id,
+            episodes=[episode.summary for episode in episodes],
+            payloads=[],
+            num_bytes=sum(payload_files.payload_bytes(episode.payload) for episode in episodes),
+            spans=[Span(actor=ACTOR, name="rollout", start_s=start_s, end_s=played_at_s), *_reward_spans(episodes)],
+        )
+        return (played, *(episode.payload for episode in episodes))
+
+    async def cancel_stale(self, oldest_version: int) -> None:
+        """End the groups under way with a token sampled before `oldest_version`: their `play` raises StaleGroup.
+
+        Groups pinned to an engine go on. The tokens of a slice count when the engine has returned it.
+        """
+        for group in self._under_way:
+            is_pinned = group.order.engine is not None
+            if not is_pinned and group.oldest_version is not None and group.oldest_version < oldest_version:
+                group.too_old.set()
+
+    async def set_serving(self, engines: Collection[int]) -> None:
+        """Send requests that name no engine to these engines only."""
+        self._client.set_serving(engines)
+
+    async def transcript(self, payload: EpisodePayload) -> list[Message]:
+        """The conversation of one episode."""
+        return payload.messages
+
+    async def save_payloads(self, path: Path, *payloads: EpisodePayload) -> None:
+        with disk_errors("a checkpoint", path.parent):
+            await asyncio.to_thread(payload_files.save_payloads, path, payloads)
+
+    async def load_payloads(self, path: Path) -> tuple[int | EpisodePayload, ...]:
+        """The number of payloads in a file, then the payloads in the order in which they were saved.
+
+        Call it with num_returns = 1 + that number, so that the caller owns each payload; the first value says that all
+        of them were read.
+        """
+        payloads = await asyncio.to_thread(payload_files.load_payloads, path)
+        return (len(payloads), *payloads)
+
+    async def _play_all(self, group: _UnderWay) -> list[_Scored]:
+        """All episodes of a group. None of them is still running when this returns or raises."""
+        episodes = [self._play_and_score(group, index) for index in range(group.order.num_episodes)]
+        playing = asyncio.create_task(all_or_none(episodes))
+        too_old = asyncio.create_task(group.too_old.wait())
+        try:
+            await asyncio.wait((playing, too_old), return_when=asyncio.FIRST_COMPLETED)
+            if not playing.done():
+                raise StaleGroup(f"group {group.order.group_id} holds tokens of version {group.oldest_version}")
+            return playing.result()
+        finally:
+            for task in (playing, too_old):
+                task.cancel()
+            await asyncio.wait((playing, too_old))
+
+    async def _play_and_score(self, group: _UnderWay, index: int) -> _Scored:
+        played = await self._play(group, index)
+        if played.end is EpisodeEnd.EPISODE_TIMEOUT and not self._client.is_served:
+            raise WorkerLost("all rollout engines were lost, and none was back before the episode ran out of time")
+        played_at_s = time.time()
+        verdict = None if played.end.is_error else await self._scorer.score(played.transcript)
+        return _Scored(
+            payload=played.payload,
+            summary=summarize(played, verdict),
+            played_at_s=played_at_s,
+            scored_at_s=None if verdict is None else time.time(),
+        )
+
+    async def _play(self, group: _UnderWay, index: int) -> PlayedEpisode:
+        order = group.order
+
+        def generate(request: GenerateRequest) -> Awaitable[Completion]:
+            is_greedy = order.is_last_greedy and index == order.num_episodes - 1
+            return self._client.generate(replace(request, engine=order.engine, is_greedy=is_greedy), group.note)
+
+        chat = Chat(
+            generate,
+            self._renderer,
+            self._limits,
+            seed=episode_seed(order.seed, index) if self._is_seeded else None,
+            prefix_key=str(order.group_id),
+            executor=self._rendering,
+        )
+        return await play_episode(
+            self._environments, order.task, chat, self._limits, seed=order.seed, gateway=self._gateway
+        )
+
+
+def _reward_spans(episodes: Sequence[_Scored]) -> list[Span]:
+    """The times during which at least one episode was being scored."""
+    spans: list[Span] = []
+    for start_s, end_s in sorted((e.played_at_s, e.scored_at_s) for e in episodes if e.scored_at_s is not None):
+        if spans and start_s <= spans[-1].end_s:
+            start_s, end_s = spans[-1].start_s, max(spans.pop().end_s, end_s)
+        spans.append(Span(actor=ACTOR, name="reward", start_s=start_s, end_s=end_s))
+    return spans
+
+
+def _load_renderer(model_path: str) -> ChatRenderer:
+    # Imported here because only the actor needs transformers, which takes seconds to import.
+    from transformers import AutoTokenizer
+
+    return Renderer(AutoTokenizer.from_pretrained(model_path))
+
+
+def _calls_through_ray() -> RemoteCalls:
+    import ray
+    from ray.exceptions import RayActorError
+
+    return RemoteCalls(
+        cancel=lambda call: ray.cancel(cast(ray.ObjectRef, call)),
+        is_lost=lambda error: isinstance(error, RayActorError | EngineLost),
+    )

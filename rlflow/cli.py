@@ -87,7 +87,7 @@ def _train(arguments: Sequence[str]) -> int:
     if "--dry-run" in arguments:
         from rlflow.tools.dry_run.command import dry_run
 
-        return train(for_hydra, _report, partial(dry_run, as_json="--json" in arguments))
+        return train(for_hydra, _report, partial(dry_run, json_wanted="--json" in arguments))
     if "--json" in arguments:
         raise ConfigError("--json has no effect without --dry-run; leave it out: a run writes metrics.jsonl")
     return train(for_hydra, _report, _start)
@@ -137,12 +137,12 @@ def _env(arguments: Sequence[str]) -> int:
     check.add_argument("--json", action="store_true", help="as one JSON object")
     options = parser.parse_args(arguments)
     if options.verb == "new":
-        from rlflow.tools.env_tools.new import env_new
+        from rlflow.tools.env.new import env_new
 
         print("\n".join(str(path) for path in env_new(options.path)))
         return 0
     from rlflow.settings.compose import train
-    from rlflow.tools.env_tools.check import env_check
+    from rlflow.tools.env.check import env_check
 
     if options.tasks < 1:
         raise ConfigError(f"--tasks must be at least 1; got {options.tasks}")

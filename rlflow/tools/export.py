@@ -26,16 +26,24 @@ _MAX_FILE_BYTES = 4 << 30
 def export(run: Path, out: Path, *, step: int | None, dtype: str, adapter_only: bool = False) -> Path:
     """Write checkpoint `step` of a run (None: the last) to the new folder `out`, whole or not at all; returns `out`.
 
-    dtype: "bfloat16" or "float32", of every floating-point weight. Adapters are merged into the model that the run
-    began with, or with `adapter_only` written alone, as PEFT does.
-    Raises ConfigError when `out` exists or the run has no such checkpoint or no adapters, RunError when the checkpoint
-    is damaged.
+    dtype: "bfloat16" or "float32", for every floating-point weight. Adapters are merged into the model that the run
+    began with, or written alone, as PEFT does, with `adapter_only`. Raises ConfigError when `out` exists or the run has
+    no such checkpoint or no adapters, RunError when the checkpoint is damaged.
     """
     if out.exists():
         raise ConfigError(f"{out} already exists; give a new folder, or remove it first")
-    checkpoint = _checkpoint(run, step)
+    store = CheckpointStore(run / "checkpoints", keep=1)
+    steps = store.steps()
+    if not steps:
+        raise ConfigError(f"{run} has no complete checkpoint; give the directory of a run that has saved one")
+    if step is not None and step not in steps:
+        raise ConfigError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+    checkpoint = store.path(steps[-1] if step is None else step)
     read_state(checkpoint)  # checks that every file has the size it was written with
-    model_path = _model_path(run)
+    try:
+        model_path = yaml.safe_load((run / "config.yaml").read_text())["model"]["path"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise ConfigError(f"{run / 'config.yaml'} does not say which model the run trained ({error!r})") from error
     with disk_errors("the exported model", out.absolute().parent, "export again"):
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -52,23 +60,6 @@ def export(run: Path, out: Path, *, step: int | None, dtype: str, adapter_only: 
             shutil.rmtree(partial, ignore_errors=True)
             raise
     return out
-
-
-def _checkpoint(run: Path, step: int | None) -> Path:
-    store = CheckpointStore(run / "checkpoints", keep=1)
-    steps = store.steps()
-    if not steps:
-        raise ConfigError(f"{run} has no complete checkpoint; give the directory of a run that has saved one")
-    if step is not None and step not in steps:
-        raise ConfigError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
-    return store.path(steps[-1] if step is None else step)
-
-
-def _model_path(run: Path) -> str:
-    try:
-        return yaml.safe_load((run / "config.yaml").read_text())["model"]["path"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise ConfigError(f"{run / 'config.yaml'} does not say which model the run trained ({error!r})") from error
 
 
 def _copy_files(source: Path, target: Path, dtype: str) -> None:
@@ -97,13 +88,13 @@ def _write_adapters(trainer: Path, target: Path, dtype: str, model_path: str) ->
     save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
     targets = sorted({module_of(name).rpartition(".")[2] for name in reader.shapes})
     is_here = model_path in BUILTIN or Path(model_path).expanduser().is_dir()
-    # Whoever loads the adapters knows hub ids and whole paths only.
+    # PEFT finds a base model by its hub id or its whole path only.
     base = str(resolve_model(model_path)) if is_here else model_path
     peft_config(reader.lora, targets, base).save_pretrained(target)
 
 
 def _weights(trainer: Path, source: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter of the trained model, whole; `source` is the model that adapters belong to."""
+    """Every parameter of the trained model, whole. `source` is the model that the adapters belong to."""
     from rlflow.workers.trainer.lora import adapters_of, merged, module_of
     from rlflow.workers.trainer.shards import PARAMETER, ShardReader, read_full
 

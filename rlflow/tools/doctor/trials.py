@@ -1,113 +1,194 @@
-"""Tries in processes of their own what may crash, hang or take long: libraries, Ray, the sandbox."""
+"""Runs the checks that may crash, hang or take long, in processes that can be killed.
+
+    look -> ask -> rlflow.processes.pool -> load, attempt -> the machine and findings, as JSON
+
+A library that crashes or hangs costs only what follows it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from rlflow.config import Config
-from rlflow.errors import ConfigError, DeadlineError, SandboxError
-from rlflow.processes.child import CLUSTER_KEYS, Child
-from rlflow.processes.sandbox.run import describe
-from rlflow.rundir.directory import plain
-from rlflow.runtime.deadlines import within
-from rlflow.tools.doctor.answering import Question, topics_of
-from rlflow.tools.doctor.facts import (
-    Fine,
-    ModelReport,
-    ModelSize,
-    Problem,
-    RayFacts,
-    Seen,
-    TorchFacts,
-    Tried,
-    VllmFacts,
+from rlflow.errors import ConfigError, DeadlineError, describe_failure
+from rlflow.processes.child import CLUSTER_KEYS
+from rlflow.processes.pool import Call, CallFailed, HostedCode, HostedProcess, ProcessLost, payload_of
+from rlflow.tools.doctor.findings import Finding, error, of_config_error, warning
+from rlflow.tools.doctor.here import Here, look_around
+from rlflow.tools.doctor.machine import Check
+from rlflow.tools.doctor.needs import Needs, needs_of
+from rlflow.tools.doctor.software import (
+    absent_model,
+    check_engine,
+    check_model,
+    check_reward_model,
+    check_sandbox,
+    check_size,
+    check_tasks,
+    check_torch,
+    check_vllm,
 )
-from rlflow.tools.doctor.machine import Stopwatch, probe_machine
 
 TRIAL_TIMEOUT_S = 180.0
 """For each process. Importing vLLM takes up to a minute from a cold network disk."""
-_MODULE = "rlflow.tools.doctor.libraries"
-_TYPES = {"torch": TorchFacts, "vllm": VllmFacts, "size": ModelSize, "model": ModelReport, "ray": RayFacts}
+
+
+def _check_ray(here: Here, needs: Needs) -> Iterator[Finding]:
+    from rlflow.tools.doctor.ray_checks import check_ray  # imports Ray
+
+    return check_ray(here, needs)
+
+
+TRIALS: dict[str, tuple[str, Check]] = {
+    "torch": ("torch", check_torch),
+    "vllm": ("vLLM", check_vllm),
+    "size": ("model", check_size),
+    "model": ("model", check_model),
+    "reward_model": ("reward model", check_reward_model),
+    "engine": ("engine", check_engine),
+    "environment": ("tasks", check_tasks),
+    "ray": ("Ray", _check_ray),
+}
+"""Topic -> what findings about its failure are called, and the check."""
+
+
+ANSWER = TypeAdapter(tuple[Here, list[Finding]])
+"""The machine, with what the trial has learned about it, and the findings."""
 
 
 def look(
     config: Config, run_dir: Path, environment: Mapping[str, str], *, is_run: bool, computes: bool, with_ray: bool
-) -> Seen:
-    """`is_run`: whether the settings are those of a run; `computes`: whether engines or trainers may be here;
-    `with_ray`: whether to start Ray, or join it. `environment` is what the processes of a run start with."""
-    stopwatch = Stopwatch()
-    tried = asyncio.run(try_all(config, is_run=is_run, computes=computes, with_ray=with_ray))
-    return Seen(facts=probe_machine(run_dir, stopwatch, environment), tried=tried)
+) -> tuple[Here, list[Finding]]:
+    """This machine, and what came of every trial.
+
+    `is_run`: whether the settings are those of a run; `computes`: whether engines or trainers may be here;
+    `with_ray`: whether to start Ray, or join it. `environment` is what the processes of a run start with.
+    """
+    ahead = time.time() - time.monotonic()
+    here = look_around(run_dir, environment, computes=computes)
+    here, findings = asyncio.run(_try_all(here, needs_of(config, None, is_run=is_run), with_ray=with_ray))
+    here.clock_moved = time.time() - time.monotonic() - ahead
+    return here, findings
 
 
-async def try_all(config: Config, *, is_run: bool, computes: bool, with_ray: bool) -> Tried:
-    """All that there is to try, at the same time."""
-    topics = topics_of(config, is_run=is_run, computes=computes)
+async def _try_all(here: Here, needs: Needs, *, with_ray: bool) -> tuple[Here, list[Finding]]:
+    """Everything at the same time, each in a process of its own."""
+    topics = topics_of(needs.config, is_run=needs.is_run, computes=here.computes)
     keys = {name: os.environ[name] for name in CLUSTER_KEYS if name in os.environ}
-    libraries = Question(config=plain(config), is_run=is_run, topics=topics, environment={})
-    only_ray = Question(config=plain(config), is_run=is_run, topics=["ray"] if with_ray else [], environment=keys)
-    of_libraries, of_ray, sandbox = await asyncio.gather(
-        ask(_MODULE, "the process that tries libraries", libraries),
-        ask(_MODULE, "the process that tries Ray", only_ray),
-        _sandbox(),
+    (here, of_libraries), (_, of_ray), of_sandbox = await asyncio.gather(
+        ask(__name__, "the process that tries libraries", topics, here, needs, {}),
+        ask(__name__, "the process that tries Ray", ["ray"] if with_ray else [], here, needs, keys),
+        check_sandbox(needs),
     )
-    return Tried(**of_libraries, **of_ray, sandbox=sandbox)
+    return here, [*of_libraries, *of_ray, of_sandbox]
 
 
-async def ask(module: str, name: str, question: Question) -> dict[str, Any]:
-    """Topic -> answer; where the process ended before, that is the answer to the first topic that has none, and the
-    others were not tried."""
-    answers: dict[str, Any] = {}
-    if not question["topics"]:
-        return answers
-    child = Child(module, name)
+def topics_of(config: Config, *, is_run: bool, computes: bool) -> list[str]:
+    """The libraries that there are to try: none for a run in pods, which this machine only hands in."""
+    if config.cluster.kubernetes.image is not None:
+        return []
+    topics = {
+        "torch": computes,
+        "vllm": computes,
+        "size": is_run,
+        "model": is_run,
+        "reward_model": is_run and config.reward.model is not None,
+        "engine": is_run and computes,
+        "environment": is_run,
+    }
+    return [topic for topic, is_wanted in topics.items() if is_wanted]
+
+
+async def ask(
+    module: str, name: str, topics: Sequence[str], here: Here, needs: Needs, variables: dict[str, str]
+) -> tuple[Here, list[Finding]]:
+    """The machine, with what was learned about it, and the findings of all topics.
+
+    If the process ends early, the first topic without an answer is the one it worked on, and the others were not tried.
+    """
+    if not topics:
+        return here, []
+    payload = payload_of((here, needs, variables), "the settings", name, "")
+    process = HostedProcess(HostedCode(module=module, payload=payload, process=name, what="what it tries", cure=""))
+    findings: list[Finding] = []
+    waiting = list(topics)
     problem = ""
     try:
-        await child.connect()
-        child.send(json.dumps(question).encode())
         async with asyncio.timeout(TRIAL_TIMEOUT_S):
-            for _ in question["topics"]:
-                topic, answer = json.loads(await child.receive())
-                answers[topic] = _read(topic, answer)
-    except (EOFError, ConnectionError):
-        problem = await child.describe_death()
+            await process.start()
+            try:
+                while waiting:
+                    here, found = await process.answer_to(Call("attempt", ANSWER.validate_python, topic=waiting[0]))
+                    findings += found
+                    waiting.pop(0)
+            finally:
+                process.kill("it has answered")
+                await process.retire()
     except TimeoutError:
         problem = f"{name} did not answer within {TRIAL_TIMEOUT_S:g} s"
-    finally:
-        child.kill()
-        await child.wait_until_ended()
-    return answers | _unanswered([topic for topic in question["topics"] if topic not in answers], problem)
+    except (ConfigError, DeadlineError, CallFailed, ProcessLost) as failed:
+        problem = str(failed)
+    findings += [failure(topic, here, problem) for topic in waiting[:1]]
+    return here, findings + [untried(topic) for topic in waiting[1:]]
 
 
-def _unanswered(topics: list[str], problem: str) -> dict[str, Problem]:
-    """The process worked on the first of them when it ended."""
-    untried = Problem(text="not tried: the process had ended before", is_untried=True)
-    return {topic: untried if number else Problem(text=problem) for number, topic in enumerate(topics)}
+def load(content: tuple[Here, Needs, dict[str, str]]) -> dict[str, Callable[..., object]]:
+    """What the process does: called in it by `rlflow.processes.host`.
+
+    `content` ends with the variables that no such process inherits and this one needs: keys of the Ray cluster.
+    """
+    here, needs, variables = content
+    # The doctor downloads nothing.
+    os.environ.update(variables, HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", TOKENIZERS_PARALLELISM="false")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):  # what libraries print would come between the doctor's lines
+        os.dup2(nowhere, descriptor)
+
+    def answer(topic: str) -> object:
+        findings = attempt(topic, here, needs, TRIALS[topic][1])
+        return ANSWER.dump_python((here, findings), mode="json")
+
+    return {"attempt": answer}
 
 
-def _read(topic: str, answer: dict[str, Any] | None) -> Any:
-    if answer is None:
-        return Fine()
-    if "problem" in answer:
-        return Problem(**answer["problem"])
-    found = answer["found"]
-    return _TYPES[topic](**{name: _tuples(value) for name, value in found.items()})
-
-
-def _tuples(value: Any) -> Any:
-    """JSON has lists only."""
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
-
-
-async def _sandbox() -> str | Problem:
+def attempt(topic: str, here: Here, needs: Needs, check: Check) -> list[Finding]:
+    """What the check finds, with a finding at the end for the error that it raises."""
+    findings: list[Finding] = []
     try:
-        return (await within("the trial of the sandbox", TRIAL_TIMEOUT_S, describe())).removeprefix("sandbox: ")
-    except ConfigError as error:
-        return Problem(text=str(error), is_setting=True)
-    except (SandboxError, DeadlineError) as error:
-        return Problem(text=str(error))
+        findings.extend(check(here, needs))
+    except ConfigError as problem:
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        name, config = TRIALS[topic][0], needs.config
+        path = config.reward.model if topic == "reward_model" else config.model.path
+        if path and name.endswith("model") and isinstance(problem.__cause__, LocalEntryNotFoundError):
+            findings.append(absent_model(name, path, here))
+        else:
+            findings.append(of_config_error(name, problem))
+    except Exception as problem:  # whatever a library raises is the answer
+        findings.append(failure(topic, here, describe_failure(problem)))
+    return findings
+
+
+def failure(topic: str, here: Here, text: str) -> Finding:
+    """Stands for a trial that raised an error, or whose process ended."""
+    name, install = TRIALS[topic][0], f"pip install rlflow[{here.hardware_extra}]"
+    if topic == "torch":
+        return error(name, f"it cannot be imported: {text}", install)
+    if topic == "vllm":
+        return error(name, f"{here.vllm} cannot be imported: {text}", f"{install}, in a fresh environment")
+    if topic == "ray":
+        logs = "look at raylet.err and gcs_server.err in session_latest/logs of Ray's directory"
+        return error(name, f"it does not start: {text}", logs)
+    return error(name, text, f"`rlflow train` with RLFLOW_TRACEBACK=1 shows where; {name} comes from the settings")
+
+
+def untried(topic: str) -> Finding:
+    text = "not tried: the process had ended before"
+    return warning(TRIALS[topic][0], text, "mend what is wrong above, and look again")

@@ -1,19 +1,41 @@
-"""`rlflow train ... --dry-run`: what the run would need. Starts nothing, and reads no weights."""
+"""`rlflow train ... --dry-run`: what the run would need, as plain text or as a JSON object.
+
+Starts nothing, and reads no weights.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from rlflow.config import Config
+from rlflow.config import Config, Transport
+from rlflow.runtime.derived import transport_of
+from rlflow.tools.dry_run.estimate import USABLE, Estimate, estimate, smallest_gpu
+from rlflow.tools.dry_run.memory import ProcessMemory, size
+
+_TITLES = {
+    "engine": "Engine, on each of its GPUs",
+    "trainer": "Trainer rank, with micro-batches of up to {tokens:,} tokens",
+    "critic": "Critic rank, with the same micro-batches",
+    "reference": "Reference",
+    "reward_model": "Reward model, of which each replica is whole",
+}
+_CURES = {
+    "engine": "lower rollout.kv_cache_gb or raise rollout.tensor_parallel",
+    "trainer": "raise trainer.ranks, lower trainer.micro_batch_tokens, set trainer.gradient_checkpointing=true, or "
+    "raise trainer.tensor_parallel",
+    "critic": "as for the trainer",
+    "reference": "take a smaller model or algorithm.kl_coefficient=0",
+    "reward_model": "take a smaller reward.model",
+}
 
 
-def dry_run(config: Config, *, as_json: bool) -> int:
-    """Print the estimate; returns the exit code, 0. Raises ConfigError for what the run would refuse."""
+def dry_run(config: Config, *, json_wanted: bool) -> int:
+    """Print the estimate; returns the exit code, 0. Raises ConfigError for whatever the run would refuse."""
     from rlflow.algorithms.registry import check_functions
     from rlflow.models.resolve import REWARD, check_gives_score, resolve_config
-    from rlflow.tools.dry_run import render
-    from rlflow.tools.dry_run.estimate import estimate
     from rlflow.tools.dry_run.model import read_model, read_reward_model  # imports torch and transformers
     from rlflow.workers.engine.setup import check_engine
     from rlflow.workers.trainer.policy import MAX_LOGITS
@@ -28,5 +50,88 @@ def dry_run(config: Config, *, as_json: bool) -> int:
         check_gives_score(Path(scorer_folder))
         scorer = read_reward_model(config, scorer_folder)
     found = estimate(config, facts, MAX_LOGITS, scorer)
-    print(json.dumps(render.as_json(found)) if as_json else render.as_text(found, config))
+    print(json.dumps(as_json(found)) if json_wanted else as_text(found, config))
     return 0
+
+
+def as_json(found: Estimate) -> dict[str, Any]:
+    """Every figure by its name; memory in bytes."""
+    totals = {name: {"total": memory.total, **asdict(memory)} for name, memory in found.processes.items()}
+    return {**asdict(found), "processes": totals, "num_gpus": found.gpus[-1].last + 1}
+
+
+def as_text(found: Estimate, config: Config) -> str:
+    model = f"{found.model_type}, {found.num_layers} layers, {found.num_parameters:,} parameters, {found.dtype}"
+    sections = [
+        [f"{found.recipe}: {model}", "Worked out from the settings and config.json; nothing was started."],
+        _gpus(found),
+        *([["Machines", *(f"  {line}" for line in found.machines)]] if found.machines else []),
+        *(_process(name, memory, found.micro_batch_tokens) for name, memory in found.processes.items()),
+        _step(found, config),
+        _weights(config, found),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def _gpus(found: Estimate) -> list[str]:
+    lines = [f"GPUs: {found.gpus[-1].last + 1} (without any, the same processes share the machine's memory)"]
+    for each in found.gpus:
+        numbers = str(each.first) if each.first == each.last else f"{each.first} to {each.last}"
+        verdict = "NO GPU IS LARGE ENOUGH" if each.gpu_size is None else f"a GPU of {each.gpu_size} GB or more"
+        lines.append(f"  {numbers:>9}  {size(each.num_bytes):>10} of each: {verdict}; {each.holds}")
+    lines.append(f"  A GPU is taken to hold what fits into {USABLE:.0%} of it; CUDA and vLLM's graphs need the rest.")
+    if not found.machines:
+        lines.append("  Ray chooses the machines; the GPUs of one engine are of one machine.")
+    return lines
+
+
+def _process(name: str, memory: ProcessMemory, num_tokens: int) -> list[str]:
+    lines = [_TITLES[name].format(tokens=num_tokens)]
+    for item in memory.items:
+        lines.append(f"  {size(item.num_bytes):>10}  {item.name} ({item.note})")
+    lines.append(f"  {size(memory.total):>10}  in all")
+    if smallest_gpu(memory.total) is None:
+        lines.append(f"  {'':>10}  too much for any GPU: {_CURES[name]}")
+    return lines
+
+
+def _step(found: Estimate, config: Config) -> list[str]:
+    batch, bound = found.batch, config.staleness.max_versions
+    micro_batches = f"  at most {_count(batch.micro_batches, 'micro-batch', 'micro-batches')} a rank"
+    if batch.micro_batches_one_by_one is not None:
+        micro_batches += f" when its groups come together, {batch.micro_batches_one_by_one:,} when one by one"
+    return [
+        "A step",
+        f"  {_count(batch.groups, 'group')} of {config.algorithm.group_size}: "
+        f"{_count(batch.episodes, 'episode')}, at most {batch.tokens:,} tokens",
+        micro_batches,
+        f"  at most {_count(batch.live_groups, 'group')} ({_count(batch.live_episodes, 'episode')}) live under "
+        f"staleness.max_versions={bound}; the engines decode at most {batch.decoding:,} at once",
+        f"  an engine's cache holds {_count(batch.cached_sequences, 'sequence')} of "
+        f"{config.model.max_length:,} tokens, and more of shorter ones; rollout.max_running="
+        f"{config.rollout.max_running}",
+    ]
+
+
+_WHERE = {
+    Transport.shm: "in /dev/shm of each machine with ranks of the trainer; engines read it there",
+    Transport.p2p: "sent to each engine: what its workers hold, by the ranks that have it",
+    Transport.ipc: "copied by each engine out of the memory of the trainer's GPUs",
+    Transport.disk: "in run.dir for a whole version; in bfloat16 most versions are a part of that",
+}
+
+
+def _weights(config: Config, found: Estimate) -> list[str]:
+    weights = found.weights
+    largest = f"the largest tensor {size(weights.largest)} in float32"
+    gathered = f"  {size(weights.gathered):>10}  gathered by the ranks; {largest}"
+    return [
+        "A new version of the weights",
+        f"  {size(weights.staged):>10}  {_WHERE[transport_of(config)]}",
+        *([gathered] if weights.gathered else []),
+        f"  {size(weights.loaded):>10}  of main memory for each trainer rank, once, to load the model in float32",
+    ]
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"

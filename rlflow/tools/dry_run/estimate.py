@@ -13,11 +13,12 @@ from rlflow.cluster.slots import machines_of
 from rlflow.config import Backend, Config, Dtype, Offload, Placement, ProcessKind
 from rlflow.errors import ConfigError
 from rlflow.runtime.derived import num_shares, sends_adapters
-from rlflow.tools.dry_run.facts import ModelFacts, RewardModelFacts
 from rlflow.tools.dry_run.memory import (
     FLOAT32,
     OUTPUT_LAYER,
+    ModelFacts,
     ProcessMemory,
+    RewardModelFacts,
     cached_sequences,
     engine_memory,
     reference_memory,
@@ -41,9 +42,9 @@ class GpuRange:
     last: int
     holds: str
     num_bytes: int
-    """The most that is needed of each."""
+    """The most that is needed of each GPU."""
     gpu_size: int | None
-    """GB of the smallest usual GPU that holds it; None where none does."""
+    """GB of the smallest usual GPU that holds it; None when none does."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -51,22 +52,20 @@ class Batch:
     """Everything at its most: each episode has model.max_length tokens."""
 
     groups: int
-    """Of a step."""
+    """In one step, as are episodes and tokens."""
     episodes: int
-    """Of a step."""
     tokens: int
-    """Of a step."""
     live_groups: int
     """Under way, ready or in training, under the staleness bound."""
     live_episodes: int
     decoding: int
     """Requests that all engines together decode at the same time."""
     cached_sequences: int
-    """Of model.max_length in one engine's cache."""
+    """Sequences of model.max_length in one engine's cache."""
     micro_batches: int
-    """Of one rank in a step whose groups come to the trainer together."""
+    """For one rank in a step whose groups come to the trainer together."""
     micro_batches_one_by_one: int | None
-    """As above, when they come one by one; None where they cannot."""
+    """The same when they come one by one; None when they cannot."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -76,11 +75,11 @@ class WeightUpdate:
     staged: int
     """As the engines hold it."""
     gathered: int
-    """Of adapters, that the ranks send each other, as they hold it, so that the first one has all."""
+    """What ranks send each other so that the first one has all adapters, as they hold them."""
     largest: int
-    """Of these, the largest tensor, which is whole on every rank at its time."""
+    """The largest tensor of these, which is whole on every rank at its time."""
     loaded: int
-    """On the machine, for each rank while it starts: the whole model in float32."""
+    """In main memory, for each rank while it starts: the whole model in float32."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -105,8 +104,8 @@ def estimate(
 ) -> Estimate:
     """What the run needs of GPUs; `max_logits` is how many logits the trainer holds at once.
 
-    `reward_model` are the facts of `reward.model`, where there is one. Raises ConfigError when engines and ranks cannot
-    be placed, when they do not fit into cluster.pools, and for a trainer that is not modelled.
+    Raises ConfigError when engines and ranks cannot be placed, when they do not fit into cluster.pools, and for a
+    trainer that is not modelled.
     """
     if config.trainer.backend is not Backend.fsdp or config.trainer.offload is not Offload.none:
         raise ConfigError(
@@ -154,29 +153,24 @@ def smallest_gpu(num_bytes: int) -> int | None:
     return next((size for size in GPU_SIZES if num_bytes <= USABLE * size * 2**30), None)
 
 
-def _gpus(config: Config, plan: GpuPlan, processes: dict[ProcessKind, ProcessMemory]) -> list[GpuRange]:
-    found: list[GpuRange] = []
-    for count, holds, num_bytes in _loads(config, plan, processes):
-        first = found[-1].last + 1 if found else 0
-        size = smallest_gpu(num_bytes)
-        found.append(GpuRange(first=first, last=first + count - 1, holds=holds, num_bytes=num_bytes, gpu_size=size))
-    return found
-
-
-def _loads(
-    config: Config, plan: GpuPlan, processes: dict[ProcessKind, ProcessMemory]
-) -> Iterator[tuple[int, str, int]]:
-    """Number of GPUs, what each of them holds, and how much that is at its most."""
+def _gpus(config: Config, plan: GpuPlan, processes: dict[ProcessKind, ProcessMemory]) -> Iterator[GpuRange]:
+    next_gpu = 0
     for kind, num_gpus in plan.own.items():
-        if kind is not ProcessKind.trainer:
-            each = f" on {plan.per_engine} GPUs each" if kind is ProcessKind.engine and plan.per_engine > 1 else ""
-            yield num_gpus, _numbered(kind, 0, plan.counts[kind]) + each, processes[kind].total
-            continue
-        # Of some kinds there are fewer than ranks; the first GPUs hold them.
-        edges = sorted({0, *(plan.counts[sharer] for sharer in plan.sharing)})
-        for first, stop in pairwise(edges):
-            here = [sharer for sharer in plan.sharing if plan.counts[sharer] > first]
-            yield stop - first, _together(config, here, first, stop), _most(here, processes)
+        if kind is ProcessKind.trainer:
+            # There may be fewer of a kind than ranks; the first GPUs hold them.
+            edges = sorted({0, *(plan.counts[sharer] for sharer in plan.sharing)})
+        else:
+            edges = [0, num_gpus]
+        for start, stop in pairwise(edges):
+            if kind is ProcessKind.trainer:
+                here = [sharer for sharer in plan.sharing if plan.counts[sharer] > start]
+                holds, num_bytes = _together(config, here, start, stop), _most(here, processes)
+            else:
+                each = f" on {plan.per_engine} GPUs each" if kind is ProcessKind.engine and plan.per_engine > 1 else ""
+                holds, num_bytes = _numbered(kind, 0, plan.counts[kind]) + each, processes[kind].total
+            first, next_gpu = next_gpu, next_gpu + stop - start
+            size = smallest_gpu(num_bytes)
+            yield GpuRange(first=first, last=next_gpu - 1, holds=holds, num_bytes=num_bytes, gpu_size=size)
 
 
 def _together(config: Config, kinds: Sequence[ProcessKind], first: int, stop: int) -> str:
@@ -188,9 +182,10 @@ def _together(config: Config, kinds: Sequence[ProcessKind], first: int, stop: in
 
 
 def _most(kinds: Sequence[ProcessKind], processes: dict[ProcessKind, ProcessMemory]) -> int:
-    """Bytes that processes on one GPU need of it together.
+    """Bytes of one GPU that these processes need together.
 
-    An engine sleeps while trainer and critic work, and these leave the GPU meanwhile; the others may work at any time.
+    An engine sleeps while trainer and critic work, and these leave the GPU while it works; the others may work at any
+    time.
     """
     trained = sum(processes[kind].total for kind in kinds if kind in (ProcessKind.trainer, ProcessKind.critic))
     others = sum(processes[kind].total for kind in kinds if kind in (ProcessKind.reference, ProcessKind.reward_model))
@@ -198,45 +193,19 @@ def _most(kinds: Sequence[ProcessKind], processes: dict[ProcessKind, ProcessMemo
     return max(engine, trained) + others
 
 
-_NAMES = {
-    ProcessKind.engine: "engine",
-    ProcessKind.trainer: "trainer rank",
-    ProcessKind.critic: "critic rank",
-    ProcessKind.reference: "reference",
-    ProcessKind.reward_model: "reward model",
-}
-
-
 def _numbered(kind: ProcessKind, first: int, stop: int) -> str:
+    is_rank = kind in (ProcessKind.trainer, ProcessKind.critic)
+    name = f"{kind.value} rank" if is_rank else kind.value.replace("_", " ")
     if kind is ProcessKind.reference:
-        return _NAMES[kind]
-    return f"{_NAMES[kind]} {first}" if stop - first == 1 else f"{_NAMES[kind]}s {first} to {stop - 1}"
+        return name
+    return f"{name} {first}" if stop - first == 1 else f"{name}s {first} to {stop - 1}"
 
 
 def _batch(config: Config, facts: ModelFacts) -> Batch:
-    groups, size = config.algorithm.groups_per_step, config.algorithm.group_size
+    groups, size, max_length = config.algorithm.groups_per_step, config.algorithm.group_size, config.model.max_length
     live_groups = min(1 + config.staleness.max_versions, config.run.steps) * groups
-    group = [_longest_episode(config.model.max_length)] * size
-    shares, max_tokens = num_shares(config.trainer), config.trainer.micro_batch_tokens
-    one_by_one = None
-    if config.trainer.streaming and config.cluster.placement is Placement.separate:
-        one_by_one = groups * len(plan_micro_batches([group], shares, max_tokens)[0])
-    return Batch(
-        groups=groups,
-        episodes=groups * size,
-        tokens=groups * size * config.model.max_length,
-        live_groups=live_groups,
-        live_episodes=live_groups * size,
-        decoding=config.rollout.engines * config.rollout.max_running,
-        cached_sequences=cached_sequences(config, facts),
-        micro_batches=len(plan_micro_batches([group] * groups, shares, max_tokens)[0]),
-        micro_batches_one_by_one=one_by_one,
-    )
-
-
-def _longest_episode(max_length: int) -> EpisodeSummary:
-    """A prompt of one token, which is all that can be shared."""
-    return EpisodeSummary(
+    # A prompt of one token, because all of it can be shared.
+    longest = EpisodeSummary(
         end=EpisodeEnd.COMPLETED,
         reward=0.0,
         num_prompt_tokens=1,
@@ -244,6 +213,22 @@ def _longest_episode(max_length: int) -> EpisodeSummary:
         num_loss_tokens=max_length - 1,
         oldest_version=0,
         newest_version=0,
+    )
+    group = [longest] * size
+    shares, max_tokens = num_shares(config.trainer), config.trainer.micro_batch_tokens
+    one_by_one = None
+    if config.trainer.streaming and config.cluster.placement is Placement.separate:
+        one_by_one = groups * len(plan_micro_batches([group], shares, max_tokens)[0])
+    return Batch(
+        groups=groups,
+        episodes=groups * size,
+        tokens=groups * size * max_length,
+        live_groups=live_groups,
+        live_episodes=live_groups * size,
+        decoding=config.rollout.engines * config.rollout.max_running,
+        cached_sequences=cached_sequences(config, facts),
+        micro_batches=len(plan_micro_batches([group] * groups, shares, max_tokens)[0]),
+        micro_batches_one_by_one=one_by_one,
     )
 
 

@@ -1,4 +1,6 @@
-"""Bytes of GPU memory that each kind of process takes. Pure arithmetic on settings and model facts.
+"""Bytes of GPU memory that each kind of process takes. Pure arithmetic on settings and plain facts about the model.
+
+    Config, ModelFacts -> engine_memory, trainer_memory, ... -> ProcessMemory
 
 What is kept stays there for the whole run. What is not is counted at its largest, although not everything is at its
 largest at the same moment: the sum errs on the safe side.
@@ -6,11 +8,13 @@ largest at the same moment: the sum errs on the safe side.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from rlflow.config import Config, Dtype, Transport
 from rlflow.runtime.derived import sends_adapters, transport_of
-from rlflow.tools.dry_run.facts import ModelFacts, RewardModelFacts, Weight
 from rlflow.workers.engine.setup import (
     BYTES_PER_ELEMENT,
     CPU_BLOCK_TOKENS,
@@ -22,9 +26,93 @@ from rlflow.workers.engine.setup import (
 FLOAT32 = 4
 OUTPUT_LAYER = "output layer"
 LOGIT_BYTES = 3 * FLOAT32
-"""Of each logit in hand: the logits, their log-softmax and what the gradient makes of it, all float32."""
+"""What one logit takes: itself, its log-softmax and its gradient, all float32."""
 GATHERED_LAYERS = 2
 """Layers that are whole at the same time: the one in use, and the one that is gathered meanwhile."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Weight:
+    """One parameter; tied ones are one."""
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int | None
+    """The decoder layer that it belongs to. None: the rest, which FSDP2 gathers as one."""
+    cut: int | None = None
+    """The dimension along which a tensor group of the trainer shares it out; None: it stays whole."""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Activations:
+    """Bytes that the backward pass needs of each token, in the dtype that the model computes in."""
+
+    layers: int
+    """All decoder layers together."""
+    largest_layer: int
+    layer_inputs: int
+    """What gradient checkpointing keeps instead of `layers`: the input of each."""
+    rest: int
+    """Outside the decoder layers."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RewardModelFacts:
+    """A classifier that is never trained."""
+
+    num_parameters: int
+    largest_layer: int
+    """Bytes that the largest decoder layer needs of each token."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ModelFacts:
+    model_type: str
+    weights: tuple[Weight, ...]
+    activations: Activations
+    """In a process that computes everything."""
+    trainer_activations: Activations
+    """In one rank of the trainer, which computes a slice of each layer if trainer.tensor_parallel is above 1."""
+    cache: CacheShape
+    hidden_size: int
+    vocabulary_size: int
+    """Rows of the output layer."""
+    adapters: tuple[Weight, ...] = ()
+    """What is trained in place of `weights`, if anything is."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(weight.size for weight in self.weights)
+
+    @property
+    def num_layers(self) -> int:
+        return len({weight.layer for weight in self.weights} - {None})
+
+    def largest_layer(self, tensor_parallel: int = 1) -> int:
+        """Parameters of the largest decoder layer that one rank of a tensor group computes with."""
+        return _largest_layer(self.weights, tensor_parallel)
+
+    @property
+    def largest_adapters(self) -> int:
+        """Parameters of the adapters of one decoder layer."""
+        return _largest_layer(self.adapters)
+
+    @property
+    def outside_layers(self) -> int:
+        """Parameters of the embedding, the last norm and the output layer."""
+        return sum(weight.size for weight in self.weights if weight.layer is None)
+
+
+def _largest_layer(weights: Sequence[Weight], tensor_parallel: int = 1) -> int:
+    sizes = Counter[int]()
+    for weight in weights:
+        if weight.layer is not None:
+            sizes[weight.layer] += weight.size if weight.cut is None else weight.size // tensor_parallel
+    return max(sizes.values(), default=0)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -32,7 +120,7 @@ class Item:
     name: str
     num_bytes: int
     is_kept: bool = True
-    note: str = ""
+    note: str
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -55,7 +143,7 @@ class ProcessMemory:
 
 
 def size(num_bytes: int) -> str:
-    """For people to read."""
+    """As people read it."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
 
 
@@ -65,47 +153,61 @@ def trainer_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logit
     Parameters, gradients and both moments are float32 and sharded: 16 bytes a parameter, over all ranks. What computes
     is gathered in model.dtype, layer by layer, with tensor parallelism a slice of each; the embedding and the output
     layer stay whole between forward and backward. A single float32 rank has nothing to gather. With adapters all that
-    is of them alone, and the frozen model is sharded in model.dtype.
+    is theirs alone, and the frozen model is sharded in model.dtype.
     """
-    ranks, width = config.trainer.ranks, BYTES_PER_ELEMENT[config.model.dtype]
-    parallel = config.trainer.tensor_parallel
+    ranks, width, parallel = config.trainer.ranks, BYTES_PER_ELEMENT[config.model.dtype], config.trainer.tensor_parallel
     share = f", a share of {ranks}" if ranks > 1 else ""
+    wide, narrow = f"float32{share}", f"{config.model.dtype.value}{share}"
     shard = FLOAT32 * sum(shard_size(weight, ranks, parallel) for weight in facts.adapters or facts.weights)
+    frozen = width * sum(shard_size(weight, ranks, parallel) for weight in facts.weights)
     items = [
-        Item(name="adapters" if facts.adapters else "parameters", num_bytes=shard, note=f"float32{share}"),
-        Item(name="gradients", num_bytes=shard, note=f"float32{share}"),
-        Item(name="moments of AdamW", num_bytes=2 * shard, note=f"float32{share}"),
+        Item(name="adapters" if facts.adapters else "parameters", num_bytes=shard, note=wide),
+        Item(name="gradients", num_bytes=shard, note=wide),
+        Item(name="moments of AdamW", num_bytes=2 * shard, note=wide),
     ]
     if facts.adapters:
-        frozen = width * sum(shard_size(weight, ranks, parallel) for weight in facts.weights)
-        note = f"{config.model.dtype.value}{share}"
-        items.insert(0, Item(name="frozen parameters", num_bytes=frozen, note=note))
+        items.insert(0, Item(name="frozen parameters", num_bytes=frozen, note=narrow))
     if transport_of(config) in (Transport.p2p, Transport.ipc):
-        aside = width * sum(shard_size(weight, ranks, parallel) for weight in facts.weights)
-        note = f"{config.model.dtype.value}{share}"
-        items.append(Item(name="weights for the engines", num_bytes=aside, note=note))
-    if ranks > 1 or config.model.dtype is not Dtype.float32:
-        layer = facts.largest_layer(parallel)
-        whole = facts.outside_layers + GATHERED_LAYERS * (layer + facts.largest_adapters)
-        largest = facts.largest_adapters or max(facts.outside_layers, layer)
-        layers = f"{GATHERED_LAYERS} layers" if parallel == 1 else f"a slice of {parallel} of {GATHERED_LAYERS} layers"
-        items += [
-            Item(
-                name="gathered parameters",
-                num_bytes=width * whole,
-                is_kept=False,
-                note=f"{config.model.dtype.value}: embedding, output layer and {layers}",
-            ),
-            Item(
-                name="gradients to be scattered",
-                num_bytes=(width + FLOAT32) * largest,
-                is_kept=False,
-                note=f"{config.model.dtype.value}, and their sum in float32",
-            ),
-        ]
+        items.append(Item(name="weights for the engines", num_bytes=frozen, note=narrow))
+    items += [*_gathered(config, facts), _activations(config, facts, num_tokens)]
+    # The logits of some rows at once, the output layer's float32 gradient if it has one, and the hidden states with
+    # theirs.
     rows = logit_rows(facts, -(-num_tokens // parallel), max_logits)
-    items += [_activations(config, facts, num_tokens), _head(facts, num_tokens, rows, width)]
+    gradient = 0 if facts.adapters else FLOAT32 * facts.vocabulary_size * facts.hidden_size
+    num_bytes = LOGIT_BYTES * rows * facts.vocabulary_size + gradient + 2 * width * num_tokens * facts.hidden_size
+    note = f"logits of {rows:,} tokens at once" + ("" if facts.adapters else ", gradient in float32")
+    items.append(Item(name=OUTPUT_LAYER, num_bytes=num_bytes, note=note, is_kept=False))
     return ProcessMemory(items=tuple(items))
+
+
+def _gathered(config: Config, facts: ModelFacts) -> list[Item]:
+    if config.trainer.ranks == 1 and config.model.dtype is Dtype.float32:
+        return []
+    dtype, parallel = config.model.dtype.value, config.trainer.tensor_parallel
+    width, layer = BYTES_PER_ELEMENT[config.model.dtype], facts.largest_layer(parallel)
+    whole = facts.outside_layers + GATHERED_LAYERS * (layer + facts.largest_adapters)
+    largest = facts.largest_adapters or max(facts.outside_layers, layer)
+    layers = f"{GATHERED_LAYERS} layers" if parallel == 1 else f"a slice of {parallel} of {GATHERED_LAYERS} layers"
+    parameters, gradients = f"{dtype}: embedding, output layer and {layers}", f"{dtype}, and their sum in float32"
+    return [
+        Item(name="gathered parameters", num_bytes=width * whole, note=parameters, is_kept=False),
+        Item(name="gradients to be scattered", num_bytes=(width + FLOAT32) * largest, note=gradients, is_kept=False),
+    ]
+
+
+def _activations(config: Config, facts: ModelFacts, num_tokens: int) -> Item:
+    is_on = config.trainer.gradient_checkpointing
+    num_bytes = activation_bytes(facts, num_tokens, with_checkpointing=is_on)
+    other = size(activation_bytes(facts, num_tokens, with_checkpointing=not is_on))
+    note = f"trainer.gradient_checkpointing={str(is_on).lower()}; {other} if {str(not is_on).lower()}"
+    return Item(name="activations", num_bytes=num_bytes, note=note, is_kept=False)
+
+
+def activation_bytes(facts: ModelFacts, num_tokens: int, *, with_checkpointing: bool) -> int:
+    """With gradient checkpointing: the input of every layer, and all of the one that is computed again."""
+    found = facts.trainer_activations
+    layers = found.layer_inputs + found.largest_layer if with_checkpointing else found.layers
+    return num_tokens * (layers + found.rest)
 
 
 def shard_size(weight: Weight, ranks: int, tensor_parallel: int) -> int:
@@ -120,52 +222,47 @@ def shard_size(weight: Weight, ranks: int, tensor_parallel: int) -> int:
     return -(-rows // (ranks // tensor_parallel)) * columns
 
 
-def activation_bytes(facts: ModelFacts, num_tokens: int, *, with_checkpointing: bool) -> int:
-    """With gradient checkpointing: the input of every layer, and all of the one that is computed again."""
-    found = facts.trainer_activations
-    layers = found.layer_inputs + found.largest_layer if with_checkpointing else found.layers
-    return num_tokens * (layers + found.rest)
+def logit_rows(facts: ModelFacts, num_tokens: int, max_logits: int) -> int:
+    """Tokens whose logits exist at once."""
+    return min(num_tokens, max(1, max_logits // facts.vocabulary_size))
 
 
 def reference_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logits: int) -> ProcessMemory:
     """The frozen model, whole, which computes no gradients."""
-    width = BYTES_PER_ELEMENT[config.model.dtype]
     rows = logit_rows(facts, num_tokens, max_logits)
     passing = num_tokens * facts.activations.largest_layer + LOGIT_BYTES * rows * facts.vocabulary_size
-    return ProcessMemory(
-        items=(
-            Item(name="parameters", num_bytes=width * facts.num_parameters, note=config.model.dtype.value),
-            Item(name="one layer and the logits", num_bytes=passing, is_kept=False, note=f"{num_tokens:,} tokens"),
-        )
-    )
+    return _frozen(config, facts.num_parameters, "one layer and the logits", passing, num_tokens)
 
 
 def reward_model_memory(config: Config, facts: RewardModelFacts) -> ProcessMemory:
     """The frozen classifier, whole, whose rows have up to trainer.micro_batch_tokens tokens."""
-    width, num_tokens = BYTES_PER_ELEMENT[config.model.dtype], config.trainer.micro_batch_tokens
-    layer = num_tokens * facts.largest_layer
+    num_tokens = config.trainer.micro_batch_tokens
+    return _frozen(config, facts.num_parameters, "one layer", num_tokens * facts.largest_layer, num_tokens)
+
+
+def _frozen(config: Config, num_parameters: int, name: str, passing: int, num_tokens: int) -> ProcessMemory:
+    kept = BYTES_PER_ELEMENT[config.model.dtype] * num_parameters
     return ProcessMemory(
         items=(
-            Item(name="parameters", num_bytes=width * facts.num_parameters, note=config.model.dtype.value),
-            Item(name="one layer", num_bytes=layer, is_kept=False, note=f"{num_tokens:,} tokens"),
+            Item(name="parameters", num_bytes=kept, note=config.model.dtype.value),
+            Item(name=name, num_bytes=passing, note=f"{num_tokens:,} tokens", is_kept=False),
         )
     )
 
 
 def engine_memory(config: Config, facts: ModelFacts) -> ProcessMemory:
-    """Each GPU of one engine: its slice of the weights, and the cache; adapters of their own, which are not all cut."""
-    parallel = config.rollout.tensor_parallel
-    weights = -(-BYTES_PER_ELEMENT[config.model.dtype] * facts.num_parameters // parallel)
+    """Each GPU of one engine: its slice of the weights, and the cache; and adapters, of which not all are cut."""
+    width, parallel = BYTES_PER_ELEMENT[config.model.dtype], config.rollout.tensor_parallel
     share = f"{config.model.dtype.value}, a share of {parallel}" if parallel > 1 else config.model.dtype.value
     items = [
-        Item(name="weights", num_bytes=weights, note=share),
+        Item(name="weights", num_bytes=-(-width * facts.num_parameters // parallel), note=share),
         Item(name="key-value cache", num_bytes=cache_bytes(config), note="rollout.kv_cache_gb"),
     ]
     if sends_adapters(config):
         assert config.lora.rank is not None
         rank = largest_rank(config.lora.rank)
-        size_of_one = BYTES_PER_ELEMENT[config.model.dtype] * sum(weight.size for weight in facts.adapters)
-        items.append(Item(name="adapters", num_bytes=size_of_one * rank // config.lora.rank, note=f"as of rank {rank}"))
+        adapters = width * sum(weight.size for weight in facts.adapters) * rank // config.lora.rank
+        items.append(Item(name="adapters", num_bytes=adapters, note=f"as of rank {rank}"))
     return ProcessMemory(items=tuple(items))
 
 
@@ -174,40 +271,7 @@ def cached_sequences(config: Config, facts: ModelFacts) -> int:
 
     In blocks of the size that a CPU takes, so that on a GPU it may be a few more; vLLM keeps one block for itself.
     """
-    per_gpu = CacheShape(
-        num_layers=facts.cache.num_layers,
-        num_key_value_heads=max(1, facts.cache.num_key_value_heads // config.rollout.tensor_parallel),
-        head_dim=facts.cache.head_dim,
-    )
-    width = BYTES_PER_ELEMENT[config.model.dtype]
-    blocks = cache_bytes(config) // per_gpu.num_bytes(CPU_BLOCK_TOKENS, width) - 1
-    return blocks // -(-config.model.max_length // CPU_BLOCK_TOKENS)
-
-
-def logit_rows(facts: ModelFacts, num_tokens: int, max_logits: int) -> int:
-    """Tokens whose logits exist at once."""
-    return min(num_tokens, max(1, max_logits // facts.vocabulary_size))
-
-
-def _activations(config: Config, facts: ModelFacts, num_tokens: int) -> Item:
-    is_on = config.trainer.gradient_checkpointing
-    other = size(activation_bytes(facts, num_tokens, with_checkpointing=not is_on))
-    return Item(
-        name="activations",
-        num_bytes=activation_bytes(facts, num_tokens, with_checkpointing=is_on),
-        is_kept=False,
-        note=f"trainer.gradient_checkpointing={str(is_on).lower()}; {other} if {str(not is_on).lower()}",
-    )
-
-
-def _head(facts: ModelFacts, num_tokens: int, rows: int, width: int) -> Item:
-    """Logits of `rows` tokens at once, the output layer's float32 gradient if it has one, and the hidden states with
-    theirs."""
-    gradient = 0 if facts.adapters else FLOAT32 * facts.vocabulary_size * facts.hidden_size
-    num_bytes = LOGIT_BYTES * rows * facts.vocabulary_size + gradient
-    return Item(
-        name=OUTPUT_LAYER,
-        num_bytes=num_bytes + 2 * width * num_tokens * facts.hidden_size,
-        is_kept=False,
-        note=f"logits of {rows:,} tokens at once" + ("" if facts.adapters else ", gradient in float32"),
-    )
+    heads = max(1, facts.cache.num_key_value_heads // config.rollout.tensor_parallel)
+    per_gpu = replace(facts.cache, num_key_value_heads=heads)
+    block = per_gpu.num_bytes(CPU_BLOCK_TOKENS, BYTES_PER_ELEMENT[config.model.dtype])
+    return (cache_bytes(config) // block - 1) // -(-config.model.max_length // CPU_BLOCK_TOKENS)

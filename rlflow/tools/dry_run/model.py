@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from transformers import (
 from rlflow.config import Config
 from rlflow.errors import ConfigError, first_line
 from rlflow.models.resolve import POLICY, REWARD
-from rlflow.tools.dry_run.facts import Activations, ModelFacts, RewardModelFacts, Weight
+from rlflow.tools.dry_run.memory import Activations, ModelFacts, RewardModelFacts, Weight
 from rlflow.workers.engine.setup import cache_shape
 from rlflow.workers.trainer.attention import check_attention
 from rlflow.workers.trainer.lora import add_adapters, is_adapter
@@ -44,7 +45,9 @@ def read_model(config: Config, folder: str) -> ModelFacts:
         with torch.device("meta"):
             add_adapters(model, config.lora, config.run.seed, torch_dtype(config))
         nn.Module.to(model, torch_dtype(config))  # what computes
-    layer_of = _layers_of_parameters(model)
+    layer_of = {id(each): index for index, layer in enumerate(_layers(model)) for each in layer.parameters()}
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear), "checked by Policy"
     activations = trainer_activations = _activations(model)
     if config.trainer.tensor_parallel > 1:
         one_rank = _build(config, folder)
@@ -62,7 +65,7 @@ def read_model(config: Config, folder: str) -> ModelFacts:
         trainer_activations=trainer_activations,
         cache=cache_shape(folder),
         hidden_size=model.config.get_text_config().hidden_size,
-        vocabulary_size=_output_rows(model),
+        vocabulary_size=len(head.weight),
     )
 
 
@@ -78,7 +81,7 @@ def read_reward_model(config: Config, folder: str) -> RewardModelFacts:
 
 
 def _build(config: Config, folder: str) -> PreTrainedModel:
-    """The model on the meta device, refused where the trainer would refuse it."""
+    """The model on the meta device. Raises ConfigError if the trainer would refuse it."""
     model = _on_meta(AutoModelForCausalLM, config, folder, POLICY)
     Policy(model, config.rollout.temperature)  # refuses an output layer that it cannot take
     return model
@@ -111,16 +114,6 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
-def _layers_of_parameters(model: PreTrainedModel) -> dict[int, int]:
-    return {id(parameter): index for index, layer in enumerate(_layers(model)) for parameter in layer.parameters()}
-
-
-def _output_rows(model: PreTrainedModel) -> int:
-    head = model.get_output_embeddings()
-    assert isinstance(head, nn.Linear), "checked by Policy"
-    return len(head.weight)
-
-
 def _activations(model: PreTrainedModel) -> Activations:
     """What the forward pass saves for the backward pass, each storage counted where it is saved first.
 
@@ -136,24 +129,20 @@ def _activations(model: PreTrainedModel) -> Activations:
             f"model.path: a {model.config.model_type} model in {str(model.dtype).removeprefix('torch.')} cannot be "
             f"followed without weights: {first_line(error)}; take model.dtype=bfloat16 or another model"
         ) from error
-    in_layers = [meter.num_bytes.get(index, 0) for index in range(len(_layers(model)))]
+    in_layers = [meter.num_bytes[index] for index in range(len(_layers(model)))]
     return Activations(
-        layers=_per_token(sum(in_layers)),
-        largest_layer=_per_token(max(in_layers)),
+        layers=-(-sum(in_layers) // _NUM_TOKENS),
+        largest_layer=-(-max(in_layers) // _NUM_TOKENS),
         layer_inputs=len(in_layers) * hidden.shape[-1] * hidden.dtype.itemsize,
-        rest=_per_token(meter.num_bytes.get(None, 0)),
+        rest=-(-meter.num_bytes[None] // _NUM_TOKENS),
     )
-
-
-def _per_token(num_bytes: int) -> int:
-    return -(-num_bytes // _NUM_TOKENS)
 
 
 class _Meter:
     """Counts the bytes that autograd saves, by decoder layer; None is the rest. Parameters do not count."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.num_bytes: dict[int | None, int] = {}
+        self.num_bytes = Counter[int | None]()
         self._layer: int | None = None
         self._seen = {_storage(parameter) for parameter in model.parameters()}
         self._held: list[Tensor] = []
@@ -165,7 +154,7 @@ class _Meter:
         if _storage(tensor) not in self._seen:
             self._seen.add(_storage(tensor))
             self._held.append(tensor)  # a storage that is freed could be mistaken for a later one
-            self.num_bytes[self._layer] = self.num_bytes.get(self._layer, 0) + tensor.untyped_storage().nbytes()
+            self.num_bytes[self._layer] += tensor.untyped_storage().nbytes()
         return tensor
 
     def _enter(self, layer: int | None, *ignored: Any) -> None:

@@ -1,45 +1,56 @@
-"""`rlflow env check`: plays tasks with scripts in place of a model, and says what does not look right.
+"""`rlflow env check`: plays tasks with scripts in place of a model, and says what looks wrong.
 
-Environments run in their process and rewards in theirs, as in a run; only the engine is missing.
+    tasks x scripts -> play_episode -> score -> Report
+
+Environments and rewards run in processes of their own, as in a run. The renderer and its tokens are real too; only the
+engine is missing.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
 from rlflow.config import Config
 from rlflow.environments.find import load_environment
 from rlflow.environments.pool import EnvironmentPool
-from rlflow.envs.base import Endpoint, Environment, EnvironmentSpec, Program, Prompt, Result, Step
+from rlflow.envs.base import POLICY, Environment, EnvironmentSpec, Program, ToolSchema
 from rlflow.errors import ConfigError
 from rlflow.models.resolve import resolve_model
 from rlflow.rewards.choose import choose_rewards, is_environment_alone
 from rlflow.rewards.client import EnvironmentScorer, Scorer
 from rlflow.rewards.pool import ScorerPool
+from rlflow.rollout.chat import Chat, Reply
 from rlflow.rollout.episode import EnvironmentSource, play_episode, summarize
 from rlflow.rollout.gateway.server import Gateway
 from rlflow.rollout.limits import EpisodeLimits
 from rlflow.rollout.render import Renderer
-from rlflow.tools.env_tools.scripts import Script, ScriptedChat, scripts_of
-from rlflow.tools.env_tools.template_check import Trial, check_template
+from rlflow.rollout.requests import Completion, GenerateRequest
+from rlflow.tools.env.template_check import Trial, check_template
 from rlflow.types import EpisodeSummary, Message, Task
 
-NUM_TASKS = 20
+P = ParamSpec("P")
+T = TypeVar("T")
+
 MAX_DETAILS = 3
 """Failures that are shown for each kind."""
+Script = Callable[[Task, Sequence[Message]], str]
+"""(task, the conversation so far) -> the text of the next reply."""
+
+NONSENSE = "I do not know."
+BROKEN_CALL = '<tool_call>\n{"name": "no_such_tool", "arguments": {"x": \n</tool_call>'
 
 
 @dataclass(kw_only=True, slots=True)
 class Played:
-    """What one script came to."""
+    """All episodes that one script played."""
 
     name: str
     episodes: list[EpisodeSummary] = field(default_factory=list)
@@ -55,8 +66,6 @@ class Played:
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """What `rlflow env check` found."""
-
     played: list[Played]
     slowest: dict[str, float]
     """Phase -> seconds of its slowest call."""
@@ -64,7 +73,7 @@ class Report:
     problems: list[str]
 
 
-def env_check(config: Config, *, num_tasks: int = NUM_TASKS, as_json: bool = False) -> int:
+def env_check(config: Config, *, num_tasks: int, as_json: bool) -> int:
     """Print what was found; the exit code is 1 when something is wrong. Raises ConfigError."""
     if config.reward.model is not None:
         raise ConfigError(
@@ -72,16 +81,11 @@ def env_check(config: Config, *, num_tasks: int = NUM_TASKS, as_json: bool = Fal
             "reward.model=null, or a reward.function"
         )
     spec = load_environment(config.env, config.reward)
-    tasks = _spread(spec.tasks(), num_tasks)
-    report = asyncio.run(_check(config, spec, tasks))
+    tasks = spec.tasks()
+    step = max(1, len(tasks) // num_tasks)  # tasks from all over the data set
+    report = asyncio.run(_check(config, spec, tasks[::step][:num_tasks]))
     print(json.dumps(_as_json(report)) if as_json else "\n".join(_lines(report)))
     return int(bool(report.problems))
-
-
-def _spread(tasks: Sequence[Task], count: int) -> list[Task]:
-    """At most `count` tasks, from all over the data set."""
-    step = max(1, len(tasks) // count)
-    return list(tasks[::step][:count])
 
 
 async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -> Report:
@@ -90,123 +94,105 @@ async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -
     renderer = Renderer(AutoTokenizer.from_pretrained(resolve_model(config.model.path)))
     limits = EpisodeLimits.of(config)
     slowest: dict[str, float] = {}
-    played = []
-    async with _scorer(config, spec) as scorer, _worlds(config, spec) as worlds, _gateway() as gateway:
-        timed = _TimedWorlds(worlds, slowest)
+    played: list[Played] = []
+    rewards = choose_rewards(config.reward, spec.reward)
+    async with AsyncExitStack() as stack:
+        scorer: Scorer
+        if is_environment_alone(rewards):
+            scorer = EnvironmentScorer(rewards[0])
+        else:
+            scorer = ScorerPool(rewards, workers=config.reward.workers, timeout_s=config.reward.timeout_s)
+            await scorer.start()
+            stack.push_async_callback(scorer.close)
+        pool = EnvironmentPool(spec.build, config.env.processes, spec.leases)
+        await pool.start()
+        stack.push_async_callback(pool.close)
+        gateway = Gateway()
+        await gateway.start()
+        stack.push_async_callback(gateway.stop)
+        worlds, score = _TimedSource(pool, slowest), _timed(scorer.score, "scoring", slowest)
+
+        async def play(task: Task, script: Script) -> EpisodeSummary:
+            chat = ScriptedChat(task, script, renderer, limits)
+            episode = await play_episode(worlds, task, chat, limits, gateway=gateway)
+            return summarize(episode, None if episode.end.is_error else await score(episode.transcript))
+
         for name, script in scripts_of(spec, tasks).items():
-            playing = (_play(task, script, renderer, limits, timed, gateway, scorer, slowest) for task in tasks)
-            played.append(Played(name=name, episodes=await asyncio.gather(*playing)))
+            played.append(Played(name=name, episodes=await asyncio.gather(*(play(task, script) for task in tasks))))
     template = check_template(renderer)
     return Report(played=played, slowest=slowest, template=template, problems=_problems(played, template))
 
 
-async def _play(
-    task: Task,
-    script: Script,
-    renderer: Renderer,
-    limits: EpisodeLimits,
-    worlds: EnvironmentSource,
-    gateway: Gateway,
-    scorer: Scorer,
-    slowest: dict[str, float],
-) -> EpisodeSummary:
-    chat = ScriptedChat(task, script, renderer, limits)
-    played = await play_episode(worlds, task, chat, limits, gateway=gateway)
-    if played.end.is_error:
-        return summarize(played, None)
-    with _clock(slowest, "scoring"):
-        return summarize(played, await scorer.score(played.transcript))
-
-
-@asynccontextmanager
-async def _scorer(config: Config, spec: EnvironmentSpec) -> AsyncIterator[Scorer]:
-    rewards = choose_rewards(config.reward, spec.reward)
-    if is_environment_alone(rewards):
-        yield EnvironmentScorer(rewards[0])
-        return
-    pool = ScorerPool(rewards, workers=config.reward.workers, timeout_s=config.reward.timeout_s)
-    await pool.start()
-    try:
-        yield pool
-    finally:
-        await pool.close()
-
-
-@asynccontextmanager
-async def _worlds(config: Config, spec: EnvironmentSpec) -> AsyncIterator[EnvironmentPool]:
-    pool = EnvironmentPool(spec.build, config.env.processes, spec.leases)
-    await pool.start()
-    try:
-        yield pool
-    finally:
-        await pool.close()
-
-
-@asynccontextmanager
-async def _gateway() -> AsyncIterator[Gateway]:
-    gateway = Gateway()
-    await gateway.start()
-    try:
-        yield gateway
-    finally:
-        await gateway.stop()
-
-
-@contextlib.contextmanager
-def _clock(slowest: dict[str, float], phase: str):
-    started_s = time.perf_counter()
-    try:
-        yield
-    finally:
-        slowest[phase] = max(slowest.get(phase, 0.0), time.perf_counter() - started_s)
-
-
-class _TimedWorlds:
-    """EnvironmentSource whose calls are timed."""
+class _TimedSource:
+    """Environments whose calls are timed."""
 
     def __init__(self, worlds: EnvironmentSource, slowest: dict[str, float]) -> None:
-        self._worlds = worlds
+        self._open = _timed(worlds.open, "build", slowest)
         self._slowest = slowest
-
-    def lease(self) -> AbstractAsyncContextManager[None]:
-        return self._worlds.lease()
+        self.lease = worlds.lease
 
     async def open(self, seed: int) -> Environment | Program:
-        with _clock(self._slowest, "build"):
-            world = await self._worlds.open(seed)
-        return _TimedProgram(world, self._slowest) if isinstance(world, Program) else _Timed(world, self._slowest)
+        world = await self._open(seed)
+        for phase in ("run",) if isinstance(world, Program) else ("reset", "step", "close"):
+            setattr(world, phase, _timed(getattr(world, phase), phase, self._slowest))
+        return world
 
 
-class _Timed(Environment):
-    def __init__(self, world: Environment, slowest: dict[str, float]) -> None:
-        self._world = world
-        self._slowest = slowest
+def _timed(call: Callable[P, Awaitable[T]], phase: str, slowest: dict[str, float]) -> Callable[P, Awaitable[T]]:
+    """The same call; its time goes into `slowest`, if it is the longest of the phase so far."""
 
-    async def reset(self, task: Task) -> Prompt:
-        self._world.ask = self.ask
-        with _clock(self._slowest, "reset"):
-            return await self._world.reset(task)
+    async def timed(*arguments: P.args, **options: P.kwargs) -> T:
+        started_s = time.perf_counter()
+        try:
+            return await call(*arguments, **options)
+        finally:
+            slowest[phase] = max(slowest.get(phase, 0.0), time.perf_counter() - started_s)
 
-    async def step(self, reply: Message) -> Step:
-        with _clock(self._slowest, "step"):
-            return await self._world.step(reply)
-
-    async def close(self) -> None:
-        with _clock(self._slowest, "close"):
-            await self._world.close()
+    return timed
 
 
-class _TimedProgram(Program):
-    def __init__(self, program: Program, slowest: dict[str, float]) -> None:
-        self._program = program
-        self._slowest = slowest
+def scripts_of(spec: EnvironmentSpec, tasks: Sequence[Task]) -> dict[str, Script]:
+    """Name -> script: two that should earn little, and `expert` if there is one or tasks have answers."""
+    scripts: dict[str, Script] = {
+        "nonsense": lambda task, messages: NONSENSE,
+        "broken call": lambda task, messages: BROKEN_CALL,
+    }
+    has_answers = all(task.answer is not None for task in tasks)
+    expert = spec.expert or ((lambda task, messages: task.answer or "") if has_answers else None)
+    return {"expert": expert, **scripts} if expert is not None else scripts
 
-    async def run(self, task: Task, endpoint: Endpoint) -> Result:
-        with _clock(self._slowest, "run"):
-            return await self._program.run(task, endpoint)
 
-    async def close(self) -> None:
-        await self._program.close()
+class ScriptedChat(Chat):
+    """The policy says what the script says; other agents say `NONSENSE`."""
+
+    def __init__(self, task: Task, script: Script, renderer: Renderer, limits: EpisodeLimits) -> None:
+        super().__init__(self._complete, renderer, limits)
+        self._task = task
+        self._script = script
+        self._scripted_renderer = renderer
+        self._text = NONSENSE
+
+    async def reply(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        agent: str = POLICY,
+        trainable: bool = True,
+        max_new_tokens: int | None = None,
+    ) -> Reply:
+        self._text = self._script(self._task, messages) if agent == POLICY else NONSENSE
+        return await super().reply(messages, tools, agent=agent, trainable=trainable, max_new_tokens=max_new_tokens)
+
+    async def _complete(self, request: GenerateRequest, /) -> Completion:
+        ids = self._scripted_renderer.as_sampled(self._text)
+        kept = ids[: request.max_new_tokens]
+        return Completion(
+            ids=kept,
+            logprobs=[0.0] * len(kept),
+            versions=[0] * len(kept),
+            finish_reason="stop" if len(kept) == len(ids) else "length",
+        )
 
 
 def _problems(played: Sequence[Played], template: Sequence[Trial]) -> list[str]:

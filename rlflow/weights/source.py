@@ -3,8 +3,6 @@
 `rlflow.workers.trainer.base.TrainerBackend` implements `WeightSource`; each transport has a `WeightSender`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Protocol

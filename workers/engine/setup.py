@@ -4,8 +4,6 @@ vLLM reports most start-up errors only in the log of a child process, so everyth
 here.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

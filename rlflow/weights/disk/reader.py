@@ -3,8 +3,6 @@
 folder, version, what is held -> fetch -> FetchedUpdate (verified, mapped) -> apply -> the rank's own tensors
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 open: find and verify the files -> receive, once a file: into the targets; then once a group of parameters: make ready
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path

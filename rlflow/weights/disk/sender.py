@@ -6,8 +6,6 @@ It serves engines that share only a file system with the trainer. If adapters mu
 rank 0 writes everything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

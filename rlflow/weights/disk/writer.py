@@ -11,8 +11,6 @@ version_NNNNNN.part/       being written
 version_NNNNNN.old/        being removed
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 import uuid

@@ -7,8 +7,6 @@ multiplies with packed copies. There the targets are a copy beside the model; a 
 sampling goes on, and `commit` puts all layers in place within milliseconds.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ is not carried out. Anything else that is done with a parameter is refused, beca
 hold the parameter's elements.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat

@@ -5,8 +5,6 @@ the parameters covers little. But the layer applied to the rows of the identity 
 output is one product with 1 and sums of zeros. What is compared is therefore what the engine really multiplies with.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ Nothing is gathered: beside the model there is one copy of the rank's own part, 
 the engines sample, for one that is restarted, and goes when the trainer needs the memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

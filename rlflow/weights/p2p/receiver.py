@@ -5,8 +5,6 @@ open: request, group, plan -> receive, once a bucket: check, unpack -> targets
 Imports no vLLM. While one bucket is unpacked the next one is under way, so that little of a bucket is waited for.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 
 import torch

@@ -6,8 +6,6 @@ Nothing is gathered, and training goes on while the copy is sent. One thread rea
 one store in the same order; each is answered by a thread of its own, so that an engine that hangs holds up no other.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import logging

@@ -6,8 +6,6 @@ The file is persistent: rewriting pages that are already mapped costs a tenth of
 hold the version that it carries, or `BEING_WRITTEN`, so that a reader notices when it is overtaken by a writer.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import math

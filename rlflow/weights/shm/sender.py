@@ -7,8 +7,6 @@ take them. Otherwise, as with adapters that have to be merged first, the ranks g
 writes: engines find every version in the memory of their own machine, if a rank is on it.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import secrets

@@ -6,14 +6,13 @@ Requests name that id, so that requests under way go on with the new adapter. Th
 version, because its key is the adapter's name. vLLM itself cuts an adapter for the ranks of an engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.utils import parse_fine_tuned_lora_name
@@ -23,9 +22,6 @@ from rlflow.weights.engine.messages import ADAPTER_ID, Columns, WeightReport
 from rlflow.weights.engine.receiver import Named
 from rlflow.weights.shape.landings import Landings
 from rlflow.weights.shape.layout import Shapes
-
-if TYPE_CHECKING:
-    from vllm.lora.model_manager import LoRAModelManager
 
 
 class AdapterLayers:
@@ -61,8 +57,27 @@ class AdapterLayers:
         raise NotImplementedError("adapters come whole")
 
     def commit(self) -> None:
-        """If the adapters do not fit, those before stay."""
-        replace_adapter(self._manager, self._given, self._rank, self._alpha)
+        """Make what was given the adapter with the id ADAPTER_ID. Raises ValueError when it does not fit: those before
+        stay.
+        """
+        manager = self._manager
+        dtype = manager.lora_config.lora_dtype
+        assert isinstance(dtype, torch.dtype), "vLLM resolves it at the start"
+        options = {"r": self._rank, "lora_alpha": self._alpha, "target_modules": []}
+        adapter = LoRAModel.from_lora_tensors(
+            ADAPTER_ID,
+            dict(self._given),
+            PEFTHelper.from_dict(options),
+            device="cpu",
+            dtype=dtype,
+            weights_mapper=_name_mapper(manager),
+        )
+        _check_fit(manager, adapter, self._rank)
+        if manager.device.type == "cpu":
+            add_densely(manager)
+        manager.remove_adapter(ADAPTER_ID)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(ADAPTER_ID)
 
     def compare(self, expected: Iterable[Named] | None, columns: Columns | None) -> WeightReport:
         """Compare what this worker adds to its layers to adapters, which are always whole."""
@@ -74,27 +89,6 @@ class AdapterLayers:
     def abort(self) -> None:
         """Hold no adapter, so that nothing can be sampled under an old one by mistake."""
         self._manager.remove_adapter(ADAPTER_ID)
-
-
-def replace_adapter(manager: LoRAModelManager, tensors: Mapping[str, Tensor], rank: int, alpha: float) -> None:
-    """Make `tensors`, by PEFT's names, the adapter with the id ADAPTER_ID. Raises ValueError when they do not fit."""
-    dtype = manager.lora_config.lora_dtype
-    assert isinstance(dtype, torch.dtype), "vLLM resolves it at the start"
-    options = {"r": rank, "lora_alpha": alpha, "target_modules": []}
-    adapter = LoRAModel.from_lora_tensors(
-        ADAPTER_ID,
-        dict(tensors),
-        PEFTHelper.from_dict(options),
-        device="cpu",
-        dtype=dtype,
-        weights_mapper=_name_mapper(manager),
-    )
-    _check_fit(manager, adapter, rank)
-    if manager.device.type == "cpu":
-        add_densely(manager)
-    manager.remove_adapter(ADAPTER_ID)
-    manager.add_adapter(adapter)
-    manager.activate_adapter(ADAPTER_ID)
 
 
 def _name_mapper(manager: LoRAModelManager) -> Any:

@@ -158,7 +158,13 @@ class StoreWriter:
         assert staged is not None, "write follows compare"
         assert staged.base is not None or not total.is_delta, "the sum has what this rank counted"
         staged.base, staged.density = staged.base if total.is_delta else None, total.density
-        tensors = self._dense() if staged.base is None else self._delta(staged.positions)
+        if staged.base is None:
+            tensors = {
+                box_key(name, start, stop): values.view(extents(start, stop))
+                for (name, start, stop), values in self._last.items()
+            }
+        else:
+            tensors = self._delta(staged.positions)
         folder = version_folder(self._folder, staged.version, UNFINISHED)
         path = rank_file(folder, self._rank)
         with disk_errors("the weights", self._folder):
@@ -242,12 +248,6 @@ class StoreWriter:
         if staged.base is not None and len(found):
             staged.positions[box] = found.to(position_dtype(now.numel()))
         return before
-
-    def _dense(self) -> dict[str, Tensor]:
-        return {
-            box_key(name, start, stop): values.view(extents(start, stop))
-            for (name, start, stop), values in self._last.items()
-        }
 
     def _delta(self, changed_in: Mapping[NamedBox, Tensor]) -> dict[str, Tensor]:
         """The positions in each parameter, and the values now."""

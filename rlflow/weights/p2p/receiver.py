@@ -15,9 +15,9 @@ from rlflow.errors import RunError
 from rlflow.weights.engine.messages import Opening
 from rlflow.weights.engine.receiver import Destination, Receiver
 from rlflow.weights.p2p.exchange import Arrivals, MessageStamp, PeerMessage, check, cut_messages, unpack
-from rlflow.weights.p2p.rendezvous import Deadline, TrainerStore, build_group, receive, wait_all
-from rlflow.weights.p2p.sender import BUCKET, TransferRequest, landings_key, plan_for, submit
-from rlflow.weights.shape.landings import landings_from_json, landings_to_json
+from rlflow.weights.p2p.rendezvous import Deadline, TrainerStore, begin, build_group, wait_all
+from rlflow.weights.p2p.sender import TransferRequest, landings_key, plan_for, submit
+from rlflow.weights.shape.landings import landings_to_json
 from rlflow.weights.shape.plan import Move
 
 
@@ -113,8 +113,7 @@ class PeerReceiver(Receiver):
 
     def _join(self, name: str) -> ProcessGroup:
         trainer, worker = self._trainer, self._worker
-        landings = [landings_from_json(trainer.store.get(landings_key(name, rank))) for rank in range(worker.num_ranks)]
-        made = plan_for(trainer.layout, landings, int(trainer.store.get(BUCKET)))
+        made = plan_for(trainer.layout, trainer.store, name, worker.num_ranks)
         self._moves = list(made.moves_to(0, worker.rank))
         self._buckets = cut_messages(self._moves, made.num_buckets)
         num_sources = trainer.layout.num_ranks
@@ -133,4 +132,4 @@ class PeerReceiver(Receiver):
             if message.source not in memory or len(memory[message.source]) < message.num_bytes:
                 memory[message.source] = torch.empty(message.num_bytes, dtype=torch.uint8, device=self._worker.device)
             messages.append((memory[message.source][: message.num_bytes], message.source))
-        self._under_way = receive(self._group, messages)
+        self._under_way = begin(self._group, self._group.recv, messages)

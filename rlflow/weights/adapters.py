@@ -80,11 +80,35 @@ class AdapterLayers:
         manager.activate_adapter(ADAPTER_ID)
 
     def compare(self, expected: Iterable[Named] | None, columns: Columns | None) -> WeightReport:
-        """Compare what this worker adds to its layers to adapters, which are always whole."""
+        """Compare the A, and the scaled B, that the layers multiply with to adapters, which are always whole.
+
+        What is beyond the rank of `expected` must be zero.
+        """
         assert expected is not None, "adapters are always in an arena"
         if self._is_cut:
             return WeightReport(num_equal=0, different=[], unverified=[name for name, _ in expected])
-        return compare_adapters(self._manager, dict(expected), self._alpha / self._rank)
+        report = WeightReport(num_equal=0, different=[], unverified=[])
+        manager, scaling = self._manager, self._alpha / self._rank
+        held: dict[tuple[str, bool], Tensor] = {}
+        """(layer, whether it is A) -> what the layer multiplies with, padded to the largest rank."""
+        for name, module in manager.modules.items() if ADAPTER_ID in manager.lora_index_to_id else ():
+            layer: Any = module
+            parts = manager.packed_modules.get(name, [name])
+            for part, inner, outer in zip(parts, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
+                held[part, True], held[part, False] = inner[0, 0].cpu(), outer[0, 0].cpu()
+        for name, tensor in expected:
+            target, is_inner = parse_fine_tuned_lora_name(name, _name_mapper(manager))
+            found = held.get((target, is_inner))
+            if found is None:
+                report["unverified"].append(name)
+                continue
+            wanted = torch.zeros_like(found)
+            wanted[: tensor.shape[0], : tensor.shape[1]] = tensor if is_inner else tensor * scaling
+            if torch.equal(found, wanted):
+                report["num_equal"] += 1
+            else:
+                report["different"].append(name)
+        return report
 
     def abort(self) -> None:
         """Hold no adapter, so that nothing can be sampled under an old one by mistake."""
@@ -168,31 +192,3 @@ def add_densely(manager: LoRAModelManager) -> None:
         for module in manager.modules.values():
             if module.punica_wrapper is wrapper:
                 module.set_mapping(dense)
-
-
-def compare_adapters(manager: LoRAModelManager, expected: Mapping[str, Tensor], scaling: float) -> WeightReport:
-    """Compare the A, and the scaled B, that the layers multiply with, to tensors by PEFT's names.
-
-    What is beyond the rank of `expected` must be zero.
-    """
-    report = WeightReport(num_equal=0, different=[], unverified=[])
-    held: dict[tuple[str, bool], Tensor] = {}
-    """(layer, whether it is A) -> what the layer multiplies with, padded to the largest rank."""
-    for name, module in manager.modules.items() if ADAPTER_ID in manager.lora_index_to_id else ():
-        layer: Any = module
-        parts = manager.packed_modules.get(name, [name])
-        for part, inner, outer in zip(parts, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
-            held[part, True], held[part, False] = inner[0, 0].cpu(), outer[0, 0].cpu()
-    for name, tensor in expected.items():
-        target, is_inner = parse_fine_tuned_lora_name(name, _name_mapper(manager))
-        found = held.get((target, is_inner))
-        if found is None:
-            report["unverified"].append(name)
-            continue
-        wanted = torch.zeros_like(found)
-        wanted[: tensor.shape[0], : tensor.shape[1]] = tensor if is_inner else tensor * scaling
-        if torch.equal(found, wanted):
-            report["num_equal"] += 1
-        else:
-            report["different"].append(name)
-    return report

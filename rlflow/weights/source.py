@@ -36,6 +36,14 @@ class WeightSource(Protocol):
 class WeightSender(ABC):
     """One rank of the trainer; the constructors are collective too."""
 
+    def __init__(self, backend: WeightSource, rank: int) -> None:
+        self._backend = backend
+        self._rank = rank
+
+    def _meet(self) -> None:
+        """Return when all ranks have come here."""
+        self._backend.add_up([0.0])
+
     @abstractmethod
     def stage(self, version: int) -> StagedWeights | None:
         """Lay out the back end's weights as a version, in the engines' dtype; rank 0 is told where. Collective."""

@@ -3,14 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
-from rlflow.algorithms.advantage.base import (
-    Advantages,
-    Group,
-    centre,
-    require_turns,
-    rewards_of,
-    standardise,
-)
+from rlflow.algorithms.advantage.base import Advantages, Group, centre, require_turns, rewards_of, standardise
 from rlflow.algorithms.base import Traits, require
 
 

@@ -219,7 +219,13 @@ class StoreWriter:
         kept = [*self._chain, manifest.stamp]
         self._chain = [manifest.stamp] if base is None else kept
         self._base = written.version
-        _keep_only(self._folder, kept)
+        numbers = {stamp.version for stamp in kept}
+        for version in reversed(versions_in(self._folder)):  # the newest first
+            if version not in numbers:
+                _remove(self._folder, version)
+        for version in versions_in(self._folder, UNFINISHED):  # what failed
+            if version < written.version:  # a rank may be writing the next already
+                shutil.rmtree(version_folder(self._folder, version, UNFINISHED))
         return manifest
 
     def _values(self, part: Part) -> Tensor:
@@ -261,17 +267,6 @@ class StoreWriter:
         return {name + POSITIONS: torch.cat(parts) for name, parts in positions.items()} | {
             name + VALUES: torch.cat(parts).view(dtypes[name]) for name, parts in values.items()
         }
-
-
-def _keep_only(folder: Path, kept: Sequence[Stamp]) -> None:
-    """Remove all other versions, the newest first, and what failed before the last of `kept`."""
-    numbers = {stamp.version for stamp in kept}
-    for version in reversed(versions_in(folder)):
-        if version not in numbers:
-            _remove(folder, version)
-    for version in versions_in(folder, UNFINISHED):
-        if version < kept[-1].version:  # a rank may be writing the next already
-            shutil.rmtree(version_folder(folder, version, UNFINISHED))
 
 
 def _remove(folder: Path, version: int) -> None:

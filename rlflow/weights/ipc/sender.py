@@ -127,8 +127,7 @@ class SharedSender(WeightSender):
         share: Callable[[Tensor], Handle] = share,
     ) -> None:
         """`rendezvous` is where the ranks met; the store listens on the same address."""
-        self._backend = backend
-        self._rank = rank
+        super().__init__(backend, rank)
         self._device = device
         self._share = share
         self._hosted = HostedStore(backend, rank, rendezvous, timeout_s)

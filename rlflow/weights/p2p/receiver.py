@@ -51,11 +51,10 @@ class PeerReceiver(Receiver):
         transfer, version = opening.transfer, opening.staged.version
         self._found = None
         self._deadline = Deadline(self._trainer.timeout_s)
-        name = None if self._group is not None else f"{self._worker.engine}/{transfer}"
-        if name is not None:
-            self._name = name
+        if self._group is None:
+            self._name = f"{self._worker.engine}/{transfer}"
             landings = landings_to_json(self._destination.landings)
-            self._trainer.store.set(landings_key(name, self._worker.rank), landings)
+            self._trainer.store.set(landings_key(self._name, self._worker.rank), landings)
         if self._worker.rank == 0:
             request = TransferRequest(
                 engine=self._worker.engine,
@@ -65,8 +64,8 @@ class PeerReceiver(Receiver):
                 version=version,
             )
             submit(self._trainer.store, asdict(request))
-        if name is not None:
-            self._group = self._join(name)
+        if self._group is None:
+            self._group = self._join(self._name)
         self._arrivals = Arrivals(self._trainer.layout.placements, self._moves)
         for parameter in self._arrivals.without_moves():
             self._destination.landed(parameter)

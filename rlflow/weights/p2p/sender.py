@@ -99,8 +99,7 @@ class PeerSender(WeightSender):
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """`rendezvous` is where these ranks met; the store listens on the same address."""
-        self._backend = backend
-        self._rank = rank
+        super().__init__(backend, rank)
         self._timeout_s = timeout_s
         self._hosted = HostedStore(backend, rank, rendezvous, timeout_s)
         self._source = self._hosted.source

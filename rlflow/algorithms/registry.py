@@ -162,16 +162,7 @@ def check_functions(config: Config) -> None:
     objective_of(algorithm)
     loss = resolve(Kind.loss, algorithm.loss).traits
     weights = [name for name in algorithm.corrections if not resolve(Kind.correction, name).traits.is_mask]
-    _check_ratios(algorithm, loss, weights)
-    if config.staleness.late is Late.train and not (weights or loss.is_corrected):
-        raise ConfigError(
-            "staleness.late=train trains on tokens of any age, which needs a correction; take algorithm=tis, or set "
-            "staleness.late to mask or requeue"
-        )
-
-
-def _check_ratios(algorithm: AlgorithmConfig, loss: Traits, weights: Sequence[str]) -> None:
-    """The ratio to the behaviour policy must be in the gradient once, not twice."""
+    # The ratio to the behaviour policy must be in the gradient once, not twice.
     uses_proximal = not (loss.is_corrected or loss.has_no_ratio)
     if algorithm.proximal is Proximal.interpolated and not uses_proximal:
         raise ConfigError(
@@ -185,6 +176,11 @@ def _check_ratios(algorithm: AlgorithmConfig, loss: Traits, weights: Sequence[st
             f"algorithm.corrections.{weights[0]} weighs by the ratio to the policy that sampled, which "
             f"algorithm.loss={algorithm.loss} does already; take algorithm.loss=reinforce, or "
             "algorithm.proximal=interpolated, or leave the correction out"
+        )
+    if config.staleness.late is Late.train and not (weights or loss.is_corrected):
+        raise ConfigError(
+            "staleness.late=train trains on tokens of any age, which needs a correction; take algorithm=tis, or set "
+            "staleness.late to mask or requeue"
         )
 
 

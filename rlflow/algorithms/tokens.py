@@ -4,8 +4,6 @@ Shape letters: N loss tokens, S sequences. Tokens without loss (prompts, observa
 function needs a mask.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,14 +6,13 @@ Requests name that id, so that requests under way go on with the new adapter. Th
 version, because its key is the adapter's name. vLLM itself cuts an adapter for the ranks of an engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.utils import parse_fine_tuned_lora_name
@@ -23,9 +22,6 @@ from rlflow.weights.engine.messages import ADAPTER_ID, Columns, WeightReport
 from rlflow.weights.engine.receiver import Named
 from rlflow.weights.shape.landings import Landings
 from rlflow.weights.shape.layout import Shapes
-
-if TYPE_CHECKING:
-    from vllm.lora.model_manager import LoRAModelManager
 
 
 class AdapterLayers:
@@ -61,40 +57,62 @@ class AdapterLayers:
         raise NotImplementedError("adapters come whole")
 
     def commit(self) -> None:
-        """If the adapters do not fit, those before stay."""
-        replace_adapter(self._manager, self._given, self._rank, self._alpha)
+        """Make what was given the adapter with the id ADAPTER_ID. Raises ValueError when it does not fit: those before
+        stay.
+        """
+        manager = self._manager
+        dtype = manager.lora_config.lora_dtype
+        assert isinstance(dtype, torch.dtype), "vLLM resolves it at the start"
+        options = {"r": self._rank, "lora_alpha": self._alpha, "target_modules": []}
+        adapter = LoRAModel.from_lora_tensors(
+            ADAPTER_ID,
+            dict(self._given),
+            PEFTHelper.from_dict(options),
+            device="cpu",
+            dtype=dtype,
+            weights_mapper=_name_mapper(manager),
+        )
+        _check_fit(manager, adapter, self._rank)
+        if manager.device.type == "cpu":
+            add_densely(manager)
+        manager.remove_adapter(ADAPTER_ID)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(ADAPTER_ID)
 
     def compare(self, expected: Iterable[Named] | None, columns: Columns | None) -> WeightReport:
-        """Compare what this worker adds to its layers to adapters, which are always whole."""
+        """Compare the A, and the scaled B, that the layers multiply with to adapters, which are always whole.
+
+        What is beyond the rank of `expected` must be zero.
+        """
         assert expected is not None, "adapters are always in an arena"
         if self._is_cut:
             return WeightReport(num_equal=0, different=[], unverified=[name for name, _ in expected])
-        return compare_adapters(self._manager, dict(expected), self._alpha / self._rank)
+        report = WeightReport(num_equal=0, different=[], unverified=[])
+        manager, scaling = self._manager, self._alpha / self._rank
+        held: dict[tuple[str, bool], Tensor] = {}
+        """(layer, whether it is A) -> what the layer multiplies with, padded to the largest rank."""
+        for name, module in manager.modules.items() if ADAPTER_ID in manager.lora_index_to_id else ():
+            layer: Any = module
+            parts = manager.packed_modules.get(name, [name])
+            for part, inner, outer in zip(parts, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
+                held[part, True], held[part, False] = inner[0, 0].cpu(), outer[0, 0].cpu()
+        for name, tensor in expected:
+            target, is_inner = parse_fine_tuned_lora_name(name, _name_mapper(manager))
+            found = held.get((target, is_inner))
+            if found is None:
+                report["unverified"].append(name)
+                continue
+            wanted = torch.zeros_like(found)
+            wanted[: tensor.shape[0], : tensor.shape[1]] = tensor if is_inner else tensor * scaling
+            if torch.equal(found, wanted):
+                report["num_equal"] += 1
+            else:
+                report["different"].append(name)
+        return report
 
     def abort(self) -> None:
         """Hold no adapter, so that nothing can be sampled under an old one by mistake."""
         self._manager.remove_adapter(ADAPTER_ID)
-
-
-def replace_adapter(manager: LoRAModelManager, tensors: Mapping[str, Tensor], rank: int, alpha: float) -> None:
-    """Make `tensors`, by PEFT's names, the adapter with the id ADAPTER_ID. Raises ValueError when they do not fit."""
-    dtype = manager.lora_config.lora_dtype
-    assert isinstance(dtype, torch.dtype), "vLLM resolves it at the start"
-    options = {"r": rank, "lora_alpha": alpha, "target_modules": []}
-    adapter = LoRAModel.from_lora_tensors(
-        ADAPTER_ID,
-        dict(tensors),
-        PEFTHelper.from_dict(options),
-        device="cpu",
-        dtype=dtype,
-        weights_mapper=_name_mapper(manager),
-    )
-    _check_fit(manager, adapter, rank)
-    if manager.device.type == "cpu":
-        add_densely(manager)
-    manager.remove_adapter(ADAPTER_ID)
-    manager.add_adapter(adapter)
-    manager.activate_adapter(ADAPTER_ID)
 
 
 def _name_mapper(manager: LoRAModelManager) -> Any:
@@ -174,31 +192,3 @@ def add_densely(manager: LoRAModelManager) -> None:
         for module in manager.modules.values():
             if module.punica_wrapper is wrapper:
                 module.set_mapping(dense)
-
-
-def compare_adapters(manager: LoRAModelManager, expected: Mapping[str, Tensor], scaling: float) -> WeightReport:
-    """Compare the A, and the scaled B, that the layers multiply with, to tensors by PEFT's names.
-
-    What is beyond the rank of `expected` must be zero.
-    """
-    report = WeightReport(num_equal=0, different=[], unverified=[])
-    held: dict[tuple[str, bool], Tensor] = {}
-    """(layer, whether it is A) -> what the layer multiplies with, padded to the largest rank."""
-    for name, module in manager.modules.items() if ADAPTER_ID in manager.lora_index_to_id else ():
-        layer: Any = module
-        parts = manager.packed_modules.get(name, [name])
-        for part, inner, outer in zip(parts, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
-            held[part, True], held[part, False] = inner[0, 0].cpu(), outer[0, 0].cpu()
-    for name, tensor in expected.items():
-        target, is_inner = parse_fine_tuned_lora_name(name, _name_mapper(manager))
-        found = held.get((target, is_inner))
-        if found is None:
-            report["unverified"].append(name)
-            continue
-        wanted = torch.zeros_like(found)
-        wanted[: tensor.shape[0], : tensor.shape[1]] = tensor if is_inner else tensor * scaling
-        if torch.equal(found, wanted):
-            report["num_equal"] += 1
-        else:
-            report["different"].append(name)
-    return report

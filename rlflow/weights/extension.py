@@ -4,14 +4,12 @@ vLLM imports this module through `worker_extension_cls`. The receiver lies where
 engine, so that vLLM shuts it down with the worker.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from rlflow.config import Transport
@@ -31,18 +29,14 @@ from rlflow.weights.shape.layout import Shapes
 from rlflow.weights.shm.arena import map_arena
 from rlflow.weights.shm.receiver import ArenaReceiver
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 
 class WorkerExtension:
     """Mixed into vLLM's worker; each method is a `collective_rpc` and is explained by `Receiver`."""
 
-    if TYPE_CHECKING:
-        vllm_config: VllmConfig
-        device: torch.device
-        model_runner: Any
-        weight_transfer_engine: Receiver | None
+    vllm_config: VllmConfig
+    device: torch.device
+    model_runner: Any
+    weight_transfer_engine: Receiver | None
 
     def rlflow_open(self, **message: Any) -> tuple[bool, int]:
         """Whether the buckets may come while the engine samples, and how many will."""

@@ -1,7 +1,5 @@
 """The trainer's side of the transport that the settings name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -3,8 +3,6 @@
 `rlflow.workers.trainer.packed.TrainerBackend` implements `WeightSource`; each transport has a `WeightSender`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -37,6 +35,14 @@ class WeightSource(Protocol):
 
 class WeightSender(ABC):
     """One rank of the trainer; the constructors are collective too."""
+
+    def __init__(self, backend: WeightSource, rank: int) -> None:
+        self._backend = backend
+        self._rank = rank
+
+    def _meet(self) -> None:
+        """Return when all ranks have come here."""
+        self._backend.add_up([0.0])
 
     @abstractmethod
     def stage(self, version: int) -> StagedWeights | None:

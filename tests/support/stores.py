@@ -81,8 +81,8 @@ class Engine:
         applied: list[list[int]] = []
         for reader in self.readers:
             update = reader.fetch(version)
-            reader.apply(update)
-            applied.append([each.manifest.stamp.version for each in update.versions])
+            list(reader.apply(update))
+            applied.append([manifest.stamp.version for manifest, _ in update.versions])
         return applied
 
     def check(self, weights: Weights) -> None:

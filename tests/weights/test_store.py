@@ -221,7 +221,7 @@ def test_what_the_trainer_does_after_the_comparison_is_not_written(tmp_path: Pat
         tensor[0] = -1
         trainer.writers[0].write(total)
         trainer.writers[0].publish()
-        reader.apply(reader.fetch(version))
+        list(reader.apply(reader.fetch(version)))
         assert reader_target.tolist() == [version] + [0] * 19
 
 

@@ -50,7 +50,7 @@ def test_an_interrupted_update_is_healed_by_the_anchor(
     with monkeypatch.context() as patch:
         patch.setattr(store_reader, "land", failing)
         with pytest.raises(RuntimeError, match="the device is gone"):
-            reader.apply(reader.fetch(2))
+            list(reader.apply(reader.fetch(2)))
     assert reader.held is None
     assert engine.follow(2) == [[1, 2], [2]]
     engine.check(weights)
@@ -140,7 +140,7 @@ def test_a_version_that_is_gone_was_overtaken(
         with pytest.raises(WeightsOvertaken, match="version 1 of the weights was removed from .* while it was read"):
             engine.follow(1)
     for reader, update in zip(engine.readers, fetched, strict=True):  # what is open stays readable
-        reader.apply(update)
+        list(reader.apply(update))
     engine.check(weights)
 
 

@@ -12,7 +12,7 @@ import random
 import uuid
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlflow.config import Config, Transport, Verify
 from rlflow.errors import WeightsOvertaken
@@ -61,7 +61,8 @@ class Loading:
             timeout_s=self._config.deadlines.weights_s,
             adapter=(lora.rank, lora.alpha) if sends_adapters(self._config) and lora.rank is not None else None,
         )
-        found = await self._call("rlflow_open", OPENING.dump_python(opening, mode="json"))
+        message = OPENING.dump_python(opening, mode="json")
+        found: list[tuple[bool, int]] = await self._engine.collective_rpc("rlflow_open", kwargs=message)
         assert len({is_beside for is_beside, _ in found}) == 1, "all workers of an engine have the same model"
         self._is_beside, self._num_buckets = found[0]
         if self._is_beside:
@@ -71,7 +72,7 @@ class Loading:
         """Let the workers of a paused engine compute with the version. If it fails, they may hold a half of it."""
         if not self._is_beside:
             await self._receive()
-        await self._call("rlflow_commit", {})
+        await self._engine.collective_rpc("rlflow_commit")
 
     async def compare(self, verify: Verify) -> WeightReport:
         """Compare what the workers compute with to what was staged, bit for bit.
@@ -83,11 +84,12 @@ class Loading:
             slots = tuple(random.Random(self._staged.version).sample(slots, min(NUM_VERIFIED, len(slots))))
             columns = Columns(count=VERIFIED_COLUMNS, seed=self._staged.version)
         comparison = Comparison(staged=replace(self._staged, slots=slots, buckets=()), columns=columns)
-        return merged_reports(await self._call("rlflow_compare", COMPARISON.dump_python(comparison, mode="json")))
+        message = COMPARISON.dump_python(comparison, mode="json")
+        return merged_reports(await self._engine.collective_rpc("rlflow_compare", kwargs=message))
 
     async def give_up(self) -> bool:
         """After a failure, let a complete version be loaded next; whether the trainer has replaced this one."""
-        await self._call("rlflow_abort", {})
+        await self._engine.collective_rpc("rlflow_abort")
         path, version = self._staged.path, self._staged.version
         if self._staged.slots:
             return await asyncio.to_thread(staged_version, path) != version
@@ -99,11 +101,7 @@ class Loading:
         """All buckets, one by one, so that the engine samples between them if it is not paused."""
         is_overtaken = False
         for bucket in range(self._num_buckets):
-            found = await self._call("rlflow_receive", {"bucket": bucket})
+            found = await self._engine.collective_rpc("rlflow_receive", kwargs={"bucket": bucket})
             is_overtaken |= any(version is not None for version in found)
         if is_overtaken:
             raise WeightsOvertaken(f"the trainer no longer has version {self._staged.version}")
-
-    async def _call(self, method: str, message: dict[str, Any]) -> list[Any]:
-        """The answers of all workers."""
-        return await self._engine.collective_rpc(method, kwargs=message)

@@ -4,8 +4,6 @@ vLLM reports most start-up errors only in the log of a child process, so everyth
 here.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -169,14 +167,6 @@ def cache_shape(model_path: str) -> CacheShape:
     )
 
 
-def has_experts(model_path: str) -> bool:
-    """Whether the model is a mixture of experts."""
-    from transformers import AutoConfig
-
-    text = AutoConfig.from_pretrained(model_path).get_text_config()
-    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-
-
 def check_engine(config: Config, shape: CacheShape, model_path: str, on_gpu: bool) -> None:
     """Raise ConfigError for what vLLM would refuse, or would only fail on later."""
     if not on_gpu and shape.head_dim not in CPU_HEAD_DIMS:
@@ -184,11 +174,15 @@ def check_engine(config: Config, shape: CacheShape, model_path: str, on_gpu: boo
             f"the model in {model_path} has head_dim {shape.head_dim}, which vLLM cannot run on a CPU; take a "
             f"model whose head_dim is one of {', '.join(map(str, CPU_HEAD_DIMS))}"
         )
-    if not on_gpu and sends_adapters(config) and has_experts(model_path):
-        raise ConfigError(
-            f"the model in {model_path} is a mixture of experts, which vLLM cannot run with adapters on a CPU; set "
-            "lora.send=merged"
-        )
+    if not on_gpu and sends_adapters(config):
+        from transformers import AutoConfig
+
+        text = AutoConfig.from_pretrained(model_path).get_text_config()
+        if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+            raise ConfigError(
+                f"the model in {model_path} is a mixture of experts, which vLLM cannot run with adapters on a CPU; set "
+                "lora.send=merged"
+            )
     per_rank = max(1, shape.num_key_value_heads // config.rollout.tensor_parallel)
     local = CacheShape(num_layers=shape.num_layers, num_key_value_heads=per_rank, head_dim=shape.head_dim)
     # vLLM keeps one block for itself.

@@ -32,16 +32,12 @@ def gdpo(groups: Sequence[Group], *, weights: Mapping[str, float] | None = None)
 def _weighted_sum(group: Group, weights: Mapping[str, float]) -> list[float]:
     sums = [0.0] * len(group)
     for name, weight in weights.items():
-        for index, value in enumerate(standardise(_component(group, name))):
+        for episode in group:
+            if name not in episode.rewards:
+                raise ConfigError(
+                    f"algorithm.advantage=gdpo needs the reward's component {name!r} of every episode; one has "
+                    f"{', '.join(sorted(episode.rewards)) or 'none'}"
+                )
+        for index, value in enumerate(standardise([episode.rewards[name] for episode in group])):
             sums[index] += weight * value
     return sums
-
-
-def _component(group: Group, name: str) -> list[float]:
-    for episode in group:
-        if name not in episode.rewards:
-            raise ConfigError(
-                f"algorithm.advantage=gdpo needs the reward's component {name!r} of every episode; one has "
-                f"{', '.join(sorted(episode.rewards)) or 'none'}"
-            )
-    return [episode.rewards[name] for episode in group]

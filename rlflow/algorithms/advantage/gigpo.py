@@ -3,15 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
-from rlflow.algorithms.advantage.base import (
-    Advantages,
-    Group,
-    ScoredTurn,
-    centre,
-    require_turns,
-    rewards_of,
-    standardise,
-)
+from rlflow.algorithms.advantage.base import Advantages, Group, centre, require_turns, rewards_of, standardise
 from rlflow.algorithms.base import Traits, require
 
 
@@ -37,23 +29,15 @@ def _two_levels(group: Group, step_weight: float, discount: float, normalise: bo
     advantages = [
         [value] * len(episode.turns) for episode, value in zip(group, compare(rewards_of(group)), strict=True)
     ]
-    returns = [_discounted(episode.turns, discount) for episode in group]
-    by_anchor: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    returns: dict[str, list[tuple[int, int, float]]] = defaultdict(list)
+    """Anchor -> episode, turn t, sum over k of discount^k * reward of turn t + k."""
     for index, episode in enumerate(group):
-        for turn, scored in enumerate(episode.turns):
-            by_anchor[scored.anchor].append((index, turn))
-    for places in by_anchor.values():
-        values = compare([returns[index][turn] for index, turn in places])
-        for (index, turn), value in zip(places, values, strict=True):
+        following = 0.0
+        for turn, scored in reversed(list(enumerate(episode.turns))):
+            following = scored.reward + discount * following
+            returns[scored.anchor].append((index, turn, following))
+    for found in returns.values():
+        values = compare([following for _, _, following in found])
+        for (index, turn, _), value in zip(found, values, strict=True):
             advantages[index][turn] += step_weight * value
     return advantages
-
-
-def _discounted(turns: Sequence[ScoredTurn], discount: float) -> list[float]:
-    """Turn t -> sum over k of discount^k * reward of turn t + k."""
-    returns: list[float] = []
-    following = 0.0
-    for turn in reversed(turns):
-        following = turn.reward + discount * following
-        returns.append(following)
-    return returns[::-1]

@@ -11,16 +11,14 @@ def maxrl(groups: Sequence[Group]) -> Advantages:
 
     Raises ConfigError for a negative reward: then the mean is no rate of success.
     """
-    return [whole_episodes(_relative(rewards_of(group))) for group in groups]
-
-
-def _relative(rewards: Sequence[float]) -> list[float]:
-    if rewards and min(rewards) < 0:
-        raise ConfigError(
-            f"algorithm.advantage=maxrl needs rewards of at least 0; got {min(rewards):g}; shift the reward, or "
-            "take grpo"
-        )
-    if all_equal(rewards):
-        return [0.0] * len(rewards)
-    mean = sum(rewards) / len(rewards)
-    return [value / mean for value in centre(rewards)]
+    advantages: Advantages = []
+    for group in groups:
+        rewards = rewards_of(group)
+        if rewards and min(rewards) < 0:
+            raise ConfigError(
+                f"algorithm.advantage=maxrl needs rewards of at least 0; got {min(rewards):g}; shift the reward, or "
+                "take grpo"
+            )
+        mean = 1.0 if all_equal(rewards) else sum(rewards) / len(rewards)
+        advantages.append(whole_episodes([value / mean for value in centre(rewards)]))
+    return advantages

@@ -12,8 +12,6 @@ CRC-32: it needs no further package, runs at the speed of a disk, and finds what
 protect against intent.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

@@ -3,8 +3,6 @@
 folder, version, what is held -> fetch -> FetchedUpdate (verified, mapped) -> apply -> the rank's own tensors
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,24 +29,13 @@ from rlflow.weights.shape.layout import Shapes
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class FetchedVersion:
-    """One version whose files are open and verified."""
-
-    manifest: Manifest
-    files: tuple[PartFile, ...]
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
 class FetchedUpdate:
     """What leads from one version to another; no versions if they are the same."""
 
     base: Stamp | None
     """What must be held; None if that does not matter."""
-    versions: tuple[FetchedVersion, ...]
-
-    @property
-    def num_files(self) -> int:
-        return sum(len(version.files) for version in self.versions)
+    versions: tuple[tuple[Manifest, tuple[PartFile, ...]], ...]
+    """Their files are open and verified."""
 
 
 class StoreReader:
@@ -74,36 +61,34 @@ class StoreReader:
         for manifest in manifests:
             self._check(manifest)
         base = manifests[0].base if manifests else self.held
-        versions: list[FetchedVersion] = []
+        versions: list[tuple[Manifest, tuple[PartFile, ...]]] = []
         for manifest in manifests:
             path = version_folder(self._folder, manifest.stamp.version)
             try:
                 files = tuple(PartFile(rank_file(path, rank), each) for rank, each in enumerate(manifest.files))
             except FileNotFoundError as error:
                 raise missing(self._folder, manifests[-1], f"the file {error.filename}") from error
-            versions.append(FetchedVersion(manifest=manifest, files=files))
+            versions.append((manifest, files))
         return FetchedUpdate(base=base, versions=tuple(versions))
 
-    def apply(self, update: FetchedUpdate) -> None:
-        """Write an update to the targets. If that fails, the next one fetched begins with an anchor."""
-        for _ in self.applying(update):
-            pass
+    def apply(self, update: FetchedUpdate) -> Iterator[None]:
+        """Write an update to the targets, one file each time the next is asked for; it counts once all are done.
 
-    def applying(self, update: FetchedUpdate) -> Iterator[None]:
-        """`apply`, in `update.num_files` steps, one each time the next is asked for; it counts once all are done."""
+        If that fails, the next update that is fetched begins with an anchor.
+        """
         assert update.base in (None, self.held), "an update is applied to what it was fetched for"
         if not update.versions:
             return
         self.held = None
-        for version in update.versions:
-            for file in version.files:
+        for manifest, files in update.versions:
+            for file in files:
                 with torch.no_grad():
-                    if version.manifest.base is None:
+                    if manifest.base is None:
                         self._apply_boxes(file)
                     else:
                         self._apply_changes(file)
                 yield
-        self.held = update.versions[-1].manifest.stamp
+        self.held = update.versions[-1][0].stamp
 
     def _check(self, manifest: Manifest) -> None:
         for name, landings in self._landings.items():

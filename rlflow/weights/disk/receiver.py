@@ -3,8 +3,6 @@
 open: find and verify the files -> receive, once a file: into the targets; then once a group of parameters: make ready
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -34,8 +32,8 @@ class DiskReceiver(Receiver):
     def _ask(self, opening: Opening) -> int:
         """Find and verify the files. Raises as `StoreReader.fetch` does."""
         update = self._reader.fetch(opening.staged.version)
-        self._steps = self._all_steps(self._reader.applying(update))
-        return update.num_files + len(self._groups)
+        self._steps = self._all_steps(self._reader.apply(update))
+        return sum(len(files) for _, files in update.versions) + len(self._groups)
 
     def receive(self, bucket: int) -> None:
         next(self._steps)

@@ -6,8 +6,6 @@ It serves engines that share only a file system with the trainer. If adapters mu
 rank 0 writes everything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +21,7 @@ class DiskSender(WeightSender):
 
     def __init__(self, backend: WeightSource, rank: int, num_ranks: int, folder: Path) -> None:
         """All ranks see `folder`, and nobody else writes to it."""
-        self._backend = backend
-        self._rank = rank
+        super().__init__(backend, rank)
         self._num_ranks = num_ranks
         self._folder = folder
         self._layout = backend.layout()
@@ -64,7 +61,3 @@ class DiskSender(WeightSender):
         for name, held in self._backend.held():
             for region in self._layout.placements[name].ranks[self._rank]:
                 yield Part(name=name, start=region.start, stop=region.stop, tensor=region.view_of(held))
-
-    def _meet(self) -> None:
-        """Return when all ranks have come here."""
-        self._backend.add_up([0.0])

@@ -11,8 +11,6 @@ version_NNNNNN.part/       being written
 version_NNNNNN.old/        being removed
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 import uuid
@@ -160,7 +158,13 @@ class StoreWriter:
         assert staged is not None, "write follows compare"
         assert staged.base is not None or not total.is_delta, "the sum has what this rank counted"
         staged.base, staged.density = staged.base if total.is_delta else None, total.density
-        tensors = self._dense() if staged.base is None else self._delta(staged.positions)
+        if staged.base is None:
+            tensors = {
+                box_key(name, start, stop): values.view(extents(start, stop))
+                for (name, start, stop), values in self._last.items()
+            }
+        else:
+            tensors = self._delta(staged.positions)
         folder = version_folder(self._folder, staged.version, UNFINISHED)
         path = rank_file(folder, self._rank)
         with disk_errors("the weights", self._folder):
@@ -215,7 +219,13 @@ class StoreWriter:
         kept = [*self._chain, manifest.stamp]
         self._chain = [manifest.stamp] if base is None else kept
         self._base = written.version
-        _keep_only(self._folder, kept)
+        numbers = {stamp.version for stamp in kept}
+        for version in reversed(versions_in(self._folder)):  # the newest first
+            if version not in numbers:
+                _remove(self._folder, version)
+        for version in versions_in(self._folder, UNFINISHED):  # what failed
+            if version < written.version:  # a rank may be writing the next already
+                shutil.rmtree(version_folder(self._folder, version, UNFINISHED))
         return manifest
 
     def _values(self, part: Part) -> Tensor:
@@ -245,12 +255,6 @@ class StoreWriter:
             staged.positions[box] = found.to(position_dtype(now.numel()))
         return before
 
-    def _dense(self) -> dict[str, Tensor]:
-        return {
-            box_key(name, start, stop): values.view(extents(start, stop))
-            for (name, start, stop), values in self._last.items()
-        }
-
     def _delta(self, changed_in: Mapping[NamedBox, Tensor]) -> dict[str, Tensor]:
         """The positions in each parameter, and the values now."""
         positions: dict[str, list[Tensor]] = defaultdict(list)
@@ -263,17 +267,6 @@ class StoreWriter:
         return {name + POSITIONS: torch.cat(parts) for name, parts in positions.items()} | {
             name + VALUES: torch.cat(parts).view(dtypes[name]) for name, parts in values.items()
         }
-
-
-def _keep_only(folder: Path, kept: Sequence[Stamp]) -> None:
-    """Remove all other versions, the newest first, and what failed before the last of `kept`."""
-    numbers = {stamp.version for stamp in kept}
-    for version in reversed(versions_in(folder)):
-        if version not in numbers:
-            _remove(folder, version)
-    for version in versions_in(folder, UNFINISHED):
-        if version < kept[-1].version:  # a rank may be writing the next already
-            shutil.rmtree(version_folder(folder, version, UNFINISHED))
 
 
 def _remove(folder: Path, version: int) -> None:

@@ -1,7 +1,5 @@
 """What an engine tells its vLLM workers, and what they answer: lists and numbers only, because vLLM sends msgpack."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ A `Receiver` knows one transport: shm, p2p, ipc or disk. A `Destination` knows w
 worker's model: its tensors are filled, it is reloaded, or its adapter is replaced. Imports no vLLM.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Protocol

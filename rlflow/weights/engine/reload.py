@@ -6,8 +6,6 @@ On a CPU vLLM 0.32 keeps packed copies of weights which its reloader does not re
 is tied to the embedding, and the experts of a mixture. Both are repaired here; without that, logits are silently wrong.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

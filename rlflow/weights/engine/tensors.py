@@ -7,11 +7,8 @@ multiplies with packed copies. There the targets are a copy beside the model; a 
 sampling goes on, and `commit` puts all layers in place within milliseconds.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,14 +25,6 @@ from rlflow.weights.engine.tracing import trace_loading
 from rlflow.weights.engine.verify import compare_weights, is_plain, sampled
 from rlflow.weights.shape.landings import Landings, whole_landings
 from rlflow.weights.shape.layout import Shapes
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class _Owner:
-    """A module of the model, and its own parameters by their names in it and in the whole model."""
-
-    module: Any
-    tensors: Mapping[str, str]
 
 
 def learn_landings(config: VllmConfig, shapes: Shapes) -> tuple[nn.Module, Landings]:
@@ -69,7 +58,13 @@ class EngineTensors:
         self._model = model
         live = dict(model.named_parameters())
         self.is_beside = next(iter(live.values())).device.type == "cpu"
-        self._owners = list(_owners(model, live))
+        name_of = {id(parameter): name for name, parameter in live.items()}
+        self._owners: list[tuple[Any, dict[str, str]]] = [
+            (module, {leaf: name_of[id(each)] for leaf, each in module._parameters.items() if each is not None})
+            for module in model.modules()
+            if module._parameters
+        ]
+        """Modules, each with its own parameters: their names in it and in the model; a tied one goes by its first."""
         for name, loaded in blank.named_parameters():
             kept = live[name]
             is_same = (loaded.shape, loaded.dtype, loaded.stride()) == (kept.shape, kept.dtype, kept.stride())
@@ -102,24 +97,26 @@ class EngineTensors:
 
         Raises ValueError for a parameter of another name or shape than was learnt.
         """
-        self.place(name, whole)
-        self.landed(name)
-
-    def place(self, name: str, whole: Tensor) -> None:
-        """The copying alone."""
         if self.shapes.get(name) != tuple(whole.shape):
             raise ValueError(f"{name!r} of shape {tuple(whole.shape)} was sent, but not when the shapes were learnt")
         for landing in self.landings.get(name, ()):
             target = self.targets[landing.tensor].detach()
             for region in landing.regions:
                 region.view_of(target).copy_(region.box_of(whole))
+        self.landed(name)
 
     def landed(self, name: str) -> None:
-        """Say that this worker's part of a parameter is in the targets."""
-        for landing in self.landings.get(name, ()):
-            self._missing[landing.tensor].discard(name)
-        if self.is_beside:
-            self._pack_complete({landing.tensor for landing in self.landings.get(name, ())})
+        """This worker's part of a parameter is in the targets: make ready the modules that are complete with it."""
+        changed = {landing.tensor for landing in self.landings.get(name, ())}
+        for tensor in changed:
+            self._missing[tensor].discard(name)
+        if not self.is_beside:
+            return
+        packed: dict[str, Any] = {}
+        for module, tensors in self._owners:
+            names = set(tensors.values())
+            if names & changed and not any(self._missing[each] for each in names):
+                self._ready.append((module, self._pack(module, tensors, packed)))
 
     @property
     def missing(self) -> list[str]:
@@ -144,35 +141,18 @@ class EngineTensors:
         identity = whole_landings({name: tuple(each.shape) for name, each in self.targets.items()}, "")
         return compare_weights(self._model, identity, sampled(self.targets, columns).items(), columns)
 
-    def _pack_complete(self, changed: set[str]) -> None:
-        """Make ready the modules whose tensors are complete with those that have changed."""
-        packed: dict[str, Any] = {}
-        for owner in self._owners:
-            names = set(owner.tensors.values())
-            if names & changed and not any(self._missing[name] for name in names):
-                self._ready.append((owner.module, self._pack(owner, packed)))
-
-    def _pack(self, owner: _Owner, packed: dict[str, Any]) -> Any:
+    def _pack(self, module: Any, tensors: Mapping[str, str], packed: dict[str, Any]) -> Any:
         """A stand-in that holds all that a module is given for a version. Tied weights are packed once."""
-        weight = owner.tensors.get("weight", "")
+        weight = tensors.get("weight", "")
         if weight in packed:
             return packed[weight]
         stand_in: Any = nn.Module()
-        for name, full_name in owner.tensors.items():
+        for name, full_name in tensors.items():
             stand_in.register_parameter(name, nn.Parameter(self.targets[full_name], requires_grad=False))
-        if hasattr(owner.module, "cpu_linear"):
-            owner.module.quant_method.process_weights_after_loading(stand_in)
+        if hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(stand_in)
             packed[weight] = stand_in
         # What stays unpacked must not change when the next version lands.
         for parameter in stand_in._parameters.values():
             parameter.data = parameter.data.clone()
         return stand_in
-
-
-def _owners(model: nn.Module, live: Mapping[str, Tensor]) -> Iterator[_Owner]:
-    """Every module with parameters of its own. A tied parameter goes by its first name."""
-    name_of = {id(parameter): name for name, parameter in live.items()}
-    for module in model.modules():
-        tensors = {leaf: name_of[id(each)] for leaf, each in module._parameters.items() if each is not None}
-        if tensors:
-            yield _Owner(module=module, tensors=tensors)

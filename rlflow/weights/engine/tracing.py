@@ -6,8 +6,6 @@ is not carried out. Anything else that is done with a parameter is refused, beca
 hold the parameter's elements.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
@@ -88,12 +86,10 @@ class _Watch(TorchDispatchMode):
             raise NotACopy(f"tensor {tensor!r} does not lie in one piece, so that there is no place to send to")
         if func in _CLEARING:
             self._clear(tensor, target)
-        elif func is _copy and _storage(sources[0]) in self._name_of_given:
-            self._land(self._name_of_given[_storage(sources[0])], sources[0].expand(target.shape), tensor, target)
-        else:
+            return
+        if func is not _copy or _storage(sources[0]) not in self._name_of_given:
             raise NotACopy(f"the loader writes something else than a parameter to {tensor!r} ({func})")
-
-    def _land(self, name: str, source: Tensor, tensor: str, target: Tensor) -> None:
+        name, source = self._name_of_given[_storage(sources[0])], sources[0].expand(target.shape)
         if source.dtype != self._given[name].dtype or source.is_neg() or source.is_conj():
             raise NotACopy(f"the loader takes {name!r} for something else before it copies it")
         axes = list(map(Axis, target.shape, source.stride(), target.stride()))

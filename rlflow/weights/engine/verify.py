@@ -5,8 +5,6 @@ the parameters covers little. But the layer applied to the rows of the identity 
 output is one product with 1 and sums of zeros. What is compared is therefore what the engine really multiplies with.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -135,11 +133,10 @@ def num_inputs(module: nn.Module) -> int:
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
-def unpack_linear(module: nn.Module, first: int = 0, last: int | None = None) -> Tensor:
+def unpack_linear(module: nn.Module, first: int, last: int) -> Tensor:
     """Columns [first, last) of the weight [outputs, inputs] that a vLLM CPU layer multiplies with."""
     layer: Any = module
     inputs = num_inputs(module)
-    last = inputs if last is None else last
     columns: list[Tensor] = []
     for start in range(first, last, _ROWS):
         rows = torch.zeros(min(_ROWS, last - start), inputs, dtype=layer.weight.dtype)

@@ -3,8 +3,6 @@
 handles from the store -> plan, for this worker alone -> copies out of one rank's memory after the other -> targets
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

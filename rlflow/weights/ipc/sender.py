@@ -6,8 +6,6 @@ Nothing is gathered: beside the model there is one copy of the rank's own part, 
 the engines sample, for one that is restarted, and goes when the trainer needs the memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -129,8 +127,7 @@ class SharedSender(WeightSender):
         share: Callable[[Tensor], Handle] = share,
     ) -> None:
         """`rendezvous` is where the ranks met; the store listens on the same address."""
-        self._backend = backend
-        self._rank = rank
+        super().__init__(backend, rank)
         self._device = device
         self._share = share
         self._hosted = HostedStore(backend, rank, rendezvous, timeout_s)

@@ -6,8 +6,6 @@ A message holds all that one rank sends another in one bucket. Its header says w
 version its sender holds, and the sum of what follows, so that what arrives is what was sent or is not used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -5,8 +5,6 @@ open: request, group, plan -> receive, once a bucket: check, unpack -> targets
 Imports no vLLM. While one bucket is unpacked the next one is under way, so that little of a bucket is waited for.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -17,9 +15,9 @@ from rlflow.errors import RunError
 from rlflow.weights.engine.messages import Opening
 from rlflow.weights.engine.receiver import Destination, Receiver
 from rlflow.weights.p2p.exchange import Arrivals, MessageStamp, PeerMessage, check, cut_messages, unpack
-from rlflow.weights.p2p.rendezvous import Deadline, TrainerStore, build_group, receive, wait_all
-from rlflow.weights.p2p.sender import BUCKET, TransferRequest, landings_key, plan_for, submit
-from rlflow.weights.shape.landings import landings_from_json, landings_to_json
+from rlflow.weights.p2p.rendezvous import Deadline, TrainerStore, begin, build_group, wait_all
+from rlflow.weights.p2p.sender import TransferRequest, landings_key, plan_for, submit
+from rlflow.weights.shape.landings import landings_to_json
 from rlflow.weights.shape.plan import Move
 
 
@@ -53,11 +51,10 @@ class PeerReceiver(Receiver):
         transfer, version = opening.transfer, opening.staged.version
         self._found = None
         self._deadline = Deadline(self._trainer.timeout_s)
-        name = None if self._group is not None else f"{self._worker.engine}/{transfer}"
-        if name is not None:
-            self._name = name
+        if self._group is None:
+            self._name = f"{self._worker.engine}/{transfer}"
             landings = landings_to_json(self._destination.landings)
-            self._trainer.store.set(landings_key(name, self._worker.rank), landings)
+            self._trainer.store.set(landings_key(self._name, self._worker.rank), landings)
         if self._worker.rank == 0:
             request = TransferRequest(
                 engine=self._worker.engine,
@@ -67,8 +64,8 @@ class PeerReceiver(Receiver):
                 version=version,
             )
             submit(self._trainer.store, asdict(request))
-        if name is not None:
-            self._group = self._join(name)
+        if self._group is None:
+            self._group = self._join(self._name)
         self._arrivals = Arrivals(self._trainer.layout.placements, self._moves)
         for parameter in self._arrivals.without_moves():
             self._destination.landed(parameter)
@@ -115,8 +112,7 @@ class PeerReceiver(Receiver):
 
     def _join(self, name: str) -> ProcessGroup:
         trainer, worker = self._trainer, self._worker
-        landings = [landings_from_json(trainer.store.get(landings_key(name, rank))) for rank in range(worker.num_ranks)]
-        made = plan_for(trainer.layout, landings, int(trainer.store.get(BUCKET)))
+        made = plan_for(trainer.layout, trainer.store, name, worker.num_ranks)
         self._moves = list(made.moves_to(0, worker.rank))
         self._buckets = cut_messages(self._moves, made.num_buckets)
         num_sources = trainer.layout.num_ranks
@@ -135,4 +131,4 @@ class PeerReceiver(Receiver):
             if message.source not in memory or len(memory[message.source]) < message.num_bytes:
                 memory[message.source] = torch.empty(message.num_bytes, dtype=torch.uint8, device=self._worker.device)
             messages.append((memory[message.source][: message.num_bytes], message.source))
-        self._under_way = receive(self._group, messages)
+        self._under_way = begin(self._group, self._group.recv, messages)

@@ -5,8 +5,6 @@ that one that dies breaks no other, and one that joins only builds its own. Ever
 the store is reached, which is loopback if all ranks are on one machine.
 """
 
-from __future__ import annotations
-
 import datetime
 import ipaddress
 import math
@@ -15,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -32,9 +30,7 @@ from rlflow.errors import ConfigError
 from rlflow.roles import StagedWeights
 from rlflow.runtime.environment import variables
 from rlflow.weights.shape.landings import layout_from_json, layout_to_json
-
-if TYPE_CHECKING:
-    from rlflow.weights.source import WeightSource
+from rlflow.weights.source import WeightSource
 
 _ENVIRONMENT = threading.Lock()
 """Held by the thread that changes the environment, because each engine is answered by a thread of its own."""
@@ -159,18 +155,12 @@ def own_address(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def send(group: ProcessGroup, messages: Sequence[tuple[Tensor, int]]) -> list[Work]:
-    """Begin to send tensors [bytes] to ranks of the group; each must stay as it is until it has been waited for."""
-    return _begin(group, group.send, messages)
+def begin(group: Any, transfer: Callable[..., Work], messages: Sequence[tuple[Tensor, int]]) -> list[Work]:
+    """Begin to send tensors [bytes] to ranks of the group, or to receive them: `transfer` is the group's send or recv.
 
-
-def receive(group: ProcessGroup, messages: Sequence[tuple[Tensor, int]]) -> list[Work]:
-    """Begin to receive tensors [bytes] from ranks of the group; they are filled when they have been waited for."""
-    return _begin(group, group.recv, messages)
-
-
-def _begin(group: Any, transfer: Callable[..., Work], messages: Sequence[tuple[Tensor, int]]) -> list[Work]:
-    """On GPUs this is one operation, in which no message waits for another; there is then one thing to wait for."""
+    Each must stay as it is, or is filled, once it has been waited for. On GPUs this is one operation, in which no
+    message waits for another; there is then one thing to wait for.
+    """
     if not messages or messages[0][0].device.type == "cpu":
         return [transfer([packed], peer, 0) for packed, peer in messages]
     group._start_coalescing()  # made directly, a group takes no device

@@ -6,8 +6,6 @@ Nothing is gathered, and training goes on while the copy is sent. One thread rea
 one store in the same order; each is answered by a thread of its own, so that an engine that hangs holds up no other.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import logging
@@ -22,13 +20,13 @@ from torch.distributed import ProcessGroup, Store, Work  # pyright: ignore[repor
 from rlflow.errors import ConfigError, RunError
 from rlflow.roles import StagedWeights
 from rlflow.weights.p2p.exchange import BUCKET_BYTES, MessageStamp, PeerMessage, cut_messages, pack, seal
-from rlflow.weights.p2p.rendezvous import Deadline, HostedStore, build_group, send, wait_all
-from rlflow.weights.shape.landings import Landings, landings_from_json, layout_of
+from rlflow.weights.p2p.rendezvous import Deadline, HostedStore, begin, build_group, wait_all
+from rlflow.weights.shape.landings import landings_from_json, layout_of
 from rlflow.weights.shape.layout import EngineLayout, Layout
 from rlflow.weights.shape.plan import TransferPlan, plan
 from rlflow.weights.source import WeightSender, WeightSource
 
-BUCKET = "bucket"
+_BUCKET = "bucket"
 """Key of the store: the bytes of a bucket."""
 NUM_REQUESTS = "requests"
 _CLOSING = "closing"
@@ -81,10 +79,11 @@ def submit(store: Store, request: dict[str, Any]) -> None:
     store.set(request_key(store.add(NUM_REQUESTS, 1) - 1), json.dumps(request))
 
 
-def plan_for(source: Layout, landings: list[Landings], bucket_bytes: int) -> TransferPlan:
-    """The transfer to one engine, from what each of its ranks has learnt. All ranks make the same plan."""
+def plan_for(source: Layout, store: Store, group: str, num_ranks: int) -> TransferPlan:
+    """The transfer to one engine, from what each of its `num_ranks` has learnt. All ranks make the same plan."""
+    landings = [landings_from_json(store.get(landings_key(group, rank))) for rank in range(num_ranks)]
     dtype = next(iter(source.placements.values())).dtype
-    return plan(source, [EngineLayout(layout=layout_of(source.shapes, dtype, landings))], bucket_bytes)
+    return plan(source, [EngineLayout(layout=layout_of(source.shapes, dtype, landings))], int(store.get(_BUCKET)))
 
 
 class PeerSender(WeightSender):
@@ -100,14 +99,12 @@ class PeerSender(WeightSender):
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """`rendezvous` is where these ranks met; the store listens on the same address."""
-        self._backend = backend
-        self._rank = rank
+        super().__init__(backend, rank)
         self._timeout_s = timeout_s
-        self._bucket_bytes = bucket_bytes
         self._hosted = HostedStore(backend, rank, rendezvous, timeout_s)
         self._source = self._hosted.source
         if rank == 0:
-            self._hosted.connect().set(BUCKET, str(bucket_bytes))
+            self._hosted.connect().set(_BUCKET, str(bucket_bytes))
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         self._staged: dict[str, Tensor] = {}
         self._version = -1
@@ -186,10 +183,7 @@ class PeerSender(WeightSender):
 
     def _join(self, request: TransferRequest, session: _Session) -> ProcessGroup:
         store = self._hosted.connect()
-        landings = [
-            landings_from_json(store.get(landings_key(session.group, rank))) for rank in range(request.num_ranks)
-        ]
-        made = plan_for(self._source, landings, self._bucket_bytes)
+        made = plan_for(self._source, store, session.group, request.num_ranks)
         session.messages = cut_messages(made.moves_from(self._rank), made.num_buckets)
         num_sources = self._source.num_ranks
         size, device = num_sources + request.num_ranks, self._device or torch.device("cpu")
@@ -209,7 +203,7 @@ class PeerSender(WeightSender):
                     (packed[message.rank][: message.num_bytes], self._source.num_ranks + message.rank)
                     for message in messages
                 ]
-                under_way[bucket % 2] = send(group, peers)
+                under_way[bucket % 2] = begin(group, group.send, peers)
             for works in under_way:
                 wait_all(works, deadline)
 

@@ -1,7 +1,5 @@
 """Boxes of indices, [start, stop) in each dimension: what parts of tensors are made of. Pure."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Iterator

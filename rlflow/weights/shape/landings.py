@@ -5,8 +5,6 @@ the parameter, and copies that continue one another are one. Trainer and engines
 as JSON before anything is sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple

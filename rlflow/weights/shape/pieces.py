@@ -1,7 +1,5 @@
 """Cutting parameters into the boxes that move as one: each lies in one place here and in one place there. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

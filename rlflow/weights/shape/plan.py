@@ -7,8 +7,6 @@ from that rank's tensor to the place in its own: nothing is gathered first. What
 there. Pure: the plan is made once, from metadata, and is equal on every rank that makes it from equal layouts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ The file is persistent: rewriting pages that are already mapped costs a tenth of
 hold the version that it carries, or `BEING_WRITTEN`, so that a reader notices when it is overtaken by a writer.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import math
@@ -25,6 +23,7 @@ import torch
 
 from rlflow.errors import ConfigError
 from rlflow.roles import StagedWeights, TensorSlot
+from rlflow.weights.source import Specs
 
 ALIGNMENT = 64
 """Bytes; every tensor starts on a cache line."""
@@ -37,8 +36,6 @@ large model's embedding alone is as large."""
 
 _PREFIX = "rlflow-weights-"
 
-TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
-
 
 class Arena:
     """Owns one arena file from construction to `close` (or the end of the process).
@@ -48,7 +45,7 @@ class Arena:
 
     def __init__(
         self,
-        specs: Sequence[TensorSpec],
+        specs: Specs,
         folder: str | Path = "/dev/shm",
         bucket_bytes: int = BUCKET_BYTES,
         label: str = "",
@@ -116,7 +113,7 @@ class Arena:
         self._close()
 
 
-def lay_out(specs: Sequence[TensorSpec]) -> tuple[tuple[TensorSlot, ...], int]:
+def lay_out(specs: Specs) -> tuple[tuple[TensorSlot, ...], int]:
     """Slots in the given order, and the bytes that the whole arena takes."""
     slots: list[TensorSlot] = []
     offset = HEADER_BYTES

@@ -1,7 +1,5 @@
 """The shared-memory transport in one worker of an engine: whole parameters, seen where the trainer has written them."""
 
-from __future__ import annotations
-
 from rlflow.weights.engine.messages import Opening
 from rlflow.weights.engine.receiver import Receiver
 from rlflow.weights.shm.arena import map_arena

@@ -7,8 +7,6 @@ take them. Otherwise, as with adapters that have to be merged first, the ranks g
 writes: engines find every version in the memory of their own machine, if a rank is on it.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import secrets
@@ -32,8 +30,7 @@ class AdapterSender(WeightSender):
 
     def __init__(self, backend: WeightSource, rank: int, world_size: int, folder: Path = Path("/dev/shm")) -> None:
         """Raises ConfigError when `folder` has too little room."""
-        self._backend = backend
-        self._rank = rank
+        super().__init__(backend, rank)
         self._arena: Arena | None = None
         """This rank's, if it is the first one on its machine."""
         self._num_machines = 0
@@ -66,10 +63,6 @@ class AdapterSender(WeightSender):
             return None
         staged = self._arena.stage(version, named)
         return staged if self._rank == 0 else None
-
-    def _meet(self) -> None:
-        """Return when all ranks have come here."""
-        self._backend.add_up([0.0])
 
     def close(self) -> None:
         if self._arena is not None:

@@ -4,8 +4,6 @@ shipped name | name that an installed package registers | package.module:Name | 
     -> function that returns a spec | Environment or Program class | TRL-style class
 """
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

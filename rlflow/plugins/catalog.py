@@ -6,8 +6,6 @@ A name means the same in every process that can import the package, or read the 
 up again.
 """
 
-from __future__ import annotations
-
 import os
 import pkgutil
 import sys

@@ -8,8 +8,6 @@
 The parent holds the other end of the socket; it alone sends pickles, and reads none.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import faulthandler

@@ -1,7 +1,5 @@
 """What the kernel lets this process have: the machine's memory, and the limits of its control groups."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -9,8 +9,6 @@ way the worker did. It passes on what they print, up to a bound.
 `python -m rlflow.processes.supervisor SOCKET_FD LIFE_FD MODULE MAX_MEMORY_BYTES`; the worker is `processes.host`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

@@ -3,8 +3,6 @@
 reward.function: [math, my.py:brief], reward.weights: [1, 0.1], reward.args: {brief: {limit: 40}}
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

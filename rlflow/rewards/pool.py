@@ -6,8 +6,6 @@ A reward function may raise, hang, crash or return nonsense. Each of these is a 
 reaches the process that asks. A process that overruns its deadline is killed with all that it started.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import Sequence

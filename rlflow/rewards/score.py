@@ -1,7 +1,5 @@
 """The verdict of all reward functions of a run on one episode, in the process where they run."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import inspect

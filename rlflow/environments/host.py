@@ -7,22 +7,21 @@ group in `reset` and leave it in `close`, as clients built on anyio must, and co
 What an environment does wrong becomes the answer to the call; what it does to the process costs the episodes in it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars
 import itertools
+import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from rlflow.environments.wire import plain, task_of
 from rlflow.envs.base import Endpoint, Environment, Program, Prompt, Result, Step, ToolSchema
 from rlflow.errors import ConfigError, EnvironmentFailure, describe_failure
-from rlflow.processes.frames import Fields, FrameTooLong, encode, frame_of
+from rlflow.processes.frames import Fields, FrameTooLong, encode, frame_of, read_frame
 from rlflow.types import Message
 
 Build = Callable[..., Environment | Program]
@@ -36,11 +35,11 @@ _episode: contextvars.ContextVar[int] = contextvars.ContextVar("_episode")
 """The episode that runs; tasks and threads that it starts inherit it."""
 
 
-def load(build: Build) -> EnvironmentHost:
+def load(build: Build) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
     """Raises ConfigError for what cannot build environments."""
     if not callable(build):
         raise ConfigError(f"`build` of an EnvironmentSpec must be a function; got {type(build).__name__}")
-    return EnvironmentHost(build)
+    return EnvironmentHost(build).serve
 
 
 class EnvironmentHost:
@@ -54,11 +53,14 @@ class EnvironmentHost:
         self._ask_numbers = itertools.count()
         self._threads = _CountingThreads(MAX_THREADS)
 
-    def begin(self, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Handle messages until the runner is gone."""
         self.writer = writer
         asyncio.get_running_loop().set_default_executor(self._threads)
+        while True:
+            self._handle(json.loads(await read_frame(reader)))
 
-    def handle(self, message: Fields) -> None:
+    def _handle(self, message: Fields) -> None:
         if "operation" in message:
             number = message["episode"]
             if number not in self._episodes:  # closing one that never opened, or is closed, does no harm
@@ -139,7 +141,11 @@ class _Episode:
     async def _run(self) -> None:
         _episode.set(self._number)
         while self._closing is None:
-            message = await self._next()
+            try:
+                message = await self._waiting.get()
+            except asyncio.CancelledError as error:  # only scopes and tasks of the environment cancel between calls
+                self._interruption = error
+                continue
             number = message["call"]
             if number in self._cancelled and message["operation"] != "close":
                 continue
@@ -152,13 +158,6 @@ class _Episode:
                 # If the call had ended before it felt the cancellation, this feels it.
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.sleep(0)
-
-    async def _next(self) -> Fields:
-        while True:
-            try:
-                return await self._waiting.get()
-            except asyncio.CancelledError as error:  # only scopes and tasks of the environment cancel between calls
-                self._interruption = error
 
     def _close_beside(self) -> None:
         """Close although a call ignores its cancellation; what the environment holds matters more than one task."""

@@ -4,8 +4,9 @@
     {"call": 3, "operation": "score", ..} -> handler       answered with {"answer": 3, "value": ..}
                                                            or {"answer": 3, "failure": "ValueError: .. (mine.py:7)"}
 
-`load(content)` returns functions by operation, which answer one call at a time with values for JSON, or a `Concurrent`.
-The parent holds the other end of the socket; it alone sends pickles, and reads none.
+`load(content)` returns functions by operation, which answer one call at a time with values for JSON, or a coroutine
+function that reads and answers all messages by itself. The parent holds the other end of the socket; it alone sends
+pickles, and reads none.
 """
 
 import asyncio
@@ -17,26 +18,12 @@ import os
 import pickle
 import resource
 import socket
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping
 
 from rlflow.errors import ConfigError, describe_failure
-from rlflow.processes.frames import Fields, encode, frame_of, read_frame, receive
+from rlflow.processes.frames import Fields, encode, frame_of, receive
 
-
-class Concurrent(Protocol):
-    """Answers many calls at a time, on one event loop."""
-
-    def begin(self, writer: asyncio.StreamWriter) -> None:
-        """Called once, on the loop; frames for the parent go to `writer`."""
-        ...
-
-    def handle(self, message: Fields) -> None:
-        """One message of the parent; whatever takes time is for a task. Raises nothing."""
-        ...
-
-
-Handlers = Mapping[str, Callable[..., object]] | Concurrent
+Handlers = Mapping[str, Callable[..., object]] | Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 def serve(socket_fd: int, module: str, max_memory_bytes: int) -> None:
@@ -52,7 +39,9 @@ def serve(socket_fd: int, module: str, max_memory_bytes: int) -> None:
         if isinstance(handlers, Mapping):
             _answer_in_turn(connection, handlers)
         elif handlers is not None:
-            asyncio.new_event_loop().run_until_complete(_answer_concurrently(connection, handlers))
+            loop = asyncio.new_event_loop()
+            streams = loop.run_until_complete(asyncio.open_unix_connection(sock=connection))
+            loop.run_until_complete(handlers(*streams))
     os._exit(0)  # nobody waits for threads or tasks that hang
 
 
@@ -82,10 +71,3 @@ def _answer_in_turn(connection: socket.socket, handlers: Mapping[str, Callable[.
         if os.getpid() != process:
             os._exit(1)  # the handler forked, and its caller gets one answer
         connection.sendall(answer)
-
-
-async def _answer_concurrently(connection: socket.socket, host: Concurrent) -> None:
-    reader, writer = await asyncio.open_unix_connection(sock=connection)
-    host.begin(writer)
-    while True:
-        host.handle(json.loads(await read_frame(reader)))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 _UNLIMITED = 2**60
 """Bytes; version 1 of control groups writes about 2^63 for no limit."""
+_CPU_FILES = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -32,7 +33,9 @@ def read_limits(root: Path = Path("/")) -> Limits:
     for line in groups.read_text().splitlines() if groups.is_file() else []:
         _, controllers, path = line.split(":", 2)
         for folder in _folders(root / "sys/fs/cgroup", controllers, path):
-            cpus += _quota(folder)
+            quota = [word for name in _CPU_FILES for word in _words(folder / name)]
+            if len(quota) == 2 and quota[0] not in ("max", "-1"):
+                cpus.append(int(quota[0]) / int(quota[1]))
             memory += _memory(folder)
     return Limits(
         cpus=min(cpus, default=None),
@@ -60,12 +63,6 @@ def _folders(top: Path, controllers: str, path: str) -> Iterator[Path]:
             yield folder
             folder = folder.parent
         yield mount
-
-
-def _quota(folder: Path) -> Iterator[float]:
-    words = [*_words(folder / "cpu.max"), *_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
-    if len(words) == 2 and words[0] not in ("max", "-1"):
-        yield int(words[0]) / int(words[1])
 
 
 def _memory(folder: Path) -> Iterator[tuple[int, int]]:

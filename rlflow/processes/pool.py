@@ -8,8 +8,6 @@ A call that raises fails by itself. When its process dies, or is killed because 
 it fails with the reason, such as "the scoring process was killed by SIGSEGV".
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -151,8 +149,26 @@ class HostedProcess:
 
     async def start(self) -> None:
         """Raises ConfigError when the code cannot be loaded, DeadlineError when that takes too long."""
+        code = self._code
         try:
-            await self._load()
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    assert isinstance(self._connection, socket.socket), "start once"
+                    self._reader, self._writer = await asyncio.open_unix_connection(sock=self._connection)
+                    self._connection = self._writer
+                    self._send(code.payload)
+                    await self._drain()
+                    answer = json.loads(await read_frame(self._reader))
+            except (EOFError, ConnectionError, ValueError) as error:
+                death = await self._describe_death()
+                raise ConfigError(f"{death} while it loaded {code.what}; its output may say why") from error
+            except TimeoutError as error:
+                hint = f"importing {code.what} takes too long"
+                raise DeadlineError(f"start of {code.process}", START_TIMEOUT_S, hint) from error
+            if "broken" in answer:
+                raise ConfigError(f"{code.what} cannot be loaded in {code.process}: {answer['broken']}; {code.cure}")
+            if "refused" in answer:
+                raise ConfigError(answer["refused"])
         except BaseException:
             await asyncio.shield(self._end())
             raise
@@ -250,27 +266,6 @@ class HostedProcess:
         task.add_done_callback(self._background.discard)
         return task
 
-    async def _load(self) -> None:
-        code = self._code
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                assert isinstance(self._connection, socket.socket), "start once"
-                self._reader, self._writer = await asyncio.open_unix_connection(sock=self._connection)
-                self._connection = self._writer
-                self._send(code.payload)
-                await self._drain()
-                answer = json.loads(await read_frame(self._reader))
-        except (EOFError, ConnectionError, ValueError) as error:
-            death = await self._describe_death()
-            raise ConfigError(f"{death} while it loaded {code.what}; its output may say why") from error
-        except TimeoutError as error:
-            hint = f"importing {code.what} takes too long"
-            raise DeadlineError(f"start of {code.process}", START_TIMEOUT_S, hint) from error
-        if "broken" in answer:
-            raise ConfigError(f"{code.what} cannot be loaded in {code.process}: {answer['broken']}; {code.cure}")
-        if "refused" in answer:
-            raise ConfigError(answer["refused"])
-
     async def _listen(self) -> None:
         """Take what the process sends, until it ends."""
         cause = ""
@@ -295,6 +290,22 @@ class HostedProcess:
 
 P = TypeVar("P", bound=HostedProcess)
 T = TypeVar("T")
+
+
+class _Slot(Generic[P]):
+    """The place of one process, and of those that replace it."""
+
+    def __init__(self) -> None:
+        self.keeping: asyncio.Task[None] | None = None
+        self.process: P | None = None
+        """The last one that could be started."""
+        self.error: Exception | None = None
+        """Why none could be started after it."""
+
+    @property
+    def open(self) -> P | None:
+        """Its process, if that takes calls."""
+        return None if self.process is None or self.process.refuses.is_set() else self.process
 
 
 class Pool(Generic[P]):
@@ -324,19 +335,15 @@ class Pool(Generic[P]):
                 slot.keeping = asyncio.create_task(self._keep(slot))
                 slot.keeping.add_done_callback(lambda _: self._changed.set())
             try:
-                await self._wait_until(lambda: all(slot.is_open or slot.error for slot in self._slots))
-                for slot in self._slots:
-                    if slot.error is not None:
-                        raise slot.error
+                await self._wait_until(lambda: all(slot.open or slot.error for slot in self._slots))
+                self._raise_error()
             except BaseException:
                 await self.close()
                 raise
 
     async def pick(self, key: Callable[[P], float]) -> P:
         """The process with the least `key`, of those that take calls; waits for one however long it takes."""
-        slots = self._slots
-        await self._wait_until(lambda: any(slot.is_open for slot in slots))
-        return min((slot.process for slot in slots if slot.process and slot.is_open), key=key)
+        return min(await self._wait_until(lambda: [slot.open for slot in self._slots if slot.open]), key=key)
 
     @contextlib.asynccontextmanager
     async def idle(self) -> AsyncIterator[P]:
@@ -362,12 +369,14 @@ class Pool(Generic[P]):
 
     def _find_idle(self) -> P | None:
         for slot in self._slots:
-            if slot.process is not None and slot.is_open and slot.process not in self._busy:
-                return slot.process
+            if slot.open and slot.open not in self._busy:
+                return slot.open
+        self._raise_error()
+
+    def _raise_error(self) -> None:
         for slot in self._slots:
             if slot.error is not None:
                 raise slot.error
-        return None
 
     async def _wait_until(self, holds: Callable[[], T | None]) -> T:
         while not (found := holds()):
@@ -402,18 +411,3 @@ class Pool(Generic[P]):
         await process.refuses.wait()
         await process.retire()
         del self.living[process]
-
-
-class _Slot(Generic[P]):
-    """The place of one process, and of those that replace it."""
-
-    def __init__(self) -> None:
-        self.keeping: asyncio.Task[None] | None = None
-        self.process: P | None = None
-        """The last one that could be started."""
-        self.error: Exception | None = None
-        """Why none could be started after it."""
-
-    @property
-    def is_open(self) -> bool:
-        return self.process is not None and not self.process.refuses.is_set()

@@ -49,8 +49,8 @@ class EnvironmentHost:
         self.build = build
         self._episodes: dict[int, _Episode] = {}
         """Those that are open, and those that are closed but have a call that does not end."""
-        self._asks: dict[int, asyncio.Future[Message]] = {}
-        self._ask_numbers = itertools.count()
+        self.asks: dict[int, asyncio.Future[Message]] = {}
+        self.ask_numbers = itertools.count()
         self._threads = _CountingThreads(MAX_THREADS)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -71,21 +71,11 @@ class EnvironmentHost:
             if (episode := self._episodes.get(message["episode"])) is not None:
                 episode.cancel(message["cancel"])
             self.send({"acknowledged": message["cancel"]})
-        elif (waiting := self._asks.get(message["reply"])) is not None and not waiting.done():
+        elif (waiting := self.asks.get(message["reply"])) is not None and not waiting.done():
             if "failure" in message:
                 waiting.set_exception(EnvironmentFailure(f"ask: {message['failure']}"))
             else:
                 waiting.set_result(message["message"])
-
-    async def ask(self, call: int | None, asked: Fields) -> Message:
-        """The runner's reply to what an environment asks in a call."""
-        number = next(self._ask_numbers)
-        waiting = self._asks[number] = asyncio.get_running_loop().create_future()
-        try:
-            self.send({"ask": number, "call": call, **asked})
-            return await waiting
-        finally:
-            del self._asks[number]
 
     def count_leaked(self) -> int:
         """Calls of closed episodes that go on, in threads or in spite of their cancellation."""
@@ -224,8 +214,15 @@ class _Episode:
     async def _ask(
         self, messages: Sequence[Message], *, agent: str, tools: Sequence[ToolSchema] = (), trainable: bool = False
     ) -> Message:
+        """The runner's reply to what the environment asks in a call."""
+        number = next(self._host.ask_numbers)
+        waiting = self._host.asks[number] = asyncio.get_running_loop().create_future()
         asked = {"messages": list(messages), "agent": agent, "tools": list(tools), "trainable": trainable}
-        return await self._host.ask(self._call, asked)
+        try:
+            self._host.send({"ask": number, "call": self._call, **asked})
+            return await waiting
+        finally:
+            del self._host.asks[number]
 
 
 class _CountingThreads(ThreadPoolExecutor):

@@ -35,7 +35,16 @@ def serve(socket_fd: int, module: str, max_memory_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (max_memory_bytes, max_memory_bytes))
     connection = socket.socket(fileno=socket_fd)
     with contextlib.suppress(EOFError, ConnectionError):
-        handlers = _load(connection, module)
+        handlers: Handlers | None = None
+        answer: Fields = {}
+        payload = receive(socket_fd)
+        try:
+            handlers = importlib.import_module(module).load(pickle.loads(payload))
+        except ConfigError as error:
+            answer = {"refused": str(error)}
+        except Exception as error:
+            answer = {"broken": describe_failure(error)}
+        connection.sendall(frame_of(encode(answer)))
         if isinstance(handlers, Mapping):
             _answer_in_turn(connection, handlers)
         elif handlers is not None:
@@ -43,19 +52,6 @@ def serve(socket_fd: int, module: str, max_memory_bytes: int) -> None:
             streams = loop.run_until_complete(asyncio.open_unix_connection(sock=connection))
             loop.run_until_complete(handlers(*streams))
     os._exit(0)  # nobody waits for threads or tasks that hang
-
-
-def _load(connection: socket.socket, module: str) -> Handlers | None:
-    handlers, answer = None, {}
-    payload = receive(connection.fileno())
-    try:
-        handlers = importlib.import_module(module).load(pickle.loads(payload))
-    except ConfigError as error:
-        answer = {"refused": str(error)}
-    except Exception as error:
-        answer = {"broken": describe_failure(error)}
-    connection.sendall(frame_of(encode(answer)))
-    return handlers
 
 
 def _answer_in_turn(connection: socket.socket, handlers: Mapping[str, Callable[..., object]]) -> None:

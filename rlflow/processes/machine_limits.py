@@ -7,6 +7,7 @@ from pathlib import Path
 _UNLIMITED = 2**60
 """Bytes; version 1 of control groups writes about 2^63 for no limit."""
 _CPU_FILES = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
+_MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -28,7 +29,7 @@ def read_memory(root: Path = Path("/")) -> tuple[int, int]:
 def read_limits(root: Path = Path("/")) -> Limits:
     """The tightest limits of the groups from this process's own up to the top, for both versions of control groups."""
     cpus: list[float] = []
-    memory: list[tuple[int, int]] = []
+    memory: list[tuple[int, int]] = []  # limit and use
     groups = root / "proc/self/cgroup"
     for line in groups.read_text().splitlines() if groups.is_file() else []:
         _, controllers, path = line.split(":", 2)
@@ -36,7 +37,14 @@ def read_limits(root: Path = Path("/")) -> Limits:
             quota = [word for name in _CPU_FILES for word in _words(folder / name)]
             if len(quota) == 2 and quota[0] not in ("max", "-1"):
                 cpus.append(int(quota[0]) / int(quota[1]))
-            memory += _memory(folder)
+            for limit_name, use_name in _MEMORY_FILES:
+                limit, used = _words(folder / limit_name), _words(folder / use_name)
+                if limit and used and limit[0] != "max" and int(limit[0]) < _UNLIMITED:
+                    # File cache that was not used lately is left out, because the kernel would give it back.
+                    words = _words(folder / "memory.stat")
+                    stat = dict(zip(words[::2], words[1::2], strict=True))
+                    reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+                    memory.append((int(limit[0]), max(0, int(used[0]) - reclaimable)))
     return Limits(
         cpus=min(cpus, default=None),
         memory=min((limit for limit, _ in memory), default=None),
@@ -63,18 +71,6 @@ def _folders(top: Path, controllers: str, path: str) -> Iterator[Path]:
             yield folder
             folder = folder.parent
         yield mount
-
-
-def _memory(folder: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use; file cache that was not used lately is left out, because the kernel would give it back."""
-    files = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-    for limit_name, use_name in files:
-        limit, used = _words(folder / limit_name), _words(folder / use_name)
-        if limit and used and limit[0] != "max" and int(limit[0]) < _UNLIMITED:
-            words = _words(folder / "memory.stat")
-            stat = dict(zip(words[::2], words[1::2], strict=True))
-            reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-            yield int(limit[0]), max(0, int(used[0]) - reclaimable)
 
 
 def _words(path: Path) -> list[str]:

@@ -10,11 +10,11 @@ import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlflow.batching import Conversation, row_tokens
 from rlflow.config import Config
+from rlflow.rewards.call import invalid
 from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.types import EpisodeEnd, Transcript, Verdict
 
@@ -27,12 +27,6 @@ END_AFTER_S = 1.0
 """After a row overran its time, so that its verdicts are sent before the process ends."""
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class _Waiting:
-    conversation: Conversation
-    verdict: asyncio.Future[Verdict]
-
-
 class RewardModelWorker:
     """Wrapped by `ray.remote`. An actor that was restarted loads its model at the first request."""
 
@@ -41,7 +35,7 @@ class RewardModelWorker:
         keep_memory()
         self._config = config
         self._folder = folder
-        self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue(MAX_WAITING)
+        self._waiting: asyncio.Queue[tuple[Conversation, asyncio.Future[Verdict]]] = asyncio.Queue(MAX_WAITING)
         self._starting = asyncio.Lock()
         self._model: RewardModel | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -60,9 +54,9 @@ class RewardModelWorker:
         conversation = await loop.run_in_executor(self._tokens, model.encode, transcript)
         if isinstance(conversation, Verdict):
             return conversation
-        waiting = _Waiting(conversation=conversation, verdict=loop.create_future())
-        await self._waiting.put(waiting)
-        return await waiting.verdict
+        verdict = loop.create_future()
+        await self._waiting.put((conversation, verdict))
+        return await verdict
 
     async def close(self) -> None:
         """Stop scoring; the row in the model is given up."""
@@ -83,20 +77,19 @@ class RewardModelWorker:
 
     async def _serve(self, model: RewardModel) -> None:
         """Score rows one after the other, until one overruns its time."""
-        taken: _Waiting | None = None
+        taken = None
         while True:
             row = [taken or await self._waiting.get()]
             taken = None
             while taken is None and not self._waiting.empty():
                 taken = self._waiting.get_nowait()
-                conversations = [each.conversation for each in (*row, taken)]
-                if row_tokens(conversations) <= self._config.trainer.micro_batch_tokens:
+                if row_tokens([each for each, _ in (*row, taken)]) <= self._config.trainer.micro_batch_tokens:
                     row.append(taken)
                     taken = None
-            verdicts = await self._score_row(model, [each.conversation for each in row])
-            for each, verdict in zip(row, verdicts, strict=True):
-                if not each.verdict.done():  # the caller may have been cancelled
-                    each.verdict.set_result(verdict)
+            verdicts = await self._score_row(model, [each for each, _ in row])
+            for (_, waiting), verdict in zip(row, verdicts, strict=True):
+                if not waiting.done():  # the caller may have been cancelled
+                    waiting.set_result(verdict)
             if verdicts[0].end is EpisodeEnd.REWARD_TIMEOUT:
                 asyncio.get_running_loop().call_later(END_AFTER_S, self._end)
                 return
@@ -112,15 +105,9 @@ class RewardModelWorker:
         except Exception as error:
             detail = f"the reward model failed: {type(error).__name__}: {error}"
             return [Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=detail)] * len(row)
-        return [_verdict(score) for score in scores]
+        problem = "a reward is a finite number; the reward model gave"
+        return [Verdict(reward=each) if math.isfinite(each) else invalid(f"{problem} {each}") for each in scores]
 
     def _end(self) -> None:
         """A thread cannot be ended, so the process is; Ray starts another."""
         os._exit(1)
-
-
-def _verdict(score: float) -> Verdict:
-    if math.isfinite(score):
-        return Verdict(reward=score)
-    detail = f"a reward is a finite number; the reward model gave {score}"
-    return Verdict(reward=None, end=EpisodeEnd.REWARD_INVALID, detail=detail)

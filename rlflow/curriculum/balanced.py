@@ -1,7 +1,5 @@
 """Equally many tasks of each kind (task-balanced sampling, QwenLong-L1.5, arXiv:2512.12967)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

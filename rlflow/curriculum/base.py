@@ -4,8 +4,6 @@ Yours is a class below `Curriculum`, named by `curriculum.kind=package.module:Cl
 driver as `Class(tasks, seed, **options)`; its options, keyword-only parameters, are set by `curriculum.args`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any

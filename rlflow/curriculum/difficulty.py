@@ -9,8 +9,6 @@ which for rewards of 0 and 1 is the variance that is expected within its group, 
 without variance teaches nothing.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """The curriculum of a run, from its settings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from rlflow.config import CurriculumConfig

@@ -1,7 +1,5 @@
 """Each task once a pass."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

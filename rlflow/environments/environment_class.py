@@ -1,7 +1,5 @@
 """An Environment or Program class as a whole environment: where its tasks come from, and what its constructor gets."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ shipped name | name that an installed package registers | package.module:Name | 
     -> function that returns a spec | Environment or Program class | TRL-style class
 """
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +15,7 @@ import rlflow.envs
 from rlflow.config import Config, EnvConfig, RewardConfig
 from rlflow.environments.environment_class import spec_of_class
 from rlflow.envs.base import Environment, EnvironmentSpec, Program, SingleTurn
+from rlflow.envs.tools import ToolEnvironment
 from rlflow.errors import ConfigError
 from rlflow.plugins.catalog import Catalog
 from rlflow.plugins.options import check_options, parameters_of
@@ -41,7 +40,10 @@ def load_environment(config: EnvConfig, reward: RewardConfig) -> EnvironmentSpec
     Raises ConfigError for an unknown name, for arguments that nothing takes, and for a missing reward.
     """
     spec = _spec_of(config)
-    if reward.function is None and reward.model is None and spec.reward is None and _is_silent(spec.build):
+    made = spec.build.func if isinstance(spec.build, partial) else spec.build
+    # It is known to give no reward of its own.
+    is_silent = isinstance(made, type) and getattr(made, "step", None) in (SingleTurn.step, ToolEnvironment.step)
+    if reward.function is None and reward.model is None and spec.reward is None and is_silent:
         raise ConfigError(
             f"reward.function is required with env.name={config.name}, which has no reward of its own; "
             "give package.module:function or file.py:function, or a reward.model"
@@ -117,11 +119,3 @@ def _spec_of(config: EnvConfig) -> EnvironmentSpec:
     if not isinstance(spec, EnvironmentSpec):
         raise ConfigError(f"env.name={config.name} must return an EnvironmentSpec; it returned {type(spec).__name__}")
     return spec
-
-
-def _is_silent(build: Callable[..., object]) -> bool:
-    """Whether what is built is known to give no reward of its own."""
-    from rlflow.envs.tools import ToolEnvironment
-
-    made = build.func if isinstance(build, partial) else build
-    return isinstance(made, type) and getattr(made, "step", None) in (SingleTurn.step, ToolEnvironment.step)

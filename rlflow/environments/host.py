@@ -7,22 +7,21 @@ group in `reset` and leave it in `close`, as clients built on anyio must, and co
 What an environment does wrong becomes the answer to the call; what it does to the process costs the episodes in it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars
 import itertools
+import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from rlflow.environments.wire import plain, task_of
 from rlflow.envs.base import Endpoint, Environment, Program, Prompt, Result, Step, ToolSchema
 from rlflow.errors import ConfigError, EnvironmentFailure, describe_failure
-from rlflow.processes.frames import Fields, FrameTooLong, encode, frame_of
+from rlflow.processes.frames import Fields, FrameTooLong, encode, frame_of, read_frame
 from rlflow.types import Message
 
 Build = Callable[..., Environment | Program]
@@ -36,11 +35,11 @@ _episode: contextvars.ContextVar[int] = contextvars.ContextVar("_episode")
 """The episode that runs; tasks and threads that it starts inherit it."""
 
 
-def load(build: Build) -> EnvironmentHost:
+def load(build: Build) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
     """Raises ConfigError for what cannot build environments."""
     if not callable(build):
         raise ConfigError(f"`build` of an EnvironmentSpec must be a function; got {type(build).__name__}")
-    return EnvironmentHost(build)
+    return EnvironmentHost(build).serve
 
 
 class EnvironmentHost:
@@ -50,15 +49,18 @@ class EnvironmentHost:
         self.build = build
         self._episodes: dict[int, _Episode] = {}
         """Those that are open, and those that are closed but have a call that does not end."""
-        self._asks: dict[int, asyncio.Future[Message]] = {}
-        self._ask_numbers = itertools.count()
+        self.asks: dict[int, asyncio.Future[Message]] = {}
+        self.ask_numbers = itertools.count()
         self._threads = _CountingThreads(MAX_THREADS)
 
-    def begin(self, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Handle messages until the runner is gone."""
         self.writer = writer
         asyncio.get_running_loop().set_default_executor(self._threads)
+        while True:
+            self._handle(json.loads(await read_frame(reader)))
 
-    def handle(self, message: Fields) -> None:
+    def _handle(self, message: Fields) -> None:
         if "operation" in message:
             number = message["episode"]
             if number not in self._episodes:  # closing one that never opened, or is closed, does no harm
@@ -69,21 +71,11 @@ class EnvironmentHost:
             if (episode := self._episodes.get(message["episode"])) is not None:
                 episode.cancel(message["cancel"])
             self.send({"acknowledged": message["cancel"]})
-        elif (waiting := self._asks.get(message["reply"])) is not None and not waiting.done():
+        elif (waiting := self.asks.get(message["reply"])) is not None and not waiting.done():
             if "failure" in message:
                 waiting.set_exception(EnvironmentFailure(f"ask: {message['failure']}"))
             else:
                 waiting.set_result(message["message"])
-
-    async def ask(self, call: int | None, asked: Fields) -> Message:
-        """The runner's reply to what an environment asks in a call."""
-        number = next(self._ask_numbers)
-        waiting = self._asks[number] = asyncio.get_running_loop().create_future()
-        try:
-            self.send({"ask": number, "call": call, **asked})
-            return await waiting
-        finally:
-            del self._asks[number]
 
     def count_leaked(self) -> int:
         """Calls of closed episodes that go on, in threads or in spite of their cancellation."""
@@ -139,7 +131,11 @@ class _Episode:
     async def _run(self) -> None:
         _episode.set(self._number)
         while self._closing is None:
-            message = await self._next()
+            try:
+                message = await self._waiting.get()
+            except asyncio.CancelledError as error:  # only scopes and tasks of the environment cancel between calls
+                self._interruption = error
+                continue
             number = message["call"]
             if number in self._cancelled and message["operation"] != "close":
                 continue
@@ -152,13 +148,6 @@ class _Episode:
                 # If the call had ended before it felt the cancellation, this feels it.
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.sleep(0)
-
-    async def _next(self) -> Fields:
-        while True:
-            try:
-                return await self._waiting.get()
-            except asyncio.CancelledError as error:  # only scopes and tasks of the environment cancel between calls
-                self._interruption = error
 
     def _close_beside(self) -> None:
         """Close although a call ignores its cancellation; what the environment holds matters more than one task."""
@@ -225,8 +214,15 @@ class _Episode:
     async def _ask(
         self, messages: Sequence[Message], *, agent: str, tools: Sequence[ToolSchema] = (), trainable: bool = False
     ) -> Message:
+        """The runner's reply to what the environment asks in a call."""
+        number = next(self._host.ask_numbers)
+        waiting = self._host.asks[number] = asyncio.get_running_loop().create_future()
         asked = {"messages": list(messages), "agent": agent, "tools": list(tools), "trainable": trainable}
-        return await self._host.ask(self._call, asked)
+        try:
+            self._host.send({"ask": number, "call": self._call, **asked})
+            return await waiting
+        finally:
+            del self._host.asks[number]
 
 
 class _CountingThreads(ThreadPoolExecutor):

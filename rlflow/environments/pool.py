@@ -10,8 +10,6 @@ Not covered: an environment is its author's code, and may use network, disk and 
 number of processes, but all of them end with its own. Code that a model wrote belongs in a sandbox.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence

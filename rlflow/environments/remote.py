@@ -147,7 +147,7 @@ class RemoteHost(HostedProcess):
         elif isinstance(call := self._calls.get(message["call"]), _EpisodeCall):
             call.asked.add(self._spawn(self._serve(call, message)))
         else:
-            self._child.send(encode({"reply": message["ask"], "failure": "the call that asks has ended"}))
+            self._send(encode({"reply": message["ask"], "failure": "the call that asks has ended"}))
 
     async def _serve(self, call: _EpisodeCall, message: Fields) -> None:
         """Have the runner answer what an environment asks. If that fails, the call that asks raises its error."""
@@ -156,7 +156,7 @@ class RemoteHost(HostedProcess):
         try:
             messages, tools = conversation_of(message)
             reply = await world.ask(messages, agent=message["agent"], tools=tools, trainable=message["trainable"])
-            self._child.send(encode({"reply": message["ask"], "message": reply}))
+            self._send(encode({"reply": message["ask"], "message": reply}))
         except Exception as error:
             call.fail(error)
 
@@ -166,7 +166,7 @@ class RemoteHost(HostedProcess):
 
     async def _cancel(self, call: _EpisodeCall) -> None:
         acknowledged = self._acknowledged[call.number] = asyncio.Event()
-        self._child.send(encode({"cancel": call.number, "episode": call.episode.number}))
+        self._send(encode({"cancel": call.number, "episode": call.episode.number}))
         try:
             while not await _is_set_within(acknowledged, GRACE_S):
                 # Building may take its time, which has a deadline of its own, on the event loop of all.

@@ -12,8 +12,6 @@ Messages of the runner            answers of the process
                                     {"closed": 0, "leaked": 0}, at the end of every episode
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import cast

@@ -6,8 +6,6 @@ A name means the same in every process that can import the package, or read the 
 up again.
 """
 
-from __future__ import annotations
-
 import os
 import pkgutil
 import sys
@@ -57,7 +55,9 @@ class Catalog:
         More than one meaning is an error only when the name is used.
         """
         found = {name: {path: "rlflow"} for name, path in self.shipped.items()}
-        for each in _installed(_state_of_path()):
+        # Installing a package changes a folder of sys.path.
+        state_of_path = tuple((path, os.stat(path).st_mtime_ns) for path in sys.path if os.path.exists(path))
+        for each in _installed(state_of_path):
             if each.group == self.group:
                 package = f"{each.dist.name} {each.dist.version}" if each.dist else "an unnamed package"
                 found.setdefault(each.name, {}).setdefault(f"{each.module}:{each.attr}", package)
@@ -94,11 +94,6 @@ class Catalog:
         except ConfigError as error:
             asked = self.setting if ":" in name else f"{self.setting}={name}"
             raise ConfigError(f"{asked}: {error}") from error
-
-
-def _state_of_path() -> tuple[tuple[str, int], ...]:
-    """sys.path, with the times at which its folders last changed: installing a package changes one."""
-    return tuple((each, os.stat(each).st_mtime_ns) for each in sys.path if os.path.exists(each))
 
 
 @lru_cache(maxsize=1)

@@ -6,8 +6,6 @@ workers included. It may import the files beside it: as `from .beside import nam
 name elsewhere, or by the bare name.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import pkgutil

@@ -1,7 +1,5 @@
 """What was probably meant by a name that does not exist: for settings, recipes, models, paths of code and options."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 

@@ -1,7 +1,5 @@
 """Options that were typed, checked against the parameters of the functions that take them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -4,11 +4,10 @@
     {"call": 3, "operation": "score", ..} -> handler       answered with {"answer": 3, "value": ..}
                                                            or {"answer": 3, "failure": "ValueError: .. (mine.py:7)"}
 
-`load(content)` returns functions by operation, which answer one call at a time with values for JSON, or a `Concurrent`.
-The parent holds the other end of the socket; it alone sends pickles, and reads none.
+`load(content)` returns functions by operation, which answer one call at a time with values for JSON, or a coroutine
+function that reads and answers all messages by itself. The parent holds the other end of the socket; it alone sends
+pickles, and reads none.
 """
-
-from __future__ import annotations
 
 import asyncio
 import contextlib
@@ -19,26 +18,12 @@ import os
 import pickle
 import resource
 import socket
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping
 
 from rlflow.errors import ConfigError, describe_failure
-from rlflow.processes.frames import Fields, encode, frame_of, read_frame, receive
+from rlflow.processes.frames import Fields, encode, frame_of, receive
 
-
-class Concurrent(Protocol):
-    """Answers many calls at a time, on one event loop."""
-
-    def begin(self, writer: asyncio.StreamWriter) -> None:
-        """Called once, on the loop; frames for the parent go to `writer`."""
-        ...
-
-    def handle(self, message: Fields) -> None:
-        """One message of the parent; whatever takes time is for a task. Raises nothing."""
-        ...
-
-
-Handlers = Mapping[str, Callable[..., object]] | Concurrent
+Handlers = Mapping[str, Callable[..., object]] | Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 def serve(socket_fd: int, module: str, max_memory_bytes: int) -> None:
@@ -50,25 +35,23 @@ def serve(socket_fd: int, module: str, max_memory_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (max_memory_bytes, max_memory_bytes))
     connection = socket.socket(fileno=socket_fd)
     with contextlib.suppress(EOFError, ConnectionError):
-        handlers = _load(connection, module)
+        handlers: Handlers | None = None
+        answer: Fields = {}
+        payload = receive(socket_fd)
+        try:
+            handlers = importlib.import_module(module).load(pickle.loads(payload))
+        except ConfigError as error:
+            answer = {"refused": str(error)}
+        except Exception as error:
+            answer = {"broken": describe_failure(error)}
+        connection.sendall(frame_of(encode(answer)))
         if isinstance(handlers, Mapping):
             _answer_in_turn(connection, handlers)
         elif handlers is not None:
-            asyncio.new_event_loop().run_until_complete(_answer_concurrently(connection, handlers))
+            loop = asyncio.new_event_loop()
+            streams = loop.run_until_complete(asyncio.open_unix_connection(sock=connection))
+            loop.run_until_complete(handlers(*streams))
     os._exit(0)  # nobody waits for threads or tasks that hang
-
-
-def _load(connection: socket.socket, module: str) -> Handlers | None:
-    handlers, answer = None, {}
-    payload = receive(connection.fileno())
-    try:
-        handlers = importlib.import_module(module).load(pickle.loads(payload))
-    except ConfigError as error:
-        answer = {"refused": str(error)}
-    except Exception as error:
-        answer = {"broken": describe_failure(error)}
-    connection.sendall(frame_of(encode(answer)))
-    return handlers
 
 
 def _answer_in_turn(connection: socket.socket, handlers: Mapping[str, Callable[..., object]]) -> None:
@@ -84,10 +67,3 @@ def _answer_in_turn(connection: socket.socket, handlers: Mapping[str, Callable[.
         if os.getpid() != process:
             os._exit(1)  # the handler forked, and its caller gets one answer
         connection.sendall(answer)
-
-
-async def _answer_concurrently(connection: socket.socket, host: Concurrent) -> None:
-    reader, writer = await asyncio.open_unix_connection(sock=connection)
-    host.begin(writer)
-    while True:
-        host.handle(json.loads(await read_frame(reader)))

@@ -1,13 +1,13 @@
 """What the kernel lets this process have: the machine's memory, and the limits of its control groups."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 _UNLIMITED = 2**60
 """Bytes; version 1 of control groups writes about 2^63 for no limit."""
+_CPU_FILES = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
+_MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -29,13 +29,22 @@ def read_memory(root: Path = Path("/")) -> tuple[int, int]:
 def read_limits(root: Path = Path("/")) -> Limits:
     """The tightest limits of the groups from this process's own up to the top, for both versions of control groups."""
     cpus: list[float] = []
-    memory: list[tuple[int, int]] = []
+    memory: list[tuple[int, int]] = []  # limit and use
     groups = root / "proc/self/cgroup"
     for line in groups.read_text().splitlines() if groups.is_file() else []:
         _, controllers, path = line.split(":", 2)
         for folder in _folders(root / "sys/fs/cgroup", controllers, path):
-            cpus += _quota(folder)
-            memory += _memory(folder)
+            quota = [word for name in _CPU_FILES for word in _words(folder / name)]
+            if len(quota) == 2 and quota[0] not in ("max", "-1"):
+                cpus.append(int(quota[0]) / int(quota[1]))
+            for limit_name, use_name in _MEMORY_FILES:
+                limit, used = _words(folder / limit_name), _words(folder / use_name)
+                if limit and used and limit[0] != "max" and int(limit[0]) < _UNLIMITED:
+                    # File cache that was not used lately is left out, because the kernel would give it back.
+                    words = _words(folder / "memory.stat")
+                    stat = dict(zip(words[::2], words[1::2], strict=True))
+                    reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+                    memory.append((int(limit[0]), max(0, int(used[0]) - reclaimable)))
     return Limits(
         cpus=min(cpus, default=None),
         memory=min((limit for limit, _ in memory), default=None),
@@ -62,24 +71,6 @@ def _folders(top: Path, controllers: str, path: str) -> Iterator[Path]:
             yield folder
             folder = folder.parent
         yield mount
-
-
-def _quota(folder: Path) -> Iterator[float]:
-    words = [*_words(folder / "cpu.max"), *_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
-    if len(words) == 2 and words[0] not in ("max", "-1"):
-        yield int(words[0]) / int(words[1])
-
-
-def _memory(folder: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use; file cache that was not used lately is left out, because the kernel would give it back."""
-    files = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-    for limit_name, use_name in files:
-        limit, used = _words(folder / limit_name), _words(folder / use_name)
-        if limit and used and limit[0] != "max" and int(limit[0]) < _UNLIMITED:
-            words = _words(folder / "memory.stat")
-            stat = dict(zip(words[::2], words[1::2], strict=True))
-            reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-            yield int(limit[0]), max(0, int(used[0]) - reclaimable)
 
 
 def _words(path: Path) -> list[str]:

@@ -1,29 +1,37 @@
 """Processes that run other people's code, may be killed at any time, and are replaced when they end.
 
-    Pool -> HostedProcess -> Child -> rlflow.processes.supervisor -> rlflow.processes.host -> the code
+    Pool -> HostedProcess -> rlflow.processes.supervisor -> rlflow.processes.host -> the code
+
+Both ends talk in frames (`rlflow.processes.frames`) over a socket that only they hold.
 
 A call that raises fails by itself. When its process dies, or is killed because a call overran, every call under way in
 it fails with the reason, such as "the scoring process was killed by SIGSEGV".
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
 import json
+import os
 import pickle
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rlflow.errors import ConfigError, DeadlineError
-from rlflow.processes.child import Child
-from rlflow.processes.frames import MAX_FRAME_BYTES, Fields, check_size, encode
+from rlflow.processes.frames import MAX_FRAME_BYTES, Fields, check_size, encode, frame_of, read_frame
 
 START_TIMEOUT_S = 120.0
 """How long a process may take to start and load its code."""
+KILL_TIMEOUT_S = 10.0
 MAX_RESTART_WAIT_S = 60.0
+CLUSTER_KEYS = frozenset({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"})
+"""Variables with the keys of a Ray cluster. No process here inherits them, because a program may show its variables to
+a model."""
 _numbers = itertools.count()
 
 
@@ -102,23 +110,67 @@ class HostedProcess:
     def __init__(self, code: HostedCode) -> None:
         """Start the process; `start` waits for it."""
         self._code = code
-        arguments = (code.module, str(code.max_memory_bytes))
-        self._child = Child("rlflow.processes.supervisor", code.process, *arguments)
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
         self._calls: dict[int, Call] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._lost = ""
+        self._ending: asyncio.Task[int] | None = None
+        """Kills the process and waits for its end, once that was asked for."""
         self.refuses = asyncio.Event()
         """Set when the process should get no further calls, and be replaced."""
         self.ended = asyncio.Event()
         """Set when the process and all that it started are gone."""
+        ours, theirs = socket.socketpair()
+        self._connection: socket.socket | asyncio.StreamWriter = ours
+        life_read, self._life_fd = os.pipe()
+        descriptors = (theirs.fileno(), life_read)
+        variables = {name: value for name, value in os.environ.items() if name not in CLUSTER_KEYS}
+        variables["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        try:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "rlflow.processes.supervisor", *map(str, descriptors)),
+                    *(code.module, str(code.max_memory_bytes)),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                env=variables,
+                pass_fds=descriptors,
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            os.close(self._life_fd)
+            raise
+        finally:
+            theirs.close()
+            os.close(life_read)
 
     async def start(self) -> None:
         """Raises ConfigError when the code cannot be loaded, DeadlineError when that takes too long."""
+        code = self._code
         try:
-            await self._load()
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    assert isinstance(self._connection, socket.socket), "start once"
+                    self._reader, self._writer = await asyncio.open_unix_connection(sock=self._connection)
+                    self._connection = self._writer
+                    self._send(code.payload)
+                    await self._drain()
+                    answer = json.loads(await read_frame(self._reader))
+            except (EOFError, ConnectionError, ValueError) as error:
+                death = await self._describe_death()
+                raise ConfigError(f"{death} while it loaded {code.what}; its output may say why") from error
+            except TimeoutError as error:
+                hint = f"importing {code.what} takes too long"
+                raise DeadlineError(f"start of {code.process}", START_TIMEOUT_S, hint) from error
+            if "broken" in answer:
+                raise ConfigError(f"{code.what} cannot be loaded in {code.process}: {answer['broken']}; {code.cure}")
+            if "refused" in answer:
+                raise ConfigError(answer["refused"])
         except BaseException:
-            self._child.kill()
-            await self._child.wait_until_ended()
+            await asyncio.shield(self._end())
             raise
         self._spawn(self._listen())
 
@@ -130,10 +182,10 @@ class HostedProcess:
         """
         if self._lost:
             raise self._code.lost(self._lost)
-        self._child.send(call.content)
+        self._send(call.content)
         self._calls[call.number] = call
         try:
-            await self._child.drain()
+            await self._drain()
             return await call.result
         finally:
             del self._calls[call.number]
@@ -141,13 +193,50 @@ class HostedProcess:
                 self._abandon(call)
 
     def kill(self, reason: str) -> None:
-        """End the process; calls under way fail with the reason."""
+        """End the process and all that it started; calls under way fail with the reason. Raises nothing."""
         self._lose(reason)
-        self._child.kill()
+        self._end()
 
     async def retire(self) -> None:
         """Wait until a process that takes no further calls is gone."""
         await self.ended.wait()
+
+    def _send(self, content: bytes) -> None:
+        """Send without waiting; nothing happens when the process was killed. Raises FrameTooLong."""
+        frame = frame_of(content)
+        if self._ending is None:
+            self._writer.write(frame)
+
+    async def _drain(self) -> None:
+        """Wait until the process has taken most of what was sent, or is gone."""
+        with contextlib.suppress(ConnectionError):
+            await self._writer.drain()
+
+    def _end(self) -> asyncio.Task[int]:
+        """Kill the process and all that it started, unless that was done; the task gives the exit code."""
+        if self._ending is None:
+            os.close(self._life_fd)
+            self._connection.close()
+            self._ending = asyncio.create_task(self._wait_until_ended())
+        return self._ending
+
+    async def _wait_until_ended(self) -> int:
+        for _ in range(2):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return await asyncio.to_thread(self._process.wait, KILL_TIMEOUT_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        raise DeadlineError(f"end of {self._code.process}, which was killed", 2 * KILL_TIMEOUT_S)
+
+    async def _describe_death(self) -> str:
+        """How the process died; it was killed, or has closed its socket."""
+        is_ours = self._ending is not None
+        code = await asyncio.shield(self._end())
+        if code >= 0:
+            return f"{self._code.process} exited with code {code}"
+        is_unexplained = -code == signal.SIGKILL and not is_ours
+        hint = "; the kernel does that when memory runs out" if is_unexplained else ""
+        return f"{self._code.process} was killed by {signal.Signals(-code).name}{hint}"
 
     def _abandon(self, call: Call) -> None:
         """Nobody waits for this call any more."""
@@ -177,31 +266,12 @@ class HostedProcess:
         task.add_done_callback(self._background.discard)
         return task
 
-    async def _load(self) -> None:
-        code = self._code
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await self._child.connect()
-                self._child.send(code.payload)
-                await self._child.drain()
-                answer = json.loads(await self._child.receive())
-        except (EOFError, ConnectionError, ValueError) as error:
-            death = await self._child.describe_death()
-            raise ConfigError(f"{death} while it loaded {code.what}; its output may say why") from error
-        except TimeoutError as error:
-            hint = f"importing {code.what} takes too long"
-            raise DeadlineError(f"start of {code.process}", START_TIMEOUT_S, hint) from error
-        if "broken" in answer:
-            raise ConfigError(f"{code.what} cannot be loaded in {code.process}: {answer['broken']}; {code.cure}")
-        if "refused" in answer:
-            raise ConfigError(answer["refused"])
-
     async def _listen(self) -> None:
         """Take what the process sends, until it ends."""
         cause = ""
         try:
             while True:
-                content = await self._child.receive(self._code.max_answer_bytes)
+                content = await read_frame(self._reader, self._code.max_answer_bytes)
                 try:
                     self._take(json.loads(content))
                 except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -209,10 +279,10 @@ class HostedProcess:
         except (EOFError, ConnectionError):
             self.refuses.set()
         except ValueError as error:
-            self._child.kill()
+            self._end()
             cause = f", for it sent what it must not ({error})"
         try:
-            self._lose(await self._child.describe_death() + cause)
+            self._lose(await self._describe_death() + cause)
         except DeadlineError as error:
             self._lose(str(error))
         self.ended.set()
@@ -220,6 +290,22 @@ class HostedProcess:
 
 P = TypeVar("P", bound=HostedProcess)
 T = TypeVar("T")
+
+
+class _Slot(Generic[P]):
+    """The place of one process, and of those that replace it."""
+
+    def __init__(self) -> None:
+        self.keeping: asyncio.Task[None] | None = None
+        self.process: P | None = None
+        """The last one that could be started."""
+        self.error: Exception | None = None
+        """Why none could be started after it."""
+
+    @property
+    def open(self) -> P | None:
+        """Its process, if that takes calls."""
+        return None if self.process is None or self.process.refuses.is_set() else self.process
 
 
 class Pool(Generic[P]):
@@ -249,19 +335,15 @@ class Pool(Generic[P]):
                 slot.keeping = asyncio.create_task(self._keep(slot))
                 slot.keeping.add_done_callback(lambda _: self._changed.set())
             try:
-                await self._wait_until(lambda: all(slot.is_open or slot.error for slot in self._slots))
-                for slot in self._slots:
-                    if slot.error is not None:
-                        raise slot.error
+                await self._wait_until(lambda: all(slot.open or slot.error for slot in self._slots))
+                self._raise_error()
             except BaseException:
                 await self.close()
                 raise
 
     async def pick(self, key: Callable[[P], float]) -> P:
         """The process with the least `key`, of those that take calls; waits for one however long it takes."""
-        slots = self._slots
-        await self._wait_until(lambda: any(slot.is_open for slot in slots))
-        return min((slot.process for slot in slots if slot.process and slot.is_open), key=key)
+        return min(await self._wait_until(lambda: [slot.open for slot in self._slots if slot.open]), key=key)
 
     @contextlib.asynccontextmanager
     async def idle(self) -> AsyncIterator[P]:
@@ -287,12 +369,14 @@ class Pool(Generic[P]):
 
     def _find_idle(self) -> P | None:
         for slot in self._slots:
-            if slot.process is not None and slot.is_open and slot.process not in self._busy:
-                return slot.process
+            if slot.open and slot.open not in self._busy:
+                return slot.open
+        self._raise_error()
+
+    def _raise_error(self) -> None:
         for slot in self._slots:
             if slot.error is not None:
                 raise slot.error
-        return None
 
     async def _wait_until(self, holds: Callable[[], T | None]) -> T:
         while not (found := holds()):
@@ -327,18 +411,3 @@ class Pool(Generic[P]):
         await process.refuses.wait()
         await process.retire()
         del self.living[process]
-
-
-class _Slot(Generic[P]):
-    """The place of one process, and of those that replace it."""
-
-    def __init__(self) -> None:
-        self.keeping: asyncio.Task[None] | None = None
-        self.process: P | None = None
-        """The last one that could be started."""
-        self.error: Exception | None = None
-        """Why none could be started after it."""
-
-    @property
-    def is_open(self) -> bool:
-        return self.process is not None and not self.process.refuses.is_set()

@@ -9,8 +9,6 @@ way the worker did. It passes on what they print, up to a bound.
 `python -m rlflow.processes.supervisor SOCKET_FD LIFE_FD MODULE MAX_MEMORY_BYTES`; the worker is `processes.host`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource
@@ -49,7 +47,12 @@ def supervise(life_fd: int, worker_fds: Sequence[int]) -> None:
         os.close(descriptor)
     with contextlib.suppress(ProcessLookupError):  # the worker does the same; after this line the group exists
         os.setpgid(worker, worker)
-    threading.Thread(target=_kill_at_end_of_life, args=(life_fd, worker), daemon=True).start()
+
+    def kill_at_end_of_life() -> None:
+        os.read(life_fd, 1)
+        _kill_group(worker)
+
+    threading.Thread(target=kill_at_end_of_life, daemon=True).start()
     output = threading.Thread(target=_pass_on, args=(output_read,), daemon=True)
     output.start()
     status = _wait_for_all(worker)
@@ -76,11 +79,6 @@ def _become_worker(supervisor: int, output_fd: int, worker_fds: Sequence[int]) -
     # When memory runs out, the kernel ends this process rather than a model's.
     with contextlib.suppress(FileNotFoundError, PermissionError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
-
-
-def _kill_at_end_of_life(life_fd: int, worker: int) -> None:
-    os.read(life_fd, 1)
-    _kill_group(worker)
 
 
 def _kill_group(worker: int) -> None:

@@ -3,8 +3,6 @@
 signature -> Shape -> arguments, by name -> the function's answer -> Verdict -> combined with those of the others
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import math

@@ -3,12 +3,9 @@
 reward.function: [math, my.py:brief], reward.weights: [1, 0.1], reward.args: {brief: {limit: 40}}
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from rlflow.config import RewardConfig
 from rlflow.envs.base import RewardFunction
@@ -69,12 +66,14 @@ def choose_rewards(config: RewardConfig, own: RewardFunction | None) -> list[Cho
                 f"reward.args.{name} has no effect: reward.function names no {name!r}"
                 f"{did_you_mean(name, short_names)}; it names {', '.join(short_names)}"
             )
-    chosen = [
-        ChosenReward(name=name, function=function, weight=weight, args=_arguments(config.args, name))
-        for name, function, weight in zip(short_names, functions, weights, strict=True)
-    ]
-    for one in chosen:
+    chosen: list[ChosenReward] = []
+    for name, function, weight in zip(short_names, functions, weights, strict=True):
+        args = config.args.get(name)
+        if args is not None and not isinstance(args, Mapping):
+            raise ConfigError(f"reward.args.{name} must be arguments as name: value; got {args!r:.80}")
+        one = ChosenReward(name=name, function=function, weight=weight, args=dict(args or {}))
         _check(one)
+        chosen.append(one)
     return chosen
 
 
@@ -109,24 +108,13 @@ def check_columns(columns: Mapping[str, str], tasks: Iterable[Task]) -> None:
 def load(one: ChosenReward) -> RewardFunction:
     """The function itself."""
     if one.function is None:
-        return _no_call
+        return lambda: None  # is never called
     if not isinstance(one.function, str):
         return one.function
     function = REWARDS.find(one.function)
     if not callable(function):
         raise ConfigError(f"reward.function={one.function} must be a function; got {function!r:.80}")
     return function
-
-
-def _no_call() -> None:
-    """In place of a function that is never called."""
-
-
-def _arguments(args: Mapping[str, Any], name: str) -> dict[str, Any]:
-    own = args.get(name)
-    if own is not None and not isinstance(own, Mapping):
-        raise ConfigError(f"reward.args.{name} must be arguments as name: value; got {own!r:.80}")
-    return dict(own or {})
 
 
 def _check(one: ChosenReward) -> None:

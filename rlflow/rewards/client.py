@@ -4,8 +4,6 @@ If that process dies, the request is retried elsewhere, at most 3 times, because
 then there is no verdict, as when scoring fails otherwise. A process that died gets nothing until it is back.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Protocol

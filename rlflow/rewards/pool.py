@@ -6,8 +6,6 @@ A reward function may raise, hang, crash or return nonsense. Each of these is a 
 reaches the process that asks. A process that overruns its deadline is killed with all that it started.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import Sequence
@@ -69,7 +67,18 @@ class ScorerPool:
         Raises:
             ConfigError: the task cannot be sent, or a process cannot load the functions.
         """
-        call = _call_of(transcript)
+        try:
+            call = Call("score", _read_verdict, transcript=dataclasses.asdict(transcript))
+        except FrameTooLong as error:
+            raise ConfigError(
+                f"task {transcript.task.id!r}: its episode cannot be sent to the scoring process: {error}; keep the "
+                "columns of `data` short, and load large ones in the reward function"
+            ) from error
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"task {transcript.task.id!r} has data that JSON cannot hold ({error}); keep the columns of `data` to "
+                "plain values"
+            ) from error
         await self.start()
         try:
             async with self._pool.idle() as process, asyncio.timeout(self._timeout_s):
@@ -83,21 +92,6 @@ class ScorerPool:
     async def close(self) -> None:
         """Kill the processes and all that they started; what is being scored fails."""
         await self._pool.close()
-
-
-def _call_of(transcript: Transcript) -> Call:
-    try:
-        return Call("score", _read_verdict, transcript=dataclasses.asdict(transcript))
-    except FrameTooLong as error:
-        raise ConfigError(
-            f"task {transcript.task.id!r}: its episode cannot be sent to the scoring process: {error}; keep the "
-            "columns of `data` short, and load large ones in the reward function"
-        ) from error
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"task {transcript.task.id!r} has data that JSON cannot hold ({error}); keep the columns of `data` to "
-            "plain values"
-        ) from error
 
 
 def _read_verdict(fields: dict[str, Any]) -> Verdict:

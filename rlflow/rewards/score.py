@@ -1,12 +1,9 @@
 """The verdict of all reward functions of a run on one episode, in the process where they run."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rlflow.errors import ConfigError, describe_failure
@@ -14,7 +11,6 @@ from rlflow.plugins.loading import load_object
 from rlflow.rewards.call import (
     ChosenReward,
     MissingColumn,
-    Reward,
     Shape,
     call,
     combine,
@@ -28,71 +24,63 @@ from rlflow.types import EpisodeEnd, Task, Transcript, Verdict
 def load(content: tuple[Sequence[ChosenReward], float]) -> Mapping[str, Callable[..., object]]:
     """What a scoring process answers (`rlflow.processes.host`): fields of a Transcript -> fields of the Verdict.
 
-    `content` is what Scoring takes. Raises ConfigError as it does.
+    `content`: the rewards, and the time for all of them together. Raises ConfigError as `with_function` does.
     """
-    scoring = Scoring(*content)
+    rewards, timeout_s = [with_function(one) for one in content[0]], content[1]
     runner = asyncio.Runner()
 
-    def score(transcript: dict[str, Any]) -> dict[str, Any]:
+    def answer(transcript: dict[str, Any]) -> dict[str, Any]:
         task = Task(**{**transcript["task"], "prompt": tuple(transcript["task"]["prompt"])})
         texts = {name: tuple(transcript[name]) for name in ("prompt", "completion")}
         episode = Transcript(**{**transcript, **texts, "task": task, "end": EpisodeEnd(transcript["end"])})
-        return dataclasses.asdict(runner.run(scoring.score(episode)))
+        return dataclasses.asdict(runner.run(score(rewards, timeout_s, episode)))
 
-    return {"score": score}
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class _Loaded:
-    chosen: ChosenReward
-    function: Reward | None
-    is_batched: bool
+    return {"score": answer}
 
 
-class Scoring:
-    """Reward functions, loaded and ready to be called."""
-
-    def __init__(self, chosen: Sequence[ChosenReward], timeout_s: float) -> None:
-        """Raises ConfigError for a function that cannot be loaded or called."""
-        self._chosen = chosen
-        self._timeout_s = timeout_s
-        self._loaded = [_load(one) for one in chosen]
-
-    async def score(self, transcript: Transcript) -> Verdict:
-        """Functions are called in their order; those that are asynchronous finish together. Raises nothing."""
-        begun = [_begin(one, transcript, self._timeout_s) for one in self._loaded]
-        later = iter(await asyncio.gather(*(each for each in begun if not isinstance(each, Verdict))))
-        return combine(self._chosen, [each if isinstance(each, Verdict) else next(later) for each in begun])
+def with_function(one: ChosenReward) -> ChosenReward:
+    """The reward with its function in place of a path. Raises ConfigError when it cannot be loaded or called."""
+    function = load_object(one.function) if isinstance(one.function, str) else one.function
+    if function is None:
+        return one
+    if not callable(function):
+        raise ConfigError(f"reward.function: {one.name} must be a function; got {type(function).__name__}")
+    shape_of(function)
+    return dataclasses.replace(one, function=function)
 
 
-def _begin(one: _Loaded, transcript: Transcript, timeout_s: float) -> Verdict | Awaitable[Verdict]:
+async def score(rewards: Sequence[ChosenReward], timeout_s: float, transcript: Transcript) -> Verdict:
+    """Call functions in their order; those that are asynchronous finish together. Raises nothing.
+
+    `rewards` are as `with_function` gives them.
+    """
+    begun = [_begin(one, transcript, timeout_s) for one in rewards]
+    later = iter(await asyncio.gather(*(each for each in begun if not isinstance(each, Verdict))))
+    return combine(rewards, [each if isinstance(each, Verdict) else next(later) for each in begun])
+
+
+def _begin(one: ChosenReward, transcript: Transcript, timeout_s: float) -> Verdict | Awaitable[Verdict]:
     """Call a function; the verdict of one that is asynchronous comes later. Neither raises anything."""
-    if one.function is None:
+    function = one.function
+    if function is None:
         return environment_verdict(transcript)
+    assert not isinstance(function, str)
     metrics: dict[str, float] = {}
     try:
-        answer = call(one.function, transcript, one.chosen.args, timeout_s, metrics.__setitem__)
+        is_batched = shape_of(function) is Shape.BATCHED
+        answer = call(function, transcript, one.args, timeout_s, metrics.__setitem__)
         if not inspect.isawaitable(answer):
-            return verdict_of(answer, one.is_batched, metrics)
+            return verdict_of(answer, is_batched, metrics)
     except BaseException as error:  # SystemExit and time-outs of scoring libraries are not of Exception
         return _failed(error)
 
     async def finish() -> Verdict:
         try:
-            return verdict_of(await answer, one.is_batched, metrics)
+            return verdict_of(await answer, is_batched, metrics)
         except BaseException as error:  # as above; nobody cancels this task
             return _failed(error)
 
     return finish()
-
-
-def _load(chosen: ChosenReward) -> _Loaded:
-    function = load_object(chosen.function) if isinstance(chosen.function, str) else chosen.function
-    if function is None:
-        return _Loaded(chosen=chosen, function=None, is_batched=False)
-    if not callable(function):
-        raise ConfigError(f"reward.function: {chosen.name} must be a function; got {type(function).__name__}")
-    return _Loaded(chosen=chosen, function=function, is_batched=shape_of(function) is Shape.BATCHED)
 
 
 def _failed(error: BaseException) -> Verdict:

@@ -21,7 +21,7 @@ from rlflow.environments.find import checked_tasks
 from rlflow.errors import ConfigError
 from rlflow.rewards.call import ChosenReward
 from rlflow.rewards.choose import REWARDS, check_columns, choose_rewards, columns_to_check, is_environment_alone, load
-from rlflow.rewards.score import Scoring
+from rlflow.rewards.score import score, with_function
 from rlflow.settings.checks import check
 from rlflow.settings.compose import train
 
@@ -93,7 +93,7 @@ def test_names_weights_and_arguments(own: str) -> None:
 
 async def test_what_was_chosen_scores(own: str) -> None:
     chosen = choose([f"{own}:exact", f"{own}:brief"], weights=[1.0, 0.5], args={"brief": {"limit": 0}})
-    verdict = await Scoring(chosen, 10.0).score(said("4"))
+    verdict = await score([with_function(one) for one in chosen], 10.0, said("4"))
     assert (verdict.reward, verdict.metrics) == (1.0, {"rewards/exact": 1.0, "rewards/brief": 0.0})
 
 

@@ -1,7 +1,5 @@
 """Process 1 of a sandbox: starts the program under its limits, collects orphans, says how the program ended."""
 
-from __future__ import annotations
-
 import base64
 import os
 import resource

@@ -1,7 +1,5 @@
 """Calls of Linux that Python 3.11 has no function for, Landlock's among them. Each raises OSError with its name."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct

@@ -4,8 +4,6 @@
 When process 1 ends, the kernel kills every other process in there, however it detached itself.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """What the caller and the supervisor of a sandboxed program say to each other: a frame of JSON each way."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import TypedDict

@@ -24,8 +24,6 @@ Not covered: faults of the kernel; processor caches and timing; what is readable
 no secrets in a virtual environment). Against people rather than a model that games its reward, use a virtual machine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
@@ -116,6 +114,14 @@ class SandboxResult:
         return self.outcome is Outcome.EXITED and self.exit_code == 0
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Method:
+    name: str
+    bwrap: str = ""
+    refused: tuple[str, ...] = ()
+    """Why the methods before this one do not work here."""
+
+
 _found: _Method | None = None
 _slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
@@ -165,14 +171,6 @@ async def describe() -> str:
 def command_of_python() -> list[str]:
     """The interpreter for Python source: with the packages of this environment, without the user's own."""
     return [sys.executable, "-s", "-B", PROGRAM_FILE]
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class _Method:
-    name: str
-    bwrap: str = ""
-    refused: tuple[str, ...] = ()
-    """Why the methods before this one do not work here."""
 
 
 def _candidates() -> list[_Method]:

@@ -4,8 +4,6 @@ Within namespaces: what reaches deeper into the kernel than a program needs. Wit
 processes, signals and settings of other processes, and what System V's IPC would leave behind.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -6,8 +6,6 @@ The supervisor waits for the program, its limit, or the end of the caller. Then 
 nothing is, and answers. It is the reaper of all that is orphaned below it, so that nothing can leave its sight.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

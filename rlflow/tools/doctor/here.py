@@ -25,8 +25,8 @@ from typing import Any
 from packaging.requirements import Requirement
 
 import rlflow
-from rlflow.processes.child import CLUSTER_KEYS
 from rlflow.processes.machine_limits import Limits, read_limits, read_memory
+from rlflow.processes.pool import CLUSTER_KEYS
 
 CONNECT_TIMEOUT_S = 5.0
 

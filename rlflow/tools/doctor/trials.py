@@ -17,8 +17,7 @@ from pydantic import TypeAdapter
 
 from rlflow.config import Config
 from rlflow.errors import ConfigError, DeadlineError, describe_failure
-from rlflow.processes.child import CLUSTER_KEYS
-from rlflow.processes.pool import Call, CallFailed, HostedCode, HostedProcess, ProcessLost, payload_of
+from rlflow.processes.pool import CLUSTER_KEYS, Call, CallFailed, HostedCode, HostedProcess, ProcessLost, payload_of
 from rlflow.tools.doctor.findings import Finding, error, of_config_error, warning
 from rlflow.tools.doctor.here import Here, look_around
 from rlflow.tools.doctor.machine import Check

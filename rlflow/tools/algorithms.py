@@ -1,7 +1,5 @@
 """What `rlflow algorithms` prints: every name, its options with their defaults, what it is and where it comes from."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """`rlflow doctor [key=value ...] [--cluster] [--json]`."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence
@@ -12,8 +10,7 @@ from rlflow.cluster.placement import machines_taken
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.tools.doctor.findings import Finding, as_json, as_text, check_placement, has_error, in_order
-from rlflow.tools.doctor.machine import check_machine
-from rlflow.tools.doctor.needs import needs_of
+from rlflow.tools.doctor.machine import check_machine, needs_of
 from rlflow.tools.doctor.trials import look
 
 

@@ -1,7 +1,5 @@
 """What the doctor says about one thing, and how all of it is shown: as aligned lines, or as a JSON object."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Checks Ray: whether it starts, or answers, and whether the run fits on the machines that it has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +15,7 @@ from rlflow.cluster.start import ray_cluster
 from rlflow.config import Config
 from rlflow.tools.doctor.findings import Finding, check_placement, ok, warning
 from rlflow.tools.doctor.here import Here
-from rlflow.tools.doctor.needs import Needs
+from rlflow.tools.doctor.machine import Needs
 
 
 def check_ray(here: Here, needs: Needs) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """Checks that load what a run would load: torch, vLLM, the model, the environment.
 
-A library may crash or hang, so these run in a process of their own (`libraries`). Each takes the function that does the
+A library may crash or hang, so these run in a process of their own (`trials`). Each takes the function that does the
 loading as an argument, for which tests put in a value or an error.
 """
 
@@ -17,8 +17,7 @@ from rlflow.processes.sandbox.run import describe
 from rlflow.runtime.deadlines import within
 from rlflow.tools.doctor.findings import Finding, error, of_config_error, ok, warning
 from rlflow.tools.doctor.here import Here, ModelSize
-from rlflow.tools.doctor.machine import is_in_range
-from rlflow.tools.doctor.needs import SMALLEST_WEIGHTS, Needs
+from rlflow.tools.doctor.machine import SMALLEST_WEIGHTS, Needs, is_in_range
 from rlflow.tools.dry_run.estimate import USABLE, estimate
 from rlflow.tools.dry_run.memory import size
 

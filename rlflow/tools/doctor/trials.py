@@ -21,8 +21,7 @@ from rlflow.processes.child import CLUSTER_KEYS
 from rlflow.processes.pool import Call, CallFailed, HostedCode, HostedProcess, ProcessLost, payload_of
 from rlflow.tools.doctor.findings import Finding, error, of_config_error, warning
 from rlflow.tools.doctor.here import Here, look_around
-from rlflow.tools.doctor.machine import Check
-from rlflow.tools.doctor.needs import Needs, needs_of
+from rlflow.tools.doctor.machine import Check, Needs, needs_of
 from rlflow.tools.doctor.software import (
     absent_model,
     check_engine,

@@ -3,8 +3,6 @@
 Starts nothing, and reads no weights.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

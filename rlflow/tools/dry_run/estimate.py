@@ -1,7 +1,5 @@
 """Which process gets which GPU and how much of it, how large a step is, what a new version costs. Pure arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

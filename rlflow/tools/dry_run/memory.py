@@ -6,8 +6,6 @@ What is kept stays there for the whole run. What is not is counted at its larges
 largest at the same moment: the sum errs on the safe side.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

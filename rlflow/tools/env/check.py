@@ -6,8 +6,6 @@ Environments and rewards run in processes of their own, as in a run. The rendere
 engine is missing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import statistics

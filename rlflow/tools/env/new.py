@@ -1,7 +1,5 @@
 """`rlflow env new`: a folder with a small environment that works, to be changed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rlflow.errors import ConfigError

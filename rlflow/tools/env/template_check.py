@@ -4,8 +4,6 @@ A template that rewrites earlier replies costs samples: the episode forks where 
 computed once more.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -56,7 +56,6 @@ from rlflow.tools.doctor.machine import (
     is_in_range,
     needs_of,
 )
-from rlflow.tools.doctor.ray_checks import describe_ray
 from rlflow.tools.doctor.software import (
     Torch,
     check_model,
@@ -65,6 +64,7 @@ from rlflow.tools.doctor.software import (
     check_size,
     check_torch,
     check_vllm,
+    describe_ray,
 )
 from rlflow.tools.doctor.trials import TRIALS, ask, attempt, failure, topics_of, untried
 from rlflow.tools.env.template_check import Trial

@@ -7,7 +7,7 @@ objects moved around a ring of nodes -> Link -> check_links -> findings
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from rlflow.errors import ConfigError
 from rlflow.tools.doctor.findings import Finding, error, in_order, of_config_error, ok, warning
 from rlflow.tools.doctor.here import Here, existing
 from rlflow.tools.doctor.machine import check_machine, needs_of
-from rlflow.tools.doctor.ray_checks import check_joined_ray
+from rlflow.tools.doctor.software import check_joined_ray
 from rlflow.tools.doctor.trials import look
 
 START_TIMEOUT_S = 120.0
@@ -254,7 +254,46 @@ def check_nodes(reports: Sequence[NodeReport], lost: Mapping[str, str]) -> list[
     cure = "look at `ray status` and at raylet.out there; is rlflow installed on it?"
     answer = f"all {len(reports)} nodes answer" if len(reports) > 1 else "one, and it answers"
     findings = [error("nodes", f"{name}: {reason}", cure) for name, reason in lost.items()] or [ok("nodes", answer)]
-    return [*findings, *_versions(reports), *_clocks(reports), *_files(reports)]
+    is_same = True
+    for what in ("Python", "rlflow", "Ray", "transformers", "torch", "vLLM", "driver"):
+        found: dict[str, list[str]] = {}
+        for report in reports:
+            if what in report.versions:
+                found.setdefault(report.versions[what], []).append(report.name)
+        if len(found) < 2:
+            continue
+        is_same = False
+        text = "; ".join(f"{version} on {_names(names)}" for version, names in found.items())
+        cure = "install the same one everywhere"
+        if what == "driver":
+            findings.append(warning("versions", f"NVIDIA's driver differs: {text}", cure))
+        else:
+            findings.append(error("versions", f"{what} differs: {text}", f"{cure}, or use one image"))
+    if is_same:
+        findings.append(ok("versions", "the same on all nodes"))
+    cure = "run a time service on all nodes (chronyc tracking, timedatectl status)"
+    is_skewed = False
+    for report in reports:
+        certain = abs(report.skew) - report.round_trip / 2
+        if certain > MAX_SKEW_S:
+            is_skewed = True
+            text = f"{report.name} is {report.skew:+.1f} s off the driver's"
+            findings.append((error if certain > WRONG_SKEW_S else warning)("clocks", text, cure))
+    if not is_skewed and reports:
+        most = max(reports, key=lambda report: abs(report.skew))
+        findings.append(ok("clocks", f"at most {abs(most.skew) * 1e3:.1f} ms apart (+-{most.round_trip * 500:.1f} ms)"))
+    blind = [report.name for report in reports if not report.sees_run_dir]
+    if blind:
+        text = f"{reports[0].run_dir} is not the driver's on {_names(blind)}"
+        cure = "set run.dir to a folder on a file system that all nodes have mounted at the same path"
+        findings.append(error("run directory", text, cure))
+    elif len(reports) > 1:
+        findings.append(ok("run directory", "the same on all nodes"))
+    without = [report.name for report in reports if not report.sees_model]
+    if without:
+        cure = "have HF_HOME and RLFLOW_CACHE on a file system that all nodes see, or set model.path to a folder there"
+        findings.append(error("model", f"its folder is not there on {_names(without)}", cure))
+    return findings
 
 
 def pairs_of(names: Sequence[str]) -> list[tuple[str, str]]:
@@ -275,53 +314,6 @@ def check_links(links: Sequence[Link], failed: Mapping[str, str]) -> list[Findin
             cure = "is one of them on another switch or network card, or busy? keep the trainer's ranks off it"
             findings.append(warning("bandwidth", f"{text}; the median is {usual / 1e9:.2f} GB/s", cure))
     return findings
-
-
-def _versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    is_same = True
-    for what in ("Python", "rlflow", "Ray", "transformers", "torch", "vLLM", "driver"):
-        found: dict[str, list[str]] = {}
-        for report in reports:
-            if what in report.versions:
-                found.setdefault(report.versions[what], []).append(report.name)
-        if len(found) < 2:
-            continue
-        is_same = False
-        text = "; ".join(f"{version} on {_names(names)}" for version, names in found.items())
-        if what == "driver":
-            yield warning("versions", f"NVIDIA's driver differs: {text}", "install the same one everywhere")
-        else:
-            yield error("versions", f"{what} differs: {text}", "install the same one everywhere, or use one image")
-    if is_same:
-        yield ok("versions", "the same on all nodes")
-
-
-def _clocks(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    cure = "run a time service on all nodes (chronyc tracking, timedatectl status)"
-    is_skewed = False
-    for report in reports:
-        certain = abs(report.skew) - report.round_trip / 2
-        if certain > MAX_SKEW_S:
-            is_skewed = True
-            text = f"{report.name} is {report.skew:+.1f} s off the driver's"
-            yield (error if certain > WRONG_SKEW_S else warning)("clocks", text, cure)
-    if not is_skewed and reports:
-        most = max(reports, key=lambda report: abs(report.skew))
-        yield ok("clocks", f"at most {abs(most.skew) * 1e3:.1f} ms apart (+-{most.round_trip * 500:.1f} ms)")
-
-
-def _files(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    blind = [report.name for report in reports if not report.sees_run_dir]
-    if blind:
-        text = f"{reports[0].run_dir} is not the driver's on {_names(blind)}"
-        cure = "set run.dir to a folder on a file system that all nodes have mounted at the same path"
-        yield error("run directory", text, cure)
-    elif len(reports) > 1:
-        yield ok("run directory", "the same on all nodes")
-    without = [report.name for report in reports if not report.sees_model]
-    if without:
-        cure = "have HF_HOME and RLFLOW_CACHE on a file system that all nodes see, or set model.path to a folder there"
-        yield error("model", f"its folder is not there on {_names(without)}", cure)
 
 
 def _names(names: Sequence[str]) -> str:

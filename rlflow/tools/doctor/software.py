@@ -1,4 +1,4 @@
-"""Checks that load what a run would load: torch, vLLM, the model, the environment.
+"""Checks that load what a run would load: torch, vLLM, Ray, the model, the environment.
 
 A library may crash or hang, so these run in a process of their own (`trials`). Each takes the function that does the
 loading as an argument, for which tests put in a value or an error.

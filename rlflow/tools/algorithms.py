@@ -1,7 +1,5 @@
 """What `rlflow algorithms` prints: every name, its options with their defaults, what it is and where it comes from."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +24,8 @@ def lines() -> Iterator[str]:
         for name, offers in catalog.offers().items():
             try:
                 function = resolve(kind, name).function
-                options, summary = ", ".join(_options(function)), _summary(function)
+                text = inspect.getdoc(function) or "It has no docstring."
+                options, summary = ", ".join(_options(function)), " ".join(text.partition("\n\n")[0].split())
             except ConfigError as error:
                 options, summary = "", f"cannot be used: {error}"
             packages = ", ".join(f"{path} of {package}" for path, package in offers.items() if package != "rlflow")
@@ -39,9 +38,3 @@ def _options(function: Callable[..., Any]) -> Iterator[str]:
         if parameter.kind is parameter.KEYWORD_ONLY:
             default = "required" if parameter.default is parameter.empty else parameter.default
             yield f"{name}={'null' if default is None else default}"
-
-
-def _summary(function: Callable[..., Any]) -> str:
-    """The first paragraph of the docstring, in one line."""
-    text = inspect.getdoc(function) or "It has no docstring."
-    return " ".join(text.partition("\n\n")[0].split())

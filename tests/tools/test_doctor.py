@@ -47,9 +47,15 @@ from rlflow.tools.doctor.here import (
     probe_space,
     ray_folder,
 )
-from rlflow.tools.doctor.machine import Check, check_environment, check_machine, check_packages, is_in_range
-from rlflow.tools.doctor.needs import Needs, needs_of
-from rlflow.tools.doctor.ray_checks import describe_ray
+from rlflow.tools.doctor.machine import (
+    Check,
+    Needs,
+    check_environment,
+    check_machine,
+    check_packages,
+    is_in_range,
+    needs_of,
+)
 from rlflow.tools.doctor.software import (
     Torch,
     check_model,
@@ -58,6 +64,7 @@ from rlflow.tools.doctor.software import (
     check_size,
     check_torch,
     check_vllm,
+    describe_ray,
 )
 from rlflow.tools.doctor.trials import TRIALS, ask, attempt, failure, topics_of, untried
 from rlflow.tools.env.template_check import Trial
@@ -79,6 +86,7 @@ HERE = Here(
     computes=True,
     hostname="node",
     python="3.11.7",
+    executable="/usr/bin/python",
     rlflow="0.1.0",
     written=1_800_000_000.0,
     clock=1_800_086_400.0,

@@ -4,12 +4,10 @@ an actor on each node -> its findings, its versions -> NodeReport -> check_nodes
 objects moved around a ring of nodes -> Link -> check_links -> findings
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +25,9 @@ from rlflow.cluster.start import ray_cluster
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.tools.doctor.findings import Finding, error, in_order, of_config_error, ok, warning
-from rlflow.tools.doctor.here import existing
-from rlflow.tools.doctor.machine import check_machine
-from rlflow.tools.doctor.needs import Needs, needs_of
-from rlflow.tools.doctor.ray_checks import check_joined_ray
+from rlflow.tools.doctor.here import Here, existing
+from rlflow.tools.doctor.machine import check_machine, needs_of
+from rlflow.tools.doctor.software import check_joined_ray
 from rlflow.tools.doctor.trials import look
 
 START_TIMEOUT_S = 120.0
@@ -90,19 +87,17 @@ class Visitor:
     def clock(self) -> float:
         return time.time()
 
-    def look(self, config: Config, run_dir: str, computes: bool) -> None:
+    def look(self, config: Config, run_dir: Path, computes: bool) -> tuple[Here, list[Finding]]:
         """Find out what does not depend on the settings of a run, which the driver checks."""
-        environment = _environment_of_node()
+        environment = dict(os.environ)
+        parent = Path(f"/proc/{os.getppid()}")
+        if (parent / "comm").read_text().strip() == "raylet":  # its variables are what a process of a run starts with
+            entries = (parent / "environ").read_bytes().decode(errors="replace").split("\0")
+            environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
         # Ray hides the GPUs from this actor, because it asked for none.
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         os.environ.update({name: environment[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in environment})
-        self._here, self._tried = look(
-            config, Path(run_dir), environment, is_run=False, computes=computes, with_ray=False
-        )
-
-    def report(self, needs: Needs) -> tuple[list[Finding], dict[str, str]]:
-        """Findings and versions, after `look`."""
-        return in_order([*self._tried, *check_machine(self._here, needs)]), self._here.versions
+        return look(config, run_dir, environment, is_run=False, computes=computes, with_ray=False)
 
     def sees(self, paths: Sequence[str]) -> list[bool]:
         return [Path(path).exists() for path in paths]
@@ -140,7 +135,7 @@ def _examine(config: Config, run_dir: Path, *, is_run: bool) -> dict[str, list[F
     own = next(name for name, node in nodes.items() if node["NodeID"] == ray.get_runtime_context().get_node_id())
     visitors, clocks, lost = _visit(nodes)
     others = {name: visitor for name, visitor in visitors.items() if name != own}
-    looks = {name: visitor.look.remote(config, str(run_dir), computes[name]) for name, visitor in others.items()}
+    looks = {name: visitor.look.remote(config, run_dir, computes[name]) for name, visitor in others.items()}
     with ExitStack() as stack:
         token = ""  # when no file can be written, a finding of its own says so
         try:
@@ -151,17 +146,15 @@ def _examine(config: Config, run_dir: Path, *, is_run: bool) -> dict[str, list[F
         here, tried = look(config, run_dir, os.environ, is_run=is_run, computes=computes[own], with_ray=False)
         needs = needs_of(config, here.size, is_run=is_run)
         looked, silent = _gather(looks, LOOK_TIMEOUT_S)
-        reported, failed = _gather({name: others[name].report.remote(needs) for name in looked}, ANSWER_TIMEOUT_S)
         paths = [token, here.folder]
         seen, blind = _gather({name: each.sees.remote(paths) for name, each in visitors.items()}, ANSWER_TIMEOUT_S)
-    findings = [*tried, *check_machine(here, needs), *check_joined_ray(here, needs)]
-    reported[own] = in_order(findings), here.versions
-    lost = {**blind, **failed, **silent, **lost}
+    looked[own] = here, [*tried, *check_joined_ray(here, needs)]
+    lost = {**blind, **silent, **lost}
     names = [name for name in sorted(nodes, key=lambda name: name != own) if name not in lost]
     reports = [
         NodeReport(
             name=name,
-            versions=reported[name][1],
+            versions=looked[name][0].versions,
             run_dir=str(run_dir),
             sees_run_dir=seen[name][0],
             sees_model=seen[name][1],
@@ -173,7 +166,10 @@ def _examine(config: Config, run_dir: Path, *, is_run: bool) -> dict[str, list[F
     # Data goes between nodes that compute; a head that computes nothing holds none.
     ends = [name for name in names if computes[name]]
     links = _measure(visitors, pairs_of(ends if len(ends) > 1 else names), nodes)
-    places = {f"this machine, {name}" if name == own else name: reported[name][0] for name in names}
+    places: dict[str, list[Finding]] = {}
+    for name in names:
+        there, found = looked[name]
+        places[f"this machine, {name}" if name == own else name] = in_order([*found, *check_machine(there, needs)])
     return {**places, "the cluster": [*check_nodes(reports, lost), *check_links(*links)]}
 
 
@@ -253,21 +249,51 @@ def _reason(problem: RayError) -> str:
     return (str(problem).strip() or type(problem).__name__).splitlines()[-1].strip()
 
 
-def _environment_of_node() -> dict[str, str]:
-    """What a process of a run starts with: the variables of Ray's own process, which has started this one."""
-    parent = Path(f"/proc/{os.getppid()}")
-    if (parent / "comm").read_text().strip() != "raylet":
-        return dict(os.environ)
-    entries = (parent / "environ").read_bytes().decode(errors="replace").split("\0")
-    return {name: value for name, separator, value in (entry.partition("=") for entry in entries) if separator}
-
-
 def check_nodes(reports: Sequence[NodeReport], lost: Mapping[str, str]) -> list[Finding]:
-    """`lost` are nodes that did not answer, with the reason."""
+    """What differs between the nodes. `lost` are nodes that did not answer, with the reason."""
     cure = "look at `ray status` and at raylet.out there; is rlflow installed on it?"
-    findings = [error("nodes", f"{name}: {reason}", cure) for name, reason in lost.items()]
     answer = f"all {len(reports)} nodes answer" if len(reports) > 1 else "one, and it answers"
-    return [*(findings or [ok("nodes", answer)]), *_versions(reports), *_clocks(reports), *_files(reports)]
+    findings = [error("nodes", f"{name}: {reason}", cure) for name, reason in lost.items()] or [ok("nodes", answer)]
+    is_same = True
+    for what in ("Python", "rlflow", "Ray", "transformers", "torch", "vLLM", "driver"):
+        found: dict[str, list[str]] = {}
+        for report in reports:
+            if what in report.versions:
+                found.setdefault(report.versions[what], []).append(report.name)
+        if len(found) < 2:
+            continue
+        is_same = False
+        text = "; ".join(f"{version} on {_names(names)}" for version, names in found.items())
+        cure = "install the same one everywhere"
+        if what == "driver":
+            findings.append(warning("versions", f"NVIDIA's driver differs: {text}", cure))
+        else:
+            findings.append(error("versions", f"{what} differs: {text}", f"{cure}, or use one image"))
+    if is_same:
+        findings.append(ok("versions", "the same on all nodes"))
+    cure = "run a time service on all nodes (chronyc tracking, timedatectl status)"
+    is_skewed = False
+    for report in reports:
+        certain = abs(report.skew) - report.round_trip / 2
+        if certain > MAX_SKEW_S:
+            is_skewed = True
+            text = f"{report.name} is {report.skew:+.1f} s off the driver's"
+            findings.append((error if certain > WRONG_SKEW_S else warning)("clocks", text, cure))
+    if not is_skewed and reports:
+        most = max(reports, key=lambda report: abs(report.skew))
+        findings.append(ok("clocks", f"at most {abs(most.skew) * 1e3:.1f} ms apart (+-{most.round_trip * 500:.1f} ms)"))
+    blind = [report.name for report in reports if not report.sees_run_dir]
+    if blind:
+        text = f"{reports[0].run_dir} is not the driver's on {_names(blind)}"
+        cure = "set run.dir to a folder on a file system that all nodes have mounted at the same path"
+        findings.append(error("run directory", text, cure))
+    elif len(reports) > 1:
+        findings.append(ok("run directory", "the same on all nodes"))
+    without = [report.name for report in reports if not report.sees_model]
+    if without:
+        cure = "have HF_HOME and RLFLOW_CACHE on a file system that all nodes see, or set model.path to a folder there"
+        findings.append(error("model", f"its folder is not there on {_names(without)}", cure))
+    return findings
 
 
 def pairs_of(names: Sequence[str]) -> list[tuple[str, str]]:
@@ -288,53 +314,6 @@ def check_links(links: Sequence[Link], failed: Mapping[str, str]) -> list[Findin
             cure = "is one of them on another switch or network card, or busy? keep the trainer's ranks off it"
             findings.append(warning("bandwidth", f"{text}; the median is {usual / 1e9:.2f} GB/s", cure))
     return findings
-
-
-def _versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    is_same = True
-    for what in ("Python", "rlflow", "Ray", "transformers", "torch", "vLLM", "driver"):
-        found: dict[str, list[str]] = {}
-        for report in reports:
-            if what in report.versions:
-                found.setdefault(report.versions[what], []).append(report.name)
-        if len(found) < 2:
-            continue
-        is_same = False
-        text = "; ".join(f"{version} on {_names(names)}" for version, names in found.items())
-        if what == "driver":
-            yield warning("versions", f"NVIDIA's driver differs: {text}", "install the same one everywhere")
-        else:
-            yield error("versions", f"{what} differs: {text}", "install the same one everywhere, or use one image")
-    if is_same:
-        yield ok("versions", "the same on all nodes")
-
-
-def _clocks(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    cure = "run a time service on all nodes (chronyc tracking, timedatectl status)"
-    is_skewed = False
-    for report in reports:
-        certain = abs(report.skew) - report.round_trip / 2
-        if certain > MAX_SKEW_S:
-            is_skewed = True
-            text = f"{report.name} is {report.skew:+.1f} s off the driver's"
-            yield (error if certain > WRONG_SKEW_S else warning)("clocks", text, cure)
-    if not is_skewed and reports:
-        most = max(reports, key=lambda report: abs(report.skew))
-        yield ok("clocks", f"at most {abs(most.skew) * 1e3:.1f} ms apart (+-{most.round_trip * 500:.1f} ms)")
-
-
-def _files(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    blind = [report.name for report in reports if not report.sees_run_dir]
-    if blind:
-        text = f"{reports[0].run_dir} is not the driver's on {_names(blind)}"
-        cure = "set run.dir to a folder on a file system that all nodes have mounted at the same path"
-        yield error("run directory", text, cure)
-    elif len(reports) > 1:
-        yield ok("run directory", "the same on all nodes")
-    without = [report.name for report in reports if not report.sees_model]
-    if without:
-        cure = "have HF_HOME and RLFLOW_CACHE on a file system that all nodes see, or set model.path to a folder there"
-        yield error("model", f"its folder is not there on {_names(without)}", cure)
 
 
 def _names(names: Sequence[str]) -> str:

@@ -1,7 +1,5 @@
 """`rlflow doctor [key=value ...] [--cluster] [--json]`."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence
@@ -11,9 +9,8 @@ from pathlib import Path
 from rlflow.cluster.placement import machines_taken
 from rlflow.config import Config
 from rlflow.errors import ConfigError
-from rlflow.tools.doctor.findings import Finding, as_json, as_text, check_placement, has_error, in_order
-from rlflow.tools.doctor.machine import check_machine
-from rlflow.tools.doctor.needs import needs_of
+from rlflow.tools.doctor.findings import Finding, as_json, as_text, check_placement, in_order
+from rlflow.tools.doctor.machine import check_machine, needs_of
 from rlflow.tools.doctor.trials import look
 
 
@@ -42,5 +39,6 @@ def doctor(config: Config, *, is_run: bool, cluster: bool, json_wanted: bool) ->
         findings = [*tried, *check_machine(here, needs_of(config, here.size, is_run=is_run))]
         findings += check_placement(partial(machines_taken, config)) if is_for_pods else ()
         places: dict[str, list[Finding]] = {"this machine": in_order(findings)}
-    print(json.dumps(as_json(places)) if json_wanted else as_text(places))
-    return int(has_error(places))
+    shown = as_json(places)
+    print(json.dumps(shown) if json_wanted else as_text(places))
+    return int(not shown["ok"])

@@ -1,7 +1,5 @@
 """What the doctor says about one thing, and how all of it is shown: as aligned lines, or as a JSON object."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -97,10 +95,6 @@ def as_text(places: Mapping[str, Sequence[Finding]]) -> str:
 def as_json(places: Mapping[str, Sequence[Finding]]) -> dict[str, Any]:
     """{"ok": whether there is no error, "places": {place: [finding]}}"""
     return {
-        "ok": not has_error(places),
+        "ok": not any(each.level is Level.error for found in places.values() for each in found),
         "places": {place: [asdict(each) for each in found] for place, found in places.items()},
     }
-
-
-def has_error(places: Mapping[str, Sequence[Finding]]) -> bool:
-    return any(finding.level is Level.error for found in places.values() for finding in found)

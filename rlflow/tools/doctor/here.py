@@ -2,10 +2,8 @@
 
     look_around -> Here, literal values -> checks -> findings
 
-Tests write a Here down. The trials (`libraries`) fill in its last three fields, because other checks need them.
+Tests write a Here down. The trials (`software`) fill in its last three fields, because other checks need them.
 """
-
-from __future__ import annotations
 
 import os
 import platform
@@ -13,6 +11,7 @@ import re
 import resource
 import shutil
 import socket
+import sys
 import tempfile
 import time
 import tomllib
@@ -75,6 +74,7 @@ class Here:
     """Whether engines or trainers may be on it."""
     hostname: str
     python: str
+    executable: str
     rlflow: str
     written: float
     """When rlflow's newest file was written."""
@@ -153,6 +153,7 @@ def look_around(run_dir: Path, environment: Mapping[str, str], *, computes: bool
         computes=computes,
         hostname=socket.gethostname(),
         python=platform.python_version(),
+        executable=sys.executable,
         rlflow=rlflow.__version__,
         written=max(path.stat().st_mtime for path in Path(rlflow.__file__).parent.rglob("*.py")),
         clock=time.time(),
@@ -230,18 +231,15 @@ def probe_packages() -> tuple[Package, ...] | None:
         except metadata.PackageNotFoundError:
             return None
         extras = ["", *(found.get_all("Provides-Extra") or ())]
-        requirements = [Requirement(each) for each in found.get_all("Requires-Dist") or ()]
-        wanted = [(_extra_of(each, extras), each) for each in requirements]
+        wanted = []
+        for each in map(Requirement, found.get_all("Requires-Dist") or ()):
+            marker = each.marker  # "" comes first: what is always needed
+            extra = next((extra for extra in extras if marker is None or marker.evaluate({"extra": extra})), "")
+            wanted.append((extra, each))
     return tuple(
         Package(name=each.name, wanted=str(each.specifier), extra=extra, installed=_installed(each.name))
         for extra, each in wanted
     )
-
-
-def _extra_of(requirement: Requirement, extras: list[str]) -> str:
-    """The first extra under which its marker holds; that is "" for what is always needed."""
-    marker = requirement.marker
-    return next((extra for extra in extras if marker is None or marker.evaluate({"extra": extra})), "")
 
 
 def _installed(name: str) -> str | None:

@@ -1,24 +1,27 @@
-"""Checks that load what a run would load: torch, vLLM, the model, the environment.
+"""Checks that load what a run would load: torch, vLLM, Ray, the model, the environment.
 
-A library may crash or hang, so these run in a process of their own (`libraries`). Each takes the function that does the
+A library may crash or hang, so these run in a process of their own (`trials`). Each takes the function that does the
 loading as an argument, for which tests put in a value or an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rlflow.cluster.fit_errors import check_counts
+from rlflow.cluster.gpus import check_gpus
+from rlflow.cluster.placement import describe as describe_places
+from rlflow.cluster.placement import fit
 from rlflow.config import Config
 from rlflow.errors import ConfigError, DeadlineError, SandboxError
 from rlflow.models.resolve import resolve_config, resolve_model, resolve_reward_model
 from rlflow.processes.sandbox.run import describe
 from rlflow.runtime.deadlines import within
-from rlflow.tools.doctor.findings import Finding, error, of_config_error, ok, warning
+from rlflow.tools.doctor.findings import Finding, check_placement, error, of_config_error, ok, warning
 from rlflow.tools.doctor.here import Here, ModelSize
-from rlflow.tools.doctor.machine import is_in_range
-from rlflow.tools.doctor.needs import SMALLEST_WEIGHTS, Needs
+from rlflow.tools.doctor.machine import SMALLEST_WEIGHTS, Needs, is_in_range
 from rlflow.tools.dry_run.estimate import USABLE, estimate
 from rlflow.tools.dry_run.memory import size
 
@@ -82,37 +85,28 @@ def check_torch(here: Here, needs: Needs, load: Callable[[], Torch] = load_torch
         yield error("torch", f"it is {torch.version}; rlflow needs {package.wanted}", cure)
     else:
         yield ok("torch", f"{torch.version}, {f'for CUDA {torch.cuda}' if torch.cuda else 'for the CPU'}")
-    yield _gpus(here, torch)
-    if torch.gpus:
-        yield ok("NCCL", torch.nccl)
-
-
-def _gpus(here: Here, torch: Torch) -> Finding:
     name = "GPUs"
     if torch.gpus:
         sizes = {f"{model}, {size(num_bytes)}" for model, num_bytes in torch.gpus}
         driver = f"; driver {here.driver}" if here.driver else ""
-        return ok(name, f"{len(torch.gpus)} ({'; '.join(sorted(sizes))}){driver}")
-    if not here.gpu_devices and torch.cuda:
+        yield ok(name, f"{len(torch.gpus)} ({'; '.join(sorted(sizes))}){driver}")
+        yield ok("NCCL", torch.nccl)
+    elif not here.gpu_devices and torch.cuda:
         reason = f" ({torch.cuda_problem})" if torch.cuda_problem else ""
-        return error(name, f"there are none{reason}, and this torch is built for CUDA {torch.cuda}", _GIVE_GPUS)
-    if not here.gpu_devices:
-        return ok(name, "none: runs on the CPU")
-    if not torch.cuda:
+        yield error(name, f"there are none{reason}, and this torch is built for CUDA {torch.cuda}", _GIVE_GPUS)
+    elif not here.gpu_devices:
+        yield ok(name, "none: runs on the CPU")
+    elif not torch.cuda:
         cure = "pip install rlflow[gpu] in a virtual environment of its own"
-        return error(name, f"{here.gpu_devices} are here, but this torch is built for the CPU", cure)
-    if torch.cuda_problem:
-        cure = (
-            f"install a driver for CUDA {torch.cuda} or later (here is {here.driver or 'none'})"
-            if "driver" in torch.cuda_problem.lower()
-            else "look at nvidia-smi and dmesg; another program may hold the GPU"
-        )
-        return error(name, f"CUDA does not work: {torch.cuda_problem}", cure)
-    return warning(
-        name,
-        f"{here.gpu_devices} are here, and torch sees none of them",
-        "unset CUDA_VISIBLE_DEVICES; in a container, give it the GPUs (docker run --gpus all)",
-    )
+        yield error(name, f"{here.gpu_devices} are here, but this torch is built for the CPU", cure)
+    elif torch.cuda_problem:
+        cure = "look at nvidia-smi and dmesg; another program may hold the GPU"
+        if "driver" in torch.cuda_problem.lower():
+            cure = f"install a driver for CUDA {torch.cuda} or later (here is {here.driver or 'none'})"
+        yield error(name, f"CUDA does not work: {torch.cuda_problem}", cure)
+    else:
+        cure = "unset CUDA_VISIBLE_DEVICES; in a container, give it the GPUs (docker run --gpus all)"
+        yield warning(name, f"{here.gpu_devices} are here, and torch sees none of them", cure)
 
 
 def load_vllm() -> tuple[str, str, int]:
@@ -257,6 +251,58 @@ def check_tasks(here: Here, needs: Needs) -> Iterator[Finding]:
 
     load_environment(needs.config.env, needs.config.reward)
     yield ok("tasks", f"env.name={needs.config.env.name} and its reward load")
+
+
+def check_ray(here: Here, needs: Needs) -> Iterator[Finding]:
+    """Start Ray, or join it, as a run would. Raises whatever Ray raises, and ConfigError."""
+    import ray
+
+    from rlflow.cluster.start import ray_cluster
+
+    with ray_cluster(needs.config):
+        ray.get(ray.remote(_nothing).options(num_cpus=0).remote())
+        yield from check_joined_ray(here, needs)
+
+
+def _nothing() -> None:
+    """What a worker does to show that it can be started, and that rlflow is there."""
+
+
+def check_joined_ray(here: Here, needs: Needs) -> Iterator[Finding]:
+    """The cluster that this process is part of, and whether the run fits on it."""
+    import ray
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
+    from rlflow.cluster.devices import machines_of_nodes, nodes_there
+
+    config, nodes, resources = needs.config, nodes_there(), ray.cluster_resources()
+    counts = {"node": len(nodes), "CPU": int(resources.get("CPU", 0)), "GPU": int(resources.get("GPU", 0))}
+    is_joined = config.cluster.address is not None
+    yield describe_ray(here, counts, is_joined=is_joined, has_tokens=is_token_auth_enabled())
+
+    def place() -> Sequence[str]:
+        """As `Devices` would place the run on machines that nobody else uses. Raises ConfigError."""
+        machines = machines_of_nodes(nodes, is_joined=is_joined)
+        num_gpus = sum(machine.gpus for machine in machines)
+        check_gpus(config, num_gpus)
+        check_counts(config.cluster.pools, machines)
+        return describe_places(fit(config, machines), machines) if is_joined or num_gpus else ()
+
+    if needs.is_run:
+        yield from check_placement(place)
+
+
+def describe_ray(here: Here, counts: Mapping[str, int], *, is_joined: bool, has_tokens: bool) -> Finding:
+    """`is_joined`: whether Ray was there already; `has_tokens`: whether it asks for one."""
+    package = here.package("ray")
+    version = (package and package.installed) or "a version that is not known"
+    sizes = ", ".join(f"{count} {what}" if count == 1 else f"{count} {what}s" for what, count in counts.items())
+    text = f"{version} answers; {sizes}"
+    if is_joined and not has_tokens:
+        cure = "ray get-auth-token --generate, bring the token to all nodes, and start Ray with RAY_AUTH_MODE=token"
+        risk = "it asks for no token: anybody who reaches its ports can run programs there"
+        return warning("Ray", f"{text}; {risk}", cure)
+    return ok("Ray", f"{text}; asks for a token" if has_tokens else text)
 
 
 async def check_sandbox(needs: Needs, look: Callable[[], Awaitable[str]] = describe) -> Finding:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -20,12 +20,12 @@ from rlflow.errors import ConfigError, DeadlineError, describe_failure
 from rlflow.processes.pool import CLUSTER_KEYS, Call, CallFailed, HostedCode, HostedProcess, ProcessLost, payload_of
 from rlflow.tools.doctor.findings import Finding, error, of_config_error, warning
 from rlflow.tools.doctor.here import Here, look_around
-from rlflow.tools.doctor.machine import Check
-from rlflow.tools.doctor.needs import Needs, needs_of
+from rlflow.tools.doctor.machine import Check, Needs, needs_of
 from rlflow.tools.doctor.software import (
     absent_model,
     check_engine,
     check_model,
+    check_ray,
     check_reward_model,
     check_sandbox,
     check_size,
@@ -38,12 +38,6 @@ TRIAL_TIMEOUT_S = 180.0
 """For each process. Importing vLLM takes up to a minute from a cold network disk."""
 
 
-def _check_ray(here: Here, needs: Needs) -> Iterator[Finding]:
-    from rlflow.tools.doctor.ray_checks import check_ray  # imports Ray
-
-    return check_ray(here, needs)
-
-
 TRIALS: dict[str, tuple[str, Check]] = {
     "torch": ("torch", check_torch),
     "vllm": ("vLLM", check_vllm),
@@ -52,7 +46,7 @@ TRIALS: dict[str, tuple[str, Check]] = {
     "reward_model": ("reward model", check_reward_model),
     "engine": ("engine", check_engine),
     "environment": ("tasks", check_tasks),
-    "ray": ("Ray", _check_ray),
+    "ray": ("Ray", check_ray),
 }
 """Topic -> what findings about its failure are called, and the check."""
 

@@ -3,8 +3,6 @@
 Starts nothing, and reads no weights.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +27,12 @@ _CURES = {
     "critic": "as for the trainer",
     "reference": "take a smaller model or algorithm.kl_coefficient=0",
     "reward_model": "take a smaller reward.model",
+}
+_WHERE = {
+    Transport.shm: "in /dev/shm of each machine with ranks of the trainer; engines read it there",
+    Transport.p2p: "sent to each engine: what its workers hold, by the ranks that have it",
+    Transport.ipc: "copied by each engine out of the memory of the trainer's GPUs",
+    Transport.disk: "in run.dir for a whole version; in bfloat16 most versions are a part of that",
 }
 
 
@@ -62,13 +66,19 @@ def as_json(found: Estimate) -> dict[str, Any]:
 
 def as_text(found: Estimate, config: Config) -> str:
     model = f"{found.model_type}, {found.num_layers} layers, {found.num_parameters:,} parameters, {found.dtype}"
+    weights, largest = found.weights, f"the largest tensor {size(found.weights.largest)} in float32"
     sections = [
         [f"{found.recipe}: {model}", "Worked out from the settings and config.json; nothing was started."],
         _gpus(found),
         *([["Machines", *(f"  {line}" for line in found.machines)]] if found.machines else []),
         *(_process(name, memory, found.micro_batch_tokens) for name, memory in found.processes.items()),
         _step(found, config),
-        _weights(config, found),
+        [
+            "A new version of the weights",
+            f"  {size(weights.staged):>10}  {_WHERE[transport_of(config)]}",
+            *([f"  {size(weights.gathered):>10}  gathered by the ranks; {largest}"] if weights.gathered else []),
+            f"  {size(weights.loaded):>10}  of main memory for each trainer rank, once, to load the model in float32",
+        ],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections)
 
@@ -110,26 +120,6 @@ def _step(found: Estimate, config: Config) -> list[str]:
         f"  an engine's cache holds {_count(batch.cached_sequences, 'sequence')} of "
         f"{config.model.max_length:,} tokens, and more of shorter ones; rollout.max_running="
         f"{config.rollout.max_running}",
-    ]
-
-
-_WHERE = {
-    Transport.shm: "in /dev/shm of each machine with ranks of the trainer; engines read it there",
-    Transport.p2p: "sent to each engine: what its workers hold, by the ranks that have it",
-    Transport.ipc: "copied by each engine out of the memory of the trainer's GPUs",
-    Transport.disk: "in run.dir for a whole version; in bfloat16 most versions are a part of that",
-}
-
-
-def _weights(config: Config, found: Estimate) -> list[str]:
-    weights = found.weights
-    largest = f"the largest tensor {size(weights.largest)} in float32"
-    gathered = f"  {size(weights.gathered):>10}  gathered by the ranks; {largest}"
-    return [
-        "A new version of the weights",
-        f"  {size(weights.staged):>10}  {_WHERE[transport_of(config)]}",
-        *([gathered] if weights.gathered else []),
-        f"  {size(weights.loaded):>10}  of main memory for each trainer rank, once, to load the model in float32",
     ]
 
 

@@ -1,7 +1,5 @@
 """Which process gets which GPU and how much of it, how large a step is, what a new version costs. Pure arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -164,21 +162,17 @@ def _gpus(config: Config, plan: GpuPlan, processes: dict[ProcessKind, ProcessMem
         for start, stop in pairwise(edges):
             if kind is ProcessKind.trainer:
                 here = [sharer for sharer in plan.sharing if plan.counts[sharer] > start]
-                holds, num_bytes = _together(config, here, start, stop), _most(here, processes)
+                names = [_numbered(sharer, start, stop) for sharer in here]
+                if config.cluster.placement is Placement.colocated:
+                    num_in_turn = 3 if ProcessKind.critic in here else 2
+                    names[:num_in_turn] = [f"{names[0]} and {', '.join(names[1:num_in_turn])}, in turn"]
+                holds, num_bytes = "; ".join(names), _most(here, processes)
             else:
                 each = f" on {plan.per_engine} GPUs each" if kind is ProcessKind.engine and plan.per_engine > 1 else ""
                 holds, num_bytes = _numbered(kind, 0, plan.counts[kind]) + each, processes[kind].total
             first, next_gpu = next_gpu, next_gpu + stop - start
             size = smallest_gpu(num_bytes)
             yield GpuRange(first=first, last=next_gpu - 1, holds=holds, num_bytes=num_bytes, gpu_size=size)
-
-
-def _together(config: Config, kinds: Sequence[ProcessKind], first: int, stop: int) -> str:
-    names = [_numbered(kind, first, stop) for kind in kinds]
-    if config.cluster.placement is Placement.colocated:
-        num_in_turn = 3 if ProcessKind.critic in kinds else 2
-        names[:num_in_turn] = [f"{names[0]} and {', '.join(names[1:num_in_turn])}, in turn"]
-    return "; ".join(names)
 
 
 def _most(kinds: Sequence[ProcessKind], processes: dict[ProcessKind, ProcessMemory]) -> int:

@@ -6,8 +6,6 @@ What is kept stays there for the whole run. What is not is counted at its larges
 largest at the same moment: the sum errs on the safe side.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -169,7 +167,11 @@ def trainer_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logit
         items.insert(0, Item(name="frozen parameters", num_bytes=frozen, note=narrow))
     if transport_of(config) in (Transport.p2p, Transport.ipc):
         items.append(Item(name="weights for the engines", num_bytes=frozen, note=narrow))
-    items += [*_gathered(config, facts), _activations(config, facts, num_tokens)]
+    is_on = config.trainer.gradient_checkpointing
+    num_bytes = activation_bytes(facts, num_tokens, with_checkpointing=is_on)
+    other = size(activation_bytes(facts, num_tokens, with_checkpointing=not is_on))
+    note = f"trainer.gradient_checkpointing={str(is_on).lower()}; {other} if {str(not is_on).lower()}"
+    items += [*_gathered(config, facts), Item(name="activations", num_bytes=num_bytes, note=note, is_kept=False)]
     # The logits of some rows at once, the output layer's float32 gradient if it has one, and the hidden states with
     # theirs.
     rows = logit_rows(facts, -(-num_tokens // parallel), max_logits)
@@ -193,14 +195,6 @@ def _gathered(config: Config, facts: ModelFacts) -> list[Item]:
         Item(name="gathered parameters", num_bytes=width * whole, note=parameters, is_kept=False),
         Item(name="gradients to be scattered", num_bytes=(width + FLOAT32) * largest, note=gradients, is_kept=False),
     ]
-
-
-def _activations(config: Config, facts: ModelFacts, num_tokens: int) -> Item:
-    is_on = config.trainer.gradient_checkpointing
-    num_bytes = activation_bytes(facts, num_tokens, with_checkpointing=is_on)
-    other = size(activation_bytes(facts, num_tokens, with_checkpointing=not is_on))
-    note = f"trainer.gradient_checkpointing={str(is_on).lower()}; {other} if {str(not is_on).lower()}"
-    return Item(name="activations", num_bytes=num_bytes, note=note, is_kept=False)
 
 
 def activation_bytes(facts: ModelFacts, num_tokens: int, *, with_checkpointing: bool) -> int:

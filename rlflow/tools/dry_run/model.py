@@ -1,7 +1,5 @@
 """A model's facts from its config.json: the model is built on the meta device, where tensors have no memory."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from functools import partial

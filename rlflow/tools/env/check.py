@@ -6,8 +6,6 @@ Environments and rewards run in processes of their own, as in a run. The rendere
 engine is missing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import statistics
@@ -16,12 +14,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from rlflow.config import Config
 from rlflow.environments.find import load_environment
 from rlflow.environments.pool import EnvironmentPool
-from rlflow.envs.base import POLICY, Environment, EnvironmentSpec, Program, ToolSchema
+from rlflow.envs.base import POLICY, Environment, EnvironmentSpec, Program
 from rlflow.errors import ConfigError
 from rlflow.models.resolve import resolve_model
 from rlflow.rewards.choose import choose_rewards, is_environment_alone
@@ -117,7 +115,15 @@ async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -
             episode = await play_episode(worlds, task, chat, limits, gateway=gateway)
             return summarize(episode, None if episode.end.is_error else await score(episode.transcript))
 
-        for name, script in scripts_of(spec, tasks).items():
+        scripts: dict[str, Script] = {
+            "nonsense": lambda task, messages: NONSENSE,
+            "broken call": lambda task, messages: BROKEN_CALL,
+        }
+        if spec.expert is not None:
+            scripts = {"expert": spec.expert, **scripts}
+        elif all(task.answer is not None for task in tasks):
+            scripts = {"expert": lambda task, messages: task.answer or "", **scripts}
+        for name, script in scripts.items():
             played.append(Played(name=name, episodes=await asyncio.gather(*(play(task, script) for task in tasks))))
     template = check_template(renderer)
     return Report(played=played, slowest=slowest, template=template, problems=_problems(played, template))
@@ -151,17 +157,6 @@ def _timed(call: Callable[P, Awaitable[T]], phase: str, slowest: dict[str, float
     return timed
 
 
-def scripts_of(spec: EnvironmentSpec, tasks: Sequence[Task]) -> dict[str, Script]:
-    """Name -> script: two that should earn little, and `expert` if there is one or tasks have answers."""
-    scripts: dict[str, Script] = {
-        "nonsense": lambda task, messages: NONSENSE,
-        "broken call": lambda task, messages: BROKEN_CALL,
-    }
-    has_answers = all(task.answer is not None for task in tasks)
-    expert = spec.expert or ((lambda task, messages: task.answer or "") if has_answers else None)
-    return {"expert": expert, **scripts} if expert is not None else scripts
-
-
 class ScriptedChat(Chat):
     """The policy says what the script says; other agents say `NONSENSE`."""
 
@@ -172,17 +167,9 @@ class ScriptedChat(Chat):
         self._scripted_renderer = renderer
         self._text = NONSENSE
 
-    async def reply(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSchema] = (),
-        *,
-        agent: str = POLICY,
-        trainable: bool = True,
-        max_new_tokens: int | None = None,
-    ) -> Reply:
+    async def reply(self, messages: Sequence[Message], *arguments: Any, agent: str = POLICY, **options: Any) -> Reply:
         self._text = self._script(self._task, messages) if agent == POLICY else NONSENSE
-        return await super().reply(messages, tools, agent=agent, trainable=trainable, max_new_tokens=max_new_tokens)
+        return await super().reply(messages, *arguments, agent=agent, **options)
 
     async def _complete(self, request: GenerateRequest, /) -> Completion:
         ids = self._scripted_renderer.as_sampled(self._text)

@@ -1,14 +1,11 @@
 """`rlflow env new`: a folder with a small environment that works, to be changed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rlflow.errors import ConfigError
 
-_DATA = '''"""The tasks of {name}."""
-
-from __future__ import annotations
+_FILES = {
+    "data.py": '''"""The tasks of {name}."""
 
 from rlflow.types import Message, Task
 
@@ -23,11 +20,8 @@ def make_tasks(size: int) -> list[Task]:
 def _task(word: str, index: int) -> Task:
     question = Message(role="user", content=f"Spell the word {{word}} backwards, in small letters.")
     return Task(id=f"{name}/{{index}}", prompt=(question,), answer=word[::-1])
-'''
-
-_ENV = '''"""The world of {name}: one wrong answer is forgiven."""
-
-from __future__ import annotations
+''',
+    "env.py": '''"""The world of {name}: one wrong answer is forgiven."""
 
 from functools import partial
 
@@ -59,30 +53,26 @@ class World(Environment):
             return Step(done=True)
         self.is_last = True
         return Step(messages=[Message(role="user", content="That is not right. Try once more, with the word only.")])
-'''
-
-_REWARD = '''"""The reward of {name}."""
-
-from __future__ import annotations
+''',
+    "reward.py": '''"""The reward of {name}."""
 
 
 def exact(completion: str, answer: str) -> float:
     """1.0 when the last reply is the answer and nothing else. Parameters go by name; `None` would mean no verdict."""
     return float(completion.strip() == answer)
-'''
-
-_CONFIG = """# The defaults of `load`, to copy into a recipe under env.args.
+''',
+    "config.yaml": """# The defaults of `load`, to copy into a recipe under env.args.
 size: 600
-"""
-
-_README = """# {name}
+""",
+    "README.md": """# {name}
 
     rlflow env check {path}/env.py:load                 # play it with scripts, without a model
     rlflow train recipe=grpo_arithmetic env.name={path}/env.py:load
 
 `data.py` makes the tasks, `env.py` is the world of one episode, `reward.py` says what an episode was worth, and
 `config.yaml` lists the arguments of `load`.
-"""
+""",
+}
 
 
 def env_new(path: Path) -> list[Path]:
@@ -91,14 +81,7 @@ def env_new(path: Path) -> list[Path]:
         raise ConfigError(f"{path.name!r} cannot be an environment's name; use letters, digits and underscores")
     if path.exists():
         raise ConfigError(f"{path} exists already; choose another name")
-    contents = {
-        "data.py": _DATA,
-        "env.py": _ENV,
-        "reward.py": _REWARD,
-        "config.yaml": _CONFIG,
-        "README.md": _README,
-    }
     path.mkdir(parents=True)
-    for file, content in contents.items():
-        (path / file).write_text(content if file == "config.yaml" else content.format(name=path.name, path=path))
-    return [path / file for file in contents]
+    for file, content in _FILES.items():
+        (path / file).write_text(content.format(name=path.name, path=path))
+    return [path / file for file in _FILES]

@@ -4,10 +4,7 @@ A template that rewrites earlier replies costs samples: the episode forks where 
 computed once more.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlflow.errors import ConfigError
@@ -61,13 +58,18 @@ def check_template(renderer: Renderer) -> list[Trial]:
 
 def _play(renderer: Renderer, name: str, text: str, *, is_call: bool) -> Trial:
     tools = [_TOOL] if is_call else []
+    function = FunctionCall(name="add", arguments='{"a": 1, "b": 2}')
     messages = [Message(role="user", content="What is 1 + 2?")]
     forks = 0
     try:
         prompt = renderer.prompt(messages, tools)
         for turn in range(TURNS - 1):
             held = prompt + renderer.as_sampled(text)
-            reply, answer = _exchange(text, turn, is_call=is_call)
+            reply, answer = Message(role="assistant", content=text), Message(role="user", content="And again?")
+            if is_call:
+                identity = f"call{turn:05}"
+                reply["tool_calls"] = [ToolCall(id=identity, type="function", function=function)]
+                answer = Message(role="tool", content="3", tool_call_id=identity, name="add")
             added = renderer.extend(held, [*messages, reply], [answer], tools)
             messages += [reply, answer]
             forks += added is None
@@ -75,13 +77,3 @@ def _play(renderer: Renderer, name: str, text: str, *, is_call: bool) -> Trial:
     except ConfigError as error:
         return Trial(name=name, turns=TURNS, forks=forks, refused=str(error))
     return Trial(name=name, turns=TURNS, forks=forks)
-
-
-def _exchange(text: str, turn: int, *, is_call: bool) -> Sequence[Message]:
-    if not is_call:
-        return Message(role="assistant", content=text), Message(role="user", content="And again?")
-    identity = f"call{turn:05}"
-    function = FunctionCall(name="add", arguments='{"a": 1, "b": 2}')
-    calls = [ToolCall(id=identity, type="function", function=function)]
-    reply = Message(role="assistant", content=text, tool_calls=calls)
-    return reply, Message(role="tool", content="3", tool_call_id=identity, name="add")

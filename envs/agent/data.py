@@ -1,7 +1,5 @@
 """The tasks of a program: from a function, or from rows as `dataset` reads them."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Sequence

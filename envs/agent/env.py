@@ -1,7 +1,5 @@
 """An episode is one run of a program, a command or a function. What it asks the endpoint for is trained on."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """Tasks from reasoning-gym; item i of a data set depends on (name, seed, i, options) alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ reasoning-gym   question, answer, metadata {source_dataset}
 slime, AReaL    prompt | messages, label | answer
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping

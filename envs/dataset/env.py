@@ -1,7 +1,5 @@
 """One row, one reply; the reward is the user's."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from rlflow.envs.base import EnvironmentSpec, SingleTurn

@@ -6,8 +6,6 @@ An item depends on its Part and its index alone; so the reward builds the item a
 along, some of which JSON cannot hold.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """One question of reasoning-gym, one reply with an <answer>."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

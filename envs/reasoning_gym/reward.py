@@ -4,8 +4,6 @@ The rest of the reply does not count, because several data sets give partial cre
 answer, or to any text at all.
 """
 
-from __future__ import annotations
-
 from rlflow.envs.answers import tagged_answer
 from rlflow.envs.reasoning_gym.data import item_of
 from rlflow.types import Task

@@ -1,7 +1,5 @@
 """Does the reply's program pass its tests? It runs in a sandbox (`rlflow.processes.sandbox.run`)."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Okapi BM25 over a few thousand short documents (Robertson and Zaragoza 2009, section 3)."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

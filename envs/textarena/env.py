@@ -3,8 +3,6 @@
 The reward is TextArena's, at the end of the game; a game that is not played to its end earns 0.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial

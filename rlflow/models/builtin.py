@@ -6,8 +6,6 @@ not fit into bfloat16, so that rounding it would lose a part of the model for go
 The file is read with numpy alone. transformers reads it to the same bits, but needs torch for that and twice the time.
 """
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

@@ -4,8 +4,6 @@ Each message names the key, the value found and the cure. The ranges and most se
 depends on more is a function. `algorithms.registry.check_functions` checks what needs the functions that were chosen.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from operator import attrgetter

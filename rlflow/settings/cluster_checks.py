@@ -1,7 +1,5 @@
 """Cross-checks of where a run is to be: address, pools, Kubernetes. Whether it fits is `cluster.placement.fit`."""
 
-from __future__ import annotations
-
 import math
 
 from rlflow.config import Config, KubernetesConfig, OnExists, PoolConfig, ProcessKind, Scheduler

@@ -182,7 +182,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.verb == "recipes":
-        _recipes(options.name)
+        from rlflow.settings.recipe_files import recipe_names, recipe_summary, recipe_text
+
+        if options.name is not None:
+            print(recipe_text(options.name), end="")
+            return 0
+        width = max(map(len, recipe_names()))
+        for each in recipe_names():
+            print(f"{each:{width}}  {recipe_summary(each)}")
         return 0
     if options.verb == "algorithms":
         from rlflow.tools.algorithms import lines
@@ -216,28 +223,13 @@ def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
         print(write_report(options.run) or options.run / "report.html")
     else:
-        _ledger(options.run, as_json=options.json)
+        from rlflow.groups.ledger import counts_by_state
+
+        path = options.run / "ledger.db"
+        if not path.is_file():
+            raise ConfigError(f"{options.run} has no ledger.db; give the directory of a run that has started")
+        _print_figures(counts_by_state(path), as_json=options.json)
     return 0
-
-
-def _recipes(name: str | None) -> None:
-    from rlflow.settings.recipe_files import recipe_names, recipe_summary, recipe_text
-
-    if name is not None:
-        print(recipe_text(name), end="")
-        return
-    width = max(map(len, recipe_names()))
-    for each in recipe_names():
-        print(f"{each:{width}}  {recipe_summary(each)}")
-
-
-def _ledger(run: Path, *, as_json: bool) -> None:
-    from rlflow.groups.ledger import counts_by_state
-
-    path = run / "ledger.db"
-    if not path.is_file():
-        raise ConfigError(f"{run} has no ledger.db; give the directory of a run that has started")
-    _print_figures(counts_by_state(path), as_json=as_json)
 
 
 def _print_figures(figures: Mapping[str, float | list[float]], *, as_json: bool) -> None:

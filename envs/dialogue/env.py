@@ -1,4 +1,7 @@
-"""A conversation with a guest, played by the policy itself or by a few rules."""
+"""A conversation with a guest, played by the policy itself or by a few rules.
+
+The reward is the share of city, nights and room that are right in the first booking; 0 without one.
+"""
 
 import random
 import re
@@ -62,11 +65,11 @@ class Dialogue(Environment):
         return Prompt(messages=list(task.prompt))
 
     async def step(self, reply: Message) -> Step:
-        booking = booked(reply["content"])
+        booking = _BOOKING.search(reply["content"])
         if booking is not None or self._left == 0:
-            return Step(
-                done=True, reward=share_right(booking, self._wish), metrics={"booked": float(booking is not None)}
-            )
+            parts = booking.groupdict() if booking is not None else {}
+            share_right = sum(said == str(self._wish[part]) for part, said in parts.items()) / 3
+            return Step(done=True, reward=share_right, metrics={"booked": float(booking is not None)})
         self._left -= 1
         if self._guest == "rules":
             answer = by_rules(reply["content"], self._wish)
@@ -112,16 +115,3 @@ def make_tasks(size: int, seed: int) -> list[Task]:
             )
         )
     return tasks
-
-
-def booked(text: str) -> dict[str, str] | None:
-    """City, nights and room of the first booking in a reply; None if there is none."""
-    found = _BOOKING.search(text)
-    return None if found is None else found.groupdict()
-
-
-def share_right(booking: Mapping[str, str] | None, wish: Mapping[str, Json]) -> float:
-    """0.0 without a booking, else the share of its three parts that the guest wanted."""
-    if booking is None:
-        return 0.0
-    return sum(booking[part] == str(wish[part]) for part in ("city", "nights", "room")) / 3

@@ -18,7 +18,26 @@ def check_cluster(config: Config) -> None:
             f"cluster.pools ({', '.join(cluster.pools)}) has no effect on one machine; leave it out, or join a cluster "
             "with cluster=ray or cluster=kuberay"
         )
-    _check_processes(cluster.pools)
+    rest = [name for name, pool in cluster.pools.items() if pool.processes is None]
+    if len(rest) > 1:
+        raise ConfigError(
+            f"cluster.pools.{rest[0]} and {rest[1]} both take the processes that no other pool has; give one of them "
+            f"`processes`, some of {', '.join(ProcessKind)}"
+        )
+    owners: dict[ProcessKind, str] = {}
+    for name, pool in cluster.pools.items():
+        for process in pool.processes or ():
+            if process in owners:
+                raise ConfigError(
+                    f"{process} is in cluster.pools.{owners[process]} and in cluster.pools.{name}; take one"
+                )
+            owners[process] = name
+    missing = [process for process in ProcessKind if process not in owners]
+    if cluster.pools and missing and not rest:
+        raise ConfigError(
+            f"no pool of cluster.pools has {', '.join(missing)}; add them to one, or give one pool no `processes`, so "
+            "that it has the rest"
+        )
     on_kubernetes = cluster.kubernetes.image is not None
     for name, pool in cluster.pools.items():
         _check_pool(name, pool, on_kubernetes=on_kubernetes)
@@ -37,29 +56,6 @@ def pool_of(pools: dict[str, PoolConfig], process: ProcessKind) -> str | None:
         if pool.processes is not None and process in pool.processes:
             return name
     return next((name for name, pool in pools.items() if pool.processes is None), None)
-
-
-def _check_processes(pools: dict[str, PoolConfig]) -> None:
-    rest = [name for name, pool in pools.items() if pool.processes is None]
-    if len(rest) > 1:
-        raise ConfigError(
-            f"cluster.pools.{rest[0]} and {rest[1]} both take the processes that no other pool has; give one of them "
-            f"`processes`, some of {', '.join(ProcessKind)}"
-        )
-    owners: dict[ProcessKind, str] = {}
-    for name, pool in pools.items():
-        for process in pool.processes or ():
-            if process in owners:
-                raise ConfigError(
-                    f"{process} is in cluster.pools.{owners[process]} and in cluster.pools.{name}; take one"
-                )
-            owners[process] = name
-    missing = [process for process in ProcessKind if process not in owners]
-    if pools and missing and not rest:
-        raise ConfigError(
-            f"no pool of cluster.pools has {', '.join(missing)}; add them to one, or give one pool no `processes`, so "
-            "that it has the rest"
-        )
 
 
 def _check_pool(name: str, pool: PoolConfig, *, on_kubernetes: bool) -> None:

@@ -181,43 +181,38 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if "run" in options and not options.run.is_dir():
+        raise ConfigError(f"{options.run} is not a run's directory; give the run.dir that `rlflow train` printed")
     if options.verb == "recipes":
         from rlflow.settings.recipe_files import recipe_names, recipe_summary, recipe_text
 
         if options.name is not None:
             print(recipe_text(options.name), end="")
-            return 0
-        width = max(map(len, recipe_names()))
-        for each in recipe_names():
-            print(f"{each:{width}}  {recipe_summary(each)}")
-        return 0
-    if options.verb == "algorithms":
+        else:
+            width = max(map(len, recipe_names()))
+            print("\n".join(f"{each:{width}}  {recipe_summary(each)}" for each in recipe_names()))
+    elif options.verb == "algorithms":
         from rlflow.tools.algorithms import lines
 
         print("\n".join(lines()))
-        return 0
-    if options.verb == "bench":
+    elif options.verb == "bench":
         from rlflow.tools.bench import command as bench
 
         figures = bench.run(options.name, overrides, verify=options.verify)
         _print_figures(figures, as_json=options.json)
         return int(figures.get("verify/different", 0) != 0)
-    if options.verb == "simulate":
+    elif options.verb == "simulate":
         from rlflow.tools.simulate import command
 
         command.run(options)
-        return 0
-    if not options.run.is_dir():
-        raise ConfigError(f"{options.run} is not a run's directory; give the run.dir that `rlflow train` printed")
-    if options.verb == "stop":
+    elif options.verb == "stop":
         from rlflow.rundir.stopping import stop_run
 
         print(stop_run(options.run, options.timeout))
     elif options.verb == "export":
         from rlflow.tools.export import export
 
-        found = export(options.run, options.out, step=options.step, dtype=options.dtype, adapter_only=options.adapter)
-        print(found)
+        print(export(options.run, options.out, step=options.step, dtype=options.dtype, adapter_only=options.adapter))
     elif options.verb == "report":
         from rlflow.telemetry.report.report import write_report
 

@@ -47,7 +47,7 @@ def make_dataset(dataset: str, size: int, seed: int, options: Mapping[str, Any] 
 
     `options` None means DEFAULT_OPTIONS if they name this data set, else reasoning-gym's defaults.
     """
-    from rlflow.envs.reasoning_gym.data import Part, dataset_of  # takes 3 s, which the reward's processes do not need
+    from rlflow.envs.reasoning_gym.data import Part, dataset_of  # takes 3 s, which only the driver needs
 
     if size < 1:
         raise ConfigError(f"env.args.size must be positive; got {size}")

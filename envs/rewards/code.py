@@ -49,9 +49,7 @@ async def code(
     A program that is missing, crashes, hangs or takes too much has failed its tests. Statements share an interpreter
     with the solution: `exit()` and prints do not pass for success, but results that equal everything do.
 
-    Raises:
-        SandboxError: the program could not be run, which says nothing about it.
-        ValueError: `tests` has another form, or is empty.
+    Raises SandboxError when the program could not be run, and ValueError when `tests` has another form or is empty.
     """
     statements = statements_of(tests)
     program = last_program(completion)

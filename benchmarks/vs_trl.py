@@ -23,7 +23,7 @@ from typing import Any
 
 from other_systems import other_python
 
-from rlflow.envs.arithmetic import load
+from rlflow.envs.arithmetic.env import load
 from rlflow.models.resolve import resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,7 +1,5 @@
 """The final answer of a reply, and how it is compared with the right ones."""
 
-from __future__ import annotations
-
 import re
 import string
 from collections.abc import Sequence

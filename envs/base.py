@@ -5,8 +5,6 @@ OpenAI-compatible endpoint. Either is single use: built for one episode from a p
 A module that ships one has a function `load(**args) -> EnvironmentSpec`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

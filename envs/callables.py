@@ -1,7 +1,5 @@
 """A user's function or class: found by its path, and called without holding up the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Callable
@@ -14,8 +12,7 @@ from rlflow.plugins.loading import load_object
 def load_callable(argument: str, path: str) -> Callable[..., Any]:
     """The function at package.module:Name or file.py:Name, which `env.args.<argument>` names.
 
-    Raises:
-        ConfigError: there is none, or it is something else.
+    Raises ConfigError when there is none, or when it cannot be called.
     """
     found = load_object(path)
     if not callable(found):

@@ -1,7 +1,5 @@
 """Importing what only some installations have."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 
@@ -9,11 +7,7 @@ from rlflow.errors import ConfigError
 
 
 def need(module: str, extra: str) -> ModuleType:
-    """The module.
-
-    Raises:
-        ConfigError: it is not installed; the message names the extra of rlflow that brings it.
-    """
+    """The module; ConfigError, with the extra of rlflow that brings it, when it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -1,7 +1,5 @@
 """Tasks that a seed tells apart: some to train on, and others to evaluate on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -19,8 +17,7 @@ def seeded_tasks(
 ) -> tuple[MakeTasks, MakeTasks]:
     """What makes the training tasks, and what makes the evaluation tasks, from `make_tasks(size, seed)`.
 
-    Raises:
-        ConfigError: a size is not positive.
+    Raises ConfigError when a size is not positive.
     """
     if size < 1 or evaluation_size < 1:
         raise ConfigError(f"env.args.size and evaluation_size must be positive; got {size} and {evaluation_size}")

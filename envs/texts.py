@@ -1,7 +1,5 @@
 """Texts from values, and actions from replies, for the environments that adapt other projects."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 
@@ -55,11 +53,7 @@ def prompt_of(system_prompt: str, instructions: str) -> tuple[Message, ...]:
 
 
 def json_object(text: str) -> dict[str, Json]:
-    """The JSON object that a model wrote.
-
-    Raises:
-        ValueError: it is not one; the message is for the model.
-    """
+    """The JSON object that a model wrote. Raises ValueError, with a message for the model, for anything else."""
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -1,7 +1,5 @@
 """A typed function -> the schema that the model sees, from its hints and a docstring in Google's style."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import typing
@@ -31,11 +29,7 @@ class Signature:
     adapter: TypeAdapter[dict[str, Any]]
 
     def checked(self, arguments: Mapping[str, object]) -> dict[str, Any]:
-        """The arguments in the types that the function asks for.
-
-        Raises:
-            ValueError: they do not fit; the message is for the model.
-        """
+        """The arguments in the function's types. Raises ValueError, worded for the model, when they do not fit."""
         try:
             return self.adapter.validate_python(dict(arguments))
         except ValidationError as error:
@@ -46,8 +40,7 @@ class Signature:
 def signature_of(function: Callable[..., object]) -> Signature:
     """The function's schema, and a check of the arguments that a model gives it.
 
-    Raises:
-        ConfigError: hints or the docstring are missing, or JSON cannot hold a type.
+    Raises ConfigError when hints or the docstring are missing, or when JSON cannot hold a type.
     """
     name = name_of(function)
     description, documented = _docstring(inspect.getdoc(function) or "")

@@ -9,8 +9,6 @@ counted. A tool whose failure is not the model's doing, such as a dead server, r
 episode in an error instead, and nothing is learnt from it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,10 +42,8 @@ class ToolSet:
     """Functions that the policy may call.
 
     Calls of one reply run at the same time, plain functions in threads of their own. `in_order`: one after the other,
-    for functions that share state.
-
-    Raises:
-        ConfigError: a function has no type hints or no docstring in the expected form, or two have the same name.
+    for functions that share state. Raises ConfigError when a function has no type hints or no docstring in the expected
+    form, or when two have the same name.
     """
 
     def __init__(self, functions: Sequence[Tool], *, in_order: bool = False) -> None:
@@ -61,8 +57,7 @@ class ToolSet:
     async def answer(self, calls: Sequence[ToolCall]) -> Step:
         """The messages that answer the calls, in their order; metrics `tools/calls` and `tools/failures`.
 
-        Raises:
-            ToolBroken: a tool says that it is broken.
+        Raises ToolBroken when a tool says that it is broken.
         """
         if self._in_order:
             answers = [await self.call(call) for call in calls]

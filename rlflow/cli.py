@@ -181,63 +181,50 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if "run" in options and not options.run.is_dir():
+        raise ConfigError(f"{options.run} is not a run's directory; give the run.dir that `rlflow train` printed")
     if options.verb == "recipes":
-        _recipes(options.name)
-        return 0
-    if options.verb == "algorithms":
+        from rlflow.settings.recipe_files import recipe_names, recipe_summary, recipe_text
+
+        if options.name is not None:
+            print(recipe_text(options.name), end="")
+        else:
+            width = max(map(len, recipe_names()))
+            print("\n".join(f"{each:{width}}  {recipe_summary(each)}" for each in recipe_names()))
+    elif options.verb == "algorithms":
         from rlflow.tools.algorithms import lines
 
         print("\n".join(lines()))
-        return 0
-    if options.verb == "bench":
+    elif options.verb == "bench":
         from rlflow.tools.bench import command as bench
 
         figures = bench.run(options.name, overrides, verify=options.verify)
         _print_figures(figures, as_json=options.json)
         return int(figures.get("verify/different", 0) != 0)
-    if options.verb == "simulate":
+    elif options.verb == "simulate":
         from rlflow.tools.simulate import command
 
         command.run(options)
-        return 0
-    if not options.run.is_dir():
-        raise ConfigError(f"{options.run} is not a run's directory; give the run.dir that `rlflow train` printed")
-    if options.verb == "stop":
+    elif options.verb == "stop":
         from rlflow.rundir.stopping import stop_run
 
         print(stop_run(options.run, options.timeout))
     elif options.verb == "export":
         from rlflow.tools.export import export
 
-        found = export(options.run, options.out, step=options.step, dtype=options.dtype, adapter_only=options.adapter)
-        print(found)
+        print(export(options.run, options.out, step=options.step, dtype=options.dtype, adapter_only=options.adapter))
     elif options.verb == "report":
         from rlflow.telemetry.report.report import write_report
 
         print(write_report(options.run) or options.run / "report.html")
     else:
-        _ledger(options.run, as_json=options.json)
+        from rlflow.groups.ledger import counts_by_state
+
+        path = options.run / "ledger.db"
+        if not path.is_file():
+            raise ConfigError(f"{options.run} has no ledger.db; give the directory of a run that has started")
+        _print_figures(counts_by_state(path), as_json=options.json)
     return 0
-
-
-def _recipes(name: str | None) -> None:
-    from rlflow.settings.recipe_files import recipe_names, recipe_summary, recipe_text
-
-    if name is not None:
-        print(recipe_text(name), end="")
-        return
-    width = max(map(len, recipe_names()))
-    for each in recipe_names():
-        print(f"{each:{width}}  {recipe_summary(each)}")
-
-
-def _ledger(run: Path, *, as_json: bool) -> None:
-    from rlflow.groups.ledger import counts_by_state
-
-    path = run / "ledger.db"
-    if not path.is_file():
-        raise ConfigError(f"{run} has no ledger.db; give the directory of a run that has started")
-    _print_figures(counts_by_state(path), as_json=as_json)
 
 
 def _print_figures(figures: Mapping[str, float | list[float]], *, as_json: bool) -> None:

@@ -284,10 +284,10 @@ def test_figures_are_printed_for_people_too(cli: Cli, monkeypatch: pytest.Monkey
 
 
 def test_an_installation_without_torch_is_told_what_to_install(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def list_recipes(name: str | None) -> None:
+    def read_recipe(name: str) -> str:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr("rlflow.cli._recipes", list_recipes)
+    monkeypatch.setattr("rlflow.settings.recipe_files.recipe_text", read_recipe)
     message = "torch is not installed; pip install 'rlflow[gpu]', or 'rlflow[cpu]' on a machine without GPUs"
     assert cli("recipes", "torch") == (2, "", f"rlflow: error: {message}\n")
     with pytest.raises(ModuleNotFoundError, match="No module named 'mine'"):

@@ -3,8 +3,6 @@
 The task comes as JSON on standard input, the endpoint from OPENAI_BASE_URL; the last line printed is the result.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

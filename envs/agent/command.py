@@ -1,7 +1,5 @@
 """Running a command for one episode: in a process group of its own, its output bounded, nothing left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The tasks of a program: from a function, or from rows as `dataset` reads them."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -9,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from rlflow.envs.callables import load_callable
-from rlflow.envs.dataset.data import read_tasks
+from rlflow.envs.dataset.env import read_tasks
 from rlflow.envs.dataset.sources import find_source
 from rlflow.envs.texts import prompt_of
 from rlflow.errors import ConfigError

@@ -1,7 +1,5 @@
 """An episode is one run of a program, a command or a function. What it asks the endpoint for is trained on."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import inspect
@@ -121,12 +119,7 @@ class FunctionProgram(Program):
         self._function = _load_function(path)
 
     async def run(self, task: Task, endpoint: Endpoint) -> Result:
-        arguments = {
-            "task": task,
-            "base_url": endpoint.base_url,
-            "api_key": endpoint.api_key,
-            "model": endpoint.model,
-        }
+        arguments = {"task": task, "base_url": endpoint.base_url, "api_key": endpoint.api_key, "model": endpoint.model}
         if inspect.iscoroutinefunction(self._function):
             return result_of(await self._function(**arguments))
         return result_of(await asyncio.to_thread(_without_exit, self._function, arguments))

@@ -3,8 +3,6 @@
 Exact decimals, no tolerance: "5.0" and "1,000" equal "5" and "1000", and "0.33" is not 1/3.
 """
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal
 

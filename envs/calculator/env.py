@@ -1,21 +1,26 @@
 """The tool `calculator`, and a question that it can answer."""
 
-from __future__ import annotations
-
 import ast
 import json
 import operator
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from rlflow.envs.arithmetic.reward import is_right
 from rlflow.envs.base import EnvironmentSpec, Prompt
-from rlflow.envs.calculator.data import EXAMPLES, make_tasks
-from rlflow.envs.calculator.reward import right_by_tool
 from rlflow.envs.seeds import seeded_tasks
+from rlflow.envs.texts import prompt_of
 from rlflow.envs.tools import ToolEnvironment
 from rlflow.errors import ConfigError
 from rlflow.types import Message, Task
 
+OPERATIONS = ("+", "-", "*")
+EXAMPLES = ("205 * 314", "614 + 950", "853 - 271")
+"""Solved in the prompt, so that a small model sees what a call looks like."""
+SYSTEM_PROMPT = "You answer with a number. Use the calculator for every question."
+RIGHT_CALL = 0.2
+"""The reward of a wrong answer after the right call."""
 MAX_LENGTH = 200
 
 _OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
@@ -98,3 +103,30 @@ def calculate(task: Task, messages: Sequence[Message]) -> str:
     """Calls the tool, then says what it answered."""
     expression = str(task.data["expression"])
     return f"{expression} = {messages[-1]['content']}" if messages[-1]["role"] == "tool" else call_text(expression)
+
+
+def make_tasks(digits: int, size: int, seed: int) -> list[Task]:
+    """`size` questions about two numbers of `digits` digits each."""
+    chance = random.Random(f"calculator/{digits}/{seed}")
+    low, high = 10 ** (digits - 1), 10**digits - 1
+    tasks = []
+    for index in range(size):
+        left, operation, right = chance.randint(low, high), chance.choice(OPERATIONS), chance.randint(low, high)
+        answer = {"+": left + right, "-": left - right, "*": left * right}[operation]
+        expression = f"{left} {operation} {right}"
+        tasks.append(
+            Task(
+                id=f"calculator/{digits}/{seed}/{index}",
+                prompt=prompt_of(SYSTEM_PROMPT, f"What is {expression}?"),
+                answer=str(answer),
+                data={"expression": expression},
+            )
+        )
+    return tasks
+
+
+def right_by_tool(task: Task, completion: str, messages: list[Message]) -> float | None:
+    """1.0 when the tool has said the answer and the last reply says so too, RIGHT_CALL without the latter, else 0.0."""
+    if not any(message["role"] == "tool" and message["content"] == task.answer for message in messages):
+        return 0.0
+    return 1.0 if is_right(task, completion) else RIGHT_CALL

@@ -1,16 +1,36 @@
-"""One row, one reply; the reward is the user's."""
+"""Rows -> Tasks with one reply each, in the column names of other projects; the reward is the user's.
 
-from __future__ import annotations
+TRL             prompt, and whatever else
+verifiers       prompt | question, answer, info, task, example_id
+verl            data_source, prompt, ability, reward_model {style, ground_truth}, extra_info
+SkyRL           prompt, env_class, reward_spec {method, ground_truth}
+reasoning-gym   question, answer, metadata {source_dataset}
+slime, AReaL    prompt | messages, label | answer
+"""
 
+import json
+import math
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Any
 
 from rlflow.envs.base import EnvironmentSpec, SingleTurn
-from rlflow.envs.dataset.data import read_tasks
-from rlflow.envs.dataset.sources import find_source
+from rlflow.envs.dataset.sources import Row, Source, find_source, rows_of
+from rlflow.errors import ConfigError
+from rlflow.types import FunctionCall, Json, Message, Task, ToolCall
+
+PROMPTS = ("prompt", "messages", "question")
+"""The first one that a row has is its prompt."""
+ANSWERS = (("label", None), ("reward_model", "ground_truth"), ("reward_spec", "ground_truth"))
+"""(column, key within it) of the answer, if there is no column `answer`."""
+KINDS = (("kind", None), ("data_source", None), ("task", None), ("env_class", None), ("metadata", "source_dataset"))
+"""(column, key within it) of the task's kind."""
+
+Columns = dict[str, Any]
 
 
 def load(path: str, system_prompt: str = "", evaluation_path: str | None = None) -> EnvironmentSpec:
-    """Tasks from rows, read on the driver's machine; see `rlflow.envs.dataset.data` for their columns.
+    """Tasks from rows, read on the driver's machine; their columns are listed at the top of this file.
 
     path: a .jsonl, .json or .parquet file, a folder that the library `datasets` saved or can load, or a name of the hub
         such as openai/gsm8k/main or hf://gsm8k. `:split` behind a folder or a name; without it `train`. Relative paths
@@ -21,7 +41,146 @@ def load(path: str, system_prompt: str = "", evaluation_path: str | None = None)
     evaluation = None
     if evaluation_path is not None:
         evaluation = partial(read_tasks, find_source(evaluation_path, "env.args.evaluation_path"), system_prompt)
-    source = find_source(path, "env.args.path")
-    return EnvironmentSpec(
-        tasks=partial(read_tasks, source, system_prompt), build=SingleTurn, evaluation_tasks=evaluation
+    tasks = partial(read_tasks, find_source(path, "env.args.path"), system_prompt)
+    return EnvironmentSpec(tasks=tasks, build=SingleTurn, evaluation_tasks=evaluation)
+
+
+def read_tasks(source: Source, system_prompt: str) -> list[Task]:
+    """One Task for each row. Raises ConfigError, which names the file and the row, for a row that cannot be used."""
+    return [_task(row, system_prompt) for row in rows_of(source)]
+
+
+def _task(row: Row, system_prompt: str) -> Task:
+    columns = {name: _plain(value, f"{row.where}: the column `{name}`") for name, value in row.columns.items()}
+    prompt_column = next((name for name in PROMPTS if columns.get(name) is not None), None)
+    if prompt_column is None:
+        raise ConfigError(
+            f"{row.where} has no prompt; give it the column `prompt`, `messages` or `question`, and for the answer "
+            f"`answer`, `label`, `reward_model.ground_truth` or `reward_spec.ground_truth`; found {sorted(columns)}"
+        )
+    messages = _messages(columns[prompt_column], f"{row.where}: `{prompt_column}`")
+    if system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, Message(role="system", content=system_prompt))
+    id_column = next((name for name in ("id", "example_id") if columns.get(name) is not None), None)
+    id_ = row.default_id if id_column is None else columns[id_column]
+    if isinstance(id_, bool) or not isinstance(id_, (str, int)):
+        raise ConfigError(f"{row.where}: `{id_column}` must be text or a whole number; got {id_!r:.80}")
+    kinds = (value for value in _values(columns, KINDS) if isinstance(value, str) and value)
+    consumed = ("id", "answer", prompt_column)
+    return Task(
+        id=str(id_),
+        prompt=tuple(messages),
+        answer=_answer(columns, row.where),
+        kind=next(kinds, ""),
+        data={name: value for name, value in columns.items() if name not in consumed},
+    )
+
+
+# -- the answer
+
+
+def _answer(columns: Columns, where: str) -> str | None:
+    """The answer as text. A value that is neither text nor a number is an error in the column `answer`; in the other
+    columns it is left to the reward.
+    """
+    value = columns.get("answer")
+    if value is not None:
+        text = _text(value)
+        if text is None:
+            raise ConfigError(
+                f"{where}: the answer must be text or a number; got {value!r:.80}; other columns reach the reward "
+                "unchanged, as task.data"
+            )
+        return text
+    texts = (_text(value) for value in _values(columns, ANSWERS))
+    return next((text for text in texts if text is not None), None)
+
+
+def _text(value: Json) -> str | None:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return str(value)
+
+
+def _values(columns: Columns, places: Iterable[tuple[str, str | None]]) -> Iterable[Json]:
+    for column, key in places:
+        value = columns.get(column)
+        if key is not None:
+            value = value.get(key) if isinstance(value, dict) else None
+        if value is not None:
+            yield value
+
+
+# -- the prompt
+
+
+def _messages(value: Json, where: str) -> list[Message]:
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    messages = [_message(one) for one in value] if isinstance(value, list) else []
+    usable = [message for message in messages if message is not None]
+    if not usable or len(usable) < len(messages):
+        raise ConfigError(
+            f"{where} must be text, or a list of messages with `role` and `content` as text; got {value!r:.80}"
+        )
+    if not any(message["content"].strip() for message in usable):
+        raise ConfigError(f"{where} is empty")
+    if usable[-1]["role"] == "assistant":
+        raise ConfigError(f"{where} ends with a message of the assistant, which is asked to reply; leave that one out")
+    return usable
+
+
+def _message(value: Json) -> Message | None:
+    """None if it is no message. A field that is null counts as missing, because columns of Parquet have all fields."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return None
+    calls, content = value.get("tool_calls"), value.get("content")
+    if calls and content is None:
+        content = ""
+    if not isinstance(content, str):
+        return None
+    message = Message(role=str(value["role"]), content=content)
+    if calls:
+        parsed = [_tool_call(call, index) for index, call in enumerate(calls)] if isinstance(calls, list) else [None]
+        message["tool_calls"] = [call for call in parsed if call is not None]
+        if len(message["tool_calls"]) < len(parsed):
+            return None
+    for name in ("tool_call_id", "name"):
+        if isinstance(text := value.get(name), str):
+            message[name] = text
+    return message
+
+
+def _tool_call(value: Json, index: int) -> ToolCall | None:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return None
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+    call_id = value.get("id") or f"call_{index}"
+    return ToolCall(id=str(call_id), type="function", function=FunctionCall(name=str(function["name"]), arguments=text))
+
+
+# -- values
+
+
+def _plain(value: object, where: str) -> Json:
+    """The value as JSON has it: numpy's and Arrow's numbers as Python's, points in time as ISO 8601."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one, where) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one, where) for one in value]
+    if callable(convert := getattr(value, "tolist", None)):
+        return _plain(convert(), where)
+    if callable(convert := getattr(value, "isoformat", None)):
+        return str(convert())
+    if type(value).__name__ == "Decimal":
+        return str(value)
+    raise ConfigError(
+        f"{where} holds a value of type {type(value).__name__}, such as {value!r:.40}, which is neither text nor a "
+        "number nor a list or table of them; leave the column out"
     )

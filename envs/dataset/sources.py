@@ -3,8 +3,6 @@
 Folders and the hub are read by the library `datasets`.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

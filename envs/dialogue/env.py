@@ -1,17 +1,26 @@
-"""A conversation with a guest, played by the policy itself or by a few rules."""
+"""A conversation with a guest, played by the policy itself or by a few rules.
 
-from __future__ import annotations
+The reward is the share of city, nights and room that are right in the first booking; 0 without one.
+"""
 
+import random
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 
 from rlflow.envs.base import Environment, EnvironmentSpec, Prompt, Step
-from rlflow.envs.dialogue.data import make_tasks
-from rlflow.envs.dialogue.reward import booked, share_right
 from rlflow.envs.seeds import seeded_tasks
+from rlflow.envs.texts import prompt_of
 from rlflow.errors import ConfigError
 from rlflow.types import Json, Message, Task
 
+CITIES = ("Lisbon", "Oslo", "Kyoto", "Quito", "Cairo", "Perth", "Lima", "Riga")
+ROOMS = ("single", "double", "family")
+SYSTEM_PROMPT = """You are the clerk of a hotel chain and talk to a guest. Ask for the city, for the number of nights
+and for the kind of room (single, double or family), one question at a time. When you know all three, reply with one
+line: BOOK city=<city> nights=<number> room=<room>"""
+GREETING = "Hello, I would like to book a room."
+_BOOKING = re.compile(r"BOOK\s+city=(?P<city>[A-Za-z ]+?)\s+nights=(?P<nights>[0-9]{1,4})\s+room=(?P<room>[a-z]+)")
 GUEST = "guest"
 GUESTS = ("policy", "rules")
 GUEST_PROMPT = """You are a guest who wants to book a hotel room: in {city}, for {nights} nights, a {room} room. Answer
@@ -56,11 +65,11 @@ class Dialogue(Environment):
         return Prompt(messages=list(task.prompt))
 
     async def step(self, reply: Message) -> Step:
-        booking = booked(reply["content"])
+        booking = _BOOKING.search(reply["content"])
         if booking is not None or self._left == 0:
-            return Step(
-                done=True, reward=share_right(booking, self._wish), metrics={"booked": float(booking is not None)}
-            )
+            parts = booking.groupdict() if booking is not None else {}
+            share_right = sum(said == str(self._wish[part]) for part, said in parts.items()) / 3
+            return Step(done=True, reward=share_right, metrics={"booked": float(booking is not None)})
         self._left -= 1
         if self._guest == "rules":
             answer = by_rules(reply["content"], self._wish)
@@ -89,3 +98,20 @@ def clerk(task: Task, messages: Sequence[Message]) -> str:
     asked = sum(message["role"] == "assistant" for message in messages)
     assert task.answer is not None
     return questions[asked] if asked < len(questions) else task.answer
+
+
+def make_tasks(size: int, seed: int) -> list[Task]:
+    """`size` guests; the answer is the line that books what the guest wants."""
+    chance = random.Random(f"dialogue/{seed}")
+    tasks = []
+    for index in range(size):
+        city, nights, room = chance.choice(CITIES), chance.randint(1, 9), chance.choice(ROOMS)
+        tasks.append(
+            Task(
+                id=f"dialogue/{seed}/{index}",
+                prompt=prompt_of(SYSTEM_PROMPT, GREETING),
+                answer=f"BOOK city={city} nights={nights} room={room}",
+                data={"city": city, "nights": nights, "room": room},
+            )
+        )
+    return tasks

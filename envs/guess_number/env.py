@@ -1,16 +1,27 @@
 """Each guess is answered with a hint; the reward comes with the last one."""
 
-from __future__ import annotations
-
+import random
+import re
 from collections.abc import Sequence
 from functools import partial
 
 from rlflow.envs.base import Environment, EnvironmentSpec, Prompt, Step
-from rlflow.envs.guess_number.data import make_tasks
-from rlflow.envs.guess_number.reward import guess_in, worth
 from rlflow.envs.seeds import seeded_tasks
 from rlflow.errors import ConfigError
 from rlflow.types import Message, Task
+
+SYSTEM_PROMPT = "You play a guessing game. You reply with a single number and nothing else."
+EXAMPLE = (
+    ("user", "I think of a number between 1 and 8. Which one is it?"),
+    ("assistant", "4"),
+    ("user", "My number is higher than 4. What is my number?"),
+    ("assistant", "6"),
+    ("user", "My number is lower than 6. What is my number?"),
+    ("assistant", "5"),
+)
+"""A game that goes well, so that a small model sees what a reply looks like."""
+QUESTION = "Right! Now I think of a number between 1 and {highest}. Which one is it?"
+_NUMBER = re.compile(r"(?<![\w.-])[0-9]{1,9}(?![\w]|\.[0-9])")
 
 
 def load(
@@ -44,7 +55,7 @@ class GuessNumber(Environment):
     async def step(self, reply: Message) -> Step:
         self._left -= 1
         guess = guess_in(reply["content"])
-        reward = worth(guess, self._number)
+        reward = float(guess == self._number)
         metrics = {"guesses": 1.0, "not_a_number": float(guess is None)}
         if reward == 1.0 or self._left == 0:
             return Step(done=True, reward=reward, metrics=metrics)
@@ -64,3 +75,24 @@ def halve(task: Task, messages: Sequence[Message]) -> str:
         if message["role"] == "user" and "lower" in words:
             high = int(words[words.index("than") + 1].rstrip(".")) - 1
     return str((low + high) // 2)
+
+
+def make_tasks(highest: int, size: int, seed: int) -> list[Task]:
+    """`size` tasks."""
+    chance = random.Random(f"guess_number/{seed}")
+    spoken = (("system", SYSTEM_PROMPT), *EXAMPLE, ("user", QUESTION.format(highest=highest)))
+    return [
+        Task(
+            id=f"guess_number/{seed}/{index}",
+            prompt=tuple(Message(role=role, content=content) for role, content in spoken),
+            answer=str(chance.randint(1, highest)),
+            data={"highest": highest},
+        )
+        for index in range(size)
+    ]
+
+
+def guess_in(text: str) -> int | None:
+    """The only whole number in a reply; None if there is none, or if there are several different ones."""
+    numbers = {int(found) for found in _NUMBER.findall(text)}
+    return numbers.pop() if len(numbers) == 1 else None

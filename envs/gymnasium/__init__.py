@@ -1,3 +1,0 @@
-"""Gymnasium environments, in words."""
-
-from rlflow.envs.gymnasium.env import load as load

@@ -4,8 +4,6 @@ Its calls run in a thread. The reward of an episode is the sum of Gymnasium's re
 message back, costs nothing and earns nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Gymnasium's observations and actions in words, if the user brings no functions for that. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,8 +31,7 @@ def observation_text(observation: object, drawing: object) -> str:
 def parser_of(space: Any) -> ParseAction:
     """How a reply becomes an action of `space`: its last whole number or numbers, or for a text what it says.
 
-    Raises:
-        ConfigError: the space has no obvious words.
+    Raises ConfigError when the space has no obvious words.
     """
     spaces = need("gymnasium.spaces", "gymnasium")
     if isinstance(space, spaces.Text):

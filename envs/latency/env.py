@@ -3,8 +3,6 @@
 Most worlds open at once and a few take long; a log-normal wait has both. Waiting costs no processor time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random
@@ -12,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from rlflow.envs.arithmetic import env as arithmetic
-from rlflow.envs.base import Environment, EnvironmentSpec, Prompt, SingleTurn
+from rlflow.envs.base import EnvironmentSpec, Prompt, SingleTurn
 from rlflow.errors import ConfigError
 from rlflow.types import Task
 
@@ -35,18 +33,14 @@ def load(
         )
     manual = (MANUAL * (context // len(MANUAL) + 1))[:context]
     tasks = arithmetic.load(size=size, system_prompt=f"{arithmetic.SYSTEM_PROMPT} {manual}".strip())
-    return replace(tasks, build=partial(build, median_s, sigma, longest_s))
-
-
-def build(median_s: float, sigma: float, longest_s: float) -> Environment:
-    return Latency(min(random.lognormvariate(math.log(median_s), sigma), longest_s))
+    return replace(tasks, build=partial(Latency, median_s, sigma, longest_s))
 
 
 class Latency(SingleTurn):
-    """Asks after `wait_s` seconds."""
+    """Asks after a wait that is drawn once for each episode."""
 
-    def __init__(self, wait_s: float) -> None:
-        self._wait_s = wait_s
+    def __init__(self, median_s: float, sigma: float, longest_s: float) -> None:
+        self._wait_s = min(random.lognormvariate(math.log(median_s), sigma), longest_s)
 
     async def reset(self, task: Task) -> Prompt:
         await asyncio.sleep(self._wait_s)

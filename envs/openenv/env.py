@@ -4,13 +4,11 @@ The server's schema of actions decides what a reply becomes: one text, the argum
 of the server's own (MCP) tools.
 """
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from rlflow.envs.base import Environment, EnvironmentSpec, Prompt, Step, ToolSchema
 from rlflow.envs.callables import load_callable
@@ -66,12 +64,10 @@ def load(
     prompt = prompt_of(system_prompt, instructions)
     make = partial(variant_tasks, "openenv", prompt, "reset", [dict(each) for each in variants])
     tasks, evaluation_tasks = seeded_tasks(make, size, seed, evaluation_size)
+    build: Any = partial(OpenEnv, form=forms[0], to_text=observation_to_text, timeout_s=message_timeout_s)
     return EnvironmentSpec(
         tasks=tasks,
-        build=cast(
-            Callable[[], Environment],
-            partial(OpenEnv, form=forms[0], to_text=observation_to_text, timeout_s=message_timeout_s),
-        ),
+        build=build,
         evaluation_tasks=evaluation_tasks,
         leases=tuple(f"{each}#{number}" for number in range(sessions) for each in urls),
     )

@@ -7,8 +7,6 @@ The protocol is that of openenv-core, which need not be installed here. Its plai
 each request, so they are of no use to an episode.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The tests of each function of `functions.py`: expressions that are true."""
 
-from __future__ import annotations
-
 TESTS: dict[str, tuple[str, ...]] = {
     "average": ("average([2, 4, 6]) == 4.0", "average([5]) == 5.0", "average([]) == 0.0", "average([1, 2]) == 1.5"),
     "balanced": (

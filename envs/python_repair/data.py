@@ -1,7 +1,5 @@
 """Tasks: each function of `functions.py`, broken in each way of `mutations.py` that its tests notice."""
 
-from __future__ import annotations
-
 import inspect
 import random
 
@@ -53,10 +51,7 @@ FIRST_FAILURE = {
 def make_tasks(size: int | None, seed: int, *, is_evaluation: bool) -> list[Task]:
     """Tasks in an order that depends on the seed alone; the id is "<function>/<version>".
 
-    The answer is a reply that solves the task.
-
-    Raises:
-        ConfigError: there are not as many as `size`.
+    The answer is a reply that solves the task. Raises ConfigError when there are fewer than `size`.
     """
     tasks = []
     for name, tests in TESTS.items():

@@ -1,18 +1,17 @@
 """The model sends a function, the sandbox runs its tests, the model sees what went wrong."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import cast
 
 from rlflow.envs.base import Environment, EnvironmentSpec, Prompt, Step
 from rlflow.envs.python_repair.data import make_tasks
-from rlflow.envs.python_repair.reward import MAX_TURNS, worth
 from rlflow.envs.rewards.code import Tested, last_program, run_statements
 from rlflow.errors import ConfigError
 from rlflow.processes.sandbox.run import SandboxLimits
 from rlflow.types import Message, Task
 
+TURN_COST = 0.1
+MAX_TURNS = 10
 LIMITS = SandboxLimits(seconds=4.0, cpu_seconds=4, memory_mb=256)
 NO_PROGRAM = "there is no ```python block in your reply"
 
@@ -65,3 +64,11 @@ class PythonRepair(Environment):
             reward=self._worth - before,
             metrics={"solved": float(is_solved), "timed_out_programs": float(tested.is_timed_out)},
         )
+
+
+def worth(share: float, turn: int) -> float:
+    """The worth of a program that passes `share` of its tests, in reply number `turn` (1 is the first).
+
+    Example: worth(1.0, 1) == 1.0; worth(1.0, 2) == 0.9; worth(0.5, 3) == 0.4
+    """
+    return share * (1.0 - TURN_COST * (turn - 1))

@@ -1,8 +1,6 @@
 # ruff: noqa: SIM108, SIM110 - written as a beginner would
 """Right functions, to be broken by `mutations.py`. A model sees their text, so there are no annotations."""
 
-from __future__ import annotations
-
 
 def average(values):
     """The mean of a list of numbers; 0.0 of an empty one."""

@@ -1,7 +1,5 @@
 """Breaking a function in one place: every way there is, in the order of the syntax tree."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 from copy import deepcopy

@@ -6,11 +6,9 @@ An item depends on its Part and its index alone; so the reward builds the item a
 along, some of which JSON cannot hold.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -25,9 +23,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", SyntaxWarning)  # of a package below reasoning-gym, when it is first compiled
     from reasoning_gym.factory import CURRICULA, DATASETS, create_dataset
     from reasoning_gym.utils import SYSTEM_PROMPTS
-
-Item = dict[str, Any]
-"""reasoning-gym's: question, answer, metadata."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -102,23 +97,6 @@ def make_tasks(mix: Sequence[Part], prompt_style: str, size: int, seed: int) -> 
     return tasks
 
 
-def item_of(task: Task) -> tuple[Any, Item]:
-    """The data set and the item that a task was made of.
-
-    Raises:
-        ValueError: the item has another question than the task.
-    """
-    data: dict[str, Any] = task.data
-    dataset = dataset_of(Part(**data["part"]))
-    item = dataset[data["index"]]
-    if item["question"] != data["question"]:
-        raise ValueError(
-            f"reasoning-gym made another question for {task.id} than when the run began: {data['part']['dataset']} "
-            "depends on the order of sets; start the run with PYTHONHASHSEED=0 in the environment"
-        )
-    return dataset, item
-
-
 def _level_options(part: Part) -> dict[str, Any]:
     if part.level is None:
         return {}
@@ -133,20 +111,3 @@ def _level_options(part: Part) -> dict[str, Any]:
     chosen = curriculum.generate_configuration()
     names = (each.name for each in fields(chosen) if each.name not in ("size", "seed"))
     return {name: getattr(chosen, name) for name in names}
-
-
-def check_style(prompt_style: str) -> None:
-    if prompt_style and prompt_style not in SYSTEM_PROMPTS:
-        raise ConfigError(
-            f"env.args.prompt_style={prompt_style} is not a system prompt of reasoning-gym; there are "
-            f"{', '.join(SYSTEM_PROMPTS)}, and '' for none"
-        )
-
-
-def options_of(mix_entry: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Weight and options of one data set of a mix."""
-    unknown = [name for name in mix_entry if name not in ("weight", "options")]
-    weight, options = mix_entry.get("weight", 1.0), mix_entry.get("options") or {}
-    if unknown or not isinstance(weight, int | float) or weight <= 0:
-        raise ConfigError(f"env.args.mix takes a positive `weight` and `options` for each data set; got {mix_entry}")
-    return float(weight), dict(options)

@@ -1,7 +1,5 @@
 """Does the reply's program pass its tests? It runs in a sandbox (`rlflow.processes.sandbox.run`)."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -51,9 +49,7 @@ async def code(
     A program that is missing, crashes, hangs or takes too much has failed its tests. Statements share an interpreter
     with the solution: `exit()` and prints do not pass for success, but results that equal everything do.
 
-    Raises:
-        SandboxError: the program could not be run, which says nothing about it.
-        ValueError: `tests` has another form, or is empty.
+    Raises SandboxError when the program could not be run, and ValueError when `tests` has another form or is empty.
     """
     statements = statements_of(tests)
     program = last_program(completion)

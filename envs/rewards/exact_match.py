@@ -1,7 +1,5 @@
 """Is the reply the answer?"""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rlflow.envs.answers import final_answer, normalise, references

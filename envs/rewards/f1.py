@@ -1,7 +1,5 @@
 """How many words of the reply are words of the answer, and the other way round?"""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rlflow.envs.answers import final_answer, references, token_f1

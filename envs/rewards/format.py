@@ -1,7 +1,5 @@
 """Does the reply have the form that was asked for?"""
 
-from __future__ import annotations
-
 import re
 
 from rlflow.errors import ConfigError

@@ -1,7 +1,5 @@
 """A language model as the judge, behind any endpoint that speaks OpenAI's chat completions."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -9,7 +7,6 @@ import random
 import re
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.errors import ConfigError
@@ -44,13 +41,6 @@ class JudgeError(Exception):
 
 class _Busy(Exception):
     """Worth another try."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class _Request:
-    url: str
-    content: dict[str, Any]
-    headers: dict[str, str] = field(default_factory=dict)
 
 
 def judge(
@@ -95,10 +85,10 @@ def judge(
                 "starts, and on every node of a cluster"
             )
         headers["Authorization"] = f"Bearer {key}"
-    request = _Request(url=f"{url.rstrip('/')}/chat/completions", content=content, headers=headers)
+    address = f"{url.rstrip('/')}/chat/completions"
 
     async def ask() -> float:
-        return score_in(await _ask(request, timeout_s * SHARE_OF_TIME), lowest, highest)
+        return score_in(await _ask(address, content, headers, timeout_s * SHARE_OF_TIME), lowest, highest)
 
     return ask()
 
@@ -115,7 +105,7 @@ def score_in(reply: str, lowest: float, highest: float) -> float:
     return score
 
 
-async def _ask(request: _Request, patience_s: float) -> str:
+async def _ask(url: str, content: dict[str, Any], headers: dict[str, str], patience_s: float) -> str:
     import aiohttp
 
     ends_at, pause_s, chance = time.monotonic() + patience_s, FIRST_PAUSE_S, random.Random()
@@ -124,33 +114,33 @@ async def _ask(request: _Request, patience_s: float) -> str:
         while True:
             try:
                 async with asyncio.timeout(max(ends_at - time.monotonic(), 0.0)):
-                    return await _post(session, request)
+                    return await _post(session, url, content, headers)
             except TimeoutError as error:
-                raise JudgeError(f"no judgement from {request.url} within {patience_s:g} s: {last}") from error
+                raise JudgeError(f"no judgement from {url} within {patience_s:g} s: {last}") from error
             except (_Busy, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
                 last = f"{error}"
             if time.monotonic() + pause_s >= ends_at:
-                raise JudgeError(f"no judgement from {request.url} within {patience_s:g} s: {last}")
+                raise JudgeError(f"no judgement from {url} within {patience_s:g} s: {last}")
             await asyncio.sleep(pause_s * chance.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-async def _post(session: Any, request: _Request) -> str:
-    async with session.post(request.url, json=request.content, headers=request.headers) as response:
+async def _post(session: Any, url: str, content: dict[str, Any], headers: dict[str, str]) -> str:
+    async with session.post(url, json=content, headers=headers) as response:
         body = b""
         async for part in response.content.iter_any():
             body += part
             if len(body) > MAX_REPLY_BYTES:
-                raise JudgeError(f"{request.url} answered with more than {MAX_REPLY_BYTES} bytes")
+                raise JudgeError(f"{url} answered with more than {MAX_REPLY_BYTES} bytes")
         text = body.decode(errors="replace")
         if response.status in (408, 409, 425, 429) or response.status >= 500:
             raise _Busy(f"HTTP {response.status}: {text[:200]}")
         if response.status != 200:
-            raise JudgeError(f"{request.url} answered HTTP {response.status}: {text[:200]}")
+            raise JudgeError(f"{url} answered HTTP {response.status}: {text[:200]}")
     try:
-        content = json.loads(text)["choices"][0]["message"]["content"]
+        reply = json.loads(text)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError) as error:
         raise JudgeError(f"the judge's answer is no chat completion: {text[:200]}") from error
-    if not isinstance(content, str):
+    if not isinstance(reply, str):
         raise JudgeError(f"the judge's answer has no text: {text[:200]}")
-    return content
+    return reply

@@ -1,7 +1,5 @@
 """Are the replies as long as they should be?"""
 
-from __future__ import annotations
-
 from rlflow.errors import ConfigError
 
 

@@ -1,7 +1,5 @@
 """Does the mathematical expression in the reply equal the answer? Needs `pip install rlflow[math]`."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

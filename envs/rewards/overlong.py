@@ -1,7 +1,5 @@
 """Soft punishment of long episodes, as a function beside others; `algorithm.overlong_tokens` does it for any reward."""
 
-from __future__ import annotations
-
 from rlflow.algorithms.overlong import overlong_penalty
 
 

@@ -1,7 +1,5 @@
 """The reward of a search agent: words of the answer, or a penalty for a broken form (arXiv:2504.03160)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

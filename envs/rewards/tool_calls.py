@@ -1,7 +1,5 @@
 """Are the tools called that should be, with the right arguments? The rules of TL-Training (arXiv:2412.15495)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,3 +1,0 @@
-"""Questions that need two searches in a small library."""
-
-from rlflow.envs.search.env import load as load

@@ -1,7 +1,5 @@
 """Okapi BM25 over a few thousand short documents (Robertson and Zaragoza 2009, section 3)."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -17,7 +15,7 @@ class Index:
 
     def __init__(self, documents: Sequence[str]) -> None:
         self._documents = documents
-        self._counts = [Counter(words_of(document)) for document in documents]
+        self._counts = [Counter(_WORD.findall(document.lower())) for document in documents]
         lengths = [counts.total() for counts in self._counts]
         mean = sum(lengths) / max(len(lengths), 1)
         self._norms = [SATURATION * (1 - LENGTH_WEIGHT + LENGTH_WEIGHT * length / mean) for length in lengths]
@@ -27,7 +25,8 @@ class Index:
 
     def search(self, query: str, limit: int) -> list[str]:
         """At most `limit` documents that share a word with the query, the best first, equals in their order."""
-        scored = [(self._score(index, set(words_of(query))), -index) for index in range(len(self._documents))]
+        words = set(_WORD.findall(query.lower()))
+        scored = [(self._score(index, words), -index) for index in range(len(self._documents))]
         best = sorted((pair for pair in scored if pair[0] > 0), reverse=True)[:limit]
         return [self._documents[-index] for _, index in best]
 
@@ -38,8 +37,3 @@ class Index:
             rarity = math.log(1 + (len(self._documents) - self._found_in[word] + 0.5) / (self._found_in[word] + 0.5))
             total += rarity * counts[word] * (SATURATION + 1) / (counts[word] + norm)
         return total
-
-
-def words_of(text: str) -> list[str]:
-    """Lower-case words, in order."""
-    return _WORD.findall(text.lower())

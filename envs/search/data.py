@@ -1,7 +1,5 @@
 """A library of made-up people, books and towns, and questions that chain two of its facts."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The tool `search` over a library that is made when the environment is loaded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import cache, partial
@@ -33,22 +31,9 @@ def load(library_seed: int = 0, size: int = 2000, seed: int = 0, evaluation_size
 
 
 def build(library_seed: int) -> Environment:
-    return ToolEnvironment([Searcher(library_index(library_seed)).search])
+    index = library_index(library_seed)
 
-
-@cache
-def library_index(library_seed: int) -> Index:
-    """One for all episodes of a process."""
-    return Index(make_library(library_seed).documents)
-
-
-class Searcher:
-    """Holds what the tool searches in."""
-
-    def __init__(self, index: Index) -> None:
-        self._index = index
-
-    def search(self, query: str) -> str:
+    def search(query: str) -> str:
         """
         Search the library.
 
@@ -58,8 +43,15 @@ class Searcher:
         Returns:
             The documents that fit best.
         """
-        found = self._index.search(query, MAX_RESULTS)
-        return "\n".join(found) or "Nothing was found."
+        return "\n".join(index.search(query, MAX_RESULTS)) or "Nothing was found."
+
+    return ToolEnvironment([search])
+
+
+@cache
+def library_index(library_seed: int) -> Index:
+    """One for all episodes of a process."""
+    return Index(make_library(library_seed).documents)
 
 
 def look_up(task: Task, messages: Sequence[Message]) -> str:

@@ -1,3 +1,0 @@
-"""Games of TextArena."""
-
-from rlflow.envs.textarena.env import load as load

@@ -3,8 +3,6 @@
 The reward is TextArena's, at the end of the game; a game that is not played to its end earns 0.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -53,7 +51,21 @@ def load(
         raise ConfigError(f"env.args.seat must be from 0 to {num_players - 1}; got {seat}")
     spec = GameSpec(id=game, num_players=num_players, options=dict(options or {}))
     _opponent(opponent)
-    _try_out(spec)
+    try:  # a game is started, so that what is wrong shows now
+        Game(spec, seed=0).observe()
+    except ConfigError:
+        raise
+    except LookupError as error:  # nltk's, for data that is not there
+        names = "words averaged_perceptron_tagger_eng"
+        raise ConfigError(
+            f"env.args.game={spec.id} needs word lists that are not on this machine; on every machine of the cluster "
+            f"run once: python -m nltk.downloader {names}"
+        ) from error
+    except Exception as error:
+        raise ConfigError(
+            f"env.name=textarena: cannot start {spec.id} with {spec.num_players} players and {spec.options}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     prompt = prompt_of(system_prompt, f"You play {game}." if instructions is None else instructions)
     tasks, evaluation_tasks = seeded_tasks(partial(_tasks, spec, prompt, seat), size, seed, evaluation_size)
     return EnvironmentSpec(tasks=tasks, build=partial(TextArena, spec, opponent), evaluation_tasks=evaluation_tasks)
@@ -117,25 +129,6 @@ def _tasks(spec: GameSpec, prompt: tuple[Message, ...], seat: int | None, size: 
         chosen = number % spec.num_players if seat is None else seat
         tasks.append(Task(id=f"{spec.id}/{number}", prompt=prompt, data={"seed": number, "seat": chosen}))
     return tasks
-
-
-def _try_out(spec: GameSpec) -> None:
-    """Start a game, so that what is wrong shows now."""
-    try:
-        Game(spec, seed=0).observe()
-    except ConfigError:
-        raise
-    except LookupError as error:  # nltk's, for data that is not there
-        names = "words averaged_perceptron_tagger_eng"
-        raise ConfigError(
-            f"env.args.game={spec.id} needs word lists that are not on this machine; on every machine of the cluster "
-            f"run once: python -m nltk.downloader {names}"
-        ) from error
-    except Exception as error:
-        raise ConfigError(
-            f"env.name=textarena: cannot start {spec.id} with {spec.num_players} players and {spec.options}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 def _opponent(path: str | None) -> Callable[[str], object] | None:

@@ -5,8 +5,6 @@ change each other. Here each game has a state of its own, which is in place only
 wait for each other. Some games fetch word lists from the network when they are imported; here none does.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The conventions are those of `environment_factory` of TRL's GRPOTrainer. `close` is an addition.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +12,7 @@ from typing import Any
 
 from rlflow.envs.base import EnvironmentSpec, Prompt, Step
 from rlflow.envs.callables import call, name_of
-from rlflow.envs.dataset import load as load_rows
+from rlflow.envs.dataset.env import load as load_rows
 from rlflow.envs.texts import with_observation
 from rlflow.envs.tools import ToolEnvironment, ToolSet
 from rlflow.errors import ConfigError

@@ -4,8 +4,6 @@ Its rubric is the reward. verifiers scores a reward function that raises with 0.
 error.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import partial

@@ -50,8 +50,7 @@ class Source:
 def rows_of(source: Source, size: int, evaluation_size: int) -> dict[str, Any]:
     """The data sets `train` and `eval`; `eval` is None if there is none. A size of -1 means all rows. Blocking.
 
-    Raises:
-        ConfigError: the environment cannot be loaded.
+    Raises ConfigError when the environment cannot be loaded.
     """
     command = source.command("rows", size=size, evaluation_size=evaluation_size)
     try:
@@ -166,8 +165,7 @@ _hosts: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Source, asyncio.Task[H
 async def host_of(source: Source) -> Host:
     """The running process of an environment. The first caller starts it; it is started again after it died.
 
-    Raises:
-        VerifiersError, DeadlineError: as `Host.start`.
+    Raises VerifiersError and DeadlineError as `Host.start` does.
     """
     hosts = _hosts.setdefault(asyncio.get_running_loop(), {})
     starting = hosts.get(source)

@@ -7,8 +7,6 @@ Each line of standard input asks for a rollout, or cancels one; each line of sta
 environment prints goes to standard error. verifiers sets signal handlers and installs clean-up at exit: here they may.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

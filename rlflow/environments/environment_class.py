@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from rlflow.envs.base import Environment, EnvironmentSpec, Program
-from rlflow.envs.dataset import load as load_rows
+from rlflow.envs.dataset.env import load as load_rows
 from rlflow.errors import ConfigError
 from rlflow.plugins.options import check_options, parameters_of
 

@@ -26,7 +26,7 @@ ENVIRONMENTS = Catalog(
     setting="env.name",
     what="an environment",
     shipped={
-        module.name: f"rlflow.envs.{module.name}:load"
+        module.name: f"rlflow.envs.{module.name}.env:load"
         for module in sorted(pkgutil.iter_modules(rlflow.envs.__path__))
         if any(Path(folder, module.name, "config.yaml").is_file() for folder in rlflow.envs.__path__)
     },
@@ -106,7 +106,7 @@ def _spec_of(config: EnvConfig) -> EnvironmentSpec:
     if isinstance(load, type) and issubclass(load, Environment | Program):
         return spec_of_class(config.name, load, config.args)
     if isinstance(load, type) and callable(getattr(load, "reset", None)):
-        from rlflow.envs.trl import load as load_trl
+        from rlflow.envs.trl.env import load as load_trl
 
         load = partial(load_trl, load)
     elif isinstance(load, type) or not callable(load):

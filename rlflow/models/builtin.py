@@ -6,8 +6,6 @@ not fit into bfloat16, so that rounding it would lose a part of the model for go
 The file is read with numpy alone. transformers reads it to the same bits, but needs torch for that and twice the time.
 """
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -109,11 +107,6 @@ def write_tiny(folder: Path) -> None:
         pad_token_id=0,
     )
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    weights = _random_weights(config, np.random.default_rng(0))
-    _write(folder, config, weights, vocabulary, [], list(_SPECIAL_TOKENS), CHATML)
-
-
-def _random_weights(config: dict[str, Any], generator: np.random.Generator) -> Weights:
     hidden, intermediate = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]
@@ -126,6 +119,7 @@ def _random_weights(config: dict[str, Any], generator: np.random.Generator) -> W
         "mlp.up_proj": (intermediate, hidden),
         "mlp.down_proj": (hidden, intermediate),
     }
+    generator = np.random.default_rng(0)
 
     def normal(shape: tuple[int, ...]) -> NDArray[np.float32]:
         return generator.normal(0.0, 0.02, shape).astype(np.float32)
@@ -137,7 +131,7 @@ def _random_weights(config: dict[str, Any], generator: np.random.Generator) -> W
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"model.layers.{layer}.{name}.weight"] = np.ones(hidden, dtype=np.float32)
     weights["model.norm.weight"] = np.ones(hidden, dtype=np.float32)
-    return weights
+    _write(folder, config, weights, vocabulary, [], list(_SPECIAL_TOKENS), CHATML)
 
 
 def _llama_config(**fields: Any) -> dict[str, Any]:

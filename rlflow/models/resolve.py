@@ -4,8 +4,6 @@
 before any worker starts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

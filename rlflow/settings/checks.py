@@ -4,8 +4,6 @@ Each message names the key, the value found and the cure. The ranges and most se
 depends on more is a function. `algorithms.registry.check_functions` checks what needs the functions that were chosen.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from operator import attrgetter
@@ -163,7 +161,13 @@ def check(config: Config) -> None:
     """Raise ConfigError for the first setting that is out of range, contradicts another or has no effect."""
     _check_ranges(config)
     check_curriculum(config.curriculum)
-    _check_effects(config)
+    default = Config()
+    for key, has_none, why in _WITHOUT_EFFECT:
+        value = attrgetter(key)(config)
+        if value == attrgetter(key)(default) or not has_none(config):
+            continue
+        shown = {True: "", False: "=false"}[value] if isinstance(value, bool) else f"={value}"
+        raise ConfigError(f"{key}{shown} has no effect {why.format(**vars(config))}")
     _check_contradictions(config)
     _check_reward(config)
     _check_algorithm(config)
@@ -193,16 +197,6 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError(f"critic.value_clip must be positive, or null for no clip; got {value_clip}")
     if rank is not None and rank < 1:
         raise ConfigError(f"lora.rank must be at least 1, or null to train the whole model; got {rank}")
-
-
-def _check_effects(config: Config) -> None:
-    default = Config()
-    for key, has_none, why in _WITHOUT_EFFECT:
-        value = attrgetter(key)(config)
-        if value == attrgetter(key)(default) or not has_none(config):
-            continue
-        shown = {True: "", False: "=false"}[value] if isinstance(value, bool) else f"={value}"
-        raise ConfigError(f"{key}{shown} has no effect {why.format(**vars(config))}")
 
 
 def _check_contradictions(config: Config) -> None:

@@ -1,13 +1,9 @@
 """Cross-checks of where a run is to be: address, pools, Kubernetes. Whether it fits is `cluster.placement.fit`."""
 
-from __future__ import annotations
-
 import math
 
 from rlflow.config import Config, KubernetesConfig, OnExists, PoolConfig, ProcessKind, Scheduler
 from rlflow.errors import ConfigError
-
-_SIZES = ("machines", "cpus", "gpus", "memory_gb")
 
 
 def check_cluster(config: Config) -> None:
@@ -20,10 +16,41 @@ def check_cluster(config: Config) -> None:
             f"cluster.pools ({', '.join(cluster.pools)}) has no effect on one machine; leave it out, or join a cluster "
             "with cluster=ray or cluster=kuberay"
         )
-    _check_processes(cluster.pools)
+    rest = [name for name, pool in cluster.pools.items() if pool.processes is None]
+    if len(rest) > 1:
+        raise ConfigError(
+            f"cluster.pools.{rest[0]} and {rest[1]} both take the processes that no other pool has; give one of them "
+            f"`processes`, some of {', '.join(ProcessKind)}"
+        )
+    owners: dict[ProcessKind, str] = {}
+    for name, pool in cluster.pools.items():
+        for process in pool.processes or ():
+            if process in owners:
+                raise ConfigError(
+                    f"{process} is in cluster.pools.{owners[process]} and in cluster.pools.{name}; take one"
+                )
+            owners[process] = name
+    missing = [process for process in ProcessKind if process not in owners]
+    if cluster.pools and missing and not rest:
+        raise ConfigError(
+            f"no pool of cluster.pools has {', '.join(missing)}; add them to one, or give one pool no `processes`, so "
+            "that it has the rest"
+        )
     on_kubernetes = cluster.kubernetes.image is not None
     for name, pool in cluster.pools.items():
-        _check_pool(name, pool, on_kubernetes=on_kubernetes)
+        where = f"cluster.pools.{name}"
+        if pool.processes == []:
+            raise ConfigError(f"{where}.processes is empty, so that nothing runs there; leave the pool out")
+        for size in ("machines", "cpus", "gpus", "memory_gb"):
+            value, least = getattr(pool, size), 0 if size == "gpus" else 1
+            if value is None:
+                if on_kubernetes:
+                    raise ConfigError(f"{where}.{size} must be given for pods on Kubernetes; got null")
+            elif not math.isfinite(value) or value < least:
+                raise ConfigError(f"{where}.{size} must be {'at least 1' if least else '0 or more'}; got {value}")
+        if not on_kubernetes and (pool.memory_gb is not None or pool.node_labels):
+            field = "node_labels" if pool.node_labels else "memory_gb"
+            raise ConfigError(f"{where}.{field} has no effect without cluster=kuberay; leave it out")
     if on_kubernetes:
         _check_kubernetes(config)
     elif cluster.kubernetes != KubernetesConfig():
@@ -39,47 +66,6 @@ def pool_of(pools: dict[str, PoolConfig], process: ProcessKind) -> str | None:
         if pool.processes is not None and process in pool.processes:
             return name
     return next((name for name, pool in pools.items() if pool.processes is None), None)
-
-
-def _check_processes(pools: dict[str, PoolConfig]) -> None:
-    rest = [name for name, pool in pools.items() if pool.processes is None]
-    if len(rest) > 1:
-        raise ConfigError(
-            f"cluster.pools.{rest[0]} and {rest[1]} both take the processes that no other pool has; give one of them "
-            f"`processes`, some of {', '.join(ProcessKind)}"
-        )
-    owners: dict[ProcessKind, str] = {}
-    for name, pool in pools.items():
-        for process in pool.processes or ():
-            if process in owners:
-                raise ConfigError(
-                    f"{process} is in cluster.pools.{owners[process]} and in cluster.pools.{name}; take one"
-                )
-            owners[process] = name
-    missing = [process for process in ProcessKind if process not in owners]
-    if pools and missing and not rest:
-        raise ConfigError(
-            f"no pool of cluster.pools has {', '.join(missing)}; add them to one, or give one pool no `processes`, so "
-            "that it has the rest"
-        )
-
-
-def _check_pool(name: str, pool: PoolConfig, *, on_kubernetes: bool) -> None:
-    where = f"cluster.pools.{name}"
-    if pool.processes == []:
-        raise ConfigError(f"{where}.processes is empty, so that nothing runs there; leave the pool out")
-    for size in _SIZES:
-        value = getattr(pool, size)
-        if value is None:
-            if on_kubernetes:
-                raise ConfigError(f"{where}.{size} must be given for pods on Kubernetes; got null")
-        elif not math.isfinite(value) or value < (0 if size == "gpus" else 1):
-            raise ConfigError(f"{where}.{size} must be {'0 or more' if size == 'gpus' else 'at least 1'}; got {value}")
-    if on_kubernetes:
-        return
-    if pool.memory_gb is not None or pool.node_labels:
-        field = "node_labels" if pool.node_labels else "memory_gb"
-        raise ConfigError(f"{where}.{field} has no effect without cluster=kuberay; leave it out")
 
 
 def _check_kubernetes(config: Config) -> None:

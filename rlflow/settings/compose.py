@@ -3,8 +3,6 @@
 An error of Hydra, OmegaConf or YAML becomes a ConfigError with one sentence that a person can act on (`explain`).
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What Hydra and OmegaConf raise -> one sentence with the key, the value found and what to do."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import fields, is_dataclass

@@ -1,7 +1,5 @@
 """The recipes that ship with rlflow, read without Hydra, so that `rlflow recipes` answers at once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rlflow.errors import ConfigError

@@ -11,10 +11,17 @@ from typing import Any
 
 import pytest
 
-from rlflow.envs.agent import load
 from rlflow.envs.agent.command import KEPT_BYTES
 from rlflow.envs.agent.data import sums
-from rlflow.envs.agent.env import CommandProgram, FunctionProgram, environment_of, filled, printed_result, result_of
+from rlflow.envs.agent.env import (
+    CommandProgram,
+    FunctionProgram,
+    environment_of,
+    filled,
+    load,
+    printed_result,
+    result_of,
+)
 from rlflow.envs.base import Endpoint, Result
 from rlflow.errors import ConfigError, EnvironmentFailure
 from rlflow.types import Message, Task

@@ -13,8 +13,8 @@ import pytest
 from letters import LetterRenderer, ScriptedEngine, ids_of, limits
 
 from rlflow.environments.pool import EnvironmentPool
-from rlflow.envs.agent import load
 from rlflow.envs.agent.data import sums
+from rlflow.envs.agent.env import load
 from rlflow.envs.base import Endpoint, Environment, Program, Result
 from rlflow.rollout.chat import Chat
 from rlflow.rollout.episode import EnvironmentSource, PlayedEpisode, play_episode

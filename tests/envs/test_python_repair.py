@@ -10,11 +10,10 @@ import pytest
 from rlflow.config import EnvConfig, RewardConfig
 from rlflow.environments.find import load_environment
 from rlflow.envs.base import Environment, EnvironmentSpec
-from rlflow.envs.python_repair import load
 from rlflow.envs.python_repair.cases import TESTS
 from rlflow.envs.python_repair.data import EVALUATION, FIRST_FAILURE, make_tasks, source_of
+from rlflow.envs.python_repair.env import load, worth
 from rlflow.envs.python_repair.mutations import broken_versions
-from rlflow.envs.python_repair.reward import worth
 from rlflow.errors import ConfigError
 from rlflow.processes.sandbox.run import SandboxLimits, run
 from rlflow.types import Message

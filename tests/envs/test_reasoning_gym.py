@@ -14,7 +14,7 @@ from rlflow.config import EnvConfig, RewardConfig
 from rlflow.environments.find import load_environment
 from rlflow.envs.answers import tagged_answer
 from rlflow.envs.base import EnvironmentSpec
-from rlflow.envs.reasoning_gym.reward import score
+from rlflow.envs.reasoning_gym.env import score
 from rlflow.errors import ConfigError
 from rlflow.types import Task
 

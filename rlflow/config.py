@@ -4,8 +4,6 @@ YAML under `recipes/` and the command line -> Hydra -> these classes -> `setting
 out of range, contradicts another setting or has no effect. What follows from several of them is `runtime.derived`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any

@@ -6,8 +6,6 @@ Rules: one version is loaded at a time, and nothing is staged over one that engi
 shared devices, training waits for the load. A load that fails ends the run through the intake.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Protocol

@@ -9,8 +9,6 @@ A signal ends the run after its step, with everything saved. After a loss of wha
 from the newest one, at most MAX_RESTARTS times without a newer one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ group of its own, because Ray restores a lost group only as a whole: a slot alon
 machine.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 The rules are in `rlflow.rollout.fleet`; this module does only what needs Ray.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The loss of a process without which a run cannot go on: noticing it, and ending what is left of the fleet."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from typing import Any, NoReturn, TypeVar

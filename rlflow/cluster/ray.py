@@ -4,8 +4,6 @@
 has. `join_ray` joins a cluster that others have started, and says why that fails.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Checks, before anything is started, that each machine sees the files that it will read and write."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import uuid

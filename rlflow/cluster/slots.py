@@ -3,8 +3,6 @@
 processes -> slots (what one reservation takes) -> blocks (slots that must share a machine)
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

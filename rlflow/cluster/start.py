@@ -6,8 +6,6 @@ Ray restarts an engine, a runner and a process that scores under the same handle
 what these hold is in checkpoints only, so that `failover` ends the fleet when one of them is lost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -6,8 +6,6 @@ Rules: every token of an evaluation is of one version. The seeds never change. A
 lost, and the run goes on.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field

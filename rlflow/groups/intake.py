@@ -16,8 +16,6 @@ The main loop of `driver.py` calls `admit` when there may be room and `take` whe
 tasks in the ledger, in the ready queue and in one event.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -64,7 +62,7 @@ class Collected:
     episodes: list[EpisodeSummary] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
 
-    def take(self) -> Collected:
+    def take(self) -> "Collected":
         """Return everything and start empty."""
         taken = Collected(episodes=self.episodes, spans=self.spans)
         self.episodes, self.spans = [], []

@@ -9,8 +9,6 @@ run: it holds the live groups and one count for each state. Everything is in SQL
 became of a task during the run and after it.
 """
 
-from __future__ import annotations
-
 import sqlite3
 from collections import Counter
 from enum import StrEnum

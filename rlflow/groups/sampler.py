@@ -6,8 +6,6 @@
 Rule: whatever a curriculum does, a task that is put back comes again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import deque

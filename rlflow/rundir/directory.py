@@ -1,7 +1,5 @@
 """The directory of a run: who may write it, and whether it is begun, resumed or set aside."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ server keeps the locks: NFS 4, CephFS, Lustre mounted with `flock`. If each mach
 `localflock`, NFS with `local_lock`, most object stores), it keeps out only processes of the same machine.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """`rlflow stop RUN`, and how long a run may take to stop."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

@@ -7,8 +7,6 @@ checkpoints/step_N/
     state.json     step, version, sampler, ready groups, and the size of every other file
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

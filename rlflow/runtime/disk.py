@@ -1,7 +1,5 @@
 """Where temporary files go, how files last, and what a person is told when the disk is full."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Tells people and files what the driver does: console, metrics.jsonl, trackers, trace, samples, report."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self

@@ -8,8 +8,6 @@ The files are bounded: one that reaches `max_bytes` becomes trace_previous.json,
 begins. Together they hold the newest `max_bytes` to 2 x `max_bytes` of events.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import defaultdict

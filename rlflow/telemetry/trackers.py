@@ -1,7 +1,5 @@
 """Where the numbers of a run also go: TensorBoard, Weights & Biases, MLflow. Each is imported only when it is on."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -203,9 +203,9 @@ def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not options.run.is_dir():
         raise ConfigError(f"{options.run} is not a run's directory; give the run.dir that `rlflow train` printed")
     if options.verb == "stop":
-        from rlflow.rundir.stopping import stop_run
+        from rlflow.rundir.lock import stop
 
-        print(stop_run(options.run, options.timeout))
+        print(stop(options.run, options.timeout))
     elif options.verb == "export":
         from rlflow.tools.export import export
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from rlflow.cluster.calls import wait_until_ended
 from rlflow.cluster.start import Fleet
@@ -21,31 +21,21 @@ async def run_unless_lost(fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
     Raises WorkerLost, with the fleet and the work ended, when a process of `fleet.vital` is lost before. A PayloadLost
     of the work is raised as it is, with the fleet ended too.
     """
-    working, watching = asyncio.create_task(work), asyncio.create_task(_wait_until_one_is_lost(fleet))
+    working = asyncio.create_task(work)
+    watching = [asyncio.create_task(wait_until_ended(name, actor)) for name, actor in fleet.vital.items()]
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, *watching), return_when=asyncio.FIRST_COMPLETED)
         error = working.exception() if working.done() else None
         if working.done() and error is None:
             return working.result()
         is_lost = isinstance(error, WorkerLost | PayloadLost)
         if isinstance(error, WorkerError) and not is_lost and fleet.is_joined:
-            await asyncio.wait((watching,), timeout=NOTICE_S)
-        if watching.done() or is_lost:
+            await asyncio.wait(watching, timeout=NOTICE_S, return_when=asyncio.FIRST_COMPLETED)
+        ended = [watch for watch in watching if watch.done()]
+        if ended or is_lost:
             await fleet.end()  # before the work, so that nothing that it waits for is still to come
-        return watching.result() if watching.done() else working.result()
+        return ended[0].result() if ended else working.result()
     finally:
-        for task in (working, watching):
+        for task in (working, *watching):
             task.cancel()
-        await asyncio.wait((working, watching))
-
-
-async def _wait_until_one_is_lost(fleet: Fleet) -> NoReturn:
-    """Raises WorkerLost when the first of the vital processes ends."""
-    ends = [asyncio.create_task(wait_until_ended(name, actor)) for name, actor in fleet.vital.items()]
-    try:
-        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        next(iter(done)).result()
-        raise AssertionError("the wait for the end of a process ends with an error")
-    finally:
-        for end in ends:
-            end.cancel()
+        await asyncio.wait((working, *watching))

@@ -125,13 +125,17 @@ async def start_fleet(
     config = devices.config
     if machines := devices.machines():
         await check_shared_files(config, machines, model_path, reward_model_path)
-    create = _Create(config=config, model_path=model_path, devices=devices, threads=_threads(config))
-    engines = create.engines()
-    trainers = create.ranks(ProcessKind.trainer)
-    critics = create.ranks(ProcessKind.critic) if needs_critic(config.algorithm) else []
-    rewards = start_rewards(config, spec.reward, reward_model_path, devices, create.threads, MANY_CALLS)
+    threads = _threads(config)
+    common = (config, model_path, devices, threads)
+    engines = _create_engines(*common)
+    trainers = _create_ranks(*common, ProcessKind.trainer)
+    critics = _create_ranks(*common, ProcessKind.critic) if needs_critic(config.algorithm) else []
+    rewards = start_rewards(config, spec.reward, reward_model_path, devices, threads, MANY_CALLS)
     runners = start_runners(config, model_path, spec, list(rewards), list(engines), devices, MANY_CALLS)
-    reference = create.reference() if needs_reference(config) else None
+    reference = None
+    if needs_reference(config):
+        actor = cast(Any, ray.remote)(concurrency_groups={WATCH: 1})(ReferenceWorker)
+        reference = actor.options(**devices.of(ProcessKind.reference, 0)).remote(config, model_path, threads)
 
     membership = Membership(runners)
     processes = [RayEngine(engine, index, config.deadlines) for index, engine in enumerate(engines.values())]
@@ -174,48 +178,27 @@ async def start_fleet(
     return fleet
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class _Create:
-    """Creates the actors that compute."""
+def _create_engines(config: Config, model_path: str, devices: Devices, threads: int) -> dict[str, Any]:
+    """Name -> actor."""
+    return {
+        (name := f"engine {index}"): ray.remote(EngineActor)
+        .options(name=name, max_concurrency=MANY_CALLS, max_restarts=-1, **devices.of(ProcessKind.engine, index))
+        .remote(config, model_path, index, threads)
+        for index in range(config.rollout.engines)
+    }
 
-    config: Config
-    model_path: str
-    devices: Devices
-    threads: int
 
-    def engines(self) -> dict[str, Any]:
-        """Name -> actor."""
-        return {
-            (name := f"engine {index}"): ray.remote(EngineActor)
-            .options(
-                name=name,
-                max_concurrency=MANY_CALLS,
-                max_restarts=-1,
-                **self.devices.of(ProcessKind.engine, index),
-            )
-            .remote(self.config, self.model_path, index, self.threads)
-            for index in range(self.config.rollout.engines)
-        }
-
-    def ranks(self, kind: ProcessKind) -> list[Any]:
-        """The ranks of the trainer or of the critic."""
-        # Beside the writes, all calls come on one thread, though not the main one: torch's and CUDA's settings of it
-        # hold.
-        actor = cast(Any, ray.remote)(concurrency_groups={DISK: 1, WATCH: 1}, runtime_env={"env_vars": ONE_ARENA})(
-            TrainerWorker
-        )
-        is_critic, count = kind is ProcessKind.critic, self.config.trainer.ranks
-        return [
-            actor.options(**self.devices.of(kind, rank)).remote(
-                self.config, self.model_path, rank, count, self.threads, is_critic=is_critic
-            )
-            for rank in range(count)
-        ]
-
-    def reference(self) -> Any:
-        actor = cast(Any, ray.remote)(concurrency_groups={WATCH: 1})(ReferenceWorker)
-        options = self.devices.of(ProcessKind.reference, 0)
-        return actor.options(**options).remote(self.config, self.model_path, self.threads)
+def _create_ranks(config: Config, model_path: str, devices: Devices, threads: int, kind: ProcessKind) -> list[Any]:
+    """The ranks of the trainer or of the critic."""
+    # Beside the writes, all calls come on one thread, though not the main one: torch's and CUDA's settings of it hold.
+    actor = cast(Any, ray.remote)(concurrency_groups={DISK: 1, WATCH: 1}, runtime_env={"env_vars": ONE_ARENA})(
+        TrainerWorker
+    )
+    is_critic, count = kind is ProcessKind.critic, config.trainer.ranks
+    return [
+        actor.options(**devices.of(kind, rank)).remote(config, model_path, rank, count, threads, is_critic=is_critic)
+        for rank in range(count)
+    ]
 
 
 async def _start_all(

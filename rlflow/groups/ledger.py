@@ -138,10 +138,6 @@ class Ledger:
         return row[0]
 
     @property
-    def num_admitted(self) -> int:
-        return self._counts.total()
-
-    @property
     def num_live(self) -> int:
         return len(self._live)
 

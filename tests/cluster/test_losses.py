@@ -24,7 +24,7 @@ async def test_a_lost_payload_ends_the_fleet_at_once(monkeypatch: pytest.MonkeyP
     """Although the cluster has other machines, whose loss would be waited for after another error."""
     ended: list[object] = []
 
-    async def nothing_lost(fleet: object) -> None:
+    async def nothing_lost(who: str, actor: object) -> None:
         await asyncio.Event().wait()
 
     async def end() -> None:
@@ -33,8 +33,8 @@ async def test_a_lost_payload_ends_the_fleet_at_once(monkeypatch: pytest.MonkeyP
     async def work() -> None:
         raise PayloadLost("what the trainer was to read is lost")
 
-    monkeypatch.setattr(failover, "_wait_until_one_is_lost", nothing_lost)
-    fleet: Any = SimpleNamespace(is_joined=True, end=end)
+    monkeypatch.setattr(failover, "wait_until_ended", nothing_lost)
+    fleet: Any = SimpleNamespace(is_joined=True, end=end, vital={"trainer rank 0": None})
     async with asyncio.timeout(30):
         with pytest.raises(PayloadLost):
             await failover.run_unless_lost(fleet, work())

@@ -57,7 +57,8 @@ def private_ray() -> Iterator[dict[str, Any]]:
     is_enabled, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     failed = False
     try:
-        with _environment(changes):
+        with variables(changes):
+            _read_variables_again()
             # "local" also where a Ray cluster happens to run on this machine: a run joins one only when told to.
             yield {
                 "address": "local",
@@ -72,27 +73,17 @@ def private_ray() -> Iterator[dict[str, Any]]:
             error.add_note(f"what the processes of the run have logged is in {folder}")
         raise
     finally:
+        _read_variables_again()
         ray_constants.ENABLE_RAY_CLUSTER = is_enabled
         if not failed:
             # A process of Ray that is just ending may still write there.
             shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
-def _environment(changes: dict[str, str | None]) -> Iterator[None]:
-    """Set these variables for the block and have Ray read them again; None removes one."""
-
-    def read_again() -> None:
-        # Ray read the variables of its tokens when it was imported, or when it was last asked for a token.
-        RayConfig.initialize("")
-        AuthenticationTokenLoader.instance().reset_cache()
-
-    try:
-        with variables(changes):
-            read_again()
-            yield
-    finally:
-        read_again()
+def _read_variables_again() -> None:
+    """Ray read the variables of its tokens when it was imported, or when it was last asked for a token."""
+    RayConfig.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def join_ray(address: str, **options: Any) -> None:

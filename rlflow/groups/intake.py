@@ -140,6 +140,7 @@ class Intake:
         """
         # Every live group ends within its own deadline, so a longer wait is a fault of this loop.
         limit_s = left_s = self._config.deadlines.group_s + self._config.deadlines.train_s
+        loop = asyncio.get_running_loop()
         while True:
             self._changed.clear()
             self.raise_failure()
@@ -150,21 +151,16 @@ class Intake:
             self.admit()
             if taken:
                 return taken
-            left_s -= await self._wait(min(HEARTBEAT_S, left_s))
+            started_s = loop.time()
+            try:
+                await within("waiting for a group to train on", min(HEARTBEAT_S, left_s), self._changed.wait())
+            except DeadlineError:
+                self._listener.waiting(self.why_nothing_is_ready())
+            waited_s = loop.time() - started_s
+            self._waited_s += waited_s
+            left_s -= waited_s
             if left_s <= 0:
                 raise DeadlineError("waiting for a group to train on", limit_s)
-
-    async def _wait(self, most_s: float) -> float:
-        """Wait until something changes; returns the seconds that it took. Tells people if nothing did."""
-        loop = asyncio.get_running_loop()
-        started_s = loop.time()
-        try:
-            await within("waiting for a group to train on", most_s, self._changed.wait())
-        except DeadlineError:
-            self._listener.waiting(self.why_nothing_is_ready())
-        waited_s = loop.time() - started_s
-        self._waited_s += waited_s
-        return waited_s
 
     def end_step(self, step_s: float) -> None:
         """A step of so many seconds is over: let more groups live, or fewer, in the next one."""

@@ -3,20 +3,29 @@
     Devices reserves -> every actor is created -> all of them start at once -> Fleet
 
 Ray restarts an engine, a runner and a process that scores under the same handle. It restarts no rank and no reference:
-what these hold is in checkpoints only, so that `failover` ends the fleet when one of them is lost.
+what these hold is in checkpoints only, so that `run_unless_lost` ends the fleet when one of them is lost.
 """
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import ray
 
 from rlflow.algorithms.registry import needs_critic
-from rlflow.cluster.calls import DISK, WATCH, RayActorCritic, RayReference, RayTrainer, answer, open_calls
+from rlflow.cluster.calls import (
+    DISK,
+    WATCH,
+    RayActorCritic,
+    RayReference,
+    RayTrainer,
+    answer,
+    open_calls,
+    wait_until_ended,
+)
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
 from rlflow.cluster.ray import join_ray, private_ray
@@ -25,7 +34,7 @@ from rlflow.cluster.runners import RayRunners, start_runners
 from rlflow.cluster.shared_files import check_shared_files
 from rlflow.config import Config, Placement, ProcessKind
 from rlflow.envs.base import EnvironmentSpec
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, PayloadLost, WorkerError, WorkerLost
 from rlflow.roles import Workers
 from rlflow.rollout.fleet import EngineFleet
 from rlflow.runtime.deadlines import within
@@ -34,8 +43,13 @@ from rlflow.runtime.environment import ONE_ARENA
 from rlflow.workers.reference import ReferenceWorker
 from rlflow.workers.trainer.actor import TrainerWorker
 
+T = TypeVar("T")
+
 MANY_CALLS = 4096
 """Calls that an asynchronous actor may have open; the admission budget bounds them long before."""
+NOTICE_S = 60.0
+"""Seconds that Ray may need to notice that a machine is gone. The other ranks of the trainer notice earlier, because a
+connection breaks."""
 STOP_S = 20.0
 """Seconds that actors have to end their processes; Ray then ends what is left."""
 _EVERYWHERE = {
@@ -176,6 +190,32 @@ async def start_fleet(
         await fleet.end()
         raise
     return fleet
+
+
+async def run_unless_lost(fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`.
+
+    Raises WorkerLost, with the fleet and the work ended, when a process of `fleet.vital` is lost before. A PayloadLost
+    of the work is raised as it is, with the fleet ended too.
+    """
+    working = asyncio.create_task(work)
+    watching = [asyncio.create_task(wait_until_ended(name, actor)) for name, actor in fleet.vital.items()]
+    try:
+        await asyncio.wait((working, *watching), return_when=asyncio.FIRST_COMPLETED)
+        error = working.exception() if working.done() else None
+        if working.done() and error is None:
+            return working.result()
+        is_lost = isinstance(error, WorkerLost | PayloadLost)
+        if isinstance(error, WorkerError) and not is_lost and fleet.is_joined:
+            await asyncio.wait(watching, timeout=NOTICE_S, return_when=asyncio.FIRST_COMPLETED)
+        ended = [watch for watch in watching if watch.done()]
+        if ended or is_lost:
+            await fleet.end()  # before the work, so that nothing that it waits for is still to come
+        return ended[0].result() if ended else working.result()
+    finally:
+        for task in (working, *watching):
+            task.cancel()
+        await asyncio.wait((working, *watching))
 
 
 def _create_engines(config: Config, model_path: str, devices: Devices, threads: int) -> dict[str, Any]:

@@ -291,7 +291,18 @@ class Intake:
             self._lose(group_id, DropReason.NO_VERDICT, why_no_verdict(played.episodes))
             return
         if self.grader.is_filtered(ready):
-            self._filter(group_id)
+            self._drop(group_id, DropReason.FILTERED, "nothing in it to compare")
+            self._lost_in_a_row = 0
+            self._filtered_in_a_row += 1
+            limit = MAX_FILTERED_STEPS * self._config.algorithm.groups_per_step
+            if self._filtered_in_a_row >= limit:
+                self.fail(
+                    RunError(
+                        f"{limit} groups in a row held nothing to compare: all rewards of a group were equal, or all "
+                        "its episodes were cut off; take easier or harder tasks, raise rollout.max_new_tokens, or set "
+                        "algorithm.dynamic_sampling=false"
+                    )
+                )
             return
         ready.references = await self._references(ready.payloads)
         self._ledger.advance(group_id, GroupState.READY)
@@ -328,22 +339,6 @@ class Intake:
         if self._lost_in_a_row >= limit:
             last = f"the last one was dropped as {reason}: {detail}"
             self.fail(RunError(f"{limit} groups in a row gave nothing to train on; {last}"))
-
-    def _filter(self, group_id: int) -> None:
-        """Drop a group whose episodes cannot be compared. Too many in a row mean that the tasks are too easy or too
-        hard, and end the run."""
-        self._drop(group_id, DropReason.FILTERED, "nothing in it to compare")
-        self._lost_in_a_row = 0
-        self._filtered_in_a_row += 1
-        limit = MAX_FILTERED_STEPS * self._config.algorithm.groups_per_step
-        if self._filtered_in_a_row >= limit:
-            self.fail(
-                RunError(
-                    f"{limit} groups in a row held nothing to compare: all rewards of a group were equal, or all its "
-                    "episodes were cut off; take easier or harder tasks, raise rollout.max_new_tokens, or set "
-                    "algorithm.dynamic_sampling=false"
-                )
-            )
 
     def _drop(self, group_id: int, reason: DropReason, detail: str) -> None:
         self.ready.forget(group_id)

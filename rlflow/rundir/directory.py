@@ -74,7 +74,13 @@ def claim(config: Config) -> Iterator[RunDir]:
                 f"run.on_exists=resume"
             )
         if begun and config.run.on_exists is OnExists.fresh:
-            _set_aside(path)
+            number = 1
+            while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
+                number += 1
+            aside.mkdir()
+            for entry in list(path.iterdir()):
+                if entry.name != NAME:
+                    entry.rename(aside / entry.name)
         if checkpoints.steps():
             _check_same_run(config, path)
         run_dir = rewound(RunDir(path=path, checkpoints=checkpoints, resume_from=None))
@@ -95,17 +101,6 @@ def rewound(run_dir: RunDir) -> RunDir:
     if latest is not None:
         shutil.copyfile(latest / "ledger.db", run_dir.ledger)
     return replace(run_dir, resume_from=latest)
-
-
-def _set_aside(path: Path) -> None:
-    """Move the files of the run that is here into a folder beside it. Nothing is deleted."""
-    number = 1
-    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
-        number += 1
-    aside.mkdir()
-    for entry in list(path.iterdir()):
-        if entry.name != NAME:
-            entry.rename(aside / entry.name)
 
 
 def _check_same_run(config: Config, path: Path) -> None:

@@ -215,7 +215,7 @@ async def run_unless_lost(fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
     finally:
         for task in (working, *watching):
             task.cancel()
-        await asyncio.wait((working, *watching))
+        await asyncio.gather(working, *watching, return_exceptions=True)  # so that no failure goes unread
 
 
 def _create_engines(config: Config, model_path: str, devices: Devices, threads: int) -> dict[str, Any]:

@@ -13,8 +13,6 @@ episode 2; group 1, episode 0]. `PackedBatch` shows a row.
 Shape letters: T tokens of the row, N loss tokens, S prompt segments, C completion segments.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -206,9 +206,9 @@ def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
         command.run(options)
     elif options.verb == "stop":
-        from rlflow.rundir.stopping import stop_run
+        from rlflow.rundir.lock import stop
 
-        print(stop_run(options.run, options.timeout))
+        print(stop(options.run, options.timeout))
     elif options.verb == "export":
         from rlflow.tools.export import export
 

@@ -26,8 +26,6 @@ Rules (numbers as in docs/architecture.md, "What always holds"):
 10. The driver holds metadata only; payloads are handles, and it never opens one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Sequence

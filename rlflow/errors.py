@@ -1,7 +1,5 @@
 """Errors that a person reads. Each says what is wrong, what was found and what to do."""
 
-from __future__ import annotations
-
 import os
 import sysconfig
 import traceback

@@ -6,15 +6,13 @@ Rules: one version is loaded at a time, and nothing is staged over one that engi
 shared devices, training waits for the load. A load that fails ends the run through the intake.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
 from rlflow.config import Config, Late, Placement
 from rlflow.groups.intake import Intake, Progress
-from rlflow.roles import LoadOutcome, StagedWeights, Workers
+from rlflow.roles import StagedWeights, Workers
 from rlflow.runtime.deadlines import within
 from rlflow.types import Span
 
@@ -86,21 +84,17 @@ class Publisher:
     async def _load(self, staged: StagedWeights, step: int) -> None:
         """Never raises: a failure reaches the main task through the intake."""
         try:
-            loaded = await self._load_engines(staged)
+            if self._config.staleness.late is Late.requeue:
+                # First, so that no engine is paused for tokens that nobody will train on, or carries them over.
+                cancelling = self._workers.runners.cancel_stale(self._intake.oldest_allowed)
+                await within("ending the groups that are too old", self._deadline_s, cancelling)
+            start_s = self._now()
+            loading = self._workers.engines.load_weights(staged)
+            loaded = await within("loading the weights into the engines", self._deadline_s, loading)
+            self.spans.append(Span(actor="engines", name="weights", start_s=start_s, end_s=self._now()))
         except Exception as error:
             self._intake.fail(error)
             return
         self.pause_s = max(self.pause_s, loaded.pause_s)
         self._progress.served_step, self._progress.served_version = step, staged.version
         self._intake.admit()
-
-    async def _load_engines(self, staged: StagedWeights) -> LoadOutcome:
-        if self._config.staleness.late is Late.requeue:
-            # First, so that no engine is paused for tokens that nobody will train on, or carries them over.
-            cancelling = self._workers.runners.cancel_stale(self._intake.oldest_allowed)
-            await within("ending the groups that are too old", self._deadline_s, cancelling)
-        start_s = self._now()
-        loading = self._workers.engines.load_weights(staged)
-        loaded = await within("loading the weights into the engines", self._deadline_s, loading)
-        self.spans.append(Span(actor="engines", name="weights", start_s=start_s, end_s=self._now()))
-        return loaded

@@ -7,8 +7,6 @@ The driver awaits every method under a named deadline. All arguments and results
 weights stay with the workers, and what crosses here are handles to them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +25,7 @@ class Mean:
     total: float
     count: float
 
-    def __add__(self, other: Mean) -> Mean:
+    def __add__(self, other: "Mean") -> "Mean":
         return Mean(total=self.total + other.total, count=self.count + other.count)
 
     @property

@@ -9,8 +9,6 @@ A signal ends the run after its step, with everything saved. After a loss of wha
 from the newest one, at most MAX_RESTARTS times without a newer one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import Sequence
@@ -18,8 +16,7 @@ from dataclasses import dataclass, replace
 
 from rlflow.algorithms.registry import check_functions
 from rlflow.cluster.devices import wait_until_there_is_room
-from rlflow.cluster.failover import run_unless_lost
-from rlflow.cluster.start import Fleet, ray_cluster, start_fleet
+from rlflow.cluster.start import Fleet, ray_cluster, run_unless_lost, start_fleet
 from rlflow.config import Config
 from rlflow.driver import Driver
 from rlflow.environments.find import held_out_tasks, load_environment

@@ -7,8 +7,6 @@ checkpoint is on disk whole or not at all. When a machine is lost with payloads,
 the checkpoint is given up and the run goes on: the next one has what is there then.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass

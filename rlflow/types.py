@@ -12,8 +12,6 @@ version 3 of the weights). The environment says "again" (token 51). Version 4 ha
 replies 5 (token 43).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NotRequired, TypeAlias, TypedDict

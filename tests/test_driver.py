@@ -554,7 +554,7 @@ def test_evaluation_is_of_one_version_while_training_goes_on(tmp_path: Path) -> 
     found = [(each.step, each.version, each.num_episodes, each.num_failed) for each in world.observer.evaluations]
     assert found == [(2, 2, 6, 0), (4, 4, 6, 0), (6, 6, 6, 0)]
     assert world.observer.evaluations[0].reward == pytest.approx(1 / 3)
-    assert world.ledger.num_admitted == 18
+    assert world.ledger.counts()["admitted_total"] == 18
 
 
 def test_an_evaluation_that_is_lost_is_told_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@
 Ray's errors end in `answer`: what leaves it is a WorkerError, or a ConfigError or RunError as the worker raised it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -7,8 +7,6 @@ group of its own, because Ray restores a lost group only as a whole: a slot alon
 machine.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -56,12 +54,9 @@ class Devices:
                 check_counts(config.cluster.pools, machines)
             # Preferably on what other runs leave; else Ray waits until they end.
             unused = available_resources_per_node()
-            free = [
-                _machine(name, node, unused.get(node["NodeID"], {}), is_joined=self._is_joined)
-                for name, node in nodes.items()
-            ]
+            free = {name: {**node, "Resources": unused.get(node["NodeID"], {})} for name, node in nodes.items()}
             try:
-                self._placed = fit(config, free)
+                self._placed = fit(config, machines_of_nodes(free, is_joined=self._is_joined))
             except ConfigError:
                 self._placed = fit(config, machines)
             self.config = self._placed.config
@@ -198,13 +193,12 @@ def nodes_there() -> dict[str, dict[str, Any]]:
 
 def machines_of_nodes(nodes: Mapping[str, Any], *, is_joined: bool) -> list[Machine]:
     """The nodes with all that they have, whether it is taken or not."""
-    return [_machine(name, node, node["Resources"], is_joined=is_joined) for name, node in nodes.items()]
-
-
-def _machine(name: str, node: Mapping[str, Any], resources: Mapping[str, float], *, is_joined: bool) -> Machine:
-    return Machine(
-        name=name,
-        cpus=resources.get("CPU", 0) if is_joined else float("inf"),
-        gpus=int(resources.get("GPU", 0)),
-        pool=node["Labels"].get(POOL_LABEL),
-    )
+    return [
+        Machine(
+            name=name,
+            cpus=node["Resources"].get("CPU", 0) if is_joined else float("inf"),
+            gpus=int(node["Resources"].get("GPU", 0)),
+            pool=node["Labels"].get(POOL_LABEL),
+        )
+        for name, node in nodes.items()
+    ]

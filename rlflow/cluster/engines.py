@@ -3,8 +3,6 @@
 The rules are in `rlflow.rollout.fleet`; this module does only what needs Ray.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess
@@ -23,32 +21,27 @@ from rlflow.workers.engine.engine import RolloutEngine
 TELL_TIMEOUT_S = 30.0
 """Seconds for an episode runner to learn which engines serve. A slower one is killed, and told when it is back."""
 
-_GUARD = 'read -r _; kill -KILL -- "-$1" 2>/dev/null'
-
 
 class EngineActor(RolloutEngine):
     """A rollout engine whose vLLM processes never outlive it, however it ends."""
 
     def __init__(self, config: Config, model_path: str, index: int, threads: int) -> None:
         super().__init__(config, model_path, index, threads)
-        self._guard = _end_group_with_me()
+        # vLLM does not notice that its parent was killed, and would keep its memory forever. So this process and its
+        # later children are a group of their own, which a shell kills when this process ends. The shell reads from a
+        # pipe that nobody else holds, so it cannot miss the end.
+        if os.getpgid(0) != os.getpid():
+            os.setpgid(0, 0)
+        kill_group = 'read -r _; kill -KILL -- "-$1" 2>/dev/null'
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", kill_group, "rlflow-guard", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
 
     async def linger(self) -> None:
         """Never returns: the call fails when this process ends."""
         await asyncio.Event().wait()
-
-
-def _end_group_with_me() -> subprocess.Popen[bytes]:
-    """Put this process and its later children into a process group that a shell kills when this process ends.
-
-    vLLM does not notice that its parent was killed, and would keep its memory forever. The shell reads from a pipe that
-    nobody else holds, so it cannot miss the end.
-    """
-    if os.getpgid(0) != os.getpid():
-        os.setpgid(0, 0)
-    return subprocess.Popen(
-        ["/bin/sh", "-c", _GUARD, "rlflow-guard", str(os.getpid())], stdin=subprocess.PIPE, start_new_session=True
-    )
 
 
 class RayEngine:

@@ -1,7 +1,5 @@
 """What a person is told when a run does not fit on its machines: the arithmetic, and what to change."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """Which processes a run has, and which GPUs they are on. A dry run can ask too, because no Ray is imported."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rlflow.algorithms.registry import needs_critic

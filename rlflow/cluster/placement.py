@@ -4,8 +4,6 @@ imported.
     config -> slots -> blocks, largest first -> a machine for each block -> Placed
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@
 has. `join_ray` joins a cluster that others have started, and says why that fails.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import secrets
@@ -31,10 +29,6 @@ from rlflow.runtime.environment import variables
 
 LOOPBACK = "127.0.0.1"
 CONNECT_TIMEOUT_S = 10.0
-_NO_TOKEN = (
-    "rlflow: warning: this Ray cluster asks nobody for a token: whoever reaches {addresses} can run programs as you; "
-    "start it with RAY_AUTH_MODE=token (docs/security.md)\n"
-)
 
 
 @contextmanager
@@ -46,9 +40,25 @@ def private_ray() -> Iterator[dict[str, Any]]:
     tell why.
     """
     folder = Path(tempfile.mkdtemp(prefix="rlflow-ray-", dir=TEMPORARY))
+    token = folder / "token"
+    with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    changes = {
+        # Ray replaces a loopback address by one that others can reach, unless it believes that this machine cannot be
+        # part of a cluster.
+        ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
+        # Ray's own choice is one token for everything that a user starts, in a file of the home folder that others may
+        # be able to read. The token itself is in no environment and no command line.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_AUTH_TOKEN": None,
+    }
+    # This process read that setting when it imported Ray; Ray's processes read it from the environment.
+    is_enabled, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     failed = False
     try:
-        with _on_loopback(), _own_token(folder / "token"):
+        with variables(changes):
+            _read_variables_again()
             # "local" also where a Ray cluster happens to run on this machine: a run joins one only when told to.
             yield {
                 "address": "local",
@@ -63,55 +73,17 @@ def private_ray() -> Iterator[dict[str, Any]]:
             error.add_note(f"what the processes of the run have logged is in {folder}")
         raise
     finally:
+        _read_variables_again()
+        ray_constants.ENABLE_RAY_CLUSTER = is_enabled
         if not failed:
             # A process of Ray that is just ending may still write there.
             shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Make Ray keep the loopback address that it is given, while the block lasts.
-
-    Ray replaces it by an address that others can reach, unless it believes that this machine cannot be part of a
-    cluster. It read that setting when it was imported; its processes read it from the environment.
-    """
-    is_enabled, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    try:
-        with _environment({ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
-            yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = is_enabled
-
-
-@contextmanager
-def _own_token(path: Path) -> Iterator[None]:
-    """Make Ray ask everyone for the token in this file, which is written for the block.
-
-    Ray's own choice is one token for everything that a user starts, in a file of the home folder that others may be
-    able to read. Its processes find the path in the environment: the token itself is in no environment and no command
-    line.
-    """
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secrets.token_hex(32))
-    with _environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path), "RAY_AUTH_TOKEN": None}):
-        yield
-
-
-@contextmanager
-def _environment(changes: dict[str, str | None]) -> Iterator[None]:
-    """Set these variables for the block and have Ray read them again; None removes one."""
-
-    def read_again() -> None:
-        # Ray read the variables of its tokens when it was imported, or when it was last asked for a token.
-        RayConfig.initialize("")
-        AuthenticationTokenLoader.instance().reset_cache()
-
-    try:
-        with variables(changes):
-            read_again()
-            yield
-    finally:
-        read_again()
+def _read_variables_again() -> None:
+    """Ray read the variables of its tokens when it was imported, or when it was last asked for a token."""
+    RayConfig.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def join_ray(address: str, **options: Any) -> None:
@@ -130,7 +102,14 @@ def join_ray(address: str, **options: Any) -> None:
         ray.init(address=address, **options)
     except (ConnectionError, TimeoutError, socket.gaierror, AuthenticationError) as error:
         if _is_refusal(error):
-            raise ConfigError(_refusal(address)) from error
+            names = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+            source = next((name for name in names if name in os.environ), "~/.ray/auth_token")
+            shown = f"the one of {source}" if is_token_auth_enabled() else "none, as RAY_AUTH_MODE is not token"
+            raise ConfigError(
+                f"the Ray cluster at cluster.address={address} asks for a token, and this process showed {shown}; set "
+                "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the token that the cluster was started "
+                "with"
+            ) from error
         raise ConfigError(
             f"cluster.address is {address!r}, but no Ray cluster answers there: {error}; start one, or leave it null "
             "to start Ray on this machine"
@@ -139,7 +118,10 @@ def join_ray(address: str, **options: Any) -> None:
     reachable = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
     if reachable and not is_token_auth_enabled():
         shown = ", ".join(reachable[:3]) + (", ..." if len(reachable) > 3 else "")
-        sys.stderr.write(_NO_TOKEN.format(addresses=shown))
+        sys.stderr.write(
+            f"rlflow: warning: this Ray cluster asks nobody for a token: whoever reaches {shown} can run programs as "
+            "you; start it with RAY_AUTH_MODE=token (docs/security.md)\n"
+        )
         sys.stderr.flush()
 
 
@@ -150,13 +132,3 @@ def _is_refusal(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-def _refusal(address: str) -> str:
-    variables = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-    source = next((name for name in variables if name in os.environ), "~/.ray/auth_token")
-    shown = f"the one of {source}" if is_token_auth_enabled() else "none, as RAY_AUTH_MODE is not token"
-    return (
-        f"the Ray cluster at cluster.address={address} asks for a token, and this process showed {shown}; set "
-        "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the token that the cluster was started with"
-    )

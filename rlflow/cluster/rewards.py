@@ -1,7 +1,5 @@
 """The actors that score: one that has processes call functions, or replicas of a reward model."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Sequence
 from typing import Any
 

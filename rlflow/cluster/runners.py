@@ -5,8 +5,6 @@
 The driver owns the payloads, so that they outlive the runner, and never opens them.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks, before anything is started, that each machine sees the files that it will read and write."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import uuid
@@ -31,33 +29,30 @@ async def check_shared_files(
         write.add(ProcessKind.engine)
     read = machines.keys() - {ProcessKind.reward, ProcessKind.reward_model}
     token = run_dir / f".seen-{uuid.uuid4().hex}"
+    looked_for = [
+        (str(token), write, f"run.dir {run_dir}"),
+        (model_path, read, f"{model_path}, the folder of model.path"),
+    ]
+    if reward_model_path is not None:
+        reward_model = {ProcessKind.reward_model}
+        looked_for.append((reward_model_path, reward_model, f"{reward_model_path}, the folder of reward.model"))
     await asyncio.to_thread(token.write_text, "")
     try:
-        await _check(token, _joint(machines, write), f"run.dir {run_dir}")
+        for path, kinds, what in looked_for:
+            nodes = {name: node for kind in sorted(kinds) for name, node in machines.get(kind, {}).items()}
+            looks = [
+                within(
+                    f"looking for files on the machine {name}",
+                    LOOK_S,
+                    answer(f"machine {name}", call_on(node, os.path.exists, path)),
+                )
+                for name, node in nodes.items()
+            ]
+            for name, is_there in zip(nodes, await asyncio.gather(*looks), strict=True):
+                if not is_there:
+                    raise ConfigError(
+                        f"the machine {name} does not see {what}; put it on a file system that all machines of the run "
+                        "share, under the same path"
+                    )
     finally:
         await asyncio.to_thread(token.unlink)
-    await _check(Path(model_path), _joint(machines, read), f"{model_path}, the folder of model.path")
-    if reward_model_path is not None:
-        where = _joint(machines, {ProcessKind.reward_model})
-        await _check(Path(reward_model_path), where, f"{reward_model_path}, the folder of reward.model")
-
-
-def _joint(machines: Mapping[ProcessKind, Mapping[str, str]], kinds: set[ProcessKind]) -> dict[str, str]:
-    return {name: node for kind in sorted(kinds) for name, node in machines.get(kind, {}).items()}
-
-
-async def _check(path: Path, machines: Mapping[str, str], what: str) -> None:
-    looks = [
-        within(
-            f"looking for files on the machine {name}",
-            LOOK_S,
-            answer(f"machine {name}", call_on(node, os.path.exists, str(path))),
-        )
-        for name, node in machines.items()
-    ]
-    for name, is_there in zip(machines, await asyncio.gather(*looks), strict=True):
-        if not is_there:
-            raise ConfigError(
-                f"the machine {name} does not see {what}; put it on a file system that all machines of the run share, "
-                "under the same path"
-            )

@@ -3,13 +3,11 @@
 processes -> slots (what one reservation takes) -> blocks (slots that must share a machine)
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlflow.cluster.gpus import GpuPlan, gpu_plan
+from rlflow.cluster.gpus import gpu_plan
 from rlflow.config import Config, Placement, PoolConfig, ProcessKind, Transport
 from rlflow.errors import ConfigError
 from rlflow.runtime.derived import sends_adapters, transport_of
@@ -61,6 +59,7 @@ def slots_of(config: Config, *, on_gpus: bool) -> list[Slot]:
     plan = gpu_plan(config)
     # Without GPUs there is nothing to share but the machine.
     sharing = plan.sharing if on_gpus else (ProcessKind.trainer,)
+    threads = 1 if on_gpus else config.cluster.cpu_threads or 1
     slots = []
     for kind, count in plan.counts.items():
         if kind in sharing and kind is not ProcessKind.trainer:
@@ -69,7 +68,23 @@ def slots_of(config: Config, *, on_gpus: bool) -> list[Slot]:
             processes = [(kind, index)]
             if kind is ProcessKind.trainer:
                 processes += [(other, index) for other in sharing if other is not kind and index < plan.counts[other]]
-            slots.append(_slot(config, plan, processes, on_gpus=on_gpus))
+            pools = {each: pool_of(config.cluster.pools, each) for each, _ in processes}
+            if len(set(pools.values())) > 1:
+                raise ConfigError(
+                    f"cluster.pools keeps {_where(pools)} apart, but "
+                    f"cluster.placement={config.cluster.placement.value} and "
+                    f"cluster.roles={config.cluster.roles.value} put them on the same GPUs; have them in one pool, or "
+                    "set both to separate"
+                )
+            width = plan.per_engine if kind is ProcessKind.engine else 1
+            slots.append(
+                Slot(
+                    processes=tuple(processes),
+                    cpus=threads * max(len(processes), width),
+                    gpus=width if on_gpus else 0,
+                    pool=pools[kind],
+                )
+            )
     waiting = [(ProcessKind.runner, index) for index in range(num_runners(config))]
     if config.reward.model is None:
         waiting.append((ProcessKind.reward, 0))
@@ -82,25 +97,6 @@ def slots_of(config: Config, *, on_gpus: bool) -> list[Slot]:
 def num_runners(config: Config) -> int:
     """One episode runner for every few engines."""
     return -(-config.rollout.engines // ENGINES_PER_RUNNER)
-
-
-def _slot(config: Config, plan: GpuPlan, processes: list[tuple[ProcessKind, int]], *, on_gpus: bool) -> Slot:
-    lead = processes[0][0]
-    pools = {kind: pool_of(config.cluster.pools, kind) for kind, _ in processes}
-    if len(set(pools.values())) > 1:
-        raise ConfigError(
-            f"cluster.pools keeps {_where(pools)} apart, but cluster.placement={config.cluster.placement.value} and "
-            f"cluster.roles={config.cluster.roles.value} put them on the same GPUs; have them in one pool, or "
-            "set both to separate"
-        )
-    width = plan.per_engine if lead is ProcessKind.engine else 1
-    threads = 1 if on_gpus else config.cluster.cpu_threads or 1
-    return Slot(
-        processes=tuple(processes),
-        cpus=threads * max(len(processes), width),
-        gpus=width if on_gpus else 0,
-        pool=pools[lead],
-    )
 
 
 def _where(pools: Mapping[ProcessKind, str | None]) -> str:

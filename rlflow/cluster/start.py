@@ -3,22 +3,29 @@
     Devices reserves -> every actor is created -> all of them start at once -> Fleet
 
 Ray restarts an engine, a runner and a process that scores under the same handle. It restarts no rank and no reference:
-what these hold is in checkpoints only, so that `failover` ends the fleet when one of them is lost.
+what these hold is in checkpoints only, so that `run_unless_lost` ends the fleet when one of them is lost.
 """
-
-from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import ray
 
 from rlflow.algorithms.registry import needs_critic
-from rlflow.cluster.calls import DISK, WATCH, RayActorCritic, RayReference, RayTrainer, answer, open_calls
+from rlflow.cluster.calls import (
+    DISK,
+    WATCH,
+    RayActorCritic,
+    RayReference,
+    RayTrainer,
+    answer,
+    open_calls,
+    wait_until_ended,
+)
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
 from rlflow.cluster.ray import join_ray, private_ray
@@ -27,7 +34,7 @@ from rlflow.cluster.runners import RayRunners, start_runners
 from rlflow.cluster.shared_files import check_shared_files
 from rlflow.config import Config, Placement, ProcessKind
 from rlflow.envs.base import EnvironmentSpec
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, PayloadLost, WorkerError, WorkerLost
 from rlflow.roles import Workers
 from rlflow.rollout.fleet import EngineFleet
 from rlflow.runtime.deadlines import within
@@ -36,8 +43,13 @@ from rlflow.runtime.environment import ONE_ARENA
 from rlflow.workers.reference import ReferenceWorker
 from rlflow.workers.trainer.actor import TrainerWorker
 
+T = TypeVar("T")
+
 MANY_CALLS = 4096
 """Calls that an asynchronous actor may have open; the admission budget bounds them long before."""
+NOTICE_S = 60.0
+"""Seconds that Ray may need to notice that a machine is gone. The other ranks of the trainer notice earlier, because a
+connection breaks."""
 STOP_S = 20.0
 """Seconds that actors have to end their processes; Ray then ends what is left."""
 _EVERYWHERE = {
@@ -127,13 +139,17 @@ async def start_fleet(
     config = devices.config
     if machines := devices.machines():
         await check_shared_files(config, machines, model_path, reward_model_path)
-    create = _Create(config=config, model_path=model_path, devices=devices, threads=_threads(config))
-    engines = create.engines()
-    trainers = create.ranks(ProcessKind.trainer)
-    critics = create.ranks(ProcessKind.critic) if needs_critic(config.algorithm) else []
-    rewards = start_rewards(config, spec.reward, reward_model_path, devices, create.threads, MANY_CALLS)
+    threads = _threads(config)
+    common = (config, model_path, devices, threads)
+    engines = _create_engines(*common)
+    trainers = _create_ranks(*common, ProcessKind.trainer)
+    critics = _create_ranks(*common, ProcessKind.critic) if needs_critic(config.algorithm) else []
+    rewards = start_rewards(config, spec.reward, reward_model_path, devices, threads, MANY_CALLS)
     runners = start_runners(config, model_path, spec, list(rewards), list(engines), devices, MANY_CALLS)
-    reference = create.reference() if needs_reference(config) else None
+    reference = None
+    if needs_reference(config):
+        actor = cast(Any, ray.remote)(concurrency_groups={WATCH: 1})(ReferenceWorker)
+        reference = actor.options(**devices.of(ProcessKind.reference, 0)).remote(config, model_path, threads)
 
     membership = Membership(runners)
     processes = [RayEngine(engine, index, config.deadlines) for index, engine in enumerate(engines.values())]
@@ -176,48 +192,53 @@ async def start_fleet(
     return fleet
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class _Create:
-    """Creates the actors that compute."""
+async def run_unless_lost(fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`.
 
-    config: Config
-    model_path: str
-    devices: Devices
-    threads: int
+    Raises WorkerLost, with the fleet and the work ended, when a process of `fleet.vital` is lost before. A PayloadLost
+    of the work is raised as it is, with the fleet ended too.
+    """
+    working = asyncio.create_task(work)
+    watching = [asyncio.create_task(wait_until_ended(name, actor)) for name, actor in fleet.vital.items()]
+    try:
+        await asyncio.wait((working, *watching), return_when=asyncio.FIRST_COMPLETED)
+        error = working.exception() if working.done() else None
+        if working.done() and error is None:
+            return working.result()
+        is_lost = isinstance(error, WorkerLost | PayloadLost)
+        if isinstance(error, WorkerError) and not is_lost and fleet.is_joined:
+            await asyncio.wait(watching, timeout=NOTICE_S, return_when=asyncio.FIRST_COMPLETED)
+        ended = [watch for watch in watching if watch.done()]
+        if ended or is_lost:
+            await fleet.end()  # before the work, so that nothing that it waits for is still to come
+        return ended[0].result() if ended else working.result()
+    finally:
+        for task in (working, *watching):
+            task.cancel()
+        await asyncio.gather(working, *watching, return_exceptions=True)  # so that no failure goes unread
 
-    def engines(self) -> dict[str, Any]:
-        """Name -> actor."""
-        return {
-            (name := f"engine {index}"): ray.remote(EngineActor)
-            .options(
-                name=name,
-                max_concurrency=MANY_CALLS,
-                max_restarts=-1,
-                **self.devices.of(ProcessKind.engine, index),
-            )
-            .remote(self.config, self.model_path, index, self.threads)
-            for index in range(self.config.rollout.engines)
-        }
 
-    def ranks(self, kind: ProcessKind) -> list[Any]:
-        """The ranks of the trainer or of the critic."""
-        # Beside the writes, all calls come on one thread, though not the main one: torch's and CUDA's settings of it
-        # hold.
-        actor = cast(Any, ray.remote)(concurrency_groups={DISK: 1, WATCH: 1}, runtime_env={"env_vars": ONE_ARENA})(
-            TrainerWorker
-        )
-        is_critic, count = kind is ProcessKind.critic, self.config.trainer.ranks
-        return [
-            actor.options(**self.devices.of(kind, rank)).remote(
-                self.config, self.model_path, rank, count, self.threads, is_critic=is_critic
-            )
-            for rank in range(count)
-        ]
+def _create_engines(config: Config, model_path: str, devices: Devices, threads: int) -> dict[str, Any]:
+    """Name -> actor."""
+    return {
+        (name := f"engine {index}"): ray.remote(EngineActor)
+        .options(name=name, max_concurrency=MANY_CALLS, max_restarts=-1, **devices.of(ProcessKind.engine, index))
+        .remote(config, model_path, index, threads)
+        for index in range(config.rollout.engines)
+    }
 
-    def reference(self) -> Any:
-        actor = cast(Any, ray.remote)(concurrency_groups={WATCH: 1})(ReferenceWorker)
-        options = self.devices.of(ProcessKind.reference, 0)
-        return actor.options(**options).remote(self.config, self.model_path, self.threads)
+
+def _create_ranks(config: Config, model_path: str, devices: Devices, threads: int, kind: ProcessKind) -> list[Any]:
+    """The ranks of the trainer or of the critic."""
+    # Beside the writes, all calls come on one thread, though not the main one: torch's and CUDA's settings of it hold.
+    actor = cast(Any, ray.remote)(concurrency_groups={DISK: 1, WATCH: 1}, runtime_env={"env_vars": ONE_ARENA})(
+        TrainerWorker
+    )
+    is_critic, count = kind is ProcessKind.critic, config.trainer.ranks
+    return [
+        actor.options(**devices.of(kind, rank)).remote(config, model_path, rank, count, threads, is_critic=is_critic)
+        for rank in range(count)
+    ]
 
 
 async def _start_all(

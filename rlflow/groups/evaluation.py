@@ -6,8 +6,6 @@ Rules: every token of an evaluation is of one version. The seeds never change. A
 lost, and the run goes on.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -48,15 +46,6 @@ async def evaluate(
 
     If the engine or a runner is lost, that is the result: no reward, and a `detail`.
     """
-    try:
-        played = await _play_pinned(config, workers, tasks, engine)
-    except RunError as error:
-        num_failed = len(tasks) * config.eval.episodes
-        return Evaluation(step=step, version=version, num_failed=num_failed, detail=str(error))
-    return _summarize(played, step, version)
-
-
-async def _play_pinned(config: Config, workers: Workers, tasks: Sequence[Task], engine: int) -> list[PlayedGroup]:
     deadlines = config.deadlines
     places = asyncio.Semaphore(AT_ONCE)
 
@@ -67,12 +56,13 @@ async def _play_pinned(config: Config, workers: Workers, tasks: Sequence[Task], 
             return await within(f"evaluating task {task.id}", deadlines.group_s, workers.runners.play(order))
 
     try:
-        return await all_or_none([play(index, task) for index, task in enumerate(tasks)])
-    finally:
-        await within("giving the evaluation's engine back", deadlines.weights_s, workers.engines.unpin(engine))
-
-
-def _summarize(played: Sequence[PlayedGroup], step: int, version: int) -> Evaluation:
+        try:
+            played = await all_or_none([play(index, task) for index, task in enumerate(tasks)])
+        finally:
+            await within("giving the evaluation's engine back", deadlines.weights_s, workers.engines.unpin(engine))
+    except RunError as error:
+        num_failed = len(tasks) * config.eval.episodes
+        return Evaluation(step=step, version=version, num_failed=num_failed, detail=str(error))
     episodes = [episode for group in played for episode in group.episodes]
     rewards = [episode.reward for episode in episodes if episode.is_trainable and episode.reward is not None]
     versions = {v for e in episodes if e.is_trainable for v in (e.oldest_version, e.newest_version)}

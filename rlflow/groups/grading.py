@@ -5,8 +5,6 @@
 Rule: an episode that failed has no reward, and the group's statistics are as if it had not been played.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from rlflow.algorithms.advantage.base import Scope, Scored, ScoredTurn, all_equal

@@ -16,8 +16,6 @@ The main loop of `driver.py` calls `admit` when there may be room and `take` whe
 tasks in the ledger, in the ready queue and in one event.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -64,7 +62,7 @@ class Collected:
     episodes: list[EpisodeSummary] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
 
-    def take(self) -> Collected:
+    def take(self) -> "Collected":
         """Return everything and start empty."""
         taken = Collected(episodes=self.episodes, spans=self.spans)
         self.episodes, self.spans = [], []
@@ -142,6 +140,7 @@ class Intake:
         """
         # Every live group ends within its own deadline, so a longer wait is a fault of this loop.
         limit_s = left_s = self._config.deadlines.group_s + self._config.deadlines.train_s
+        loop = asyncio.get_running_loop()
         while True:
             self._changed.clear()
             self.raise_failure()
@@ -152,21 +151,16 @@ class Intake:
             self.admit()
             if taken:
                 return taken
-            left_s -= await self._wait(min(HEARTBEAT_S, left_s))
+            started_s = loop.time()
+            try:
+                await within("waiting for a group to train on", min(HEARTBEAT_S, left_s), self._changed.wait())
+            except DeadlineError:
+                self._listener.waiting(self.why_nothing_is_ready())
+            waited_s = loop.time() - started_s
+            self._waited_s += waited_s
+            left_s -= waited_s
             if left_s <= 0:
                 raise DeadlineError("waiting for a group to train on", limit_s)
-
-    async def _wait(self, most_s: float) -> float:
-        """Wait until something changes; returns the seconds that it took. Tells people if nothing did."""
-        loop = asyncio.get_running_loop()
-        started_s = loop.time()
-        try:
-            await within("waiting for a group to train on", most_s, self._changed.wait())
-        except DeadlineError:
-            self._listener.waiting(self.why_nothing_is_ready())
-        waited_s = loop.time() - started_s
-        self._waited_s += waited_s
-        return waited_s
 
     def end_step(self, step_s: float) -> None:
         """A step of so many seconds is over: let more groups live, or fewer, in the next one."""
@@ -297,7 +291,18 @@ class Intake:
             self._lose(group_id, DropReason.NO_VERDICT, why_no_verdict(played.episodes))
             return
         if self.grader.is_filtered(ready):
-            self._filter(group_id)
+            self._drop(group_id, DropReason.FILTERED, "nothing in it to compare")
+            self._lost_in_a_row = 0
+            self._filtered_in_a_row += 1
+            limit = MAX_FILTERED_STEPS * self._config.algorithm.groups_per_step
+            if self._filtered_in_a_row >= limit:
+                self.fail(
+                    RunError(
+                        f"{limit} groups in a row held nothing to compare: all rewards of a group were equal, or all "
+                        "its episodes were cut off; take easier or harder tasks, raise rollout.max_new_tokens, or set "
+                        "algorithm.dynamic_sampling=false"
+                    )
+                )
             return
         ready.references = await self._references(ready.payloads)
         self._ledger.advance(group_id, GroupState.READY)
@@ -334,22 +339,6 @@ class Intake:
         if self._lost_in_a_row >= limit:
             last = f"the last one was dropped as {reason}: {detail}"
             self.fail(RunError(f"{limit} groups in a row gave nothing to train on; {last}"))
-
-    def _filter(self, group_id: int) -> None:
-        """Drop a group whose episodes cannot be compared. Too many in a row mean that the tasks are too easy or too
-        hard, and end the run."""
-        self._drop(group_id, DropReason.FILTERED, "nothing in it to compare")
-        self._lost_in_a_row = 0
-        self._filtered_in_a_row += 1
-        limit = MAX_FILTERED_STEPS * self._config.algorithm.groups_per_step
-        if self._filtered_in_a_row >= limit:
-            self.fail(
-                RunError(
-                    f"{limit} groups in a row held nothing to compare: all rewards of a group were equal, or all its "
-                    "episodes were cut off; take easier or harder tasks, raise rollout.max_new_tokens, or set "
-                    "algorithm.dynamic_sampling=false"
-                )
-            )
 
     def _drop(self, group_id: int, reason: DropReason, detail: str) -> None:
         self.ready.forget(group_id)

@@ -9,8 +9,6 @@ run: it holds the live groups and one count for each state. Everything is in SQL
 became of a task during the run and after it.
 """
 
-from __future__ import annotations
-
 import sqlite3
 from collections import Counter
 from enum import StrEnum
@@ -138,10 +136,6 @@ class Ledger:
             "SELECT COUNT(*) FROM groups WHERE task = ? AND pass = ? AND reason = ?", (task_id, task_pass, reason)
         ).fetchone()
         return row[0]
-
-    @property
-    def num_admitted(self) -> int:
-        return self._counts.total()
 
     @property
     def num_live(self) -> int:

@@ -10,8 +10,6 @@ Rules: no group with a claim is ever too late, however slow it is. The trainer w
 is reserved.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from collections.abc import Callable

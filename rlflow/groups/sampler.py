@@ -6,8 +6,6 @@
 Rule: whatever a curriculum does, a task that is put back comes again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import deque
@@ -45,7 +43,10 @@ class TaskSampler:
         config = config or CurriculumConfig()
         self._kind = config.kind
         self._tasks = {task.id: task for task in tasks}
-        self._digest = _digest(tasks)
+        digest = hashlib.sha256()
+        for task in tasks:
+            digest.update(task.id.encode(errors="surrogatepass") + b"\0")
+        self._digest = digest.hexdigest()
         self._curriculum = make_curriculum(config, tasks, seed)
         self._put_back: deque[tuple[str, int]] = deque()
 
@@ -93,10 +94,3 @@ class TaskSampler:
             )
         self._curriculum.restore(state.curriculum)
         self._put_back = deque(state.put_back)
-
-
-def _digest(tasks: Sequence[Task]) -> str:
-    digest = hashlib.sha256()
-    for task in tasks:
-        digest.update(task.id.encode(errors="surrogatepass") + b"\0")
-    return digest.hexdigest()

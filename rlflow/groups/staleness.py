@@ -8,8 +8,6 @@ staleness.late=train asks for it. The budget starts no more groups than there ar
 them; `ready.py` decides which ready group goes first; `is_too_late` is the last gate.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from rlflow.config import Late

@@ -1,7 +1,5 @@
 """The directory of a run: who may write it, and whether it is begun, resumed or set aside."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Iterator
@@ -68,46 +66,41 @@ def claim(config: Config) -> Iterator[RunDir]:
     except OSError as error:
         raise ConfigError(f"run.dir {path} cannot be made: {error.strerror}; choose another run.dir") from error
     with hold(path):
-        yield _prepare(config, path)
+        checkpoints = CheckpointStore(path / "checkpoints", config.run.keep_checkpoints)
+        begun = (path / "config.yaml").exists()
+        if begun and config.run.on_exists is OnExists.fail:
+            raise ConfigError(
+                f"run.dir {path} already holds a run and run.on_exists is fail; choose another run.dir, or "
+                f"run.on_exists=resume"
+            )
+        if begun and config.run.on_exists is OnExists.fresh:
+            number = 1
+            while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
+                number += 1
+            aside.mkdir()
+            for entry in list(path.iterdir()):
+                if entry.name != NAME:
+                    entry.rename(aside / entry.name)
+        if checkpoints.steps():
+            _check_same_run(config, path)
+        run_dir = rewound(RunDir(path=path, checkpoints=checkpoints, resume_from=None))
+        partial = path / "config.yaml.partial"
+        partial.write_text(yaml.safe_dump(plain(config), sort_keys=False))
+        partial.rename(path / "config.yaml")
+        yield run_dir
 
 
 def rewound(run_dir: RunDir) -> RunDir:
-    """The directory, made ready to resume from the newest checkpoint, or to begin anew if there is none."""
+    """The directory, made ready to resume from the newest checkpoint, or to begin anew if there is none.
+
+    The ledger becomes that of the checkpoint; what came after it is played again.
+    """
     latest = run_dir.checkpoints.latest()
-    _rewind(run_dir, latest)
-    return replace(run_dir, resume_from=latest)
-
-
-def _prepare(config: Config, path: Path) -> RunDir:
-    checkpoints = CheckpointStore(path / "checkpoints", config.run.keep_checkpoints)
-    begun = (path / "config.yaml").exists()
-    if begun and config.run.on_exists is OnExists.fail:
-        raise ConfigError(
-            f"run.dir {path} already holds a run and run.on_exists is fail; choose another run.dir, or "
-            f"run.on_exists=resume"
-        )
-    if begun and config.run.on_exists is OnExists.fresh:
-        _set_aside(path)
-    latest = checkpoints.latest()
-    run_dir = RunDir(path=path, checkpoints=checkpoints, resume_from=latest)
+    for left_over in run_dir.path.glob("ledger.db*"):
+        left_over.unlink()
     if latest is not None:
-        _check_same_run(config, path)
-    _rewind(run_dir, latest)
-    partial = path / "config.yaml.partial"
-    partial.write_text(yaml.safe_dump(plain(config), sort_keys=False))
-    partial.rename(path / "config.yaml")
-    return run_dir
-
-
-def _set_aside(path: Path) -> None:
-    """Move the files of the run that is here into a folder beside it. Nothing is deleted."""
-    number = 1
-    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
-        number += 1
-    aside.mkdir()
-    for entry in list(path.iterdir()):
-        if entry.name != NAME:
-            entry.rename(aside / entry.name)
+        shutil.copyfile(latest / "ledger.db", run_dir.ledger)
+    return replace(run_dir, resume_from=latest)
 
 
 def _check_same_run(config: Config, path: Path) -> None:
@@ -121,14 +114,6 @@ def _check_same_run(config: Config, path: Path) -> None:
                 f"{key} is {attrgetter(key)(config)!r}, but the run in {path} was begun with {first!r}; give it "
                 "the same value to resume, choose another run.dir, or set run.on_exists=fresh"
             )
-
-
-def _rewind(run_dir: RunDir, latest: Path | None) -> None:
-    """Replace the ledger by that of the checkpoint; what came after it is played again."""
-    for left_over in run_dir.path.glob("ledger.db*"):
-        left_over.unlink()
-    if latest is not None:
-        shutil.copyfile(latest / "ledger.db", run_dir.ledger)
 
 
 def plain(config: Config) -> dict[str, Any]:

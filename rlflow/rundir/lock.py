@@ -1,11 +1,11 @@
-"""Which process writes a run's directory: a lock on a file in it, which names the process that holds it.
+"""Which process writes a run's directory, and how it is asked to stop (`rlflow stop RUN`).
+
+A file in the directory is locked, and names the process that holds the lock.
 
 The lock (flock) ends with its process, however that ends. On a network file system it works between machines if the
 server keeps the locks: NFS 4, CephFS, Lustre mounted with `flock`. If each machine keeps its own (Lustre with
 `localflock`, NFS with `local_lock`, most object stores), it keeps out only processes of the same machine.
 """
-
-from __future__ import annotations
 
 import fcntl
 import json
@@ -18,6 +18,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import yaml
+
+from rlflow.config import DeadlinesConfig
 from rlflow.errors import ConfigError, RunError
 
 NAME = ".lock"
@@ -46,18 +49,38 @@ def hold(folder: Path) -> Iterator[None]:
                 f"`rlflow stop {folder}`, or choose another run.dir"
             )
         os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(asdict(_this_process())).encode(), 0)
+        started = _started(os.getpid())
+        assert started is not None
+        holder = Holder(host=socket.gethostname(), pid=os.getpid(), started=started)
+        os.pwrite(file, json.dumps(asdict(holder)).encode(), 0)
         try:
             yield
         finally:
             os.ftruncate(file, 0)
 
 
-def stop(folder: Path, timeout_s: float) -> str:
-    """Ask the process that writes a folder to save and end (SIGTERM), and wait for it. Returns what happened, as text.
+def seconds_to_stop(deadlines: DeadlinesConfig) -> float:
+    """How long to wait for a run that was asked to stop: each wait of one step, and two checkpoints, the one that is
+    being written and the last.
 
-    Raises ConfigError when that process cannot be reached from here, RunError when it takes longer than `timeout_s`.
+    This is no bound: an evaluation under way takes longer, and so do several waits of one kind that all last until
+    their deadline.
     """
+    return deadlines.group_s + deadlines.train_s + deadlines.weights_s + 2 * deadlines.checkpoint_s
+
+
+def stop(folder: Path, timeout_s: float | None) -> str:
+    """Make the run that writes a directory finish its step, save and end (SIGTERM). Returns what happened, as text.
+
+    `timeout_s` None waits as long as the deadlines that the run was started with allow. Raises ConfigError when its
+    process cannot be reached from here, RunError when it takes longer.
+    """
+    if timeout_s is None:
+        settings = folder / "config.yaml"  # not there yet if the run has only just begun
+        kept = yaml.safe_load(settings.read_text())["deadlines"] if settings.exists() else {}
+        timeout_s = seconds_to_stop(DeadlinesConfig(**kept))
+    if not timeout_s > 0:
+        raise ConfigError(f"--timeout must be positive; got {timeout_s:g}")
     with _opened(folder) as file:
         if _try_lock(file, folder):
             return _nobody(folder, _read(file))
@@ -133,12 +156,6 @@ def _read(file: int) -> Holder | None:
     """The holder; None in the moment between taking the lock and writing the name."""
     text = os.pread(file, 4096, 0)
     return Holder(**json.loads(text)) if text else None
-
-
-def _this_process() -> Holder:
-    started = _started(os.getpid())
-    assert started is not None
-    return Holder(host=socket.gethostname(), pid=os.getpid(), started=started)
 
 
 def _started(pid: int) -> int | None:

@@ -1,7 +1,5 @@
 """How often a run goes on from its newest checkpoint, after losing a process that it cannot do without."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 

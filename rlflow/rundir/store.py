@@ -7,8 +7,6 @@ checkpoints/step_N/
     state.json     step, version, sampler, ready groups, and the size of every other file
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -106,14 +104,10 @@ def read_state(folder: Path) -> RunState:
                 f"checkpoint {folder} is damaged: {name} should have {size} bytes, found {found}; "
                 "remove the folder to resume from the one before"
             )
-    return _state_from_json(content["state"])
+    ready = [{**group, "payloads": [], "references": None} for group in content["state"]["ready"]]
+    return _STATE.validate_python({**content["state"], "ready": ready})
 
 
 def state_to_json(state: RunState) -> dict[str, Any]:
     """The state as plain values, which share nothing with it and may be written later."""
     return _STATE.dump_python(state, mode="json", exclude={"ready": {"__all__": _HANDLES}}, warnings=False)
-
-
-def _state_from_json(content: dict[str, Any]) -> RunState:
-    ready = [{**group, "payloads": [], "references": None} for group in content["ready"]]
-    return _STATE.validate_python({**content, "ready": ready})

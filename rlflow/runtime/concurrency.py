@@ -1,7 +1,5 @@
 """Several coroutines, one outcome."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Nothing waits forever: every wait of the driver goes through `within`, with a name and a deadline."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar

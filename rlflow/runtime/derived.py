@@ -1,7 +1,5 @@
 """What follows from several settings together: pure questions to a Config, asked on every floor."""
 
-from __future__ import annotations
-
 from rlflow.config import Config, Placement, Send, TrainerConfig, Transport
 
 

@@ -1,7 +1,5 @@
 """Where temporary files go, how files last, and what a person is told when the disk is full."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -27,7 +25,8 @@ def disk_errors(what: str, folder: Path, afterwards: str = RESUMES) -> Iterator[
     except (OSError, SafetensorError) as error:
         if _error_number(error) not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        free_mb = shutil.disk_usage(_existing(folder)).free >> 20
+        existing = next(each for each in (folder, *folder.parents) if each.exists())
+        free_mb = shutil.disk_usage(existing).free >> 20
         raise RunError(
             f"no disk space left for {what} in {folder} ({free_mb} MB free); free some and {afterwards}"
         ) from error
@@ -48,9 +47,3 @@ def _error_number(error: OSError | SafetensorError) -> int | None:
         return error.errno
     found = re.search(r"\(os error (\d+)\)", str(error))
     return int(found[1]) if found else None
-
-
-def _existing(folder: Path) -> Path:
-    while not folder.exists():
-        folder = folder.parent
-    return folder

@@ -3,8 +3,6 @@
 Call `share_cpu` before torch is imported, because OpenMP reads its settings once.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """What SIGINT and SIGTERM do to a run."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

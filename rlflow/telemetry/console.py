@@ -11,7 +11,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +22,6 @@ from rlflow.telemetry.text import duration, number, printable
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
-    from rich.console import Group
     from rich.live import Live
     from rich.panel import Panel
     from rich.table import Table
@@ -61,19 +59,6 @@ class Curve:
         return [*self._points, fmean(self._pending)] if self._pending else list(self._points)
 
 
-@dataclass(slots=True)
-class _View:
-    """What the display shows now; bounded whatever the length of the run."""
-
-    phase: str = "starting"
-    phase_since_s: float = field(default_factory=time.monotonic)
-    record: StepRecord = field(default_factory=dict)
-    rewards: Curve = field(default_factory=Curve)
-    step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_FOR_TIME_LEFT))
-    num_alarms: int = 0
-    last_alarm: str = ""
-
-
 class Console:
     """Shows one run. Use it as a context manager, so that the terminal is left in order whatever happens."""
 
@@ -81,13 +66,25 @@ class Console:
         """`stream` is standard output when None."""
         self._total_steps, self._run_dir = total_steps, run_dir
         self._stream = sys.stdout if stream is None else stream
-        self._view = _View()
+        self._phase, self._phase_since_s = "starting", time.monotonic()
+        self._record: StepRecord = {}
+        self._rewards = Curve()
+        self._step_times_s: deque[float] = deque(maxlen=STEPS_FOR_TIME_LEFT)
+        self._num_alarms = 0
+        self._last_alarm = ""
         self._rich: RichConsole | None = None
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
         if self._stream.isatty():
-            self._start_live()
+            from rich.console import Console as RichConsole
+            from rich.live import Live
+
+            rich = RichConsole(file=self._stream, highlight=False)
+            if not rich.is_dumb_terminal:
+                self._rich = rich
+                self._live = Live(get_renderable=self._panel, console=rich, refresh_per_second=4)
+                self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -97,21 +94,21 @@ class Console:
 
     def phase(self, name: str) -> None:
         """What the run does now."""
-        if name == self._view.phase and self._view.record:
+        if name == self._phase and self._record:
             return
-        self._view.phase, self._view.phase_since_s = name, time.monotonic()
-        if self._rich is None and not self._view.record:
+        self._phase, self._phase_since_s = name, time.monotonic()
+        if self._rich is None and not self._record:
             # Until the first step there is no line that would show that the run is alive.
             self._plain(f"{name} ...")
 
     def step(self, record: StepRecord) -> None:
         """The record of a finished step."""
-        self._view.record = record
+        self._record = record
         reward, step_time = record.get("reward"), record.get("step_time")
         if reward is not None and math.isfinite(reward):
-            self._view.rewards.add(reward)
+            self._rewards.add(reward)
         if step_time is not None:
-            self._view.step_times_s.append(step_time)
+            self._step_times_s.append(step_time)
         if self._live is not None:
             self._live.refresh()
         else:
@@ -123,8 +120,8 @@ class Console:
 
     def alarm(self, text: str) -> None:
         """Something that a person should look at; it stays in sight."""
-        self._view.num_alarms += 1
-        self._view.last_alarm = printable(text).replace("\n", " ")
+        self._num_alarms += 1
+        self._last_alarm = printable(text).replace("\n", " ")
         self._line(f"ALARM: {text}", style="bold red")
 
     def samples(self, best: ShownEpisode, worst: ShownEpisode) -> None:
@@ -154,44 +151,29 @@ class Console:
         self._stream.flush()
 
     def _time_left(self) -> str:
-        step = self._view.record.get("step")
-        if step is None or not self._view.step_times_s:
+        step = self._record.get("step")
+        if step is None or not self._step_times_s:
             return "-"
-        return duration(fmean(self._view.step_times_s) * max(self._total_steps - step, 0))
+        return duration(fmean(self._step_times_s) * max(self._total_steps - step, 0))
 
     # -- the live display
 
-    def _start_live(self) -> None:
-        from rich.console import Console as RichConsole
-        from rich.live import Live
-
-        rich = RichConsole(file=self._stream, highlight=False)
-        if rich.is_dumb_terminal:
-            return
-        self._rich = rich
-        self._live = Live(get_renderable=self._panel, console=rich, refresh_per_second=4)
-        self._live.start()
-
     def _panel(self) -> Panel:
+        from rich.console import Group
         from rich.panel import Panel
         from rich.text import Text
 
-        view = self._view
-        heading = Text.assemble(("rlflow ", "bold"), (printable(str(self._run_dir)), "dim"))
-        elapsed = duration(time.monotonic() - view.phase_since_s)
-        return Panel(
-            self._body(), title=heading, title_align="left", subtitle=f"{view.phase} {elapsed}", subtitle_align="right"
-        )
-
-    def _body(self) -> Group:
-        from rich.console import Group
-        from rich.text import Text
-
         parts: list[Table | Text] = [self._rows(), self._figures()]
-        if self._view.num_alarms:
-            text = f"{self._view.num_alarms} alarm(s), the last one: {self._view.last_alarm}"
+        if self._num_alarms:
+            text = f"{self._num_alarms} alarm(s), the last one: {self._last_alarm}"
             parts.append(Text(text, style="bold red", no_wrap=True, overflow="ellipsis"))
-        return Group(*parts)
+        return Panel(
+            Group(*parts),
+            title=Text.assemble(("rlflow ", "bold"), (printable(str(self._run_dir)), "dim")),
+            title_align="left",
+            subtitle=f"{self._phase} {duration(time.monotonic() - self._phase_since_s)}",
+            subtitle_align="right",
+        )
 
     def _rows(self) -> Table:
         """How far the run is, and below it the reward so far."""
@@ -200,7 +182,7 @@ class Console:
         from rich.text import Text
 
         assert self._rich is not None
-        record, times, points = self._view.record, self._view.step_times_s, self._view.rewards.points
+        record, times, points = self._record, self._step_times_s, self._rewards.points
         step = record.get("step") or 0
         levels = UNICODE_LEVELS if self._rich.encoding.lower().startswith("utf") else ASCII_LEVELS
         table = Table.grid(padding=(0, 2), expand=True)
@@ -223,7 +205,7 @@ class Console:
         from rich.table import Table
         from rich.text import Text
 
-        figures = _figures(self._view.record)
+        figures = _figures(self._record)
         table = Table.grid(padding=(0, 2), expand=True)
         for _ in figures:
             table.add_column()

@@ -6,8 +6,6 @@
 `num_tokens`, which goes on counting. Times are seconds.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

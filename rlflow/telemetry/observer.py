@@ -1,7 +1,5 @@
 """Tells people and files what the driver does: console, metrics.jsonl, trackers, trace, samples, report."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +21,6 @@ from rlflow.telemetry.record import step_record
 from rlflow.telemetry.report.report import write_report
 from rlflow.telemetry.trace import Trace
 from rlflow.telemetry.trackers import open_trackers
-from rlflow.types import EpisodeSummary, PayloadRef
 
 MISMATCH_ALARM = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean |log-probability difference| between engine and trainer at the same version above which something is wrong."""
@@ -148,19 +145,20 @@ class RunObserver:
             )
 
     async def _show(self, report: StepReport) -> None:
+        assert self.runners is not None, "set runners before the first step"
+        shown = []
         try:
-            worst, best = [await self._shown(*item) for item in report.payloads]
+            for task_id, episode, payload in report.payloads:
+                reading = self.runners.transcript(payload)
+                messages = await within("reading an episode to show", self._config.deadlines.group_s, reading)
+                one = samples.ShownEpisode(task_id=task_id, reward=episode.reward, end=episode.end, messages=messages)
+                shown.append(one)
         except WorkerError as error:
             self.alarm(f"the samples of step {report.step} cannot be shown: {error}")
             return
+        worst, best = shown
         samples.write_samples(self._run_dir.path, report.step, best, worst)
         self._console.samples(best, worst)
-
-    async def _shown(self, task_id: str, episode: EpisodeSummary, payload: PayloadRef) -> samples.ShownEpisode:
-        assert self.runners is not None, "set runners before the first step"
-        reading = self.runners.transcript(payload)
-        messages = await within("reading an episode to show", self._config.deadlines.group_s, reading)
-        return samples.ShownEpisode(task_id=task_id, reward=episode.reward, end=episode.end, messages=messages)
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """From a StepReport to the numbers of one line of metrics.jsonl. Pure."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 

@@ -4,8 +4,6 @@ driver's transcript -> ShownEpisode -> samples/step_N.json -> the report
                                    \\-> rows of text -> the console
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

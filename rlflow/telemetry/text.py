@@ -1,7 +1,5 @@
 """Text of a model, made safe and short for people to look at. Pure."""
 
-from __future__ import annotations
-
 import math
 import unicodedata
 

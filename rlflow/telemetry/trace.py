@@ -8,14 +8,11 @@ The files are bounded: one that reaches `max_bytes` becomes trace_previous.json,
 begins. Together they hold the newest `max_bytes` to 2 x `max_bytes` of events.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from rlflow.runtime.disk import disk_errors
 from rlflow.types import Span
@@ -41,10 +38,22 @@ class Trace:
         """Append these spans. Raises RunError when the disk is full."""
         with disk_errors("the trace", self._path.parent):
             for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
-                self._write_span(span)
+                start_us, end_us = round(span.start_s * 1e6), round(span.end_s * 1e6)
+                event = {
+                    "name": span.name,
+                    "ph": "X",
+                    "pid": _PID,
+                    "tid": self._row_id(self._row_name(span)),
+                    "ts": start_us,
+                    "dur": max(end_us - start_us, 0),
+                }
+                self._file.write(_SEPARATOR + _event(event))
             self._file.flush()
             if self._file.tell() >= self._max_bytes:
-                self._start_over()
+                self.close()
+                os.replace(self._path, self._path.with_name(f"{self._path.stem}_previous{self._path.suffix}"))
+                self._row_ids.clear()
+                self._open()
 
     def close(self) -> None:
         with disk_errors("the trace", self._path.parent):
@@ -68,31 +77,16 @@ class Trace:
             for line in file:
                 position += len(line)
                 # The last event of a closed file and a torn one have no comma; only the former parses.
-                event = _parse(line)
-                if event is None:
+                try:
+                    event = json.loads(line.rstrip(_SEPARATOR))
+                except ValueError:
+                    continue
+                if not isinstance(event, dict):
                     continue
                 end = position - (len(line) - len(line.rstrip(_SEPARATOR)))
                 if event.get("name") == "thread_name":
                     self._row_ids[event["args"]["name"]] = event["tid"]
         return end
-
-    def _start_over(self) -> None:
-        self.close()
-        os.replace(self._path, self._path.with_name(f"{self._path.stem}_previous{self._path.suffix}"))
-        self._row_ids.clear()
-        self._open()
-
-    def _write_span(self, span: Span) -> None:
-        start_us, end_us = round(span.start_s * 1e6), round(span.end_s * 1e6)
-        event = {
-            "name": span.name,
-            "ph": "X",
-            "pid": _PID,
-            "tid": self._row_id(self._row_name(span)),
-            "ts": start_us,
-            "dur": max(end_us - start_us, 0),
-        }
-        self._file.write(_SEPARATOR + _event(event))
 
     def _row_name(self, span: Span) -> str:
         """The first row of the actor that is free at the start of the span."""
@@ -111,12 +105,3 @@ class Trace:
 
 def _event(event: dict[str, object]) -> bytes:
     return json.dumps(event, separators=(",", ":")).encode("ascii")
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """The event on a line of the file; None for a bracket or a torn line."""
-    try:
-        event = json.loads(line.rstrip(_SEPARATOR))
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) else None

@@ -1,7 +1,5 @@
 """Where the numbers of a run also go: TensorBoard, Weights & Biases, MLflow. Each is imported only when it is on."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time
@@ -84,13 +82,16 @@ class WandbTracker:
 
     def __init__(self, project: str, run_dir: Path, flat_config: Mapping[str, Any]) -> None:
         wandb = _require("wandb", "trackers.wandb_project", "rlflow[wandb]")
+        remembered = run_dir / "wandb_run_id"
+        if not remembered.exists():
+            remembered.write_text(uuid.uuid4().hex, encoding="ascii")
         try:
             self._run = wandb.init(
                 project=project,
                 name=run_dir.name,
                 dir=str(run_dir),
                 config=dict(flat_config),
-                id=_remembered(run_dir / "wandb_run_id", uuid.uuid4().hex),
+                id=remembered.read_text(encoding="ascii"),
                 resume="allow",
             )
         except wandb.Error as error:
@@ -115,23 +116,20 @@ class MlflowTracker:
     def __init__(self, experiment: str, run_dir: Path, flat_config: Mapping[str, Any]) -> None:
         self._mlflow = _require("mlflow", "trackers.mlflow_experiment", "rlflow[mlflow]")
         try:
-            self._start(experiment, run_dir, flat_config)
+            self._mlflow.set_experiment(experiment)
+            remembered = run_dir / "mlflow_run_id"
+            if remembered.exists():
+                self._mlflow.start_run(run_id=remembered.read_text(encoding="ascii"))
+            else:
+                run = self._mlflow.start_run(run_name=run_dir.name)
+                remembered.write_text(run.info.run_id, encoding="ascii")
+                # Once only: a parameter cannot be changed, and a resume may legitimately raise run.steps.
+                self._mlflow.log_params(dict(flat_config))
         except self._mlflow.MlflowException as error:
             raise ConfigError(
                 f"trackers.mlflow_experiment={experiment}: MLflow does not take the run ({error}); set "
                 "MLFLOW_TRACKING_URI to the address of a tracking server that answers"
             ) from error
-
-    def _start(self, experiment: str, run_dir: Path, flat_config: Mapping[str, Any]) -> None:
-        self._mlflow.set_experiment(experiment)
-        remembered = run_dir / "mlflow_run_id"
-        if remembered.exists():
-            self._mlflow.start_run(run_id=remembered.read_text(encoding="ascii"))
-            return
-        run = self._mlflow.start_run(run_name=run_dir.name)
-        _remembered(remembered, run.info.run_id)
-        # Once only: a parameter cannot be changed, and a resume may legitimately raise run.steps.
-        self._mlflow.log_params(dict(flat_config))
 
     def log(self, step: int, record: StepRecord) -> None:
         self._mlflow.log_metrics(_finite_only(record), step=step, synchronous=False)
@@ -151,13 +149,6 @@ def _require(module: str, setting: str, package: str) -> ModuleType:
             f"{setting} needs the package {error.name}, which is not installed; pip install '{package}', or leave the "
             "setting out"
         ) from error
-
-
-def _remembered(path: Path, value: str) -> str:
-    """What the file says; written with `value` the first time."""
-    if not path.exists():
-        path.write_text(value, encoding="ascii")
-    return path.read_text(encoding="ascii")
 
 
 def _finite_only(record: StepRecord) -> dict[str, float | int]:

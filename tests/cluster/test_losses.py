@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from rlflow import run as running
-from rlflow.cluster import failover
+from rlflow.cluster import start
 from rlflow.config import Config
 from rlflow.errors import PayloadLost, WorkerLost
 from rlflow.rundir.store import CheckpointStore
@@ -24,7 +24,7 @@ async def test_a_lost_payload_ends_the_fleet_at_once(monkeypatch: pytest.MonkeyP
     """Although the cluster has other machines, whose loss would be waited for after another error."""
     ended: list[object] = []
 
-    async def nothing_lost(fleet: object) -> None:
+    async def nothing_lost(who: str, actor: object) -> None:
         await asyncio.Event().wait()
 
     async def end() -> None:
@@ -33,11 +33,11 @@ async def test_a_lost_payload_ends_the_fleet_at_once(monkeypatch: pytest.MonkeyP
     async def work() -> None:
         raise PayloadLost("what the trainer was to read is lost")
 
-    monkeypatch.setattr(failover, "_wait_until_one_is_lost", nothing_lost)
-    fleet: Any = SimpleNamespace(is_joined=True, end=end)
+    monkeypatch.setattr(start, "wait_until_ended", nothing_lost)
+    fleet: Any = SimpleNamespace(is_joined=True, end=end, vital={"trainer rank 0": None})
     async with asyncio.timeout(30):
         with pytest.raises(PayloadLost):
-            await failover.run_unless_lost(fleet, work())
+            await start.run_unless_lost(fleet, work())
     assert ended == [fleet]
 
 

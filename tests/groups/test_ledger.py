@@ -20,7 +20,7 @@ def test_a_group_lives_from_admission_to_training(tmp_path: Path) -> None:
     for state in LIFE:
         assert ledger.num_live == 1
         ledger.advance(group_id, state)
-    assert (ledger.num_live, ledger.num_trained, ledger.num_admitted) == (0, 1, 1)
+    assert (ledger.num_live, ledger.num_trained, ledger.counts()["admitted_total"]) == (0, 1, 1)
     assert ledger.task_of(group_id) == ("task", 2)
 
 

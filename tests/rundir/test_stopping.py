@@ -17,8 +17,7 @@ import yaml
 from rlflow.cli import main
 from rlflow.config import DeadlinesConfig
 from rlflow.errors import ConfigError, RunError
-from rlflow.rundir.lock import NAME, hold, stop
-from rlflow.rundir.stopping import seconds_to_stop, stop_run
+from rlflow.rundir.lock import NAME, hold, seconds_to_stop, stop
 
 HOLDER = """
 import signal, sys
@@ -63,9 +62,9 @@ def test_stop_asks_the_process_and_waits_for_it(tmp_path: Path, capsys: pytest.C
 def test_a_process_that_takes_too_long_is_left_alone(tmp_path: Path) -> None:
     with holder(tmp_path, signals=2) as process:
         with pytest.raises(RunError, match=r"still writing .* after 0.2 s; .*--timeout"):
-            stop_run(tmp_path, 0.2)
+            stop(tmp_path, 0.2)
         assert process.poll() is None
-        stop_run(tmp_path, 30)
+        stop(tmp_path, 30)
         assert process.wait(timeout=30) == 143
 
 
@@ -108,7 +107,7 @@ def test_a_stop_waits_as_long_as_the_runs_deadlines_allow(tmp_path: Path) -> Non
     deadlines = {"start_s": 1.0, "group_s": 0.0, "train_s": 0.05, "weights_s": 0.05, "checkpoint_s": 0.05}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"deadlines": deadlines}))
     with holder(tmp_path, signals=2), pytest.raises(RunError, match=r"after 0.2 s"):
-        stop_run(tmp_path, None)
+        stop(tmp_path, None)
 
 
 def test_mistakes_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,6 @@
 All charts of a page share the same buckets, so that one pointer position means the same steps in each of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

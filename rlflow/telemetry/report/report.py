@@ -1,13 +1,15 @@
 """report.html: one run on one page that needs nothing else, to keep and to send.
 
 metrics.jsonl, samples/, config.yaml -> report.html
+
+The curves are drawn by uPlot (uplot/, MIT licence), which the page carries whole, with its licence.
 """
 
-from __future__ import annotations
-
 import html
+import json
 import os
 from collections.abc import Iterable, Mapping
+from importlib import resources
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,7 +21,6 @@ from rlflow.groups.ledger import DropReason
 from rlflow.runtime.disk import disk_errors
 from rlflow.telemetry import metrics, samples
 from rlflow.telemetry.report.curves import Chart, Records, column, hold_evaluations, make_buckets, sections
-from rlflow.telemetry.report.page import folded, page, tile
 from rlflow.telemetry.samples import ShownEpisode
 from rlflow.telemetry.text import duration, number, printable, shorten
 
@@ -27,6 +28,7 @@ MAX_SAMPLED_STEPS = 24
 MAX_MESSAGES = 12
 """Messages of one episode; of more, the first and the last are shown."""
 MAX_MESSAGE_CHARACTERS = 4000
+_FILES = resources.files("rlflow.telemetry.report")
 _HOW_TO_READ = (
     '<p class="note">Point at a chart to read all of them at that step. Drag across one to zoom; a double click shows '
     "the whole run again.</p><noscript><p>The curves need JavaScript; the numbers are below.</p></noscript>"
@@ -64,13 +66,28 @@ def render(run_dir: Path, records: Records) -> str:
         for title, charts in curves:
             parts.append(f'<h2>{title}</h2><div class="charts">{"".join(map(_card, charts))}</div>')
         parts.append(_groups(records[-1]))
-    parts += [_samples(run_dir), _all_numbers(records), _config(config_text)]
+    parts += [_samples(run_dir), _all_numbers(records)]
+    if config_text:
+        parts.append(_folded("config.yaml", "", f"<pre>{html.escape(printable(config_text))}</pre>"))
     data: dict[str, object] = {
         "steps": [(bucket.first_step + bucket.last_step) / 2 for bucket in buckets],
         "labels": [bucket.label for bucket in buckets],
         "charts": {chart.key: chart.data() for _, charts in curves for chart in charts if chart.has_values},
     }
-    return page(name, "".join(parts), data)
+    # "<" would let a string of the data end the script element.
+    content = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    style, script, licence, uplot_style, uplot = (
+        (_FILES / file).read_text(encoding="utf-8")
+        for file in ("report.css", "report.js", "uplot/LICENSE", "uplot/uPlot.min.css", "uplot/uPlot.iife.min.js")
+    )
+    code = f"/* {licence}*/\n{uplot}\n{script}"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{html.escape(name)} - rlflow</title><style>{uplot_style}\n{style}</style></head>\n"
+        f'<body><main>{"".join(parts)}</main><div id="tip"></div>\n'
+        f'<script type="application/json" id="data">{content}</script><script>{code}</script></body></html>\n'
+    )
 
 
 def _read_config(run_dir: Path) -> tuple[str, Mapping[str, Any]]:
@@ -99,6 +116,21 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 def _number(record: Mapping[str, Any], name: str) -> float | None:
     return column([record], name)[0]
+
+
+def _tile(label: str, value: str, detail: str = "", kind: str = "") -> str:
+    """One figure; `label`, `value` and `detail` are text."""
+    under = f'<i class="{kind}">{html.escape(detail)}</i>' if detail else ""
+    return f'<div class="tile"><span>{html.escape(label)}</span><b>{html.escape(value)}</b>{under}</div>'
+
+
+def _folded(summary: str, aside: str, content: str, *, is_open: bool = False) -> str:
+    """A part that opens on a click; `summary` and `aside` are text, `content` is HTML."""
+    more = f"<span>{html.escape(aside)}</span>" if aside else ""
+    return (
+        f"<details{' open' if is_open else ''}><summary>{html.escape(summary)}{more}</summary>"
+        f"<div>{content}</div></details>"
+    )
 
 
 # -- head
@@ -133,12 +165,12 @@ def _tiles(records: Records) -> str:
     seconds = sum(_present(column(records, "step_time")))
     dropped = sum(_present([_number(final, f"groups/dropped_{reason}") for reason in DropReason]))
     tiles = [
-        tile("Reward, first 5 steps", number(first)),
-        tile("Reward, last 5 steps", number(last), detail, kind),
-        tile("Time in steps", duration(seconds), f"{duration(seconds / len(records))} a step"),
-        tile("Tokens trained", number(_number(final, "num_tokens"))),
-        tile("Tokens a second", number(_mean(column(records, "throughput/tokens_per_s"))), "mean over the steps"),
-        tile("Groups trained", number(_number(final, "groups/trained")), f"{number(dropped)} dropped"),
+        _tile("Reward, first 5 steps", number(first)),
+        _tile("Reward, last 5 steps", number(last), detail, kind),
+        _tile("Time in steps", duration(seconds), f"{duration(seconds / len(records))} a step"),
+        _tile("Tokens trained", number(_number(final, "num_tokens"))),
+        _tile("Tokens a second", number(_mean(column(records, "throughput/tokens_per_s"))), "mean over the steps"),
+        _tile("Groups trained", number(_number(final, "groups/trained")), f"{number(dropped)} dropped"),
     ]
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
@@ -194,7 +226,7 @@ def _samples(run_dir: Path) -> str:
         content = samples.read_samples(run_dir, step)
         rewards = f"best {number(content.best.reward)}, worst {number(content.worst.reward)}"
         pair = f'<div class="pair">{_episode("Best", "s3", content.best)}{_episode("Worst", "s2", content.worst)}</div>'
-        parts.append(folded(f"Step {step}", rewards, pair, is_open=step == shown[-1]))
+        parts.append(_folded(f"Step {step}", rewards, pair, is_open=step == shown[-1]))
     return f"<h2>Samples</h2>{''.join(parts)}"
 
 
@@ -224,8 +256,4 @@ def _all_numbers(records: Records) -> str:
         cells = "".join(f'<td class="n">{number(value)}</td>' for value in figures)
         rows.append(f"<tr><td>{html.escape(printable(name))}</td>{cells}</tr>")
     table = f"<table><tr><th>metric</th>{titles}</tr>{''.join(rows)}</table>"
-    return f"<h2>Everything else</h2>{folded('All metrics', f'{len(records[-1])} names', table)}"
-
-
-def _config(text: str) -> str:
-    return folded("config.yaml", "", f"<pre>{html.escape(printable(text))}</pre>") if text else ""
+    return f"<h2>Everything else</h2>{_folded('All metrics', f'{len(records[-1])} names', table)}"

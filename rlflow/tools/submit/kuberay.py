@@ -22,7 +22,7 @@ import yaml
 from rlflow.config import POOL_LABEL, Config, PoolConfig, Scheduler
 from rlflow.errors import ConfigError
 from rlflow.rundir.lock import NAME as LOCK
-from rlflow.rundir.stopping import seconds_to_stop
+from rlflow.rundir.lock import seconds_to_stop
 from rlflow.tools.submit.command_words import CLAIM, Job
 
 _KEEP_SECONDS = 60

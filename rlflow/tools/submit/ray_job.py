@@ -17,7 +17,7 @@ from ray.job_submission import JobDetails, JobStatus
 
 from rlflow.config import Config
 from rlflow.errors import ConfigError, RunError, first_line
-from rlflow.rundir.stopping import seconds_to_stop
+from rlflow.rundir.lock import seconds_to_stop
 from rlflow.tools.submit.command_words import INTERRUPTED, LOST, STOPPED, Job, how_to_go_on, where
 from rlflow.tools.submit.following import ConnectionLost, Follower
 from rlflow.tools.submit.package import Package, describe, write

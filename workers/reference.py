@@ -1,7 +1,5 @@
 """The frozen reference policy as a Ray actor: the trainer's code without the optimiser's step."""
 
-from __future__ import annotations
-
 from rlflow.config import Config
 from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.types import EpisodePayload, FloatArray, TrainSample

@@ -6,8 +6,6 @@ Rules: a group is returned whole or not at all. If one of its episodes raises, o
 episodes are cancelled and their environments closed first.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Collection, Sequence

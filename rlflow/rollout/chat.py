@@ -10,8 +10,6 @@ Example: reply([user "2+2"]) samples "4" as turn 0. reply([user "2+2", assistant
 prompt is the tokens of turn 0 and then those of the new message.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

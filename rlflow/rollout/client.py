@@ -10,8 +10,6 @@ Example: a reply of 600 tokens is three calls (256, 256, 88). If the engine dies
 samples that slice again after the first 256 tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence

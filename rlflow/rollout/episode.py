@@ -12,8 +12,6 @@ Example: a task "2+2", the reply "4" and a step with reward 1.0 and done give en
 covers the tokens of "4", and a transcript with environment_reward=1.0.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager

@@ -7,8 +7,6 @@ Rules: an engine that serves holds one complete version. Episode runners know wh
 to load and after it. The run ends when no engine is left.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn, Protocol

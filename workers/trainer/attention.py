@@ -7,8 +7,6 @@ skips the tiles that are masked out.
 Shape letters: T tokens of the row, B segments of a block with up to Q queries and K keys, H heads, D head dimension.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """The back end that the settings name. Each is imported only when it is chosen."""
 
-from __future__ import annotations
-
 import torch
 
 from rlflow.config import Backend, Config, Offload

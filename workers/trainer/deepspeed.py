@@ -4,8 +4,6 @@ DeepSpeed shards, reduces and offloads. Which gradients are applied, and how the
 as for every back end. Masters and moments are float32.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

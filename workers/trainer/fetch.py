@@ -1,7 +1,5 @@
 """From groups in the object store to one rank's training samples, with advantages and the critic's targets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ ranks, slices of tensor-parallel ones over the ranks that have the same slice. S
 A single float32 rank that keeps everything on its device has nothing to shard or to cast, so it trains the bare module.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext

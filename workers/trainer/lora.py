@@ -4,8 +4,6 @@ A linear layer with the weight W computes with W + alpha / rank * B A. A and B a
 Shape letters: R rank, I inputs and O outputs of a linear layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

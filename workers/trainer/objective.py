@@ -10,8 +10,6 @@ Example: two rows with weighted losses 3.0 and 1.0 over 5 and 3 loss tokens, agg
 and reports the loss 0.5.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import NamedTuple

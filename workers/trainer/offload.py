@@ -3,8 +3,6 @@
 Tensors stay views of their storages, so nothing that holds a tensor needs to know.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

@@ -11,8 +11,6 @@ Example: two ranks accumulate losses with 30 and 50 loss tokens. `step` adds up 
 scales them down if their norm exceeds `trainer.max_grad_norm`.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 Transcript -> its own chat template and tokenizer -> Conversation -> packed row -> score head at the last token
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

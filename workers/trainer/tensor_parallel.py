@@ -11,8 +11,6 @@ all ranks. The backward of a sum over the group is that sum again, so behind it 
 gradient of a slice needs to be summed over the data ranks only.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Shape letter: N loss tokens.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

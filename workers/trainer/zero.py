@@ -5,8 +5,6 @@ rank an equal part; ZeRO 3 gives each rank an equal part of every parameter. A r
 few flat buffers, and so do their moments.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple

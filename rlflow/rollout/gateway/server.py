@@ -11,8 +11,6 @@ and counted without effect, because training needs the run's own. A model named 
 another agent, which is not trained on. Anything else is refused with status 400 and the reason.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

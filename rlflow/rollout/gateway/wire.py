@@ -5,8 +5,6 @@
 A setting that cannot be served faithfully is refused with the reason. Sampling settings are ignored: the run's apply.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -21,7 +21,6 @@ from rlflow.rollout import payloads as payload_files
 from rlflow.rollout.chat import Chat, episode_seed
 from rlflow.rollout.client import EngineClient, EngineHandle, RemoteCalls
 from rlflow.rollout.episode import EnvironmentSource, PlayedEpisode, ProgramGateway, play_episode, summarize
-from rlflow.rollout.limits import EpisodeLimits
 from rlflow.rollout.render import ChatRenderer, Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.runtime.concurrency import all_or_none
@@ -75,8 +74,7 @@ class EpisodeRunner:
         calls: RemoteCalls | None = None,
         gateway: ProgramGateway | None = None,
     ) -> None:
-        self._limits = EpisodeLimits.of(config)
-        self._is_seeded = config.rollout.seeded
+        self._config = config
         self._environments = environments
         self._gateway = gateway
         self._scorer = scorer
@@ -178,13 +176,13 @@ class EpisodeRunner:
         chat = Chat(
             generate,
             self._renderer,
-            self._limits,
-            seed=episode_seed(order.seed, index) if self._is_seeded else None,
+            self._config,
+            seed=episode_seed(order.seed, index) if self._config.rollout.seeded else None,
             prefix_key=str(order.group_id),
             executor=self._rendering,
         )
         return await play_episode(
-            self._environments, order.task, chat, self._limits, seed=order.seed, gateway=self._gateway
+            self._environments, order.task, chat, self._config, seed=order.seed, gateway=self._gateway
         )
 
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
+from rlflow.config import Config
 from rlflow.envs.base import POLICY, ToolSchema
 from rlflow.errors import NoReply, TemplateRefused
-from rlflow.rollout.limits import EpisodeLimits
 from rlflow.rollout.render import ChatRenderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.types import EpisodeEnd, Message, ToolCall, Turn
@@ -63,7 +63,7 @@ class Chat:
         self,
         generate: Generate,
         renderer: ChatRenderer,
-        limits: EpisodeLimits,
+        config: Config,
         *,
         seed: int | None = None,
         prefix_key: str | None = None,
@@ -72,7 +72,7 @@ class Chat:
         """`seed` None samples without a seed; `executor` None runs templates and tokenizers in the event loop."""
         self._generate = generate
         self._renderer = renderer
-        self._limits = limits
+        self._config = config
         self._seed = seed
         self._prefix_key = prefix_key
         self._executor = executor
@@ -130,13 +130,14 @@ class Chat:
 
     def _begin(self, agent: str, trainable: bool) -> int:
         """Count a reply, within the limits; returns its number in the episode."""
+        max_turns = self._config.env.max_turns
         if trainable:
-            if self._num_asked_policy >= self._limits.max_turns:
-                raise self._refuse(EpisodeEnd.MAX_TURNS, f"{self._limits.max_turns} replies (env.max_turns)")
+            if self._num_asked_policy >= max_turns:
+                raise self._refuse(EpisodeEnd.MAX_TURNS, f"{max_turns} replies (env.max_turns)")
             self._num_asked_policy += 1
             self.phase = f"generation of reply {self._num_asked_policy}"
         else:
-            if self._num_asked - self._num_asked_policy >= MAX_UNTRAINED * self._limits.max_turns:
+            if self._num_asked - self._num_asked_policy >= MAX_UNTRAINED * max_turns:
                 raise self._refuse(EpisodeEnd.MAX_TURNS, f"{MAX_UNTRAINED} times env.max_turns replies of other agents")
             self.phase = f"generation of a reply of {agent}"
         self._num_asked += 1
@@ -152,16 +153,16 @@ class Chat:
         return None if added is None else parent.held_ids + added
 
     def _request(self, prompt_ids: list[int], number: int, max_new_tokens: int | None) -> GenerateRequest:
-        room = self._limits.max_length - len(prompt_ids)
+        room = self._config.model.max_length - len(prompt_ids)
         if room <= 0:
             size = f"the prompt has {len(prompt_ids)} tokens"
-            detail = f"{size}, which leaves no room within model.max_length ({self._limits.max_length})"
+            detail = f"{size}, which leaves no room within model.max_length ({self._config.model.max_length})"
             raise self._refuse(EpisodeEnd.TRUNCATED_LENGTH if self.turns else EpisodeEnd.PROMPT_TOO_LONG, detail)
         seed = self._seed if self._seed is None or number == 0 else episode_seed(self._seed, number)
         return GenerateRequest(
             prompt_ids=prompt_ids,
             seed=seed,
-            max_new_tokens=min(self._limits.max_new_tokens, room, max_new_tokens or room),
+            max_new_tokens=min(self._config.rollout.max_new_tokens, room, max_new_tokens or room),
             prefix_key=self._prefix_key,
         )
 

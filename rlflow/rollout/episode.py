@@ -18,11 +18,11 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from rlflow.config import Config
 from rlflow.environments.wire import conversation_of, plain, prompt_of, result_of, step_of
 from rlflow.envs.base import POLICY, Endpoint, Environment, Program, Prompt, Result, Step, ToolSchema
 from rlflow.errors import EnvironmentFailure, EnvironmentLost, NoReply
 from rlflow.rollout.chat import Chat
-from rlflow.rollout.limits import EpisodeLimits, shortened
 from rlflow.rollout.samples import NO_VERSION, chains_of, sample_of
 from rlflow.types import EpisodeEnd, EpisodePayload, EpisodeSummary, Message, Task, Transcript, TurnSummary, Verdict
 
@@ -75,7 +75,7 @@ async def play_episode(
     environments: EnvironmentSource,
     task: Task,
     chat: Chat,
-    limits: EpisodeLimits,
+    config: Config,
     *,
     seed: int = 0,
     gateway: ProgramGateway | None = None,
@@ -85,7 +85,7 @@ async def play_episode(
     `seed` is the environment's own. A failure of the environment is an outcome of the episode; an exception of the
     engine or of the chat template is raised. Programs need a `gateway`.
     """
-    play = _Play(environments=environments, seed=seed, task=task, chat=chat, limits=limits, gateway=gateway)
+    play = _Play(environments=environments, seed=seed, task=task, chat=chat, config=config, gateway=gateway)
     try:
         async with environments.lease():
             end, detail = await play.run_and_close()
@@ -131,7 +131,7 @@ class _Play:
     seed: int
     task: Task
     chat: Chat
-    limits: EpisodeLimits
+    config: Config
     gateway: ProgramGateway | None
     world: Environment | Program | None = None
     context: list[Message] = field(default_factory=list)
@@ -158,7 +158,7 @@ class _Play:
         return (EpisodeEnd.ENVIRONMENT_ERROR, failure) if failure and not end.is_error else (end, detail)
 
     async def _run_in_time(self) -> tuple[EpisodeEnd, str]:
-        deadline = asyncio.timeout(self.limits.episode_s)
+        deadline = asyncio.timeout(self.config.env.episode_timeout_s)
         try:
             async with deadline:
                 return await self._run()
@@ -170,7 +170,7 @@ class _Play:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            limit = f"{self.limits.episode_s:g} s (env.episode_timeout_s)"
+            limit = f"{self.config.env.episode_timeout_s:g} s (env.episode_timeout_s)"
             detail = f"the episode took longer than {limit}; it was in {self.chat.phase}"
             return EpisodeEnd.EPISODE_TIMEOUT, detail
 
@@ -189,7 +189,7 @@ class _Play:
 
     async def _run(self) -> tuple[EpisodeEnd, str]:
         prompt = Prompt(messages=[])
-        deadline = asyncio.timeout(self.limits.setup_s)
+        deadline = asyncio.timeout(self.config.env.setup_timeout_s)
         try:
             async with deadline:
                 self.world = await self.environments.open(self.seed)
@@ -203,7 +203,7 @@ class _Play:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            limit = f"{self.limits.setup_s:g} s (env.setup_timeout_s)"
+            limit = f"{self.config.env.setup_timeout_s:g} s (env.setup_timeout_s)"
             return EpisodeEnd.SETUP_TIMEOUT, f"building and resetting the environment took longer than {limit}"
         if isinstance(self.world, Program):
             return await self._run_program(self.world)
@@ -231,13 +231,13 @@ class _Play:
         """The step; or None and what took too long."""
         self.asking = 0
         try:
-            async with asyncio.timeout(self.limits.step_s) as self.step_deadline:
+            async with asyncio.timeout(self.config.env.step_timeout_s) as self.step_deadline:
                 step = step_of(plain("step", await _call("step", world.step, reply), Step))
         except TimeoutError:
             assert self.step_deadline is not None
             if not self.step_deadline.expired():
                 raise
-            return None, f"{self.chat.phase} took longer than {self.limits.step_s:g} s (env.step_timeout_s)"
+            return None, f"{self.chat.phase} took longer than {self.config.env.step_timeout_s:g} s (env.step_timeout_s)"
         finally:
             self.step_deadline = None
         if not (step.done or step.messages or step.context):
@@ -259,7 +259,7 @@ class _Play:
             self.metrics[name] = self.metrics.get(name, 0.0) + value
 
     def _shortened(self, message: Message) -> Message:
-        content = shortened(message["content"], self.limits.max_observation_chars)
+        content = shortened(message["content"], self.config.env.max_observation_chars)
         if content is message["content"]:
             return message
         self._add_outcome(None, {"observations_shortened": 1.0})
@@ -345,6 +345,18 @@ class _Play:
                 TurnSummary(anchor=one.anchor, num_loss_tokens=len(one.output_ids)) for chain in chains for one in chain
             ),
         )
+
+
+def shortened(text: str, limit: int) -> str:
+    """The text, or its beginning and its end with a note between them, `limit` characters and the note long.
+
+    Example: shortened("abcdefgh", 4) == "ab\\n[... 4 characters left out ...]\\ngh"
+    """
+    if len(text) <= limit:
+        return text
+    head, tail = limit - limit // 2, limit // 2
+    note = f"\n[... {len(text) - limit} characters left out ...]\n"
+    return text[:head] + note + text[len(text) - tail :]
 
 
 async def _call(name: str, method: Callable[..., Awaitable[Value]], *arguments: object) -> Value:

@@ -20,7 +20,7 @@ from rlflow.rewards.client import Scorer
 from rlflow.rollout import payloads as payload_files
 from rlflow.rollout.chat import Chat, episode_seed
 from rlflow.rollout.client import EngineClient, EngineHandle, RemoteCalls
-from rlflow.rollout.episode import EnvironmentSource, PlayedEpisode, ProgramGateway, play_episode, summarize
+from rlflow.rollout.episode import EnvironmentSource, ProgramGateway, play_episode, summarize
 from rlflow.rollout.render import ChatRenderer, Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.runtime.concurrency import all_or_none
@@ -80,9 +80,15 @@ class EpisodeRunner:
         self._scorer = scorer
         self._client = EngineClient(engines, calls or _calls_through_ray(), patience_s=config.deadlines.start_s)
         self._under_way: set[_UnderWay] = set()
-        self._renderer = renderer or _load_renderer(model_path)
-        # One thread, because tokenizers are not safe to share between threads.
-        self._rendering = None if renderer else ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
+        self._rendering = None
+        if renderer is None:
+            # Imported here because only the actor needs transformers, which takes seconds to import.
+            from transformers import AutoTokenizer
+
+            renderer = Renderer(AutoTokenizer.from_pretrained(model_path))
+            # One thread, because tokenizers are not safe to share between threads.
+            self._rendering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
+        self._renderer = renderer
 
     async def play(self, order: GroupOrder) -> tuple[PlayedGroup | EpisodePayload, ...]:
         """The group's metadata (its `payloads` empty), then the payload of each episode.
@@ -154,19 +160,6 @@ class EpisodeRunner:
             await asyncio.wait((playing, too_old))
 
     async def _play_and_score(self, group: _UnderWay, index: int) -> _Scored:
-        played = await self._play(group, index)
-        if played.end is EpisodeEnd.EPISODE_TIMEOUT and not self._client.is_served:
-            raise WorkerLost("all rollout engines were lost, and none was back before the episode ran out of time")
-        played_at_s = time.time()
-        verdict = None if played.end.is_error else await self._scorer.score(played.transcript)
-        return _Scored(
-            payload=played.payload,
-            summary=summarize(played, verdict),
-            played_at_s=played_at_s,
-            scored_at_s=None if verdict is None else time.time(),
-        )
-
-    async def _play(self, group: _UnderWay, index: int) -> PlayedEpisode:
         order = group.order
 
         def generate(request: GenerateRequest) -> Awaitable[Completion]:
@@ -181,8 +174,18 @@ class EpisodeRunner:
             prefix_key=str(order.group_id),
             executor=self._rendering,
         )
-        return await play_episode(
+        played = await play_episode(
             self._environments, order.task, chat, self._config, seed=order.seed, gateway=self._gateway
+        )
+        if played.end is EpisodeEnd.EPISODE_TIMEOUT and not self._client.is_served:
+            raise WorkerLost("all rollout engines were lost, and none was back before the episode ran out of time")
+        played_at_s = time.time()
+        verdict = None if played.end.is_error else await self._scorer.score(played.transcript)
+        return _Scored(
+            payload=played.payload,
+            summary=summarize(played, verdict),
+            played_at_s=played_at_s,
+            scored_at_s=None if verdict is None else time.time(),
         )
 
 
@@ -194,13 +197,6 @@ def _reward_spans(episodes: Sequence[_Scored]) -> list[Span]:
             start_s, end_s = spans[-1].start_s, max(spans.pop().end_s, end_s)
         spans.append(Span(actor=ACTOR, name="reward", start_s=start_s, end_s=end_s))
     return spans
-
-
-def _load_renderer(model_path: str) -> ChatRenderer:
-    # Imported here because only the actor needs transformers, which takes seconds to import.
-    from transformers import AutoTokenizer
-
-    return Renderer(AutoTokenizer.from_pretrained(model_path))
 
 
 def _calls_through_ray() -> RemoteCalls:

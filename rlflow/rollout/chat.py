@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol, TypeVar
+from typing import TypeAlias, TypeVar
 
 from rlflow.config import Config
 from rlflow.envs.base import POLICY, ToolSchema
@@ -32,10 +32,8 @@ MAX_UNTRAINED = 16
 """Other agents may give this many replies for each reply that the policy may give."""
 
 
-class Generate(Protocol):
-    """Samples one reply. Its exceptions end the whole group."""
-
-    def __call__(self, request: GenerateRequest, /) -> Awaitable[Completion]: ...
+Generate: TypeAlias = Callable[[GenerateRequest], Awaitable[Completion]]
+"""Samples one reply. Its exceptions end the whole group."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -114,12 +112,18 @@ class Chat:
         try:
             keys = _keys([agent, trainable, list(tools)], messages)
             parent = next((self._said[key] for key in reversed(keys) if key in self._said), None)
-            held = None if parent is None else await self._continued(parent, messages, tools, trainable)
-            if parent is None and trainable and (agent, trainable) in self._agents:
-                self.num_branches += 1
+            if parent is not None:
+                known, held_ids = len(parent.messages), parent.held_ids
+                added = await self._aside(self._renderer.extend, held_ids, messages[:known], messages[known:], tools)
+                self.num_forks += added is None and trainable
+                prompt_ids = None if added is None else held_ids + added
+                parent = None if added is None else parent
+            else:
+                prompt_ids = None
+                self.num_branches += trainable and (agent, trainable) in self._agents
             self._agents.add((agent, trainable))
-            parent = None if held is None else parent
-            prompt_ids = held or await self._aside(self._renderer.prompt, messages, tools)
+            if prompt_ids is None:
+                prompt_ids = await self._aside(self._renderer.prompt, messages, tools)
             completion = await self._generate(self._request(prompt_ids, number, max_new_tokens))
             return await self._record(number, messages, prompt_ids, parent, keys[-1], completion, trainable)
         except (NoReply, TemplateRefused):
@@ -142,15 +146,6 @@ class Chat:
             self.phase = f"generation of a reply of {agent}"
         self._num_asked += 1
         return self._num_asked - 1
-
-    async def _continued(
-        self, parent: _Said, messages: Sequence[Message], tools: Sequence[ToolSchema], trainable: bool
-    ) -> list[int] | None:
-        """The prompt's tokens after those of `parent`; None for a fork."""
-        known = len(parent.messages)
-        added = await self._aside(self._renderer.extend, parent.held_ids, messages[:known], messages[known:], tools)
-        self.num_forks += added is None and trainable
-        return None if added is None else parent.held_ids + added
 
     def _request(self, prompt_ids: list[int], number: int, max_new_tokens: int | None) -> GenerateRequest:
         room = self._config.model.max_length - len(prompt_ids)

@@ -30,8 +30,7 @@ from rlflow.rollout.gateway.wire import (
     JsonObject,
     Refused,
     SentReplies,
-    chunks_of,
-    completion_of,
+    answer_of,
     read_request,
     shown_message,
 )
@@ -176,7 +175,7 @@ class Gateway:
                 if asked.is_stream:
                     return await self._stream(request, visit, asked, reply)
                 shown = await _shown_reply(visit, asked, reply)
-            return web.json_response(completion_of(shown, reply.result().turn, asked, head=self._head()))
+            return web.json_response(answer_of(shown, reply.result().turn, asked, head=self._head())[0])
         except (Refused, web.HTTPException):
             visit.count("refused")
             raise
@@ -199,7 +198,7 @@ class Gateway:
             visit.count("refused")
             await _write(request, response, _event(refusal.body()))
             return response
-        chunks = chunks_of(shown, reply.result().turn, asked, head=self._head())
+        chunks = answer_of(shown, reply.result().turn, asked, head=self._head())
         await _write(request, response, "".join(map(_event, chunks)) + "data: [DONE]\n\n")
         return response
 

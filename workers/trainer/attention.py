@@ -164,22 +164,19 @@ def packed_attention(
         output = kernel(query, key, value, block_mask=layout.block_mask, scale=scaling, enable_gqa=True)
         return output.transpose(1, 2), None
     assert layout.slots is not None
-    outputs = [_attend(block, query, key, value, scaling) for block in layout.blocks]
+    outputs: list[Tensor] = []  # [B * Q, H * D] of each block
+    for block in layout.blocks:
+        output = F.scaled_dot_product_attention(
+            _gather(query, block.query_rows),
+            _gather(key, block.key_rows),
+            _gather(value, block.key_rows),
+            attn_mask=block.mask,
+            is_causal=block.mask is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(output.transpose(1, 2).flatten(0, 1).flatten(1, 2))
     return F.embedding(layout.slots, torch.cat(outputs)).view(1, len(layout.slots), query.shape[1], -1), None
-
-
-def _attend(block: PaddedBlock, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """One block's outputs, [B * Q, H * D]."""
-    output = F.scaled_dot_product_attention(
-        _gather(query, block.query_rows),
-        _gather(key, block.key_rows),
-        _gather(value, block.key_rows),
-        attn_mask=block.mask,
-        is_causal=block.mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return output.transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
 
 def _gather(states: Tensor, rows: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """From groups in the object store to one rank's training samples, with advantages and the critic's targets."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -126,12 +126,6 @@ def whiten_all(samples: Sequence[TrainSample], moments: Moments) -> None:
         mask = sample.sample.loss_mask
         row = np.broadcast_to(sample.advantage, mask.shape)
         sample.advantage = whiten(row, mask, moments).astype(np.float32)
-
-
-def samples_in(micro_batches: Sequence[Sequence[Sequence[TrainSample]]]) -> Iterator[TrainSample]:
-    for micro_batch in micro_batches:
-        for piece in micro_batch:
-            yield from piece
 
 
 def _get(handles: Sequence[object], piece: BatchPiece) -> list[Any]:

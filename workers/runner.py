@@ -20,7 +20,7 @@ from rlflow.rewards.client import Scorer
 from rlflow.rollout import payloads as payload_files
 from rlflow.rollout.chat import Chat, episode_seed
 from rlflow.rollout.client import EngineClient, EngineHandle, RemoteCalls
-from rlflow.rollout.episode import EnvironmentSource, ProgramGateway, play_episode, summarize
+from rlflow.rollout.episode import EnvironmentSource, ProgramGateway, play_episode, summarize, unless
 from rlflow.rollout.render import ChatRenderer, Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.runtime.concurrency import all_or_none
@@ -147,17 +147,11 @@ class EpisodeRunner:
     async def _play_all(self, group: _UnderWay) -> list[_Scored]:
         """All episodes of a group. None of them is still running when this returns or raises."""
         episodes = [self._play_and_score(group, index) for index in range(group.order.num_episodes)]
-        playing = asyncio.create_task(all_or_none(episodes))
-        too_old = asyncio.create_task(group.too_old.wait())
-        try:
-            await asyncio.wait((playing, too_old), return_when=asyncio.FIRST_COMPLETED)
-            if not playing.done():
-                raise StaleGroup(f"group {group.order.group_id} holds tokens of version {group.oldest_version}")
-            return playing.result()
-        finally:
-            for task in (playing, too_old):
-                task.cancel()
-            await asyncio.wait((playing, too_old))
+        return await unless(
+            group.too_old.wait(),
+            all_or_none(episodes),
+            lambda: StaleGroup(f"group {group.order.group_id} holds tokens of version {group.oldest_version}"),
+        )
 
     async def _play_and_score(self, group: _UnderWay, index: int) -> _Scored:
         order = group.order

@@ -223,7 +223,12 @@ class _Play:
             step, failure = await self._step(world, reply.message)
             if step is None:
                 return EpisodeEnd.STEP_TIMEOUT, failure
-            self._add(step)
+            messages = [self._shortened(message) for message in step.messages]
+            self.completion += messages
+            if step.context is not None:
+                self.context = list(step.context)
+            self.context += messages
+            self._add_outcome(step.reward, step.metrics)
             if step.done:
                 return EpisodeEnd.COMPLETED, ""
 
@@ -243,14 +248,6 @@ class _Play:
         if not (step.done or step.messages or step.context):
             raise EnvironmentFailure("step: expected at least one message, or done; got []")
         return step, ""
-
-    def _add(self, step: Step) -> None:
-        messages = [self._shortened(message) for message in step.messages]
-        self.completion += messages
-        if step.context is not None:
-            self.context = list(step.context)
-        self.context += messages
-        self._add_outcome(step.reward, step.metrics)
 
     def _add_outcome(self, reward: float | None, metrics: Mapping[str, float]) -> None:
         if reward is not None:
@@ -305,7 +302,9 @@ class _Play:
         endpoint = self.gateway.open(self.chat)
         try:
             run = _call("run", program.run, self.task, endpoint)
-            result = result_of(plain("run", await _unless(self.gateway.wait_until_failed(endpoint), run), Result))
+            failed = self.gateway.wait_until_failed(endpoint)
+            ran = await unless(failed, run, lambda: EnvironmentFailure("run: was stopped because a reply failed"))
+            result = result_of(plain("run", ran, Result))
         finally:
             self._add_outcome(None, self.gateway.close(endpoint))
             messages = self.chat.last
@@ -368,13 +367,15 @@ async def _call(name: str, method: Callable[..., Awaitable[Value]], *arguments: 
         raise EnvironmentFailure(_describe(name, error)) from error
 
 
-async def _unless(stopped: Coroutine[Any, Any, None], awaited: Coroutine[Any, Any, Value]) -> Value:
-    """What `awaited` returns. If `stopped` returns first, `awaited` is cancelled and EnvironmentFailure raised."""
+async def unless(
+    stopped: Coroutine[Any, Any, object], awaited: Coroutine[Any, Any, Value], failure: Callable[[], Exception]
+) -> Value:
+    """What `awaited` returns. If `stopped` returns first, `awaited` is cancelled and `failure` raised."""
     stopping, working = asyncio.create_task(stopped), asyncio.create_task(awaited)
     try:
         await asyncio.wait((stopping, working), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise EnvironmentFailure("run: was stopped because a reply failed")
+            raise failure()
         return working.result()
     finally:
         for task in (stopping, working):

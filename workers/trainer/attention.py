@@ -187,6 +187,7 @@ def _gather(states: Tensor, rows: Tensor) -> Tensor:
 
 def _block_mask(packed: PackedBatch, device: torch.device) -> BlockMask:
     num_tokens = len(packed.input_ids)
+    # The prompt and the completion that each token belongs to; -1 in a prompt.
     prompt_of = np.zeros(num_tokens, np.int64)
     completion_of = np.full(num_tokens, -1)
     for prompt, start in enumerate(packed.prompt_starts):
@@ -194,18 +195,13 @@ def _block_mask(packed: PackedBatch, device: torch.device) -> BlockMask:
     for completion, start in enumerate(packed.completion_starts):
         rows = slice(start, start + packed.completion_lengths[completion])
         prompt_of[rows], completion_of[rows] = packed.completion_prompts[completion], completion
-    sees = flex_mask(torch.from_numpy(prompt_of).to(device), torch.from_numpy(completion_of).to(device))
-    return create_block_mask(sees, B=None, H=None, Q_LEN=num_tokens, KV_LEN=num_tokens, device=str(device))
-
-
-def flex_mask(prompt_of: Tensor, completion_of: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """flex_attention's mask function from each token's prompt segment and completion segment (-1 in a prompt), [T]."""
+    prompts, completions = torch.from_numpy(prompt_of).to(device), torch.from_numpy(completion_of).to(device)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        in_reach = (completion_of[key] == -1) | (completion_of[key] == completion_of[query])
-        return (key <= query) & (prompt_of[key] == prompt_of[query]) & in_reach
+        in_reach = (completions[key] == -1) | (completions[key] == completions[query])
+        return (key <= query) & (prompts[key] == prompts[query]) & in_reach
 
-    return sees
+    return create_block_mask(sees, B=None, H=None, Q_LEN=num_tokens, KV_LEN=num_tokens, device=str(device))
 
 
 @cache

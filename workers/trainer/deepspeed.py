@@ -32,13 +32,7 @@ class DeepSpeedTrainer(TrainerBackend):
     """One rank; see `TrainerBackend` for the arguments."""
 
     def __init__(
-        self,
-        config: Config,
-        model_path: str,
-        rank: int,
-        world_size: int,
-        rendezvous: str,
-        is_critic: bool = False,
+        self, config: Config, model_path: str, rank: int, world_size: int, rendezvous: str, is_critic: bool = False
     ) -> None:
         super().__init__(config, model_path, rank, world_size, rendezvous, is_critic, is_distributed=True)
         self._deepspeed = _import_deepspeed(self._device)

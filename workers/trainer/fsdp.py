@@ -30,13 +30,7 @@ class FsdpTrainer(TrainerBackend):
     """One rank; see `TrainerBackend` for the arguments."""
 
     def __init__(
-        self,
-        config: Config,
-        model_path: str,
-        rank: int,
-        world_size: int,
-        rendezvous: str,
-        is_critic: bool = False,
+        self, config: Config, model_path: str, rank: int, world_size: int, rendezvous: str, is_critic: bool = False
     ) -> None:
         self._is_offloaded = config.trainer.offload is Offload.cpu
         is_sharded = world_size > 1 or torch_dtype(config) != torch.float32 or self._is_offloaded

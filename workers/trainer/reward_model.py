@@ -62,7 +62,8 @@ class RewardModel:
         # transformers reads the score at the last token that is not padding, and some templates end with padding.
         while len(ids) > 1 and ids[-1] == self._padding:
             ids.pop()
-        cut = max(1, _common_length(prompt, ids))
+        differing = (index for index, (one, other) in enumerate(zip(prompt, ids, strict=False)) if one != other)
+        cut = max(1, next(differing, min(len(prompt), len(ids))))
         return Conversation(prompt_ids=np.array(ids[:cut], np.int32), reply_ids=np.array(ids[cut:], np.int32))
 
     def scores(self, conversations: Sequence[Conversation]) -> list[float]:
@@ -83,10 +84,3 @@ def load_reward_model(config: Config, folder: str) -> RewardModel:
     one, two = (np.zeros(length, np.int32) for length in (1, 2))
     model.scores([Conversation(prompt_ids=one, reply_ids=two), Conversation(prompt_ids=two, reply_ids=one)])
     return model
-
-
-def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of equal tokens at the start."""
-    length = min(len(one), len(other))
-    is_equal = np.equal(one[:length], other[:length])
-    return length if is_equal.all() else int(is_equal.argmin())

@@ -128,11 +128,10 @@ def _read_tools(fields: JsonObject) -> list[ToolSchema]:
 def _read_limit(fields: JsonObject) -> int | None:
     for name in ("max_completion_tokens", "max_tokens"):
         limit = fields.get(name)
-        if limit is None:
-            continue
-        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-            raise Refused(f"`{name}` must be a positive number of tokens; got {_shown(limit)}", param=name)
-        return limit
+        if limit is not None:
+            if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+                raise Refused(f"`{name}` must be a positive number of tokens; got {_shown(limit)}", param=name)
+            return limit
     return None
 
 

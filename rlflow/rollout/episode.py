@@ -93,7 +93,27 @@ async def play_episode(
         end, detail = EpisodeEnd.SETUP_ERROR, str(failure)
     if chat.failure is not None:
         raise chat.failure
-    return play.finished(end, detail)
+    chains = chains_of(chat.turns)
+    counts = {"turns": len(chat.turns), "forks": chat.num_forks, "branches": chat.num_branches}
+    return PlayedEpisode(
+        end=end,
+        payload=EpisodePayload(
+            samples=[sample_of(chain) for chain in chains], messages=[*play.prompt, *play.completion]
+        ),
+        transcript=Transcript(
+            task=task,
+            prompt=tuple(play.prompt),
+            completion=tuple(play.completion),
+            environment_reward=play.reward,
+            end=end,
+            num_sampled=sum(len(turn.output_ids) for turn in chat.turns),
+        ),
+        detail=detail,
+        metrics=play.metrics | {name: float(count) for name, count in counts.items()},
+        turns=tuple(
+            TurnSummary(anchor=one.anchor, num_loss_tokens=len(one.output_ids)) for chain in chains for one in chain
+        ),
+    )
 
 
 def summarize(played: PlayedEpisode, verdict: Verdict | None) -> EpisodeSummary:
@@ -223,7 +243,12 @@ class _Play:
             step, failure = await self._step(world, reply.message)
             if step is None:
                 return EpisodeEnd.STEP_TIMEOUT, failure
-            messages = [self._shortened(message) for message in step.messages]
+            messages = list(step.messages)
+            for index, message in enumerate(messages):
+                content = shortened(message["content"], self.config.env.max_observation_chars)
+                if content is not message["content"]:
+                    messages[index] = Message(**{**message, "content": content})
+                    self._add_outcome(None, {"observations_shortened": 1.0})
             self.completion += messages
             if step.context is not None:
                 self.context = list(step.context)
@@ -254,13 +279,6 @@ class _Play:
             self.reward = (self.reward or 0.0) + reward
         for name, value in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
-
-    def _shortened(self, message: Message) -> Message:
-        content = shortened(message["content"], self.config.env.max_observation_chars)
-        if content is message["content"]:
-            return message
-        self._add_outcome(None, {"observations_shortened": 1.0})
-        return Message(**{**message, "content": content})
 
     async def _ask(
         self,
@@ -320,30 +338,6 @@ class _Play:
         """How the episode ends if a limit refused the last reply that was asked for."""
         end = self.chat.end
         return None if end is None else (end, self.chat.end_detail if end.is_error else "")
-
-    def finished(self, end: EpisodeEnd, detail: str) -> PlayedEpisode:
-        turns = self.chat.turns
-        chains = chains_of(turns)
-        counts = {"turns": len(turns), "forks": self.chat.num_forks, "branches": self.chat.num_branches}
-        return PlayedEpisode(
-            end=end,
-            payload=EpisodePayload(
-                samples=[sample_of(chain) for chain in chains], messages=[*self.prompt, *self.completion]
-            ),
-            transcript=Transcript(
-                task=self.task,
-                prompt=tuple(self.prompt),
-                completion=tuple(self.completion),
-                environment_reward=self.reward,
-                end=end,
-                num_sampled=sum(len(turn.output_ids) for turn in turns),
-            ),
-            detail=detail,
-            metrics=self.metrics | {name: float(count) for name, count in counts.items()},
-            turns=tuple(
-                TurnSummary(anchor=one.anchor, num_loss_tokens=len(one.output_ids)) for chain in chains for one in chain
-            ),
-        )
 
 
 def shortened(text: str, limit: int) -> str:

@@ -1,10 +1,8 @@
 """The frozen reference policy as a Ray actor: the trainer's code without the optimiser's step."""
 
-from __future__ import annotations
-
 from rlflow.config import Config
 from rlflow.runtime.environment import keep_memory, share_cpu
-from rlflow.types import EpisodePayload, FloatArray, TrainSample
+from rlflow.types import EpisodePayload, TrainSample
 
 
 class ReferenceWorker:
@@ -24,9 +22,5 @@ class ReferenceWorker:
     def logprobs(self, *payloads: EpisodePayload) -> tuple[object, ...]:
         """True, then for each payload the log-probabilities [L] of each of its samples, 0 where there is no loss."""
         groups = [[TrainSample(sample=sample, advantage=0.0) for sample in payload.samples] for payload in payloads]
-        flat = self._policy.logprobs([[sample for group in groups for sample in group]])
-        found: list[list[FloatArray]] = []
-        for group in groups:
-            found.append(flat[: len(group)])
-            flat = flat[len(group) :]
-        return (True, *found)
+        rows = iter(self._policy.logprobs(groups))
+        return (True, *([next(rows) for _ in group] for group in groups))

@@ -6,8 +6,6 @@ Rules: a group is returned whole or not at all. If one of its episodes raises, o
 episodes are cancelled and their environments closed first.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Collection, Sequence
@@ -22,8 +20,7 @@ from rlflow.rewards.client import Scorer
 from rlflow.rollout import payloads as payload_files
 from rlflow.rollout.chat import Chat, episode_seed
 from rlflow.rollout.client import EngineClient, EngineHandle, RemoteCalls
-from rlflow.rollout.episode import EnvironmentSource, PlayedEpisode, ProgramGateway, play_episode, summarize
-from rlflow.rollout.limits import EpisodeLimits
+from rlflow.rollout.episode import EnvironmentSource, ProgramGateway, play_episode, summarize, unless
 from rlflow.rollout.render import ChatRenderer, Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.runtime.concurrency import all_or_none
@@ -77,16 +74,21 @@ class EpisodeRunner:
         calls: RemoteCalls | None = None,
         gateway: ProgramGateway | None = None,
     ) -> None:
-        self._limits = EpisodeLimits.of(config)
-        self._is_seeded = config.rollout.seeded
+        self._config = config
         self._environments = environments
         self._gateway = gateway
         self._scorer = scorer
         self._client = EngineClient(engines, calls or _calls_through_ray(), patience_s=config.deadlines.start_s)
         self._under_way: set[_UnderWay] = set()
-        self._renderer = renderer or _load_renderer(model_path)
-        # One thread, because tokenizers are not safe to share between threads.
-        self._rendering = None if renderer else ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
+        self._rendering = None
+        if renderer is None:
+            # Imported here because only the actor needs transformers, which takes seconds to import.
+            from transformers import AutoTokenizer
+
+            renderer = Renderer(AutoTokenizer.from_pretrained(model_path))
+            # One thread, because tokenizers are not safe to share between threads.
+            self._rendering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
+        self._renderer = renderer
 
     async def play(self, order: GroupOrder) -> tuple[PlayedGroup | EpisodePayload, ...]:
         """The group's metadata (its `payloads` empty), then the payload of each episode.
@@ -145,20 +147,30 @@ class EpisodeRunner:
     async def _play_all(self, group: _UnderWay) -> list[_Scored]:
         """All episodes of a group. None of them is still running when this returns or raises."""
         episodes = [self._play_and_score(group, index) for index in range(group.order.num_episodes)]
-        playing = asyncio.create_task(all_or_none(episodes))
-        too_old = asyncio.create_task(group.too_old.wait())
-        try:
-            await asyncio.wait((playing, too_old), return_when=asyncio.FIRST_COMPLETED)
-            if not playing.done():
-                raise StaleGroup(f"group {group.order.group_id} holds tokens of version {group.oldest_version}")
-            return playing.result()
-        finally:
-            for task in (playing, too_old):
-                task.cancel()
-            await asyncio.wait((playing, too_old))
+        return await unless(
+            group.too_old.wait(),
+            all_or_none(episodes),
+            lambda: StaleGroup(f"group {group.order.group_id} holds tokens of version {group.oldest_version}"),
+        )
 
     async def _play_and_score(self, group: _UnderWay, index: int) -> _Scored:
-        played = await self._play(group, index)
+        order = group.order
+
+        def generate(request: GenerateRequest) -> Awaitable[Completion]:
+            is_greedy = order.is_last_greedy and index == order.num_episodes - 1
+            return self._client.generate(replace(request, engine=order.engine, is_greedy=is_greedy), group.note)
+
+        chat = Chat(
+            generate,
+            self._renderer,
+            self._config,
+            seed=episode_seed(order.seed, index) if self._config.rollout.seeded else None,
+            prefix_key=str(order.group_id),
+            executor=self._rendering,
+        )
+        played = await play_episode(
+            self._environments, order.task, chat, self._config, seed=order.seed, gateway=self._gateway
+        )
         if played.end is EpisodeEnd.EPISODE_TIMEOUT and not self._client.is_served:
             raise WorkerLost("all rollout engines were lost, and none was back before the episode ran out of time")
         played_at_s = time.time()
@@ -170,25 +182,6 @@ class EpisodeRunner:
             scored_at_s=None if verdict is None else time.time(),
         )
 
-    async def _play(self, group: _UnderWay, index: int) -> PlayedEpisode:
-        order = group.order
-
-        def generate(request: GenerateRequest) -> Awaitable[Completion]:
-            is_greedy = order.is_last_greedy and index == order.num_episodes - 1
-            return self._client.generate(replace(request, engine=order.engine, is_greedy=is_greedy), group.note)
-
-        chat = Chat(
-            generate,
-            self._renderer,
-            self._limits,
-            seed=episode_seed(order.seed, index) if self._is_seeded else None,
-            prefix_key=str(order.group_id),
-            executor=self._rendering,
-        )
-        return await play_episode(
-            self._environments, order.task, chat, self._limits, seed=order.seed, gateway=self._gateway
-        )
-
 
 def _reward_spans(episodes: Sequence[_Scored]) -> list[Span]:
     """The times during which at least one episode was being scored."""
@@ -198,13 +191,6 @@ def _reward_spans(episodes: Sequence[_Scored]) -> list[Span]:
             start_s, end_s = spans[-1].start_s, max(spans.pop().end_s, end_s)
         spans.append(Span(actor=ACTOR, name="reward", start_s=start_s, end_s=end_s))
     return spans
-
-
-def _load_renderer(model_path: str) -> ChatRenderer:
-    # Imported here because only the actor needs transformers, which takes seconds to import.
-    from transformers import AutoTokenizer
-
-    return Renderer(AutoTokenizer.from_pretrained(model_path))
 
 
 def _calls_through_ray() -> RemoteCalls:

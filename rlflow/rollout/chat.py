@@ -10,8 +10,6 @@ Example: reply([user "2+2"]) samples "4" as turn 0. reply([user "2+2", assistant
 prompt is the tokens of turn 0 and then those of the new message.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -19,11 +17,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol, TypeVar
+from typing import TypeAlias, TypeVar
 
+from rlflow.config import Config
 from rlflow.envs.base import POLICY, ToolSchema
 from rlflow.errors import NoReply, TemplateRefused
-from rlflow.rollout.limits import EpisodeLimits
 from rlflow.rollout.render import ChatRenderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.types import EpisodeEnd, Message, ToolCall, Turn
@@ -34,10 +32,8 @@ MAX_UNTRAINED = 16
 """Other agents may give this many replies for each reply that the policy may give."""
 
 
-class Generate(Protocol):
-    """Samples one reply. Its exceptions end the whole group."""
-
-    def __call__(self, request: GenerateRequest, /) -> Awaitable[Completion]: ...
+Generate: TypeAlias = Callable[[GenerateRequest], Awaitable[Completion]]
+"""Samples one reply. Its exceptions end the whole group."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,7 +61,7 @@ class Chat:
         self,
         generate: Generate,
         renderer: ChatRenderer,
-        limits: EpisodeLimits,
+        config: Config,
         *,
         seed: int | None = None,
         prefix_key: str | None = None,
@@ -74,7 +70,7 @@ class Chat:
         """`seed` None samples without a seed; `executor` None runs templates and tokenizers in the event loop."""
         self._generate = generate
         self._renderer = renderer
-        self._limits = limits
+        self._config = config
         self._seed = seed
         self._prefix_key = prefix_key
         self._executor = executor
@@ -116,12 +112,18 @@ class Chat:
         try:
             keys = _keys([agent, trainable, list(tools)], messages)
             parent = next((self._said[key] for key in reversed(keys) if key in self._said), None)
-            held = None if parent is None else await self._continued(parent, messages, tools, trainable)
-            if parent is None and trainable and (agent, trainable) in self._agents:
-                self.num_branches += 1
+            if parent is not None:
+                known, held_ids = len(parent.messages), parent.held_ids
+                added = await self._aside(self._renderer.extend, held_ids, messages[:known], messages[known:], tools)
+                self.num_forks += added is None and trainable
+                prompt_ids = None if added is None else held_ids + added
+                parent = None if added is None else parent
+            else:
+                prompt_ids = None
+                self.num_branches += trainable and (agent, trainable) in self._agents
             self._agents.add((agent, trainable))
-            parent = None if held is None else parent
-            prompt_ids = held or await self._aside(self._renderer.prompt, messages, tools)
+            if prompt_ids is None:
+                prompt_ids = await self._aside(self._renderer.prompt, messages, tools)
             completion = await self._generate(self._request(prompt_ids, number, max_new_tokens))
             return await self._record(number, messages, prompt_ids, parent, keys[-1], completion, trainable)
         except (NoReply, TemplateRefused):
@@ -132,38 +134,30 @@ class Chat:
 
     def _begin(self, agent: str, trainable: bool) -> int:
         """Count a reply, within the limits; returns its number in the episode."""
+        max_turns = self._config.env.max_turns
         if trainable:
-            if self._num_asked_policy >= self._limits.max_turns:
-                raise self._refuse(EpisodeEnd.MAX_TURNS, f"{self._limits.max_turns} replies (env.max_turns)")
+            if self._num_asked_policy >= max_turns:
+                raise self._refuse(EpisodeEnd.MAX_TURNS, f"{max_turns} replies (env.max_turns)")
             self._num_asked_policy += 1
             self.phase = f"generation of reply {self._num_asked_policy}"
         else:
-            if self._num_asked - self._num_asked_policy >= MAX_UNTRAINED * self._limits.max_turns:
+            if self._num_asked - self._num_asked_policy >= MAX_UNTRAINED * max_turns:
                 raise self._refuse(EpisodeEnd.MAX_TURNS, f"{MAX_UNTRAINED} times env.max_turns replies of other agents")
             self.phase = f"generation of a reply of {agent}"
         self._num_asked += 1
         return self._num_asked - 1
 
-    async def _continued(
-        self, parent: _Said, messages: Sequence[Message], tools: Sequence[ToolSchema], trainable: bool
-    ) -> list[int] | None:
-        """The prompt's tokens after those of `parent`; None for a fork."""
-        known = len(parent.messages)
-        added = await self._aside(self._renderer.extend, parent.held_ids, messages[:known], messages[known:], tools)
-        self.num_forks += added is None and trainable
-        return None if added is None else parent.held_ids + added
-
     def _request(self, prompt_ids: list[int], number: int, max_new_tokens: int | None) -> GenerateRequest:
-        room = self._limits.max_length - len(prompt_ids)
+        room = self._config.model.max_length - len(prompt_ids)
         if room <= 0:
             size = f"the prompt has {len(prompt_ids)} tokens"
-            detail = f"{size}, which leaves no room within model.max_length ({self._limits.max_length})"
+            detail = f"{size}, which leaves no room within model.max_length ({self._config.model.max_length})"
             raise self._refuse(EpisodeEnd.TRUNCATED_LENGTH if self.turns else EpisodeEnd.PROMPT_TOO_LONG, detail)
         seed = self._seed if self._seed is None or number == 0 else episode_seed(self._seed, number)
         return GenerateRequest(
             prompt_ids=prompt_ids,
             seed=seed,
-            max_new_tokens=min(self._limits.max_new_tokens, room, max_new_tokens or room),
+            max_new_tokens=min(self._config.rollout.max_new_tokens, room, max_new_tokens or room),
             prefix_key=self._prefix_key,
         )
 

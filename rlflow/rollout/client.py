@@ -10,8 +10,6 @@ Example: a reply of 600 tokens is three calls (256, 256, 88). If the engine dies
 samples that slice again after the first 256 tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -87,16 +85,12 @@ class EngineClient:
         self._engines = list(engines)
         self._calls = calls
         self._patience_s = patience_s
-        self._outstanding = [0] * len(engines)
+        self.outstanding = [0] * len(engines)
+        """Number of open requests of each engine."""
         self._homes: OrderedDict[str, int] = OrderedDict()
         self._serving: set[int] = set()
         self._has_engine = asyncio.Event()
         self.set_serving(range(len(engines)))
-
-    @property
-    def outstanding(self) -> list[int]:
-        """Number of open requests of each engine."""
-        return list(self._outstanding)
 
     @property
     def is_served(self) -> bool:
@@ -107,7 +101,10 @@ class EngineClient:
         """Send requests that name no engine to these engines only. Calls under way stay where they are."""
         self._serving = set(engines)
         assert self._serving <= set(range(len(self._engines))), f"no such engine: {engines}"
-        self._note_serving()
+        if self._serving:
+            self._has_engine.set()
+        else:
+            self._has_engine.clear()
 
     async def generate(
         self, request: GenerateRequest, sampled: Callable[[Completion], None] | None = None
@@ -143,7 +140,7 @@ class EngineClient:
 
     async def _call(self, index: int, request: GenerateRequest, asked: GenerateRequest) -> Completion | None:
         """One engine call; None when the engine was lost and another engine may be tried."""
-        self._outstanding[index] += 1
+        self.outstanding[index] += 1
         call = self._engines[index].generate.remote(asked)
         try:
             return await call
@@ -157,11 +154,10 @@ class EngineClient:
                 raise EngineLost(
                     f"rollout engine {index} was lost, and with it the version that this request asked for"
                 ) from error
-            self._serving.discard(index)
-            self._note_serving()
+            self.set_serving(self._serving - {index})
             return None
         finally:
-            self._outstanding[index] -= 1
+            self.outstanding[index] -= 1
 
     async def _route(self, request: GenerateRequest, last: int | None) -> int:
         """The engine for the next slice; `last` is the engine of the slice before, if there was one."""
@@ -174,10 +170,10 @@ class EngineClient:
                 self._has_engine.wait(),
                 "the engines died, or took longer than deadlines.start_s to come back",
             )
-        least = min(sorted(self._serving), key=lambda index: self._outstanding[index])
+        least = min(sorted(self._serving), key=lambda index: self.outstanding[index])
         key = request.prefix_key
         home = last if last is not None else self._homes.get(key, least) if key is not None else least
-        if home not in self._serving or self._outstanding[home] > 2 * self._outstanding[least] + MAX_LEAD:
+        if home not in self._serving or self.outstanding[home] > 2 * self.outstanding[least] + MAX_LEAD:
             home = least
         if key is not None and last is None:
             self._homes[key] = home
@@ -185,9 +181,3 @@ class EngineClient:
             if len(self._homes) > MAX_KEYS:
                 self._homes.popitem(last=False)
         return home
-
-    def _note_serving(self) -> None:
-        if self._serving:
-            self._has_engine.set()
-        else:
-            self._has_engine.clear()

@@ -12,19 +12,17 @@ Example: a task "2+2", the reply "4" and a step with reward 1.0 and done give en
 covers the tokens of "4", and a transcript with environment_reward=1.0.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from rlflow.config import Config
 from rlflow.environments.wire import conversation_of, plain, prompt_of, result_of, step_of
 from rlflow.envs.base import POLICY, Endpoint, Environment, Program, Prompt, Result, Step, ToolSchema
 from rlflow.errors import EnvironmentFailure, EnvironmentLost, NoReply
 from rlflow.rollout.chat import Chat
-from rlflow.rollout.limits import EpisodeLimits, shortened
 from rlflow.rollout.samples import NO_VERSION, chains_of, sample_of
 from rlflow.types import EpisodeEnd, EpisodePayload, EpisodeSummary, Message, Task, Transcript, TurnSummary, Verdict
 
@@ -77,7 +75,7 @@ async def play_episode(
     environments: EnvironmentSource,
     task: Task,
     chat: Chat,
-    limits: EpisodeLimits,
+    config: Config,
     *,
     seed: int = 0,
     gateway: ProgramGateway | None = None,
@@ -87,7 +85,7 @@ async def play_episode(
     `seed` is the environment's own. A failure of the environment is an outcome of the episode; an exception of the
     engine or of the chat template is raised. Programs need a `gateway`.
     """
-    play = _Play(environments=environments, seed=seed, task=task, chat=chat, limits=limits, gateway=gateway)
+    play = _Play(environments=environments, seed=seed, task=task, chat=chat, config=config, gateway=gateway)
     try:
         async with environments.lease():
             end, detail = await play.run_and_close()
@@ -95,7 +93,27 @@ async def play_episode(
         end, detail = EpisodeEnd.SETUP_ERROR, str(failure)
     if chat.failure is not None:
         raise chat.failure
-    return play.finished(end, detail)
+    chains = chains_of(chat.turns)
+    counts = {"turns": len(chat.turns), "forks": chat.num_forks, "branches": chat.num_branches}
+    return PlayedEpisode(
+        end=end,
+        payload=EpisodePayload(
+            samples=[sample_of(chain) for chain in chains], messages=[*play.prompt, *play.completion]
+        ),
+        transcript=Transcript(
+            task=task,
+            prompt=tuple(play.prompt),
+            completion=tuple(play.completion),
+            environment_reward=play.reward,
+            end=end,
+            num_sampled=sum(len(turn.output_ids) for turn in chat.turns),
+        ),
+        detail=detail,
+        metrics=play.metrics | {name: float(count) for name, count in counts.items()},
+        turns=tuple(
+            TurnSummary(anchor=one.anchor, num_loss_tokens=len(one.output_ids)) for chain in chains for one in chain
+        ),
+    )
 
 
 def summarize(played: PlayedEpisode, verdict: Verdict | None) -> EpisodeSummary:
@@ -133,7 +151,7 @@ class _Play:
     seed: int
     task: Task
     chat: Chat
-    limits: EpisodeLimits
+    config: Config
     gateway: ProgramGateway | None
     world: Environment | Program | None = None
     context: list[Message] = field(default_factory=list)
@@ -160,7 +178,7 @@ class _Play:
         return (EpisodeEnd.ENVIRONMENT_ERROR, failure) if failure and not end.is_error else (end, detail)
 
     async def _run_in_time(self) -> tuple[EpisodeEnd, str]:
-        deadline = asyncio.timeout(self.limits.episode_s)
+        deadline = asyncio.timeout(self.config.env.episode_timeout_s)
         try:
             async with deadline:
                 return await self._run()
@@ -172,7 +190,7 @@ class _Play:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            limit = f"{self.limits.episode_s:g} s (env.episode_timeout_s)"
+            limit = f"{self.config.env.episode_timeout_s:g} s (env.episode_timeout_s)"
             detail = f"the episode took longer than {limit}; it was in {self.chat.phase}"
             return EpisodeEnd.EPISODE_TIMEOUT, detail
 
@@ -191,7 +209,7 @@ class _Play:
 
     async def _run(self) -> tuple[EpisodeEnd, str]:
         prompt = Prompt(messages=[])
-        deadline = asyncio.timeout(self.limits.setup_s)
+        deadline = asyncio.timeout(self.config.env.setup_timeout_s)
         try:
             async with deadline:
                 self.world = await self.environments.open(self.seed)
@@ -205,7 +223,7 @@ class _Play:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            limit = f"{self.limits.setup_s:g} s (env.setup_timeout_s)"
+            limit = f"{self.config.env.setup_timeout_s:g} s (env.setup_timeout_s)"
             return EpisodeEnd.SETUP_TIMEOUT, f"building and resetting the environment took longer than {limit}"
         if isinstance(self.world, Program):
             return await self._run_program(self.world)
@@ -225,7 +243,17 @@ class _Play:
             step, failure = await self._step(world, reply.message)
             if step is None:
                 return EpisodeEnd.STEP_TIMEOUT, failure
-            self._add(step)
+            messages = list(step.messages)
+            for index, message in enumerate(messages):
+                content = shortened(message["content"], self.config.env.max_observation_chars)
+                if content is not message["content"]:
+                    messages[index] = Message(**{**message, "content": content})
+                    self._add_outcome(None, {"observations_shortened": 1.0})
+            self.completion += messages
+            if step.context is not None:
+                self.context = list(step.context)
+            self.context += messages
+            self._add_outcome(step.reward, step.metrics)
             if step.done:
                 return EpisodeEnd.COMPLETED, ""
 
@@ -233,39 +261,24 @@ class _Play:
         """The step; or None and what took too long."""
         self.asking = 0
         try:
-            async with asyncio.timeout(self.limits.step_s) as self.step_deadline:
+            async with asyncio.timeout(self.config.env.step_timeout_s) as self.step_deadline:
                 step = step_of(plain("step", await _call("step", world.step, reply), Step))
         except TimeoutError:
             assert self.step_deadline is not None
             if not self.step_deadline.expired():
                 raise
-            return None, f"{self.chat.phase} took longer than {self.limits.step_s:g} s (env.step_timeout_s)"
+            return None, f"{self.chat.phase} took longer than {self.config.env.step_timeout_s:g} s (env.step_timeout_s)"
         finally:
             self.step_deadline = None
         if not (step.done or step.messages or step.context):
             raise EnvironmentFailure("step: expected at least one message, or done; got []")
         return step, ""
 
-    def _add(self, step: Step) -> None:
-        messages = [self._shortened(message) for message in step.messages]
-        self.completion += messages
-        if step.context is not None:
-            self.context = list(step.context)
-        self.context += messages
-        self._add_outcome(step.reward, step.metrics)
-
     def _add_outcome(self, reward: float | None, metrics: Mapping[str, float]) -> None:
         if reward is not None:
             self.reward = (self.reward or 0.0) + reward
         for name, value in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
-
-    def _shortened(self, message: Message) -> Message:
-        content = shortened(message["content"], self.limits.max_observation_chars)
-        if content is message["content"]:
-            return message
-        self._add_outcome(None, {"observations_shortened": 1.0})
-        return Message(**{**message, "content": content})
 
     async def _ask(
         self,
@@ -307,7 +320,9 @@ class _Play:
         endpoint = self.gateway.open(self.chat)
         try:
             run = _call("run", program.run, self.task, endpoint)
-            result = result_of(plain("run", await _unless(self.gateway.wait_until_failed(endpoint), run), Result))
+            failed = self.gateway.wait_until_failed(endpoint)
+            ran = await unless(failed, run, lambda: EnvironmentFailure("run: was stopped because a reply failed"))
+            result = result_of(plain("run", ran, Result))
         finally:
             self._add_outcome(None, self.gateway.close(endpoint))
             messages = self.chat.last
@@ -324,29 +339,17 @@ class _Play:
         end = self.chat.end
         return None if end is None else (end, self.chat.end_detail if end.is_error else "")
 
-    def finished(self, end: EpisodeEnd, detail: str) -> PlayedEpisode:
-        turns = self.chat.turns
-        chains = chains_of(turns)
-        counts = {"turns": len(turns), "forks": self.chat.num_forks, "branches": self.chat.num_branches}
-        return PlayedEpisode(
-            end=end,
-            payload=EpisodePayload(
-                samples=[sample_of(chain) for chain in chains], messages=[*self.prompt, *self.completion]
-            ),
-            transcript=Transcript(
-                task=self.task,
-                prompt=tuple(self.prompt),
-                completion=tuple(self.completion),
-                environment_reward=self.reward,
-                end=end,
-                num_sampled=sum(len(turn.output_ids) for turn in turns),
-            ),
-            detail=detail,
-            metrics=self.metrics | {name: float(count) for name, count in counts.items()},
-            turns=tuple(
-                TurnSummary(anchor=one.anchor, num_loss_tokens=len(one.output_ids)) for chain in chains for one in chain
-            ),
-        )
+
+def shortened(text: str, limit: int) -> str:
+    """The text, or its beginning and its end with a note between them, `limit` characters and the note long.
+
+    Example: shortened("abcdefgh", 4) == "ab\\n[... 4 characters left out ...]\\ngh"
+    """
+    if len(text) <= limit:
+        return text
+    head, tail = limit - limit // 2, limit // 2
+    note = f"\n[... {len(text) - limit} characters left out ...]\n"
+    return text[:head] + note + text[len(text) - tail :]
 
 
 async def _call(name: str, method: Callable[..., Awaitable[Value]], *arguments: object) -> Value:
@@ -358,13 +361,15 @@ async def _call(name: str, method: Callable[..., Awaitable[Value]], *arguments: 
         raise EnvironmentFailure(_describe(name, error)) from error
 
 
-async def _unless(stopped: Coroutine[Any, Any, None], awaited: Coroutine[Any, Any, Value]) -> Value:
-    """What `awaited` returns. If `stopped` returns first, `awaited` is cancelled and EnvironmentFailure raised."""
+async def unless(
+    stopped: Coroutine[Any, Any, object], awaited: Coroutine[Any, Any, Value], failure: Callable[[], Exception]
+) -> Value:
+    """What `awaited` returns. If `stopped` returns first, `awaited` is cancelled and `failure` raised."""
     stopping, working = asyncio.create_task(stopped), asyncio.create_task(awaited)
     try:
         await asyncio.wait((stopping, working), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise EnvironmentFailure("run: was stopped because a reply failed")
+            raise failure()
         return working.result()
     finally:
         for task in (stopping, working):

@@ -7,10 +7,9 @@ Rules: an engine that serves holds one complete version. Episode runners know wh
 to load and after it. The run ends when no engine is left.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import NoReturn, Protocol
 
 from rlflow.config import Config, Update
@@ -150,7 +149,9 @@ class EngineFleet:
             # If it may not load now, the next `load_weights` or `unpin` includes it.
             staged, may_load = self._staged, not self._is_asleep and index not in self._pinned
             if staged is not None and may_load and not self._holds(index, staged):
-                await self._load_unless_overtaken(index, staged)
+                # If it is overtaken, the trainer writes the next version, whose `load_weights` includes this engine.
+                with suppress(WeightsOvertaken):
+                    await self._load(index, staged)
                 await self._announce()
 
     async def _revive(self, index: int) -> None:
@@ -284,12 +285,6 @@ class EngineFleet:
         results = await asyncio.gather(*(_outcome_of(self._load(index, staged)) for index in wave))
         await self._announce()
         return results
-
-    async def _load_unless_overtaken(self, index: int, staged: StagedWeights) -> None:
-        try:
-            await self._load(index, staged)
-        except WeightsOvertaken:
-            return  # the trainer writes the next version, whose `load_weights` includes this engine
 
     async def _load(self, index: int, staged: StagedWeights) -> float:
         state = self._states[index]

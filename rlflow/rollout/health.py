@@ -3,8 +3,6 @@
 dead -> starting -> stale -> healthy;  healthy -> stale while it takes weights;  anything -> dead
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum

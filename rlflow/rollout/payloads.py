@@ -1,7 +1,5 @@
 """Payloads on disk: one safetensors file with the arrays end to end and the conversations as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

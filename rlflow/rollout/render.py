@@ -4,8 +4,6 @@ Sampled tokens are never tokenised again: a conversation grows by the template's
 text does not start with the held tokens (the template rewrote history, or the tokenizer does not round-trip), it forks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -70,7 +68,7 @@ class Renderer:
     system and user (`tool_calls.py`).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Raises ConfigError if the tokenizer has no chat template."""
         if not tokenizer.chat_template:
             raise ConfigError(

@@ -1,7 +1,5 @@
 """A request to a rollout engine and its answer. Plain data: no vLLM and no Ray here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 

@@ -8,8 +8,6 @@ log-probability 0 and version NO_VERSION. What stands before a token in its samp
 Example: turns 0, 1 (continues 0) and 2 (continues 0 too) are two samples: [0, 1] and [2].
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

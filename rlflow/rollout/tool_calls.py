@@ -9,8 +9,6 @@ Models write them in two ways. `tagged` is the way of Qwen, Hermes and most othe
 and `bare` is Llama 3's: the reply is the object {"name": ..., "parameters": ...} and nothing else.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from letters import limits
 
 from rlflow.config import Config
 from rlflow.envs.base import Environment, Prompt, SingleTurn, Step
@@ -15,7 +17,6 @@ from rlflow.errors import EnvironmentFailure, EnvironmentLost, NoReply, StaleGro
 from rlflow.rollout.chat import Chat, anchor_of, episode_seed
 from rlflow.rollout.client import RemoteCalls
 from rlflow.rollout.episode import PlayedEpisode, play_episode, summarize
-from rlflow.rollout.limits import EpisodeLimits
 from rlflow.rollout.payloads import load_payloads, payload_bytes, save_payloads
 from rlflow.rollout.render import ToolSchemas
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
@@ -120,26 +121,13 @@ async def play(
     engine: ScriptedEngine,
     *,
     breaks_prefix: bool = False,
-    max_length: int = 64,
-    max_new_tokens: int = 8,
-    max_turns: int = 8,
-    max_observation_chars: int = 100,
-    setup_s: float = 30.0,
-    step_s: float = 30.0,
-    episode_s: float = 30.0,
+    **changes: Any,
 ) -> PlayedEpisode:
-    limits = EpisodeLimits(
-        max_length=max_length,
-        max_new_tokens=max_new_tokens,
-        max_turns=max_turns,
-        max_observation_chars=max_observation_chars,
-        setup_s=setup_s,
-        step_s=step_s,
-        episode_s=episode_s,
-    )
-    chat = Chat(engine, LetterRenderer(breaks_prefix=breaks_prefix), limits, seed=7, prefix_key="12")
+    room = {"max_length": 64, "max_new_tokens": 8, "max_turns": 8, "max_observation_chars": 100}
+    config = limits(**{**room, "setup_s": 30.0, "step_s": 30.0, "episode_s": 30.0, **changes})
+    chat = Chat(engine, LetterRenderer(breaks_prefix=breaks_prefix), config, seed=7, prefix_key="12")
 
-    return await play_episode(OneWorld(environment), TASK, chat, limits)
+    return await play_episode(OneWorld(environment), TASK, chat, config)
 
 
 def columns(sample: Sample) -> tuple[list[int], list[int], list[int], list[float], list[int]]:
@@ -537,7 +525,7 @@ async def test_tool_calls_are_read_from_the_reply() -> None:
 async def test_parallel_replies_train_each_token_once() -> None:
     """A program may ask twice in one place: the second reply has the first one's beginning as its prompt."""
     engine = ScriptedEngine(["c.", "e.", "f."])
-    chat = Chat(engine, LetterRenderer(), EpisodeLimits.of(Config()), seed=7)
+    chat = Chat(engine, LetterRenderer(), Config(), seed=7)
     first = await chat.reply(TASK.prompt)
     further = [*TASK.prompt, first.message, Message(role="user", content="d")]
     await asyncio.gather(chat.reply(further), chat.reply(further))

@@ -23,9 +23,8 @@ from training import largest_relative_difference, share, shuffled, tiny_config, 
 from rlflow.config import Backend, Config, Dtype, Offload
 from rlflow.roles import StepOutcome
 from rlflow.types import TrainSample
-from rlflow.workers.trainer.backends import build_backend
-from rlflow.workers.trainer.offload import Parked, park, unpark
-from rlflow.workers.trainer.packed import TrainerBackend
+from rlflow.workers.trainer.actor import build_backend
+from rlflow.workers.trainer.packed import Parked, TrainerBackend, park, unpark
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, ShardReader
 
 needs_deepspeed = pytest.mark.skipif(

@@ -3,9 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from rlflow.rollout.limits import EpisodeLimits
+from rlflow.config import Config, EnvConfig, ModelConfig, RolloutConfig
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
 from rlflow.rollout.tool_calls import CallStyle, find_calls
 from rlflow.types import FunctionCall, Json, Message
@@ -69,6 +68,23 @@ class ScriptedEngine:
         )
 
 
-def limits(**changes: Any) -> EpisodeLimits:
-    fields = {"max_length": 4096, "max_new_tokens": 1024, "max_turns": 8, "max_observation_chars": 1000}
-    return EpisodeLimits(**{**fields, "setup_s": 9.0, "step_s": 9.0, "episode_s": 9.0, **changes})
+def limits(
+    *,
+    max_length: int = 4096,
+    max_new_tokens: int = 1024,
+    max_turns: int = 8,
+    max_observation_chars: int = 1000,
+    setup_s: float = 9.0,
+    step_s: float = 9.0,
+    episode_s: float = 9.0,
+) -> Config:
+    env = EnvConfig(
+        max_turns=max_turns,
+        max_observation_chars=max_observation_chars,
+        setup_timeout_s=setup_s,
+        step_timeout_s=step_s,
+        episode_timeout_s=episode_s,
+    )
+    return Config(
+        model=ModelConfig(max_length=max_length), rollout=RolloutConfig(max_new_tokens=max_new_tokens), env=env
+    )

@@ -23,7 +23,6 @@ from rlflow.weights.shm.arena import Arena
 from rlflow.workers.engine.engine import RolloutEngine
 from rlflow.workers.engine.setup import adapted_layers, engine_arguments
 from rlflow.workers.trainer.fsdp import FsdpTrainer
-from rlflow.workers.trainer.packed import TrainerRole
 
 pytestmark = [
     pytest.mark.slow,
@@ -97,7 +96,7 @@ def samples_of(completions: list[Completion]) -> list[TrainSample]:
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
     folder = tmp_path_factory.mktemp("tiny")
     tiny_llama(seed=1).save_pretrained(folder)
-    trainer = FsdpTrainer(adapter_config(), str(folder), 0, 1, "", TrainerRole.policy)
+    trainer = FsdpTrainer(adapter_config(), str(folder), 0, 1, "")
     arena = Arena(trainer.adapter_specs())
     yield Policy(trainer=trainer, arena=arena, folder=folder)
     arena.close()

@@ -24,7 +24,7 @@ from rlflow.rollout.requests import GenerateRequest
 from rlflow.weights.p2p.sender import PeerSender
 from rlflow.weights.shm.sender import SharedMemorySender
 from rlflow.workers.engine.engine import RolloutEngine
-from rlflow.workers.trainer.backends import build_backend
+from rlflow.workers.trainer.actor import build_backend
 
 pytestmark = pytest.mark.slow
 

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING
 from rlflow.algorithms.registry import needs_critic, token_advantage_of
 from rlflow.algorithms.token_advantage.gae import Moments
 from rlflow.batching import MicroBatchPlan, plan_micro_batches
-from rlflow.config import Config
+from rlflow.config import Backend, Config, Offload
+from rlflow.errors import ConfigError
 from rlflow.roles import StagedWeights, StepOutcome
 from rlflow.runtime.derived import num_shares
 from rlflow.runtime.disk import disk_errors
 from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.types import FloatArray, ReadyGroup, Span, TrainSample
-from rlflow.workers.trainer.fetch import Fetcher, moments_of, samples_in, whiten_all
+from rlflow.workers.trainer.fetch import Fetcher, moments_of, whiten_all
 
 if TYPE_CHECKING:
-    from rlflow.workers.trainer.packed import MicroBatch
+    from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend
     from rlflow.workers.trainer.shards import Snapshot
 
 
@@ -34,8 +35,7 @@ class TrainerWorker:
         share_cpu(threads)
         keep_memory()
         if is_critic:
-            own = replace(config.trainer, learning_rate=config.critic.learning_rate)
-            config = replace(config, trainer=own)
+            config = replace(config, trainer=replace(config.trainer, learning_rate=config.critic.learning_rate))
         self._config = config
         self._is_critic = is_critic
         self._token_advantage = token_advantage_of(config.algorithm) if needs_critic(config.algorithm) else None
@@ -55,11 +55,10 @@ class TrainerWorker:
 
     def start(self, rendezvous: str) -> None:
         from rlflow.weights.senders import build_sender
-        from rlflow.workers.trainer.backends import build_backend
-        from rlflow.workers.trainer.packed import TrainerRole
 
-        role = TrainerRole.critic if self._is_critic else TrainerRole.policy
-        self._backend = build_backend(self._config, self._model_path, self._rank, self._world_size, rendezvous, role)
+        self._backend = build_backend(
+            self._config, self._model_path, self._rank, self._world_size, rendezvous, self._is_critic
+        )
         self._sender = None
         if not self._is_critic:
             self._sender = build_sender(self._config, self._backend, self._rank, self._world_size, rendezvous)
@@ -72,15 +71,17 @@ class TrainerWorker:
             (silent if self._has_no_gradient(group) else loud).append(group)
         share = self._share(loud, oldest_version)
         if self._token_advantage is not None and not self._is_critic:
-            self._whiten(share)
+            samples = [sample for batch in share for piece in batch for sample in piece]
+            whiten_all(samples, Moments(*self._backend.add_up(moments_of(samples))))
         self._backend.accumulate(share)
         self._backend.observe(self._share(silent, oldest_version))
         return self._span("train", start_s)
 
     def values(self, groups: list[ReadyGroup]) -> tuple[bool | list[FloatArray], ...]:
-        """A critic's answer: True, then for each episode of this rank's share, in order of training, the values [L] of
-        its
-        samples. Only the first rank of a tensor group returns them."""
+        """A critic's answer: True, then for each episode of this rank's share the values [L] of its samples.
+
+        The episodes are in order of training. Only the first rank of a tensor group returns them.
+        """
         return self._per_token(groups, self._backend.per_token)
 
     def references(self, groups: list[ReadyGroup]) -> tuple[bool | list[FloatArray], ...]:
@@ -127,11 +128,6 @@ class TrainerWorker:
         plans = plan_micro_batches(episodes, num_shares(trainer), trainer.micro_batch_tokens)
         return plans[self._rank // trainer.tensor_parallel]
 
-    def _whiten(self, share: list[MicroBatch]) -> None:
-        """Whiten the advantages over all ranks; collective."""
-        samples = list(samples_in(share))
-        whiten_all(samples, Moments(*self._backend.add_up(moments_of(samples))))
-
     def step(self) -> StepOutcome:
         start_s = time.time()
         outcome = self._backend.step()
@@ -177,3 +173,32 @@ class TrainerWorker:
 
     def _span(self, name: str, start_s: float) -> Span:
         return Span(actor=f"trainer {self._rank}", name=name, start_s=start_s, end_s=time.time())
+
+
+def build_backend(
+    config: Config, model_path: str, rank: int, world_size: int, rendezvous: str, is_critic: bool = False
+) -> TrainerBackend:
+    """One rank of the trainer; returns when all ranks have met at `rendezvous` and hold the model.
+
+    Raises ConfigError for settings without effect on this machine, a package that is missing, or a model that cannot be
+    trained.
+    """
+    # Each back end is imported only when it is chosen.
+    import torch
+
+    check_offload(config, torch.cuda.is_available())
+    if config.trainer.backend is Backend.deepspeed:
+        from rlflow.workers.trainer.deepspeed import DeepSpeedTrainer
+
+        return DeepSpeedTrainer(config, model_path, rank, world_size, rendezvous, is_critic)
+    from rlflow.workers.trainer.fsdp import FsdpTrainer
+
+    return FsdpTrainer(config, model_path, rank, world_size, rendezvous, is_critic)
+
+
+def check_offload(config: Config, has_gpu: bool) -> None:
+    if config.trainer.offload is Offload.cpu and not has_gpu:
+        raise ConfigError(
+            "trainer.offload=cpu has no effect on a machine without a GPU, where everything is in the memory of the "
+            "CPU; set it to none"
+        )

@@ -7,8 +7,6 @@ skips the tiles that are masked out.
 Shape letters: T tokens of the row, B segments of a block with up to Q queries and K keys, H heads, D head dimension.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -166,22 +164,19 @@ def packed_attention(
         output = kernel(query, key, value, block_mask=layout.block_mask, scale=scaling, enable_gqa=True)
         return output.transpose(1, 2), None
     assert layout.slots is not None
-    outputs = [_attend(block, query, key, value, scaling) for block in layout.blocks]
+    outputs: list[Tensor] = []  # [B * Q, H * D] of each block
+    for block in layout.blocks:
+        output = F.scaled_dot_product_attention(
+            _gather(query, block.query_rows),
+            _gather(key, block.key_rows),
+            _gather(value, block.key_rows),
+            attn_mask=block.mask,
+            is_causal=block.mask is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(output.transpose(1, 2).flatten(0, 1).flatten(1, 2))
     return F.embedding(layout.slots, torch.cat(outputs)).view(1, len(layout.slots), query.shape[1], -1), None
-
-
-def _attend(block: PaddedBlock, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """One block's outputs, [B * Q, H * D]."""
-    output = F.scaled_dot_product_attention(
-        _gather(query, block.query_rows),
-        _gather(key, block.key_rows),
-        _gather(value, block.key_rows),
-        attn_mask=block.mask,
-        is_causal=block.mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return output.transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
 
 def _gather(states: Tensor, rows: Tensor) -> Tensor:
@@ -192,6 +187,7 @@ def _gather(states: Tensor, rows: Tensor) -> Tensor:
 
 def _block_mask(packed: PackedBatch, device: torch.device) -> BlockMask:
     num_tokens = len(packed.input_ids)
+    # The prompt and the completion that each token belongs to; -1 in a prompt.
     prompt_of = np.zeros(num_tokens, np.int64)
     completion_of = np.full(num_tokens, -1)
     for prompt, start in enumerate(packed.prompt_starts):
@@ -199,18 +195,13 @@ def _block_mask(packed: PackedBatch, device: torch.device) -> BlockMask:
     for completion, start in enumerate(packed.completion_starts):
         rows = slice(start, start + packed.completion_lengths[completion])
         prompt_of[rows], completion_of[rows] = packed.completion_prompts[completion], completion
-    sees = flex_mask(torch.from_numpy(prompt_of).to(device), torch.from_numpy(completion_of).to(device))
-    return create_block_mask(sees, B=None, H=None, Q_LEN=num_tokens, KV_LEN=num_tokens, device=str(device))
-
-
-def flex_mask(prompt_of: Tensor, completion_of: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """flex_attention's mask function from each token's prompt segment and completion segment (-1 in a prompt), [T]."""
+    prompts, completions = torch.from_numpy(prompt_of).to(device), torch.from_numpy(completion_of).to(device)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        in_reach = (completion_of[key] == -1) | (completion_of[key] == completion_of[query])
-        return (key <= query) & (prompt_of[key] == prompt_of[query]) & in_reach
+        in_reach = (completions[key] == -1) | (completions[key] == completions[query])
+        return (key <= query) & (prompts[key] == prompts[query]) & in_reach
 
-    return sees
+    return create_block_mask(sees, B=None, H=None, Q_LEN=num_tokens, KV_LEN=num_tokens, device=str(device))
 
 
 @cache

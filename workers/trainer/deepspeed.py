@@ -4,8 +4,6 @@ DeepSpeed shards, reduces and offloads. Which gradients are applied, and how the
 as for every back end. Masters and moments are float32.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 from rlflow.config import Config, Dtype, Offload
 from rlflow.errors import ConfigError
 from rlflow.weights.shape.layout import Layout, runs_layout
-from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend, TrainerRole, adamw, fresh_moments, state_tensors
+from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend, adamw, fresh_moments, state_tensors
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader
 from rlflow.workers.trainer.zero import PartitionedOptimizer, PartitionedParameters
 
@@ -34,15 +32,9 @@ class DeepSpeedTrainer(TrainerBackend):
     """One rank; see `TrainerBackend` for the arguments."""
 
     def __init__(
-        self,
-        config: Config,
-        model_path: str,
-        rank: int,
-        world_size: int,
-        rendezvous: str,
-        role: TrainerRole = TrainerRole.policy,
+        self, config: Config, model_path: str, rank: int, world_size: int, rendezvous: str, is_critic: bool = False
     ) -> None:
-        super().__init__(config, model_path, rank, world_size, rendezvous, role, is_distributed=True)
+        super().__init__(config, model_path, rank, world_size, rendezvous, is_critic, is_distributed=True)
         self._deepspeed = _import_deepspeed(self._device)
         self._parameters = dict(self._policy.model.named_parameters())
         self._optimizer = adamw(config, [each for each in self._parameters.values() if each.requires_grad])

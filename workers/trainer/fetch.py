@@ -1,8 +1,6 @@
 """From groups in the object store to one rank's training samples, with advantages and the critic's targets."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -51,36 +49,27 @@ class Fetcher:
         for index, payload, reference, value in zip(
             piece.episodes, self.payloads(piece), references, values, strict=True
         ):
-            advantages = group.advantages[index]
-            if advantages is not None:
-                found += self._episode(payload.samples, advantages, reference, value)
+            advantages, samples = group.advantages[index], payload.samples
+            if advantages is None:
+                continue
+            rows: Sequence[float | FloatArray] = [advantages[0]] * len(samples)
+            targets: Sequence[CriticTargets | None] = [None] * len(samples)
+            if self._token_advantage is not None:
+                assert value is not None, "the critic is asked before the trainer"
+                (reward,) = advantages
+                rewards = rewards_of_tokens(samples, reward, reference, self._kl_coefficient)
+                rows, targets = token_level(samples, rewards, value, self._token_advantage)
+            elif len(advantages) > 1:
+                rows = spread_over_turns(samples, advantages)
+            kept = samples
+            if self._oldest_version is not None:
+                kept = [without_old_tokens(sample, self._oldest_version) for sample in samples]
+            columns = (kept, rows, reference or [None] * len(samples), targets)
+            found += [
+                TrainSample(sample=sample, advantage=row, reference_logprobs=logprobs, critic=target)
+                for sample, row, logprobs, target in zip(*columns, strict=True)
+            ]
         return found
-
-    def _episode(
-        self,
-        samples: Sequence[Sample],
-        advantages: Sequence[float],
-        references: Sequence[FloatArray] | None,
-        values: Sequence[FloatArray] | None,
-    ) -> list[TrainSample]:
-        rows: Sequence[float | FloatArray] = [advantages[0]] * len(samples)
-        targets: Sequence[CriticTargets | None] = [None] * len(samples)
-        if self._token_advantage is not None:
-            assert values is not None, "the critic is asked before the trainer"
-            (reward,) = advantages
-            rewards = rewards_of_tokens(samples, reward, references, self._kl_coefficient)
-            rows, targets = token_level(samples, rewards, values, self._token_advantage)
-        elif len(advantages) > 1:
-            rows = spread_over_turns(samples, advantages)
-        kept = samples
-        if self._oldest_version is not None:
-            kept = [without_old_tokens(sample, self._oldest_version) for sample in samples]
-        return [
-            TrainSample(sample=sample, advantage=row, reference_logprobs=reference, critic=target)
-            for sample, row, reference, target in zip(
-                kept, rows, references or [None] * len(samples), targets, strict=True
-            )
-        ]
 
 
 def rewards_of_tokens(
@@ -128,12 +117,6 @@ def whiten_all(samples: Sequence[TrainSample], moments: Moments) -> None:
         mask = sample.sample.loss_mask
         row = np.broadcast_to(sample.advantage, mask.shape)
         sample.advantage = whiten(row, mask, moments).astype(np.float32)
-
-
-def samples_in(micro_batches: Sequence[Sequence[Sequence[TrainSample]]]) -> Iterator[TrainSample]:
-    for micro_batch in micro_batches:
-        for piece in micro_batch:
-            yield from piece
 
 
 def _get(handles: Sequence[object], piece: BatchPiece) -> list[Any]:

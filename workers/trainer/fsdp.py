@@ -5,10 +5,8 @@ ranks, slices of tensor-parallel ones over the ranks that have the same slice. S
 A single float32 rank that keeps everything on its device has nothing to shard or to cast, so it trains the bare module.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -21,33 +19,25 @@ from torch.distributed.tensor import DTensor
 
 from rlflow.config import Config, Offload
 from rlflow.weights.shape.layout import Layout, chunk_of, fsdp_layout
-from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend, TrainerRole, adamw, fresh_moments, state_tensors
+from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend, adamw, fresh_moments, state_tensors
 from rlflow.workers.trainer.policy import Policy, torch_dtype
 from rlflow.workers.trainer.process_group import join_subgroup
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader
 from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
-from rlflow.workers.trainer.value import ValueModel
 
 
 class FsdpTrainer(TrainerBackend):
     """One rank; see `TrainerBackend` for the arguments."""
 
     def __init__(
-        self,
-        config: Config,
-        model_path: str,
-        rank: int,
-        world_size: int,
-        rendezvous: str,
-        role: TrainerRole = TrainerRole.policy,
+        self, config: Config, model_path: str, rank: int, world_size: int, rendezvous: str, is_critic: bool = False
     ) -> None:
         self._is_offloaded = config.trainer.offload is Offload.cpu
         is_sharded = world_size > 1 or torch_dtype(config) != torch.float32 or self._is_offloaded
-        super().__init__(config, model_path, rank, world_size, rendezvous, role, is_distributed=is_sharded)
+        super().__init__(config, model_path, rank, world_size, rendezvous, is_critic, is_distributed=is_sharded)
         self._group, self._cut = TensorGroup(), dict[str, int]()
         if is_sharded:
-            data_mesh = self._cut_for_tensor_parallel() if config.trainer.tensor_parallel > 1 else None
-            _shard(self._policy, self._device, data_mesh, set(self._cut), torch_dtype(config), self._is_offloaded)
+            self._shard(self._cut_for_tensor_parallel() if config.trainer.tensor_parallel > 1 else None)
         if self._is_offloaded:
             # Buffers are not sharded, so they are used where they lie.
             for module in self._policy.modules():
@@ -69,6 +59,33 @@ class FsdpTrainer(TrainerBackend):
         if isinstance(self._policy, Policy):
             self._policy.share_head(self._group)
         return DeviceMesh.from_group(join_subgroup(ranks.T.tolist(), timeout_s), self._device.type)
+
+    def _shard(self, data_mesh: DeviceMesh | None) -> None:
+        """Shard each decoder layer, and the rest as the root. Gradients are summed over the ranks, not averaged.
+
+        Parameters that were cut are sharded over `data_mesh`, the others over all ranks.
+        """
+        mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
+        precision = MixedPrecisionPolicy(param_dtype=torch_dtype(self._config), reduce_dtype=torch.float32)
+        offload = OffloadPolicy()
+        if self._is_offloaded:
+            offload = CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
+        slices = {parameter for name, parameter in self._policy.model.named_parameters() if name in self._cut}
+        among_data = None
+        if data_mesh is not None:
+            among_data = ShardPlacementResult(placement=None, mesh_info=FSDPMeshInfo(mesh=data_mesh, shard_mesh_dim=0))
+
+        def placement(parameter: nn.Parameter) -> ShardPlacementResult | None:
+            return among_data if parameter in slices else None
+
+        layers = self._policy.model.base_model.layers
+        assert isinstance(layers, nn.ModuleList)
+        for module in (*layers, self._policy):
+            fully_shard(module, mesh=mesh, shard_placement_fn=placement, mp_policy=precision, offload_policy=offload)
+        for module in self._policy.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
 
     @property
     def _forward(self) -> nn.Module:
@@ -123,16 +140,19 @@ class FsdpTrainer(TrainerBackend):
             if self._config.trainer.save_optimizer:
                 state = self._optimizer.state.get(parameter) or fresh_moments(parameter, self._updates)
                 tensors |= {kind: state[kind] for kind in MOMENTS}
-            held, saved = self._rows(name), self._rows_to_save(name)
-            width = math.prod(self._shapes[name][1:])
+            (start, stop), own = self._rows(name), slice(0, None)
+            if self._cut.get(name) == 1:
+                # Ranks that hold the same rows divide them, and each saves all columns of its own.
+                own = slice(*chunk_of(stop - start, self._group.rank, self._group.size))
             found: dict[str, Tensor] = {}
             for kind, tensor in tensors.items():
                 rows = _local(tensor)
-                assert len(rows) == held[1] - held[0], f"{name} is cut another way than FSDP2 does"
+                assert len(rows) == stop - start, f"{name} is cut another way than FSDP2 does"
                 if self._cut.get(name) == 1:
-                    rows = self._group.join(rows.to(self._device), 1)[saved[0] - held[0] : saved[1] - held[0]]
+                    rows = self._group.join(rows.to(self._device), 1)[own]
                 found[kind] = rows.to("cpu", copy=True).flatten()
-            yield Shard(name=name, shape=self._shapes[name], start=saved[0] * width, tensors=found)
+            first = (start + own.start) * math.prod(self._shapes[name][1:])
+            yield Shard(name=name, shape=self._shapes[name], start=first, tensors=found)
 
     def _load_shards(self, reader: ShardReader) -> None:
         self._reshard()
@@ -166,14 +186,6 @@ class FsdpTrainer(TrainerBackend):
         start, stop = chunk_of(slice_rows, data_rank, self._world_size // self._group.size)
         return own_slice * slice_rows + start, own_slice * slice_rows + stop
 
-    def _rows_to_save(self, name: str) -> tuple[int, int]:
-        """The rows that this rank saves, with all columns: ranks that hold the same rows divide them."""
-        start, stop = self._rows(name)
-        if self._cut.get(name) != 1:
-            return start, stop
-        own_start, own_stop = chunk_of(stop - start, self._group.rank, self._group.size)
-        return start + own_start, start + own_stop
-
     def _resident(self) -> Iterator[Tensor]:
         self._reshard()
         for tensor in (*self._parameters.values(), *state_tensors(self._optimizer)):
@@ -181,39 +193,6 @@ class FsdpTrainer(TrainerBackend):
         for parameter in self._parameters.values():
             if parameter.grad is not None:
                 yield _local(parameter.grad)
-
-
-def _shard(
-    policy: Policy | ValueModel,
-    device: torch.device,
-    data_mesh: DeviceMesh | None,
-    cut: Set[str],
-    dtype: torch.dtype,
-    is_offloaded: bool,
-) -> None:
-    """Shard each decoder layer, and the rest as the root. Gradients are summed over the ranks, not averaged.
-
-    Parameters named in `cut` are sharded over `data_mesh`, the others over all ranks.
-    """
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_offloaded else OffloadPolicy()
-    slices = {parameter for name, parameter in policy.model.named_parameters() if name in cut}
-    among_data = None
-    if data_mesh is not None:
-        among_data = ShardPlacementResult(placement=None, mesh_info=FSDPMeshInfo(mesh=data_mesh, shard_mesh_dim=0))
-
-    def placement(parameter: nn.Parameter) -> ShardPlacementResult | None:
-        return among_data if parameter in slices else None
-
-    layers = policy.model.base_model.layers
-    assert isinstance(layers, nn.ModuleList)
-    for module in (*layers, policy):
-        fully_shard(module, mesh=mesh, shard_placement_fn=placement, mp_policy=precision, offload_policy=offload)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -4,8 +4,6 @@ A linear layer with the weight W computes with W + alpha / rank * B A. A and B a
 Shape letters: R rank, I inputs and O outputs of a linear layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -58,14 +56,13 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 def peft_config(lora: LoraConfig, targets: Sequence[str], base: str | None = None) -> Any:
     """PEFT's own configuration of such adapters; `base` names the model that they belong to."""
-    options: dict[str, Any] = {
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": list(targets),
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-    }
-    return _import_peft().LoraConfig(**options)
+    return _import_peft().LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=list(targets),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
 
 
 @contextmanager

@@ -10,8 +10,6 @@ Example: two rows with weighted losses 3.0 and 1.0 over 5 and 3 loss tokens, agg
 and reports the loss 0.5.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -29,7 +27,6 @@ from rlflow.algorithms.tokens import Tokens, clamp_log_ratio
 from rlflow.batching import PackedBatch
 from rlflow.config import Config, Proximal
 from rlflow.roles import Mean
-from rlflow.types import FloatArray
 
 KL_HORIZON = 10_000
 """An adaptive KL coefficient changes by at most about 20 % over this many episodes (arXiv:1909.08593)."""
@@ -98,17 +95,38 @@ class PolicyObjective(Objective):
 
     def __call__(self, outputs: tuple[Tensor, ...], packed: PackedBatch, version: int) -> Row:
         logprobs, entropies = outputs
-        tokens = self._tokens(logprobs, entropies, packed, version)
+        device = logprobs.device
+        behaviour = torch.from_numpy(packed.behaviour_logprobs).to(device)
+        proximal = behaviour
+        if self._algorithm.proximal is Proximal.interpolated:
+            versions = torch.from_numpy(packed.versions).to(device)
+            proximal = interpolate_proximal(logprobs, behaviour, versions, version)
+        tokens = Tokens(
+            logprobs=logprobs,
+            proximal=proximal,
+            behaviour=behaviour,
+            advantages=torch.from_numpy(packed.advantages).to(device),
+            entropies=entropies,
+            sequence_of=torch.from_numpy(packed.sequence_of).to(device),
+            num_sequences=packed.num_sequences,
+        )
         loss, is_clipped = self._chosen.loss(tokens)
         weights = self._corrections(tokens)
         kl = torch.zeros_like(loss)
         loss = loss * weights
         if self._algorithm.kl_coefficient > 0:
-            kl = self._chosen.kl(logprobs, torch.from_numpy(_references(packed)).to(logprobs.device))
+            references = packed.reference_logprobs
+            if references is None and packed.num_loss_tokens:
+                raise ValueError(
+                    "algorithm.kl_coefficient is above 0, but the samples carry no reference log-probabilities; pass "
+                    "them in TrainSample.reference_logprobs"
+                )
+            references = np.zeros(0, np.float32) if references is None else references
+            kl = self._chosen.kl(logprobs, torch.from_numpy(references).to(device))
             if not self._algorithm.kl_in_reward:
                 loss = loss + self._kl_coefficient * kl
         total = (loss * token_weights(self._algorithm.aggregation, tokens, self._max_length)).sum()
-        difference = (logprobs - tokens.behaviour).detach()
+        difference = (logprobs - behaviour).detach()
         ratio = clamp_log_ratio(difference).exp()
         columns = [entropies, kl, is_clipped, weights, weights == 0, difference.abs(), ratio]
         sums = [column.detach().double().sum() for column in columns]
@@ -159,32 +177,12 @@ class PolicyObjective(Objective):
             )
 
     def state(self) -> dict[str, float]:
-        return {
-            "kl_coefficient": self._kl_coefficient,
-            "leaves_out_negatives": float(self._leaves_out_negatives),
-        }
+        return {"kl_coefficient": self._kl_coefficient, "leaves_out_negatives": float(self._leaves_out_negatives)}
 
     def load_state(self, state: Mapping[str, float]) -> None:
         if self._algorithm.kl_target is not None:  # otherwise the setting holds
             self._kl_coefficient = state.get("kl_coefficient", self._kl_coefficient)
         self._leaves_out_negatives = bool(state.get("leaves_out_negatives", 0.0))
-
-    def _tokens(self, logprobs: Tensor, entropies: Tensor, packed: PackedBatch, version: int) -> Tokens:
-        device = logprobs.device
-        behaviour = torch.from_numpy(packed.behaviour_logprobs).to(device)
-        proximal = behaviour
-        if self._algorithm.proximal is Proximal.interpolated:
-            versions = torch.from_numpy(packed.versions).to(device)
-            proximal = interpolate_proximal(logprobs, behaviour, versions, version)
-        return Tokens(
-            logprobs=logprobs,
-            proximal=proximal,
-            behaviour=behaviour,
-            advantages=torch.from_numpy(packed.advantages).to(device),
-            entropies=entropies,
-            sequence_of=torch.from_numpy(packed.sequence_of).to(device),
-            num_sequences=packed.num_sequences,
-        )
 
     def _corrections(self, tokens: Tokens) -> Tensor:
         """The product of all corrections, [N].
@@ -198,12 +196,3 @@ class PolicyObjective(Objective):
         for correction in self._chosen.corrections:
             weights = weights * correction(tokens, target)
         return weights * without_negatives(tokens) if self._leaves_out_negatives else weights
-
-
-def _references(packed: PackedBatch) -> FloatArray:
-    if packed.reference_logprobs is None and packed.num_loss_tokens:
-        raise ValueError(
-            "algorithm.kl_coefficient is above 0, but the samples carry no reference log-probabilities; pass them in "
-            "TrainSample.reference_logprobs"
-        )
-    return np.zeros(0, np.float32) if packed.reference_logprobs is None else packed.reference_logprobs

@@ -11,18 +11,16 @@ Example: two ranks accumulate losses with 30 and 50 loss tokens. `step` adds up 
 scales them down if their norm exceeds `trainer.max_grad_norm`.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from rlflow.batching import PackedBatch, pack
 from rlflow.config import Config
@@ -33,21 +31,20 @@ from rlflow.weights.shape.layout import Layout
 from rlflow.weights.source import Specs
 from rlflow.workers.trainer.lora import add_adapters, is_adapter, merged, parts_of, peft_name, without_adapters
 from rlflow.workers.trainer.objective import Objective, PolicyObjective
-from rlflow.workers.trainer.offload import Parked, park, unpark
-from rlflow.workers.trainer.policy import Policy, load_policy, split_logprobs, torch_dtype
+from rlflow.workers.trainer.policy import load_policy, split_logprobs, torch_dtype
 from rlflow.workers.trainer.process_group import choose_device, join
 from rlflow.workers.trainer.shards import MOMENTS, Shard, ShardReader, Snapshot
-from rlflow.workers.trainer.value import ValueModel, ValueObjective, load_value_model
+from rlflow.workers.trainer.value import ValueObjective, load_value_model
 
 MicroBatch = Sequence[Sequence[TrainSample]]
 """What goes through the model at once: pieces of groups, each with its samples."""
 
 
-class TrainerRole(StrEnum):
-    """What a trainer trains."""
+class Parked(NamedTuple):
+    """An emptied storage, and its bytes in the memory of the CPU."""
 
-    policy = "policy"
-    critic = "critic"
+    storage: UntypedStorage
+    contents: UntypedStorage
 
 
 class TrainerBackend(ABC):
@@ -63,7 +60,7 @@ class TrainerBackend(ABC):
         rank: int,
         world_size: int,
         rendezvous: str,
-        role: TrainerRole,
+        is_critic: bool,
         is_distributed: bool,
     ) -> None:
         """Load the model, after joining the other ranks at `rendezvous` (see `process_group.join`) if `is_distributed`.
@@ -79,7 +76,11 @@ class TrainerBackend(ABC):
         self._is_distributed = is_distributed
         if is_distributed:
             join(rendezvous, rank, world_size, self._device, config.deadlines.train_s)
-        self._policy, self._objective = _model_of(role, config, model_path)
+        self._policy = load_value_model(config, model_path) if is_critic else load_policy(config, model_path)
+        self._objective: Objective = ValueObjective(config) if is_critic else PolicyObjective(config)
+        if config.lora.rank is not None:
+            heads = ("score",) if is_critic else ()
+            add_adapters(self._policy.model, config.lora, config.run.seed, torch_dtype(config), heads)
         if config.trainer.gradient_checkpointing:
             self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._policy.train(config.trainer.gradient_checkpointing)
@@ -323,15 +324,6 @@ class TrainerBackend(ABC):
         return total
 
 
-def _model_of(role: TrainerRole, config: Config, model_path: str) -> tuple[Policy | ValueModel, Objective]:
-    is_critic = role is TrainerRole.critic
-    found = load_value_model(config, model_path) if is_critic else load_policy(config, model_path)
-    if config.lora.rank is not None:
-        heads = ("score",) if is_critic else ()
-        add_adapters(found.model, config.lora, config.run.seed, torch_dtype(config), heads)
-    return found, ValueObjective(config) if is_critic else PolicyObjective(config)
-
-
 def adamw(config: Config, parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
     """The optimiser of every back end."""
     trainer = config.trainer
@@ -353,3 +345,29 @@ def fresh_moments(like: Tensor, updates: int) -> dict[str, Tensor]:
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def park(tensors: Iterable[Tensor], device: torch.device, into: list[Parked]) -> None:
+    """Empty the storages of those tensors that lie on `device`. They must not be used until `unpark`.
+
+    Tensors stay views of their storages, so nothing that holds a tensor needs to know. Each storage is added to `into`
+    as it is emptied, so that running out of memory half-way can be undone.
+    """
+    storages: dict[int, UntypedStorage] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if tensor.device.type == device.type and storage.nbytes():
+            storages[storage.data_ptr()] = storage
+    for storage in storages.values():
+        contents = UntypedStorage(storage.nbytes(), device="cpu")
+        contents.copy_(storage, non_blocking=False)
+        into.append(Parked(storage=storage, contents=contents))
+        storage.resize_(0)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def unpark(parked: Iterable[Parked]) -> None:
+    for storage, contents in parked:
+        storage.resize_(contents.nbytes())
+        storage.copy_(contents, non_blocking=False)

@@ -3,8 +3,6 @@
 Shape letters: T tokens of the row, N loss tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

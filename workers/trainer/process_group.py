@@ -1,7 +1,5 @@
 """How the ranks of a trainer find each other. Ports that are opened listen on the requested address only."""
 
-from __future__ import annotations
-
 import datetime
 import ipaddress
 import os

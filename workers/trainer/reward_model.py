@@ -3,15 +3,13 @@
 Transcript -> its own chat template and tokenizer -> Conversation -> packed row -> score head at the last token
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from jinja2 import TemplateError
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from rlflow.batching import Conversation, pack_conversations
@@ -36,7 +34,9 @@ class RewardModel:
                 "put a chat_template.jinja into the folder"
             )
         text = AutoConfig.from_pretrained(folder).get_text_config()
-        self._max_tokens = _max_tokens(text)
+        positions: int = text.max_position_embeddings
+        window = attention_window(text)
+        self._max_tokens = positions if window is None else min(positions, window)
         self._padding = text.pad_token_id
         own = replace(config, model=replace(config.model, max_length=self._max_tokens))
         model = load_packed(AutoModelForSequenceClassification, own, folder, REWARD)
@@ -62,7 +62,8 @@ class RewardModel:
         # transformers reads the score at the last token that is not padding, and some templates end with padding.
         while len(ids) > 1 and ids[-1] == self._padding:
             ids.pop()
-        cut = max(1, _common_length(prompt, ids))
+        differing = (index for index, (one, other) in enumerate(zip(prompt, ids, strict=False)) if one != other)
+        cut = max(1, next(differing, min(len(prompt), len(ids))))
         return Conversation(prompt_ids=np.array(ids[:cut], np.int32), reply_ids=np.array(ids[cut:], np.int32))
 
     def scores(self, conversations: Sequence[Conversation]) -> list[float]:
@@ -83,17 +84,3 @@ def load_reward_model(config: Config, folder: str) -> RewardModel:
     one, two = (np.zeros(length, np.int32) for length in (1, 2))
     model.scores([Conversation(prompt_ids=one, reply_ids=two), Conversation(prompt_ids=two, reply_ids=one)])
     return model
-
-
-def _max_tokens(text: PreTrainedConfig) -> int:
-    """The longest conversation: the number of positions, or the window of the attention if that is shorter."""
-    positions: int = text.max_position_embeddings
-    window = attention_window(text)
-    return positions if window is None else min(positions, window)
-
-
-def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of equal tokens at the start."""
-    length = min(len(one), len(other))
-    is_equal = np.equal(one[:length], other[:length])
-    return length if is_equal.all() else int(is_equal.argmin())

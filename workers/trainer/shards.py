@@ -8,8 +8,6 @@ A shard is a run of elements in row-major order, so rows of a parameter and piec
 Kinds are `parameter` and, with the optimiser, `exp_avg` and `exp_avg_sq`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence

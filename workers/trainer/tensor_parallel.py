@@ -11,8 +11,6 @@ all ranks. The backward of a sum over the group is that sum again, so behind it 
 gradient of a slice needs to be summed over the data ranks only.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlflow.errors import ConfigError
 
@@ -133,20 +131,12 @@ def _slice(parameter: Tensor, dim: int, group: TensorGroup) -> nn.Parameter:
 
 
 def _layers_to_cut(model: PreTrainedModel, size: int) -> dict[str, str]:
-    """Name of each module that the model's plan cuts, and how."""
-    found: dict[str, str] = {}
-    for pattern, style in _plan(model.config, size).items():
-        path = re.escape(f"{model.base_model_prefix}.{pattern}").replace(r"\*", r"\d+")
-        found |= {name: style for name, _ in model.named_modules() if re.fullmatch(path, name)}
-    return {name: style for name, style in found.items() if style != _WHOLE}
+    """Name of each module that transformers' plan for the decoder layers cuts, and how.
 
-
-def _plan(config: PreTrainedConfig, size: int) -> dict[str, str]:
-    """transformers' plan for the decoder layers. Raises ConfigError if there is none, or it has unknown styles.
-
-    The plan's entry for the embedding is ignored, because the embedding stays whole.
+    The plan's entry for the embedding is ignored, because the embedding stays whole. Raises ConfigError if there is no
+    plan, or it has unknown styles.
     """
-    text = config.get_text_config()
+    text = model.config.get_text_config()
     problem = f"trainer.tensor_parallel={size}: model.path names a {text.model_type} model"
     cure = "set it to 1, or choose a model such as Llama, Qwen2 or Qwen3"
     entries: dict[str, str] = text.base_model_tp_plan or {}
@@ -160,4 +150,8 @@ def _plan(config: PreTrainedConfig, size: int) -> dict[str, str]:
         number = getattr(text, field, None) or text.num_attention_heads
         if number % size:
             raise ConfigError(f"{problem} with {field}={number}, which it must divide; lower trainer.tensor_parallel")
-    return plan
+    found: dict[str, str] = {}
+    for pattern, style in plan.items():
+        path = re.escape(f"{model.base_model_prefix}.{pattern}").replace(r"\*", r"\d+")
+        found |= {name: style for name, _ in model.named_modules() if re.fullmatch(path, name)}
+    return {name: style for name, style in found.items() if style != _WHOLE}

@@ -3,10 +3,6 @@
 Shape letter: N loss tokens.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -48,20 +44,10 @@ def load_value_model(config: Config, model_path: str) -> ValueModel:
     return ValueModel(model)
 
 
-class _Sums(NamedTuple):
-    """Sums over the loss tokens; `unexplained` is the squared error, which is compared with the returns' variance."""
-
-    clipped: float
-    value: float
-    return_: float
-    return_squared: float
-    unexplained: float
-
-
 class ValueObjective(Objective):
     """Mean over the loss tokens of the clipped squared error; outputs are values, [N]."""
 
-    num_sums = len(_Sums._fields) + 3
+    num_sums = 8
 
     def __init__(self, config: Config) -> None:
         self._clip = config.critic.value_clip
@@ -83,13 +69,12 @@ class ValueObjective(Objective):
 
     def metrics(self, sums: Tensor, largest: Tensor) -> dict[str, Mean]:
         """`critic/explained` is 1 - squared error / variance of the returns: 0 for a constant, 1 for an oracle."""
-        *totals, loss, _, count = sums.tolist()
-        found = _Sums(*totals)
-        variation = found.return_squared - found.return_**2 / max(count, 1)
-        explained = 1 - found.unexplained / variation if variation > 1e-9 * max(count, 1) else 0.0
+        clipped, value, returned, returned_squared, unexplained, loss, _, count = sums.tolist()
+        variation = returned_squared - returned**2 / max(count, 1)
+        explained = 1 - unexplained / variation if variation > 1e-9 * max(count, 1) else 0.0
         return {
             "critic/loss": Mean(total=loss, count=count),
-            "critic/clip_fraction": Mean(total=found.clipped, count=count),
-            "critic/value": Mean(total=found.value, count=count),
+            "critic/clip_fraction": Mean(total=clipped, count=count),
+            "critic/value": Mean(total=value, count=count),
             "critic/explained": Mean(total=explained, count=1),
         }

@@ -5,8 +5,6 @@ rank an equal part; ZeRO 3 gives each rank an equal part of every parameter. A r
 few flat buffers, and so do their moments.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -33,6 +31,9 @@ class ZeroRun(NamedTuple):
 class ZeroLayout(ABC):
     """What the back end needs to know about DeepSpeed's optimiser."""
 
+    _offloads: str
+    """Its attribute that says whether it offloads."""
+
     def __init__(self, optimizer: Any, parameters: Mapping[str, Any], rank: int, world_size: int) -> None:
         """`parameters` are the model's, by name; DeepSpeed has added attributes to them."""
         self._zero = optimizer
@@ -47,13 +48,9 @@ class ZeroLayout(ABC):
 
     def gradients(self) -> list[Tensor]:
         """Tensors with the norm of this rank's part of the averaged gradient, after the last backward of a step."""
-        if self._is_offloaded:
+        if getattr(self._zero, self._offloads):
             return list(self._zero.norm_for_param_grads.values())
         return [gradient for group in self._zero.averaged_gradients.values() for gradient in group]
-
-    @property
-    @abstractmethod
-    def _is_offloaded(self) -> bool: ...
 
     @abstractmethod
     def publish(self) -> None:
@@ -67,9 +64,7 @@ class ZeroLayout(ABC):
 class PartitionedOptimizer(ZeroLayout):
     """ZeRO 1 and 2; there is one group of parameters."""
 
-    @property
-    def _is_offloaded(self) -> bool:
-        return self._zero.cpu_offload
+    _offloads = "cpu_offload"
 
     def masters(self) -> Iterator[tuple[Tensor, list[ZeroRun]]]:
         pieces: list[ZeroRun] = []
@@ -97,9 +92,7 @@ class PartitionedOptimizer(ZeroLayout):
 class PartitionedParameters(ZeroLayout):
     """ZeRO 3; parameters are divided into sub-groups, each with a buffer that may lie on a disk."""
 
-    @property
-    def _is_offloaded(self) -> bool:
-        return self._zero.offload_optimizer
+    _offloads = "offload_optimizer"
 
     def masters(self) -> Iterator[tuple[Tensor, list[ZeroRun]]]:
         pieces: list[list[ZeroRun]] = [[] for _ in self._zero.fp32_partitioned_groups_flat]

@@ -11,8 +11,6 @@ and counted without effect, because training needs the run's own. A model named 
 another agent, which is not trained on. Anything else is refused with status 400 and the reason.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets
@@ -32,8 +30,7 @@ from rlflow.rollout.gateway.wire import (
     JsonObject,
     Refused,
     SentReplies,
-    chunks_of,
-    completion_of,
+    answer_of,
     read_request,
     shown_message,
 )
@@ -116,9 +113,9 @@ class Gateway:
     def open(self, chat: Chat) -> Endpoint:
         """A base URL through which one program speaks to `chat`, until `close`."""
         assert self._address, "start the gateway first"
-        secret = secrets.token_urlsafe(24)
-        endpoint = Endpoint(base_url=f"{self._address}/{secret}/v1", api_key="unused", model=MODEL)
-        self._visits[secret] = _Visit(chat=chat, endpoint=endpoint)
+        base_url = f"{self._address}/{secrets.token_urlsafe(24)}/v1"
+        endpoint = Endpoint(base_url=base_url, api_key="unused", model=MODEL)
+        self._visits[base_url] = _Visit(chat=chat, endpoint=endpoint)
         return endpoint
 
     def close(self, endpoint: Endpoint) -> dict[str, float]:
@@ -127,11 +124,10 @@ class Gateway:
         Returns metrics: the number of requests, and how many of them were refused, were abandoned by the program before
         they were answered, or asked for sampling settings of their own.
         """
-        secret = _secret_of(endpoint)
-        visit = self._visits.pop(secret, None)
+        visit = self._visits.pop(endpoint.base_url, None)
         if visit is None:  # the gateway has stopped
             return {}
-        self._closed[secret] = None
+        self._closed[endpoint.base_url] = None
         if len(self._closed) > MAX_CLOSED:
             self._closed.popitem(last=False)
         for reply in visit.replies:
@@ -143,13 +139,13 @@ class Gateway:
 
         Nothing that the program does from then on can make the episode whole.
         """
-        await self._visits[_secret_of(endpoint)].failed.wait()
+        await self._visits[endpoint.base_url].failed.wait()
 
     def _visit_of(self, request: web.Request) -> _Visit:
-        secret = request.match_info["secret"]
-        if secret in self._visits:
-            return self._visits[secret]
-        if secret in self._closed:
+        base_url = f"{self._address}/{request.match_info['secret']}/v1"
+        if base_url in self._visits:
+            return self._visits[base_url]
+        if base_url in self._closed:
             raise Refused("the episode of this URL has ended", status=410, code="episode_ended")
         raise Refused("no episode has this URL", status=404, code="not_found")
 
@@ -178,7 +174,7 @@ class Gateway:
                 if asked.is_stream:
                     return await self._stream(request, visit, asked, reply)
                 shown = await _shown_reply(visit, asked, reply)
-            return web.json_response(completion_of(shown, reply.result().turn, asked, head=self._head()))
+            return web.json_response(answer_of(shown, reply.result().turn, asked, head=self._head())[0])
         except (Refused, web.HTTPException):
             visit.count("refused")
             raise
@@ -201,7 +197,7 @@ class Gateway:
             visit.count("refused")
             await _write(request, response, _event(refusal.body()))
             return response
-        chunks = chunks_of(shown, reply.result().turn, asked, head=self._head())
+        chunks = answer_of(shown, reply.result().turn, asked, head=self._head())
         await _write(request, response, "".join(map(_event, chunks)) + "data: [DONE]\n\n")
         return response
 
@@ -283,7 +279,3 @@ async def _write(request: web.Request, response: web.StreamResponse, text: str) 
 
 def _event(body: JsonObject) -> str:
     return f"data: {json.dumps(body)}\n\n"
-
-
-def _secret_of(endpoint: Endpoint) -> str:
-    return endpoint.base_url.split("/")[-2]

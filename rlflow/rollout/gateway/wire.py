@@ -5,8 +5,6 @@
 A setting that cannot be served faithfully is refused with the reason. Sampling settings are ignored: the run's apply.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -130,11 +128,10 @@ def _read_tools(fields: JsonObject) -> list[ToolSchema]:
 def _read_limit(fields: JsonObject) -> int | None:
     for name in ("max_completion_tokens", "max_tokens"):
         limit = fields.get(name)
-        if limit is None:
-            continue
-        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-            raise Refused(f"`{name}` must be a positive number of tokens; got {_shown(limit)}", param=name)
-        return limit
+        if limit is not None:
+            if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+                raise Refused(f"`{name}` must be a positive number of tokens; got {_shown(limit)}", param=name)
+            return limit
     return None
 
 
@@ -195,67 +192,43 @@ def shown_message(message: Message, turn: Turn) -> Message:
     return Message(role="assistant", content=without_calls(content, style), tool_calls=calls)
 
 
-def completion_of(shown: Message, turn: Turn, request: ChatRequest, *, head: JsonObject) -> JsonObject:
-    """The answer to a request without a stream; `head` holds the id, time and model."""
-    message = {"role": "assistant", "content": _content_of(shown), "refusal": None}
-    if "tool_calls" in shown:
-        message["tool_calls"] = shown["tool_calls"]
-    choice = {
-        "index": 0,
-        "message": message,
-        "logprobs": _logprobs_of(turn) if request.with_logprobs else None,
-        "finish_reason": _finish_of(shown, turn),
-    }
-    return {**head, "object": "chat.completion", "choices": [choice], "usage": _usage_of(turn)}
+def answer_of(shown: Message, turn: Turn, request: ChatRequest, *, head: JsonObject) -> list[JsonObject]:
+    """The answer to a request: one completion, or the chunks of a stream; `head` holds the id, time and model.
 
-
-def chunks_of(shown: Message, turn: Turn, request: ChatRequest, *, head: JsonObject) -> list[JsonObject]:
-    """The answer to a request for a stream. The reply is one chunk, sent when all of it is sampled."""
-    delta: JsonObject = {"role": "assistant", "content": _content_of(shown)}
-    if "tool_calls" in shown:
-        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(shown["tool_calls"])]
-    logprobs = _logprobs_of(turn) if request.with_logprobs else None
+    The reply is one chunk, sent when all of it is sampled. Log-probabilities name their tokens by ids, as with vLLM's
+    `return_tokens_as_token_ids`.
+    """
+    calls = shown.get("tool_calls", [])
+    message: JsonObject = {"role": "assistant", "content": None if calls and not shown["content"] else shown["content"]}
+    finish_reason = "tool_calls" if calls else turn.finish_reason
+    logprobs = None
+    if request.with_logprobs:
+        tokens = [
+            {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in zip(turn.output_ids, turn.logprobs, strict=True)
+        ]
+        logprobs = {"content": tokens, "refusal": None}
+    prompt, sampled = len(turn.prompt_ids), len(turn.output_ids)
+    usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    if not request.is_stream:
+        message["refusal"] = None
+        if calls:
+            message["tool_calls"] = calls
+        choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+        return [{**head, "object": "chat.completion", "choices": [choice], "usage": usage}]
+    if calls:
+        message["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
     choices = [
-        {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None},
-        {"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish_of(shown, turn)},
+        {"index": 0, "delta": message, "logprobs": logprobs, "finish_reason": None},
+        {"index": 0, "delta": {}, "logprobs": None, "finish_reason": finish_reason},
     ]
     head = {**head, "object": "chat.completion.chunk"}
     if not request.with_usage:
         return [{**head, "choices": [choice]} for choice in choices]
-    last = {**head, "choices": [], "usage": _usage_of(turn)}
-    return [*({**head, "choices": [choice], "usage": None} for choice in choices), last]
-
-
-def _content_of(shown: Message) -> str | None:
-    return None if "tool_calls" in shown and not shown["content"] else shown["content"]
-
-
-def _finish_of(shown: Message, turn: Turn) -> str:
-    return "tool_calls" if "tool_calls" in shown else turn.finish_reason
-
-
-def _usage_of(turn: Turn) -> dict[str, int]:
-    prompt, sampled = len(turn.prompt_ids), len(turn.output_ids)
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-
-
-def _logprobs_of(turn: Turn) -> JsonObject:
-    """Log-probabilities of the tokens, which are named by their ids as with vLLM's `return_tokens_as_token_ids`."""
-    pairs = zip(turn.output_ids, turn.logprobs, strict=True)
-    tokens = [
-        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
-        for token, logprob in pairs
+    return [
+        *({**head, "choices": [choice], "usage": None} for choice in choices),
+        {**head, "choices": [], "usage": usage},
     ]
-    return {"content": tokens, "refusal": None}
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class _Sent:
-    """One reply that a program was sent."""
-
-    shown: Message
-    message: Message
-    """The reply as the chat returned it, with everything that was sampled."""
 
 
 class SentReplies:
@@ -267,26 +240,26 @@ class SentReplies:
     """
 
     def __init__(self) -> None:
-        self._sent: dict[tuple[object, ...], list[_Sent]] = {}
+        self._sent: dict[tuple[object, ...], list[tuple[Message, Message]]] = {}
+        """Replies as the program saw them, and as the chat returned them, with everything that was sampled."""
 
     def add(self, shown: Message, message: Message, position: int) -> None:
         """Note that the program is sent `shown` for `message`, the reply to `position` messages."""
-        self._sent.setdefault(_key_of(shown, position), []).append(_Sent(shown=shown, message=message))
+        self._sent.setdefault(_key_of(shown, position), []).append((shown, message))
 
     def resolve(self, messages: Sequence[Message]) -> list[Message]:
         """The conversation, with each reply that was sent as the chat returned it."""
-        return [self._resolved(message, position) for position, message in enumerate(messages)]
-
-    def _resolved(self, message: Message, position: int) -> Message:
-        sent = self._sent.get(_key_of(message, position), []) if message["role"] == "assistant" else []
-        if not sent:
-            return message
-        # Several replies may look alike, if they were asked for at once: take the one with these calls or this very
-        # text.
-        likeness = [
-            (_ids_of(one.shown) == _ids_of(message), one.shown["content"] == message["content"]) for one in sent
-        ]
-        return sent[max(range(len(sent)), key=lambda index: (likeness[index], index))].message
+        resolved = list(messages)
+        for position, message in enumerate(messages):
+            sent = self._sent.get(_key_of(message, position), []) if message["role"] == "assistant" else []
+            # Several replies may look alike, if they were asked for at once: take the last one with these calls or this
+            # very text.
+            likeness = [
+                (_ids_of(shown) == _ids_of(message), shown["content"] == message["content"]) for shown, _ in sent
+            ]
+            if sent:
+                resolved[position] = sent[max(range(len(sent)), key=lambda index: (likeness[index], index))][1]
+        return resolved
 
 
 def _key_of(message: Message, position: int) -> tuple[object, ...]:

@@ -28,7 +28,6 @@ from rlflow.rewards.pool import ScorerPool
 from rlflow.rollout.chat import Chat, Reply
 from rlflow.rollout.episode import EnvironmentSource, play_episode, summarize
 from rlflow.rollout.gateway.server import Gateway
-from rlflow.rollout.limits import EpisodeLimits
 from rlflow.rollout.render import Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.tools.env.template_check import Trial, check_template
@@ -90,7 +89,6 @@ async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -
     from transformers import AutoTokenizer
 
     renderer = Renderer(AutoTokenizer.from_pretrained(resolve_model(config.model.path)))
-    limits = EpisodeLimits.of(config)
     slowest: dict[str, float] = {}
     played: list[Played] = []
     rewards = choose_rewards(config.reward, spec.reward)
@@ -111,8 +109,8 @@ async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -
         worlds, score = _TimedSource(pool, slowest), _timed(scorer.score, "scoring", slowest)
 
         async def play(task: Task, script: Script) -> EpisodeSummary:
-            chat = ScriptedChat(task, script, renderer, limits)
-            episode = await play_episode(worlds, task, chat, limits, gateway=gateway)
+            chat = ScriptedChat(task, script, renderer, config)
+            episode = await play_episode(worlds, task, chat, config, gateway=gateway)
             return summarize(episode, None if episode.end.is_error else await score(episode.transcript))
 
         scripts: dict[str, Script] = {
@@ -160,8 +158,8 @@ def _timed(call: Callable[P, Awaitable[T]], phase: str, slowest: dict[str, float
 class ScriptedChat(Chat):
     """The policy says what the script says; other agents say `NONSENSE`."""
 
-    def __init__(self, task: Task, script: Script, renderer: Renderer, limits: EpisodeLimits) -> None:
-        super().__init__(self._complete, renderer, limits)
+    def __init__(self, task: Task, script: Script, renderer: Renderer, config: Config) -> None:
+        super().__init__(self._complete, renderer, config)
         self._task = task
         self._script = script
         self._scripted_renderer = renderer

@@ -16,7 +16,6 @@ from rlflow.batching import pack
 from rlflow.types import CriticTargets, Sample, TrainSample
 from rlflow.workers.trainer.fetch import moments_of, rewards_of_tokens, token_level, whiten_all
 from rlflow.workers.trainer.fsdp import FsdpTrainer
-from rlflow.workers.trainer.packed import TrainerRole
 from rlflow.workers.trainer.policy import split_logprobs
 from rlflow.workers.trainer.value import load_value_model
 
@@ -98,7 +97,7 @@ def test_the_critic_learns_what_to_expect(tmp_path: Path) -> None:
     config = tiny_config()
     config.critic.value_clip = None
     path = save_model(tiny_llama(), tmp_path / "model")
-    critic = FsdpTrainer(config, path, 0, 1, "", TrainerRole.critic)
+    critic = FsdpTrainer(config, path, 0, 1, "", is_critic=True)
     explained: list[float] = []
     for _ in range(12):
         critic.accumulate([with_targets(tiny_groups(num_groups=4))])
@@ -110,7 +109,7 @@ def test_the_critic_learns_what_to_expect(tmp_path: Path) -> None:
     (rows,) = critic.per_token([tiny_groups(num_groups=4)])
     assert rows[0][0] < -0.5
     critic.snapshot().write(tmp_path / "saved")
-    again = FsdpTrainer(config, path, 0, 1, "", TrainerRole.critic)
+    again = FsdpTrainer(config, path, 0, 1, "", is_critic=True)
     again.load(tmp_path / "saved")
     (found,) = again.per_token([tiny_groups(num_groups=4)])
     assert all(np.array_equal(one, other) for one, other in zip(found, rows, strict=True))
@@ -120,7 +119,7 @@ def test_the_clip_holds_values_near_the_old_ones(tmp_path: Path) -> None:
     config = tiny_config()
     config.critic.value_clip = 0.1
     path = save_model(tiny_llama(), tmp_path / "model")
-    critic = FsdpTrainer(config, path, 0, 1, "", TrainerRole.critic)
+    critic = FsdpTrainer(config, path, 0, 1, "", is_critic=True)
     clipped: list[float] = []
     for _ in range(12):
         critic.accumulate([with_targets(tiny_groups(num_groups=4))])

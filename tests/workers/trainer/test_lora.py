@@ -41,13 +41,12 @@ from rlflow.weights.shm.arena import tensor_at
 from rlflow.workers.trainer.actor import TrainerWorker
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.lora import linear_layers, merged, parts_of, peft_config, peft_name
-from rlflow.workers.trainer.packed import TrainerRole
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs the package peft")
 
 
-def one_rank(config: Config, folder: Path, role: TrainerRole = TrainerRole.policy) -> FsdpTrainer:
-    return FsdpTrainer(config, str(folder / "model"), 0, 1, "", role)
+def one_rank(config: Config, folder: Path, is_critic: bool = False) -> FsdpTrainer:
+    return FsdpTrainer(config, str(folder / "model"), 0, 1, "", is_critic)
 
 
 def adapted(folder: Path, config: Config | None = None, seed: int | None = None) -> FsdpTrainer:
@@ -132,7 +131,7 @@ def test_gradients_of_adapters_pass_through_checkpointed_layers(tmp_path: Path) 
 
 def test_adapters_of_a_critic_and_its_whole_head_are_trained(tmp_path: Path) -> None:
     save_model(tiny_llama(), tmp_path / "model")
-    trainer = one_rank(with_adapters(tiny_config()), tmp_path, TrainerRole.critic)
+    trainer = one_rank(with_adapters(tiny_config()), tmp_path, is_critic=True)
     groups = tiny_groups()
     for sample in (sample for group in groups for sample in group):
         ones = np.ones(len(sample.sample.loss_mask), np.float32)
@@ -145,7 +144,7 @@ def test_adapters_of_a_critic_and_its_whole_head_are_trained(tmp_path: Path) -> 
     changed = {name for name, tensor in trainer._trained.items() if not torch.equal(tensor, before[name])}
     assert changed == before.keys()
     trainer.snapshot().write(tmp_path / "saved")
-    again = one_rank(with_adapters(tiny_config()), tmp_path, TrainerRole.critic)
+    again = one_rank(with_adapters(tiny_config()), tmp_path, is_critic=True)
     again.load(tmp_path / "saved")
     assert all(torch.equal(again._trained[name], tensor) for name, tensor in trainer._trained.items())
 

@@ -47,7 +47,7 @@ from rlflow.config import Backend, Config, Dtype, Offload
 from rlflow.errors import ConfigError
 from rlflow.weights.shm.arena import ArenaView
 from rlflow.weights.shm.sender import SharedMemorySender
-from rlflow.workers.trainer.backends import check_offload
+from rlflow.workers.trainer.actor import check_offload
 from rlflow.workers.trainer.packed import TrainerBackend
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, ShardReader
 

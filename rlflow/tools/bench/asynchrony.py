@@ -4,8 +4,6 @@ The same tiny training run, with two engines and an environment that waits, at e
 so that what else the machine does meets all settings alike.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@
 scripts in `benchmarks/` of a checkout, with the other side; a wheel does not bring them.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -1,7 +1,5 @@
 """The steady state of a whole run: `rlflow bench e2e`."""
 
-from __future__ import annotations
-
 import statistics
 import subprocess
 import sys

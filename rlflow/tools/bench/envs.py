@@ -8,15 +8,13 @@ What is measured is how late each of the two event loops comes to what is due: a
 every PROBE_S, and the tools that wait on the environment's loop. Lateness adds to every episode's time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from rlflow.config import Config
 from rlflow.environments.pool import EnvironmentPool
@@ -71,7 +69,7 @@ class _Engine:
         self.num_tokens = 0
 
     @property
-    def generate(self) -> _Engine:
+    def generate(self) -> Self:
         return self
 
     async def remote(self, request: GenerateRequest, /) -> Completion:

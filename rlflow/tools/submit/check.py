@@ -1,7 +1,5 @@
 """What can be checked before a run is sent anywhere: its functions, its environment, and the files that it names."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 What was typed behind `rlflow submit` becomes `rlflow train ...` for the driver on the cluster. Pure.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

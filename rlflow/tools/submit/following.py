@@ -1,7 +1,5 @@
 """A job's log as it is written, up to the job's end, through lost connections."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass

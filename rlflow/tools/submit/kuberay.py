@@ -9,8 +9,6 @@ fails and is retried with a whole new cluster. Either way the same command finds
 All pods pass the Pod Security Standard "restricted", and have the service class Guaranteed: requests are limits.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import shlex
@@ -37,14 +35,29 @@ _QUEUE_LABELS = {
 }
 PART_OF = {"app.kubernetes.io/part-of": "rlflow"}
 """What k8s/base/networkpolicy.yaml knows the pods of all jobs by."""
-_USER = 1000
 _SPARE_SECONDS = 60
 """What Ray needs to end after a preStop hook."""
+SUBMITTER = "ray-job-submitter"
+"""The container whose log is the driver's."""
 _SUBMITTER_CPU, _SUBMITTER_MEMORY = "500m", "1Gi"
 """What `ray job logs --follow` needs."""
 
 Tree = dict[str, Any]
 """A piece of a manifest, as YAML has it."""
+_USER = 1000
+_POD_SECURITY: Tree = {
+    "runAsNonRoot": True,
+    "runAsUser": _USER,
+    "runAsGroup": _USER,
+    "fsGroup": _USER,
+    "fsGroupChangePolicy": "OnRootMismatch",  # else each start walks all files of the claim
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+_CONTAINER_SECURITY: Tree = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
 
 
 def render(config: Config, job: Job) -> Tree:
@@ -139,7 +152,7 @@ def _head_pod(config: Config, job: Job) -> Tree:
         "image": kubernetes.image,
         "command": ["/bin/bash", "-c", f"mkdir -p {job.run_dir} && flock --wait {seconds} {lock} true || true"],
         "resources": resources,
-        "securityContext": _container_security(),
+        "securityContext": _CONTAINER_SECURITY,
         "volumeMounts": [{"name": "claim", "mountPath": str(CLAIM)}],
     }
     spec["initContainers"] = [wait_for_run]
@@ -171,17 +184,17 @@ def _worker_pod(config: Config, job: Job, pool: PoolConfig) -> Tree:
 def _submitter_pod(config: Config, job: Job) -> Tree:
     """A template for the pod that KubeRay runs `ray job submit` in; its log is the driver's."""
     container = {
-        "name": "ray-job-submitter",
+        "name": SUBMITTER,
         "image": config.cluster.kubernetes.image,
         "env": [{"name": "HOME", "value": "/tmp"}],
         "resources": _guaranteed(_SUBMITTER_CPU, _SUBMITTER_MEMORY),
-        "securityContext": _container_security(),
+        "securityContext": _CONTAINER_SECURITY,
         "volumeMounts": [{"name": "scratch", "mountPath": "/tmp"}],
     }
     spec = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
-        "securityContext": _pod_security(),
+        "securityContext": _POD_SECURITY,
         "containers": [container],
         "volumes": [{"name": "scratch", "emptyDir": {}}],
     }
@@ -209,7 +222,7 @@ def _ray_container(config: Config, name: str, resources: Tree) -> Tree:
     if kubernetes.secrets:
         container["envFrom"] = [{"secretRef": {"name": secret}} for secret in kubernetes.secrets]
     container["resources"] = resources
-    container["securityContext"] = _container_security()
+    container["securityContext"] = _CONTAINER_SECURITY
     container["volumeMounts"] = [
         {"name": "claim", "mountPath": str(CLAIM)},
         {"name": "shared-memory", "mountPath": "/dev/shm"},
@@ -222,32 +235,13 @@ def _pod(config: Config, container: Tree, memory_gb: float) -> Tree:
     return {
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": _stop_seconds(config) + _SPARE_SECONDS,
-        "securityContext": _pod_security(),
+        "securityContext": _POD_SECURITY,
         "containers": [container],
         "volumes": [
             {"name": "claim", "persistentVolumeClaim": {"claimName": config.cluster.kubernetes.claim}},
             {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": _mebibytes(memory_gb / 2)}},
             {"name": "scratch", "emptyDir": {}},
         ],
-    }
-
-
-def _pod_security() -> Tree:
-    return {
-        "runAsNonRoot": True,
-        "runAsUser": _USER,
-        "runAsGroup": _USER,
-        "fsGroup": _USER,
-        "fsGroupChangePolicy": "OnRootMismatch",  # else each start walks all files of the claim
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
-
-
-def _container_security() -> Tree:
-    return {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
     }
 
 

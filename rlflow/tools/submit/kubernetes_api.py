@@ -8,8 +8,6 @@ A job is followed by looking at its RayJob, its pods and the driver's log in tur
 for long, is asked for again from where it was: its connection may be dead without anybody saying so.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +15,7 @@ from typing import Any, NoReturn
 
 from rlflow.errors import ConfigError
 from rlflow.tools.submit.command_words import LOST, MaybeStarted, how_to_go_on, on_kubernetes
-from rlflow.tools.submit.kuberay import Tree
+from rlflow.tools.submit.kuberay import SUBMITTER, Tree
 from rlflow.tools.submit.kubernetes_client import Client, Refused, Unreachable
 from rlflow.tools.submit.rayjob_state import Position, State, log_place, newest_with_log, state_of, waiting_for
 
@@ -28,6 +26,17 @@ _WATCH_SECONDS = 20
 """After this long without a change, pods are looked at again; their log may have begun."""
 _SILENT_SECONDS = 120
 """A log that says nothing for so long is asked for anew."""
+
+
+class _Log:
+    """How far the log of a driver was shown."""
+
+    def __init__(self) -> None:
+        self.pod: str | None = None
+        """None before it has begun."""
+        self.position = Position()
+        self.read: set[str] = set()
+        """Pods whose log has ended and was shown whole."""
 
 
 class Kubernetes:
@@ -218,15 +227,16 @@ class Kubernetes:
     def _show_log(self, rayjob: Tree, log: _Log) -> None:
         """What is new in the driver's log, until its pod ends or nothing more comes."""
         selector = log_place(rayjob)
-        pod = newest_with_log(self._pods(selector)) if selector else None
-        if pod is None or pod.uid in log.read:
+        found = newest_with_log(self._pods(selector)) if selector else None
+        if found is None or found[0]["uid"] in log.read:
             return
-        if pod.uid != log.pod:
+        pod, has_ended = found
+        if pod["uid"] != log.pod:
             if log.pod is not None:
                 self._show("the log from its beginning, from another pod:")
-            log.pod, log.position = pod.uid, Position()
-        query = {"container": pod.container, "follow": "true", "timestamps": "true"} | log.position.query()
-        path = f"/api/v1/namespaces/{self._namespace}/pods/{pod.name}/log"
+            log.pod, log.position = pod["uid"], Position()
+        query = {"container": SUBMITTER, "follow": "true", "timestamps": "true"} | log.position.query()
+        path = f"/api/v1/namespaces/{self._namespace}/pods/{pod['name']}/log"
         try:
             with self._client.lines(path, query, silent_s=_SILENT_SECONDS) as lines:
                 for line in lines:
@@ -235,16 +245,5 @@ class Kubernetes:
                         self._show(text)
         except (Unreachable, Refused):
             return  # broken off, or the pod is gone; the state of the job tells what became of it
-        if pod.ended:
-            log.read.add(pod.uid)
-
-
-class _Log:
-    """How far the log of a driver was shown."""
-
-    def __init__(self) -> None:
-        self.pod: str | None = None
-        """None before it has begun."""
-        self.position = Position()
-        self.read: set[str] = set()
-        """Pods whose log has ended and was shown whole."""
+        if has_ended:
+            log.read.add(pod["uid"])

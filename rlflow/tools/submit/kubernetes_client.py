@@ -3,8 +3,6 @@
 The official client makes the requests; answers stay plain JSON, because a server may be older or newer than its models.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping

@@ -4,8 +4,6 @@ Wheels are unpacked into it rather than installed on the cluster, where pip woul
 on each machine.
 """
 
-from __future__ import annotations
-
 import os
 import zipfile
 from collections import Counter

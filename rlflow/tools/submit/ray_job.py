@@ -1,7 +1,5 @@
 """A run as a job of a Ray cluster, through the job API of its dashboard."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import shlex
@@ -30,12 +28,18 @@ _STOP_S = "seconds_to_stop"
 
 
 class RayJobs:
-    """The jobs of the cluster at cluster.address."""
+    """The jobs of the cluster at cluster.address. Raises ConfigError when that is not the address of a dashboard."""
 
     def __init__(self, config: Config) -> None:
-        self._cluster = config.cluster
+        address = config.cluster.address or ""
+        if not address.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"cluster.address={address} is for runs on the cluster itself; to submit a job, give the address of "
+                "its dashboard, such as cluster.address=http://127.0.0.1:8265"
+            )
+        self._address = address.rstrip("/")
+        self._where = where(config.cluster)
         self._stop_s = math.ceil(seconds_to_stop(config.deadlines))
-        self._address = address_of(config)
 
     def plan(self, job: Job, package: Package) -> str:
         """What `start` would ask for, as YAML."""
@@ -66,10 +70,6 @@ class RayJobs:
                 metadata={_RUN_DIR: job.run_dir, _STOP_S: str(self._stop_s)},
             )
 
-    def follow(self, name: str) -> int:
-        """Show a job's log until it ends; exit code: its own, LOST, or 0 after Ctrl-C, when it goes on."""
-        return self._follow(name, shown=0)
-
     def stop(self, name: str) -> int:
         """Have a job finish its step, save and end, and wait for that; exit code 0 when it has ended so."""
         shown, client = 0, self._client
@@ -82,30 +82,24 @@ class RayJobs:
             print(f"job {name} had already ended: {details.status.value}")
             return 0
         _tell(f"job {name} finishes its step and saves; Ctrl-C leaves it to that")
-        code = self._follow(name, shown=shown, seconds=float((details.metadata or {}).get(_STOP_S, self._stop_s)))
+        code = self.follow(name, shown=shown, seconds=float((details.metadata or {}).get(_STOP_S, self._stop_s)))
         return 0 if code == STOPPED else code
 
-    @cached_property
-    def _client(self) -> JobClient:
-        return open_client(self._address)
+    def follow(self, name: str, *, shown: int = 0, seconds: float | None = None) -> int:
+        """Show a job's log, but for the first `shown` characters, until it ends.
 
-    def _follow(self, name: str, *, shown: int, seconds: float | None = None) -> int:
+        Exit code: its own, LOST, or 0 after Ctrl-C, when it goes on. RunError when it takes longer than `seconds`.
+        """
         follower = Follower(self._client, name, _show, _tell, shown=shown)
-
-        async def wait_until_ended() -> JobDetails:
-            try:
-                async with asyncio.timeout(seconds):
-                    return await follower.wait_until_ended()
-            except TimeoutError:
-                raise RunError(f"job {name} has not ended within {seconds:g} s; Ray kills it about now") from None
-
         try:
-            details = asyncio.run(wait_until_ended())
+            details = asyncio.run(asyncio.wait_for(follower.wait_until_ended(), seconds))
         except KeyboardInterrupt:
-            _tell(f"\nthe job goes on\n{how_to_go_on(name, where(self._cluster))}")
+            _tell(f"\nthe job goes on\n{how_to_go_on(name, self._where)}")
             return 0
+        except TimeoutError:
+            raise RunError(f"job {name} has not ended within {seconds:g} s; Ray kills it about now") from None
         except (ConnectionLost, AuthenticationError) as error:
-            _tell(f"{first_line(error)}; the job may well go on\n{how_to_go_on(name, where(self._cluster))}")
+            _tell(f"{first_line(error)}; the job may well go on\n{how_to_go_on(name, self._where)}")
             return LOST
         except UnknownJob as error:
             raise RunError(
@@ -114,23 +108,14 @@ class RayJobs:
             ) from error
         return tell_end(details)
 
+    @cached_property
+    def _client(self) -> JobClient:
+        return open_client(self._address)
+
     def _environment(self, package: str | None) -> dict[str, Any]:
         # Ray kills what has not ended after so many seconds, 3 by default; its supervisor of the job reads it.
         environment: dict[str, Any] = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(self._stop_s)}}
-        if package is not None:
-            environment["working_dir"] = package
-        return environment
-
-
-def address_of(config: Config) -> str:
-    """The dashboard's. Raises ConfigError when cluster.address is something else."""
-    address = config.cluster.address or ""
-    if not address.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"cluster.address={address} is for runs on the cluster itself; to submit a job, give the address of its "
-            "dashboard, such as cluster.address=http://127.0.0.1:8265"
-        )
-    return address.rstrip("/")
+        return environment if package is None else environment | {"working_dir": package}
 
 
 def _entrypoint(job: Job) -> str:

@@ -85,17 +85,18 @@ class _Scorer:
         return Verdict(reward=1.0)
 
 
-def environments() -> dict[str, Any]:
-    """Event-loop lag in milliseconds, episodes a second, and the episodes that were lost or are still open."""
-    return asyncio.run(measure(NUM_EPISODES))
-
-
 async def measure(num_episodes: int, tool_s: tuple[float, float] = TOOL_S) -> dict[str, Any]:
-    """The same with another number of episodes, a multiple of GROUP_SIZE, and other times for tools."""
+    """Event-loop lag in milliseconds, episodes a second, and the episodes that were lost or are still open.
+
+    `num_episodes` is a multiple of GROUP_SIZE; `tool_s` are the shortest and the longest time of a tool.
+    """
     pool = EnvironmentPool(partial(SlowTools, tool_s))
     await pool.start()
     try:
-        runner = _runner(pool)
+        config = Config()
+        config.model.max_length = 8192
+        calls = RemoteCalls(cancel=lambda call: None, is_lost=lambda error: False)
+        runner = EpisodeRunner(config, resolve_model("tiny"), pool, _Scorer(), _Engine(), calls=calls)
         await _play(runner, GROUP_SIZE)  # first imports, first templates
         late_s: list[float] = []
         probe = asyncio.create_task(_probe(late_s))
@@ -106,13 +107,6 @@ async def measure(num_episodes: int, tool_s: tuple[float, float] = TOOL_S) -> di
         return figures(groups, late_s, seconds, pool.num_open)
     finally:
         await pool.close()
-
-
-def _runner(pool: EnvironmentPool) -> EpisodeRunner:
-    config = Config()
-    config.model.max_length = 8192
-    calls = RemoteCalls(cancel=lambda call: None, is_lost=lambda error: False)
-    return EpisodeRunner(config, resolve_model("tiny"), pool, _Scorer(), _Engine(), calls=calls)
 
 
 async def _play(runner: EpisodeRunner, num_episodes: int) -> list[PlayedGroup]:

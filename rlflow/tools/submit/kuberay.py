@@ -82,22 +82,6 @@ def render(config: Config, job: Job) -> Tree:
     meta["labels"] = _labels(job)
     if kubernetes.queue is not None:
         meta["labels"][_QUEUE_LABELS[kubernetes.scheduler]] = kubernetes.queue
-    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": meta, "spec": _spec(config, job)}
-
-
-def to_yaml(manifest: Tree) -> str:
-    return yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=120)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes everything out where it is, without anchors."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        return True
-
-
-def _spec(config: Config, job: Job) -> Tree:
-    kubernetes = config.cluster.kubernetes
     spec: Tree = {
         "entrypoint": shlex.join(job.words),
         "backoffLimit": kubernetes.retries,
@@ -133,7 +117,18 @@ def _spec(config: Config, job: Job) -> Tree:
             for name, pool in config.cluster.pools.items()
         ],
     }
-    return spec
+    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": meta, "spec": spec}
+
+
+def to_yaml(manifest: Tree) -> str:
+    return yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes everything out where it is, without anchors."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
 
 
 def _head_pod(config: Config, job: Job) -> Tree:

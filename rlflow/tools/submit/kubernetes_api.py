@@ -10,7 +10,7 @@ for long, is asked for again from where it was: its connection may be dead witho
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from rlflow.errors import ConfigError
@@ -28,15 +28,15 @@ _SILENT_SECONDS = 120
 """A log that says nothing for so long is asked for anew."""
 
 
+@dataclass(slots=True)
 class _Log:
     """How far the log of a driver was shown."""
 
-    def __init__(self) -> None:
-        self.pod: str | None = None
-        """None before it has begun."""
-        self.position = Position()
-        self.read: set[str] = set()
-        """Pods whose log has ended and was shown whole."""
+    pod: str | None = None
+    """None before it has begun."""
+    position: Position = field(default_factory=Position)
+    read: set[str] = field(default_factory=set)
+    """Pods whose log has ended and was shown whole."""
 
 
 class Kubernetes:
@@ -58,8 +58,18 @@ class Kubernetes:
             )
         name, pod = rayjob["metadata"]["name"], rayjob["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
         for volume in pod["volumes"]:
-            if "persistentVolumeClaim" in volume:
-                self._check_claim(volume["persistentVolumeClaim"]["claimName"])
+            if "persistentVolumeClaim" not in volume:
+                continue
+            claim = volume["persistentVolumeClaim"]["claimName"]
+            found = self._look(core.read_namespaced_persistent_volume_claim, claim, self._namespace)
+            if found is None:
+                raise ConfigError(
+                    f"namespace {self._namespace} has no PersistentVolumeClaim {claim}; make one (k8s/base has an "
+                    "example), or name yours in cluster.kubernetes.claim"
+                )
+            modes = found.get("spec", {}).get("accessModes", ["ReadWriteMany"])
+            if "ReadWriteMany" not in modes:
+                self._show(f"claim {claim} is {', '.join(modes)}: all pods have to be on one node")
         for source in pod["containers"][0].get("envFrom", ()):
             secret = source["secretRef"]["name"]
             if self._look(core.read_namespaced_secret, secret, self._namespace, _headers=_METADATA_ONLY) is None:
@@ -130,17 +140,6 @@ class Kubernetes:
             if refusal.status in (403, 404):
                 return {} if refusal.status == 403 else None
             self._explain(refusal, arguments[0])
-
-    def _check_claim(self, name: str) -> None:
-        claim = self._look(self._client.core.read_namespaced_persistent_volume_claim, name, self._namespace)
-        if claim is None:
-            raise ConfigError(
-                f"namespace {self._namespace} has no PersistentVolumeClaim {name}; make one (k8s/base has an example), "
-                "or name yours in cluster.kubernetes.claim"
-            )
-        modes = claim.get("spec", {}).get("accessModes", ["ReadWriteMany"])
-        if "ReadWriteMany" not in modes:
-            self._show(f"claim {name} is {', '.join(modes)}: all pods have to be on one node")
 
     def _explain(self, refusal: Refused, name: str) -> NoReturn:
         said = str(refusal)

@@ -133,36 +133,32 @@ class _Dumper(yaml.SafeDumper):
 
 def _head_pod(config: Config, job: Job) -> Tree:
     """A template: Ray's head, which computes nothing, and the driver. `rlflow stop` ends it."""
-    kubernetes = config.cluster.kubernetes
-    resources = _guaranteed(str(kubernetes.head_cpus), _mebibytes(kubernetes.head_memory_gb))
-    seconds = _stop_seconds(config)
-    container = _ray_container(config, "ray-head", resources)
-    container["env"].append({"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(seconds)})
-    container["lifecycle"] = _before_stop(["rlflow", "stop", job.run_dir, "--timeout", str(seconds)])
-    spec = _pod(config, container, kubernetes.head_memory_gb)
+    kubernetes, seconds = config.cluster.kubernetes, str(_stop_seconds(config))
+    stop = ["rlflow", "stop", job.run_dir, "--timeout", seconds]
+    pod = _ray_pod(config, job, "ray-head", stop, cpus=kubernetes.head_cpus, memory_gb=kubernetes.head_memory_gb)
+    [container] = pod["spec"]["containers"]
+    container["env"].append({"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": seconds})
     # The head before this one may still be saving; the driver says so if this wait was not long enough.
     lock = f"{job.run_dir}/{LOCK}"
     wait_for_run = {
         "name": "wait-for-run",
         "image": kubernetes.image,
         "command": ["/bin/bash", "-c", f"mkdir -p {job.run_dir} && flock --wait {seconds} {lock} true || true"],
-        "resources": resources,
+        "resources": container["resources"],
         "securityContext": _CONTAINER_SECURITY,
         "volumeMounts": [{"name": "claim", "mountPath": str(CLAIM)}],
     }
-    spec["initContainers"] = [wait_for_run]
-    return {"metadata": {"labels": _labels(job)}, "spec": spec}
+    pod["spec"]["initContainers"] = [wait_for_run]
+    return pod
 
 
 def _worker_pod(config: Config, job: Job, pool: PoolConfig) -> Tree:
     """A template for the machines of a pool, which has all its sizes."""
     assert pool.cpus is not None and pool.memory_gb is not None and pool.gpus is not None
-    resources = _guaranteed(str(pool.cpus), _mebibytes(pool.memory_gb), pool.gpus)
-    container = _ray_container(config, "ray-worker", resources)
     # Pods of a job are deleted all at once: the trainer must not go before the driver has saved.
     wait = ["flock", "--shared", "--wait", str(_stop_seconds(config)), f"{job.run_dir}/{LOCK}", "true"]
-    container["lifecycle"] = _before_stop(wait)
-    spec = _pod(config, container, pool.memory_gb)
+    pod = _ray_pod(config, job, "ray-worker", wait, cpus=pool.cpus, memory_gb=pool.memory_gb, gpus=pool.gpus)
+    spec = pod["spec"]
     if pool.node_labels:
         spec["nodeSelector"] = dict(pool.node_labels)
     if pool.gpus:
@@ -173,7 +169,7 @@ def _worker_pod(config: Config, job: Job, pool: PoolConfig) -> Tree:
     apart = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
     spec["affinity"] = {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [near]}}
     spec["topologySpreadConstraints"] = [apart | same_job]
-    return {"metadata": {"labels": _labels(job)}, "spec": spec}
+    return pod
 
 
 def _submitter_pod(config: Config, job: Job) -> Tree:
@@ -205,7 +201,10 @@ def _stop_seconds(config: Config) -> int:
     return math.ceil(seconds_to_stop(config.deadlines))
 
 
-def _ray_container(config: Config, name: str, resources: Tree) -> Tree:
+def _ray_pod(
+    config: Config, job: Job, name: str, before_stop: list[str], *, cpus: int, memory_gb: float, gpus: int = 0
+) -> Tree:
+    """A template for a pod with one container of Ray, in which the command `before_stop` runs before it is ended."""
     kubernetes = config.cluster.kubernetes
     container: Tree = {"name": name, "image": kubernetes.image, "workingDir": str(CLAIM)}
     container["env"] = [
@@ -216,37 +215,31 @@ def _ray_container(config: Config, name: str, resources: Tree) -> Tree:
     ]
     if kubernetes.secrets:
         container["envFrom"] = [{"secretRef": {"name": secret}} for secret in kubernetes.secrets]
-    container["resources"] = resources
+    container["resources"] = _guaranteed(str(cpus), _mebibytes(memory_gb), gpus)
     container["securityContext"] = _CONTAINER_SECURITY
     container["volumeMounts"] = [
         {"name": "claim", "mountPath": str(CLAIM)},
         {"name": "shared-memory", "mountPath": "/dev/shm"},
         {"name": "scratch", "mountPath": "/tmp"},
     ]
-    return container
-
-
-def _pod(config: Config, container: Tree, memory_gb: float) -> Tree:
-    return {
+    container["lifecycle"] = {"preStop": {"exec": {"command": before_stop}}}
+    spec = {
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": _stop_seconds(config) + _SPARE_SECONDS,
         "securityContext": _POD_SECURITY,
         "containers": [container],
         "volumes": [
-            {"name": "claim", "persistentVolumeClaim": {"claimName": config.cluster.kubernetes.claim}},
+            {"name": "claim", "persistentVolumeClaim": {"claimName": kubernetes.claim}},
             {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": _mebibytes(memory_gb / 2)}},
             {"name": "scratch", "emptyDir": {}},
         ],
     }
+    return {"metadata": {"labels": _labels(job)}, "spec": spec}
 
 
 def _guaranteed(cpu: str, memory: str, gpus: int = 0) -> Tree:
     amounts = {"cpu": cpu, "memory": memory} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
     return {"requests": dict(amounts), "limits": dict(amounts)}
-
-
-def _before_stop(command: list[str]) -> Tree:
-    return {"preStop": {"exec": {"command": command}}}
 
 
 def _mebibytes(gigabytes: float) -> str:

@@ -34,9 +34,9 @@ _QUEUE_LABELS = {
     Scheduler.kai: "kai.scheduler/queue",
 }
 PART_OF = {"app.kubernetes.io/part-of": "rlflow"}
-"""What k8s/base/networkpolicy.yaml knows the pods of all jobs by."""
+"""The label by which k8s/base/networkpolicy.yaml selects the pods of all jobs."""
 _SPARE_SECONDS = 60
-"""What Ray needs to end after a preStop hook."""
+"""How long Ray needs to end after a preStop hook."""
 SUBMITTER = "ray-job-submitter"
 """The container whose log is the driver's."""
 _SUBMITTER_CPU, _SUBMITTER_MEMORY = "500m", "1Gi"

@@ -25,7 +25,7 @@ _METADATA_ONLY = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8
 _WATCH_SECONDS = 20
 """After this long without a change, pods are looked at again; their log may have begun."""
 _SILENT_SECONDS = 120
-"""A log that says nothing for so long is asked for anew."""
+"""A log without new lines for so long is asked for again."""
 
 
 @dataclass(slots=True)
@@ -185,7 +185,7 @@ class Kubernetes:
         except Refused as refusal:
             if refusal.status not in (403, 404):
                 raise
-            return state  # who may not look at Workloads sees it wait
+            return state  # without the right to look at Workloads, it seems to wait
         active = [workload.get("spec", {}).get("active", True) for workload in workloads]
         return replace(state, deactivated=bool(active) and not any(active))
 

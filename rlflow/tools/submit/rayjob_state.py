@@ -1,4 +1,4 @@
-"""What a RayJob, its pods and their logs say of a run. Pure."""
+"""A RayJob, its pods and the lines of their logs -> the state of a run. Pure."""
 
 import re
 from collections import Counter

@@ -1,6 +1,6 @@
 """The trainer's side of a transport, in one rank: what it asks of the back end, and what is asked of it.
 
-`rlflow.workers.trainer.base.TrainerBackend` implements `WeightSource`; each transport has a `WeightSender`.
+`rlflow.workers.trainer.packed.TrainerBackend` implements `WeightSource`; each transport has a `WeightSender`.
 """
 
 from __future__ import annotations

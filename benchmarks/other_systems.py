@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import RunError
-from rlflow.tools.bench.end_to_end import too_slow
+from rlflow.tools.bench.runs import too_slow
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 _ENVIRONMENTS = Path.home() / ".cache" / "rlflow"

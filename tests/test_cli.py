@@ -275,7 +275,7 @@ def test_export_refuses_what_it_cannot_write(tmp_path: Path) -> None:
 
 def test_figures_are_printed_for_people_too(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {"seeds": 3, "4/speed_up": 2.51234, "4/final_reward": [0.5, 0.61234]}
-    monkeypatch.setattr("rlflow.tools.bench.asynchrony.asynchrony", lambda overrides: figures)
+    monkeypatch.setattr("rlflow.tools.bench.runs.asynchrony", lambda overrides: figures)
     assert cli("bench", "async")[1].splitlines() == [
         "seeds                    3",
         "4/speed_up               2.512",

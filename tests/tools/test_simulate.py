@@ -16,8 +16,8 @@ from rlflow.errors import ConfigError, RunError, StaleGroup, WorkerError
 from rlflow.roles import StagedWeights
 from rlflow.tools.simulate.clock import run_virtually
 from rlflow.tools.simulate.models import Meter, ModelledEngine, ModelledEngines, ModelledRunners, ModelledTrainer, Slots
-from rlflow.tools.simulate.plan import Plan, check
-from rlflow.tools.simulate.simulate import Figures, simulate
+from rlflow.tools.simulate.plan import Figures, Plan, check
+from rlflow.tools.simulate.simulate import simulate
 from rlflow.types import EpisodeEnd, EpisodeSummary, GroupOrder, ReadyGroup, Task
 
 SMALL = Plan(engines=4, in_flight=2, group_size=4, steps=8, max_tokens=20000)

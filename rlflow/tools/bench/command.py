@@ -4,9 +4,8 @@
 scripts in `benchmarks/` of a checkout, with the other side; a wheel does not bring them.
 """
 
-from __future__ import annotations
-
 import argparse
+import asyncio
 import importlib
 import os
 import sys
@@ -55,16 +54,12 @@ def run(name: str, settings: Sequence[str], *, verify: bool) -> Mapping[str, flo
     if name == "train":
         return _script("train_step").training()
     if name == "envs":
-        from rlflow.tools.bench.envs import environments
+        from rlflow.tools.bench import envs
 
-        return environments()
-    if name == "async":
-        from rlflow.tools.bench.asynchrony import asynchrony
+        return asyncio.run(envs.measure(envs.NUM_EPISODES))
+    from rlflow.tools.bench import runs
 
-        return asynchrony(settings)
-    from rlflow.tools.bench.end_to_end import end_to_end
-
-    return end_to_end(settings)
+    return runs.asynchrony(settings) if name == "async" else runs.end_to_end(settings)
 
 
 def _script(name: str) -> ModuleType:

@@ -8,15 +8,13 @@ What is measured is how late each of the two event loops comes to what is due: a
 every PROBE_S, and the tools that wait on the environment's loop. Lateness adds to every episode's time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from rlflow.config import Config
 from rlflow.environments.pool import EnvironmentPool
@@ -71,7 +69,7 @@ class _Engine:
         self.num_tokens = 0
 
     @property
-    def generate(self) -> _Engine:
+    def generate(self) -> Self:
         return self
 
     async def remote(self, request: GenerateRequest, /) -> Completion:
@@ -87,17 +85,18 @@ class _Scorer:
         return Verdict(reward=1.0)
 
 
-def environments() -> dict[str, Any]:
-    """Event-loop lag in milliseconds, episodes a second, and the episodes that were lost or are still open."""
-    return asyncio.run(measure(NUM_EPISODES))
-
-
 async def measure(num_episodes: int, tool_s: tuple[float, float] = TOOL_S) -> dict[str, Any]:
-    """The same with another number of episodes, a multiple of GROUP_SIZE, and other times for tools."""
+    """Event-loop lag in milliseconds, episodes a second, and the episodes that were lost or are still open.
+
+    `num_episodes` is a multiple of GROUP_SIZE; `tool_s` are the shortest and the longest time of a tool.
+    """
     pool = EnvironmentPool(partial(SlowTools, tool_s))
     await pool.start()
     try:
-        runner = _runner(pool)
+        config = Config()
+        config.model.max_length = 8192
+        calls = RemoteCalls(cancel=lambda call: None, is_lost=lambda error: False)
+        runner = EpisodeRunner(config, resolve_model("tiny"), pool, _Scorer(), _Engine(), calls=calls)
         await _play(runner, GROUP_SIZE)  # first imports, first templates
         late_s: list[float] = []
         probe = asyncio.create_task(_probe(late_s))
@@ -108,13 +107,6 @@ async def measure(num_episodes: int, tool_s: tuple[float, float] = TOOL_S) -> di
         return figures(groups, late_s, seconds, pool.num_open)
     finally:
         await pool.close()
-
-
-def _runner(pool: EnvironmentPool) -> EpisodeRunner:
-    config = Config()
-    config.model.max_length = 8192
-    calls = RemoteCalls(cancel=lambda call: None, is_lost=lambda error: False)
-    return EpisodeRunner(config, resolve_model("tiny"), pool, _Scorer(), _Engine(), calls=calls)
 
 
 async def _play(runner: EpisodeRunner, num_episodes: int) -> list[PlayedGroup]:

@@ -1,7 +1,5 @@
 """An event loop whose clock jumps: waiting takes no time, and computing takes none of the clock's."""
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine

@@ -1,40 +1,13 @@
 """The verb `simulate`: its options, and what it prints."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Sequence
 from enum import EnumType
-from typing import TYPE_CHECKING
+from typing import Any, get_args, get_type_hints
 
-from rlflow.config import Late, Order, Update
 from rlflow.errors import ConfigError
-from rlflow.tools.simulate.plan import Plan, check
-
-if TYPE_CHECKING:
-    from rlflow.tools.simulate.simulate import Figures
-
-_OPTIONS: dict[str, tuple[Callable[[str], object], str]] = {
-    "engines": (int, "rollout engines"),
-    "in_flight": (int, "groups that one engine plays at the same time"),
-    "group_size": (int, "episodes of a group"),
-    "groups_per_step": (int, "groups of an optimiser step; by default, as many as the fleet plays at the same time"),
-    "order": (Order, "which ready group is trained first"),
-    "late": (Late, "what becomes of a group that is too old"),
-    "update": (Update, "how engines take new weights"),
-    "steps": (int, "optimiser steps that are measured, after the warm-up"),
-    "median_tokens": (float, "median length of an episode, of a log-normal distribution"),
-    "sigma": (float, "standard deviation of the logarithm of the length"),
-    "max_tokens": (int, "at which an episode is cut"),
-    "token_s": (float, "seconds that an engine takes for one more token of each sequence"),
-    "weights_s": (float, "seconds that an engine pauses for new weights"),
-    "trainer_speed": (float, "tokens a second of the trainer, over those of a fleet that is never idle"),
-    "failures": (float, "probability that a group is lost half-way"),
-    "seed": (int, "of the lengths, the failures and the order of the tasks"),
-}
-"""Field of Plan -> how its option is read, and what it is."""
-
+from rlflow.tools.simulate.plan import Figures, Plan, check
 
 _COLUMNS: list[tuple[str, int, Callable[[Figures], str]]] = [
     ("staleness", 9, lambda figures: str(figures.max_versions)),
@@ -48,9 +21,17 @@ _COLUMNS: list[tuple[str, int, Callable[[Figures], str]]] = [
 ]
 
 
+def _hints() -> dict[str, Any]:
+    """Field of Plan that is an option of its own -> its type and what it is. `--staleness` takes several bounds."""
+    hints = get_type_hints(Plan, include_extras=True)
+    del hints["max_versions"]
+    return hints
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    for name, (kind, text) in _OPTIONS.items():
-        default = getattr(Plan(), name)
+    for name, hint in _hints().items():
+        default, text = getattr(Plan(), name), hint.__metadata__[0]
+        kind = (get_args(hint.__origin__) or [hint.__origin__])[0]  # int of `int | None`
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=kind,
@@ -69,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
     """Simulate and print; ConfigError for a wrong value, RunError when a simulated run stops."""
     from rlflow.tools.simulate.simulate import simulate
 
-    settings = {name: getattr(options, name) for name in _OPTIONS}
+    settings = {name: getattr(options, name) for name in _hints()}
     try:
         bounds = [int(word) for word in options.staleness.split(",")]
     except ValueError:

@@ -6,8 +6,6 @@ what it plays goes on later, under the new version. The trainer takes its time f
 Each worker counts the processor time of its own code in a `Meter`, so that the driver's can be told apart.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
@@ -15,16 +13,25 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rlflow.config import Update
 from rlflow.errors import StaleGroup, WorkerError
 from rlflow.roles import LoadOutcome, Mean, StagedWeights, StepOutcome
 from rlflow.rollout.health import waves
 from rlflow.tools.simulate.plan import Plan
-from rlflow.types import EpisodeEnd, EpisodeSummary, GroupOrder, Message, PayloadRef, PlayedGroup, ReadyGroup, Span
+from rlflow.types import EpisodeEnd, EpisodeSummary, GroupOrder, PayloadRef, PlayedGroup, ReadyGroup, Span
 
 TOKEN_BYTES = 13
 """What one token takes in a payload: its id, log-probability, version and mask."""
+
+
+async def _not_in_the_model(*_: object, **__: object) -> Any:
+    """A method that the driver calls in other runs only."""
+    raise AssertionError(
+        "the model has no evaluation and no conversations, engines and trainer have devices of their own, and no "
+        "simulation is resumed"
+    )
 
 
 class Meter:
@@ -132,14 +139,7 @@ class ModelledEngines:
             await asyncio.sleep(pause_s)
         return LoadOutcome(pause_s=pause_s)
 
-    async def sleep(self) -> None:
-        raise AssertionError("the model has engines and trainer on devices of their own")
-
-    async def pin(self) -> int:
-        raise AssertionError("the model has no evaluation")
-
-    async def unpin(self, engine: int) -> None:
-        raise AssertionError("the model has no evaluation")
+    sleep = pin = unpin = _not_in_the_model
 
     def describe(self) -> list[str]:
         return [f"engine {engine.index}: version {engine.version}, {engine.load} groups" for engine in self.engines]
@@ -220,17 +220,13 @@ class ModelledRunners:
                     if not play.ended.done():
                         play.ended.set_exception(StaleGroup(f"group {group_id} began under version {version}"))
 
-    async def transcript(self, payload: PayloadRef) -> list[Message]:
-        raise AssertionError("the model has no conversations")
+    transcript = load_payloads = _not_in_the_model
 
     async def save_payloads(self, payloads: Sequence[PayloadRef], path: Path) -> None:
         """Nothing: there are no payloads, and no simulation is resumed."""
 
     def is_lost(self, payloads: Sequence[PayloadRef]) -> bool:
         return False
-
-    async def load_payloads(self, path: Path, count: int) -> list[PayloadRef]:
-        raise AssertionError("a simulation is not resumed")
 
     def _draw(self, order: GroupOrder) -> tuple[list[int], float]:
         """Tokens of each episode, and the share of the group's time after which it fails (1: it does not).
@@ -318,11 +314,4 @@ class ModelledTrainer:
     async def write_snapshot(self, folder: Path) -> None:
         """Nothing, as above."""
 
-    async def load(self, folder: Path) -> None:
-        raise AssertionError("a simulation is not resumed")
-
-    async def offload(self) -> None:
-        raise AssertionError("the model has engines and trainer on devices of their own")
-
-    async def reload(self) -> None:
-        raise AssertionError("the model has engines and trainer on devices of their own")
+    load = offload = reload = _not_in_the_model

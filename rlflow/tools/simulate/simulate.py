@@ -5,8 +5,6 @@ modelled workers and the observer here have metered of their own. The event loop
 file count as the driver's, as they would in a run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
@@ -14,9 +12,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rlflow.config import Config
 from rlflow.driver import Driver, StepReport
@@ -27,52 +24,13 @@ from rlflow.roles import Workers
 from rlflow.rundir.store import CheckpointStore
 from rlflow.tools.simulate.clock import run_virtually
 from rlflow.tools.simulate.models import Meter, ModelledEngines, ModelledRunners, ModelledTrainer
-from rlflow.tools.simulate.plan import Plan
+from rlflow.tools.simulate.plan import Figures, Plan
 from rlflow.types import Task
 
 _NEVER_S = 1e9
 """Deadlines of the simulated run: nothing can hang here, and the fleet may be as slow as it likes."""
 _PASS_STEPS = 4
 """Steps that a pass over the tasks lasts."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Figures:
-    """What a simulation showed, from the end of its warm-up to its last step. Times are virtual where not said."""
-
-    engines: int
-    slots: int
-    groups_per_step: int
-    max_versions: int
-    steps: int
-    step_s: float
-    groups_per_s: float
-    samples_per_s: float
-    tokens_per_s: float
-    utilisation_engines: float
-    """Share of the slots' time in which they held a group that was being sampled."""
-    utilisation_trainer: float
-    staleness: dict[int, int]
-    """Versions between a group's oldest token and the update that it entered -> groups."""
-    dropped: dict[str, int]
-    groups_started: int
-    groups_ended: int
-    """As the modelled runners count them, in the whole simulation."""
-    driver_ms_per_group: float
-    """Real processor milliseconds of the driver for each group that was trained or dropped."""
-    wall_s: float
-    """Real seconds, the warm-up included."""
-    rss_first_mb: float
-    """Real memory of the process at the end of the warm-up."""
-    rss_last_mb: float
-
-    @property
-    def mean_staleness(self) -> float:
-        groups = sum(self.staleness.values())
-        return sum(versions * count for versions, count in self.staleness.items()) / groups
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "mean_staleness": self.mean_staleness}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

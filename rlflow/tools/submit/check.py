@@ -1,7 +1,5 @@
 """What can be checked before a run is sent anywhere: its functions, its environment, and the files that it names."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,17 +38,12 @@ def check_run(config: Config, packaged: Collection[str], config_folder: Path | N
                 )
     away = [(key, path) for key, path in files if not path.exists() and (on_kubernetes or path.is_absolute())]
     unchecked = [f"{key}: the job looks for {Path(CLAIM, path)}" for key, path in (files if on_kubernetes else away)]
-    if all(key in _MODELS for key, _ in away):
-        unchecked += _check_code(config, has_files=any(key.startswith("env.args") for key, _ in files))
-    return unchecked
-
-
-def _check_code(config: Config, *, has_files: bool) -> list[str]:
-    """`has_files`: whether env.args names files, of which the tasks are made."""
+    if any(key not in _MODELS for key, _ in away):
+        return unchecked
     try:
         check_functions(config)
         spec = load_environment(config.env, config.reward)
-        if has_files:  # others may have to be downloaded
+        if any(key.startswith("env.args") for key, _ in files):  # tasks that no file names may have to be downloaded
             spec.tasks()
             held_out_tasks(config, spec)
     except (ConfigError, ModuleNotFoundError) as error:
@@ -60,12 +53,12 @@ def _check_code(config: Config, *, has_files: bool) -> list[str]:
         if cause is None:
             raise
         # The machines of the cluster may well have it.
-        return [f"the environment and the functions: there is no module {cause.name!r} on this machine"]
-    return []
+        unchecked.append(f"the environment and the functions: there is no module {cause.name!r} on this machine")
+    return unchecked
 
 
 def _files(config: Config) -> Iterator[tuple[str, Path]]:
-    """(key, path) of each setting that names a file: what looks like one, and is one where a name may look so."""
+    """(key, path) of each setting that names a file. A text that may be a mere name counts if such a file exists."""
     settings = plain(config)
     for section in _SECTIONS:
         for key, text in _texts(section, settings[section]):

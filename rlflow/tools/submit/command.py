@@ -1,7 +1,5 @@
 """`rlflow submit`: what was typed -> a checked configuration -> a job of a Ray cluster, or a RayJob on Kubernetes."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

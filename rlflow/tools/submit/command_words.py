@@ -3,8 +3,6 @@
 What was typed behind `rlflow submit` becomes `rlflow train ...` for the driver on the cluster. Pure.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex
@@ -21,15 +19,15 @@ LOST = 75
 INTERRUPTED, STOPPED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 """Exit codes of a run that these signals ended before its last step."""
 UNREAD = 128 + signal.SIGPIPE
-"""Exit code when nobody reads on, as behind `| head`."""
+"""Exit code when the reader of the output has gone, as with `| head`."""
 
 CLAIM = PurePosixPath("/rlflow")
 """Where all pods see cluster.kubernetes.claim; also where they work, so that `reward.py:score` is a file on it."""
 RUNS = CLAIM / "runs"
 MAX_NAME = 45
-"""KubeRay makes names of pods of it, which have 63 characters at most."""
+"""KubeRay derives the names of pods from it, which may have 63 characters."""
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]+")
-"""What Hydra takes as it is."""
+"""A value that Hydra takes without quotes."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -114,7 +112,7 @@ def where(cluster: ClusterConfig) -> str:
 
 
 def on_kubernetes(namespace: str | None) -> str:
-    """The same for Kubernetes; None is the kubeconfig's own namespace."""
+    """The words that lead back to a namespace on Kubernetes; None is the kubeconfig's own."""
     return shlex.join(["cluster=kuberay", *([f"cluster.kubernetes.namespace={namespace}"] if namespace else [])])
 
 

@@ -9,8 +9,6 @@ fails and is retried with a whole new cluster. Either way the same command finds
 All pods pass the Pod Security Standard "restricted", and have the service class Guaranteed: requests are limits.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import shlex
@@ -36,15 +34,30 @@ _QUEUE_LABELS = {
     Scheduler.kai: "kai.scheduler/queue",
 }
 PART_OF = {"app.kubernetes.io/part-of": "rlflow"}
-"""What k8s/base/networkpolicy.yaml knows the pods of all jobs by."""
-_USER = 1000
+"""The label by which k8s/base/networkpolicy.yaml selects the pods of all jobs."""
 _SPARE_SECONDS = 60
-"""What Ray needs to end after a preStop hook."""
+"""How long Ray needs to end after a preStop hook."""
+SUBMITTER = "ray-job-submitter"
+"""The container whose log is the driver's."""
 _SUBMITTER_CPU, _SUBMITTER_MEMORY = "500m", "1Gi"
 """What `ray job logs --follow` needs."""
 
 Tree = dict[str, Any]
 """A piece of a manifest, as YAML has it."""
+_USER = 1000
+_POD_SECURITY: Tree = {
+    "runAsNonRoot": True,
+    "runAsUser": _USER,
+    "runAsGroup": _USER,
+    "fsGroup": _USER,
+    "fsGroupChangePolicy": "OnRootMismatch",  # else each start walks all files of the claim
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+_CONTAINER_SECURITY: Tree = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
 
 
 def render(config: Config, job: Job) -> Tree:
@@ -69,22 +82,6 @@ def render(config: Config, job: Job) -> Tree:
     meta["labels"] = _labels(job)
     if kubernetes.queue is not None:
         meta["labels"][_QUEUE_LABELS[kubernetes.scheduler]] = kubernetes.queue
-    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": meta, "spec": _spec(config, job)}
-
-
-def to_yaml(manifest: Tree) -> str:
-    return yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=120)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes everything out where it is, without anchors."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        return True
-
-
-def _spec(config: Config, job: Job) -> Tree:
-    kubernetes = config.cluster.kubernetes
     spec: Tree = {
         "entrypoint": shlex.join(job.words),
         "backoffLimit": kubernetes.retries,
@@ -120,41 +117,48 @@ def _spec(config: Config, job: Job) -> Tree:
             for name, pool in config.cluster.pools.items()
         ],
     }
-    return spec
+    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": meta, "spec": spec}
+
+
+def to_yaml(manifest: Tree) -> str:
+    return yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes everything out where it is, without anchors."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
 
 
 def _head_pod(config: Config, job: Job) -> Tree:
     """A template: Ray's head, which computes nothing, and the driver. `rlflow stop` ends it."""
-    kubernetes = config.cluster.kubernetes
-    resources = _guaranteed(str(kubernetes.head_cpus), _mebibytes(kubernetes.head_memory_gb))
-    seconds = _stop_seconds(config)
-    container = _ray_container(config, "ray-head", resources)
-    container["env"].append({"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(seconds)})
-    container["lifecycle"] = _before_stop(["rlflow", "stop", job.run_dir, "--timeout", str(seconds)])
-    spec = _pod(config, container, kubernetes.head_memory_gb)
+    kubernetes, seconds = config.cluster.kubernetes, str(_stop_seconds(config))
+    stop = ["rlflow", "stop", job.run_dir, "--timeout", seconds]
+    pod = _ray_pod(config, job, "ray-head", stop, cpus=kubernetes.head_cpus, memory_gb=kubernetes.head_memory_gb)
+    [container] = pod["spec"]["containers"]
+    container["env"].append({"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": seconds})
     # The head before this one may still be saving; the driver says so if this wait was not long enough.
     lock = f"{job.run_dir}/{LOCK}"
     wait_for_run = {
         "name": "wait-for-run",
         "image": kubernetes.image,
         "command": ["/bin/bash", "-c", f"mkdir -p {job.run_dir} && flock --wait {seconds} {lock} true || true"],
-        "resources": resources,
-        "securityContext": _container_security(),
+        "resources": container["resources"],
+        "securityContext": _CONTAINER_SECURITY,
         "volumeMounts": [{"name": "claim", "mountPath": str(CLAIM)}],
     }
-    spec["initContainers"] = [wait_for_run]
-    return {"metadata": {"labels": _labels(job)}, "spec": spec}
+    pod["spec"]["initContainers"] = [wait_for_run]
+    return pod
 
 
 def _worker_pod(config: Config, job: Job, pool: PoolConfig) -> Tree:
     """A template for the machines of a pool, which has all its sizes."""
     assert pool.cpus is not None and pool.memory_gb is not None and pool.gpus is not None
-    resources = _guaranteed(str(pool.cpus), _mebibytes(pool.memory_gb), pool.gpus)
-    container = _ray_container(config, "ray-worker", resources)
     # Pods of a job are deleted all at once: the trainer must not go before the driver has saved.
     wait = ["flock", "--shared", "--wait", str(_stop_seconds(config)), f"{job.run_dir}/{LOCK}", "true"]
-    container["lifecycle"] = _before_stop(wait)
-    spec = _pod(config, container, pool.memory_gb)
+    pod = _ray_pod(config, job, "ray-worker", wait, cpus=pool.cpus, memory_gb=pool.memory_gb, gpus=pool.gpus)
+    spec = pod["spec"]
     if pool.node_labels:
         spec["nodeSelector"] = dict(pool.node_labels)
     if pool.gpus:
@@ -165,23 +169,23 @@ def _worker_pod(config: Config, job: Job, pool: PoolConfig) -> Tree:
     apart = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
     spec["affinity"] = {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [near]}}
     spec["topologySpreadConstraints"] = [apart | same_job]
-    return {"metadata": {"labels": _labels(job)}, "spec": spec}
+    return pod
 
 
 def _submitter_pod(config: Config, job: Job) -> Tree:
     """A template for the pod that KubeRay runs `ray job submit` in; its log is the driver's."""
     container = {
-        "name": "ray-job-submitter",
+        "name": SUBMITTER,
         "image": config.cluster.kubernetes.image,
         "env": [{"name": "HOME", "value": "/tmp"}],
         "resources": _guaranteed(_SUBMITTER_CPU, _SUBMITTER_MEMORY),
-        "securityContext": _container_security(),
+        "securityContext": _CONTAINER_SECURITY,
         "volumeMounts": [{"name": "scratch", "mountPath": "/tmp"}],
     }
     spec = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
-        "securityContext": _pod_security(),
+        "securityContext": _POD_SECURITY,
         "containers": [container],
         "volumes": [{"name": "scratch", "emptyDir": {}}],
     }
@@ -197,7 +201,10 @@ def _stop_seconds(config: Config) -> int:
     return math.ceil(seconds_to_stop(config.deadlines))
 
 
-def _ray_container(config: Config, name: str, resources: Tree) -> Tree:
+def _ray_pod(
+    config: Config, job: Job, name: str, before_stop: list[str], *, cpus: int, memory_gb: float, gpus: int = 0
+) -> Tree:
+    """A template for a pod with one container of Ray, in which the command `before_stop` runs before it is ended."""
     kubernetes = config.cluster.kubernetes
     container: Tree = {"name": name, "image": kubernetes.image, "workingDir": str(CLAIM)}
     container["env"] = [
@@ -208,56 +215,31 @@ def _ray_container(config: Config, name: str, resources: Tree) -> Tree:
     ]
     if kubernetes.secrets:
         container["envFrom"] = [{"secretRef": {"name": secret}} for secret in kubernetes.secrets]
-    container["resources"] = resources
-    container["securityContext"] = _container_security()
+    container["resources"] = _guaranteed(str(cpus), _mebibytes(memory_gb), gpus)
+    container["securityContext"] = _CONTAINER_SECURITY
     container["volumeMounts"] = [
         {"name": "claim", "mountPath": str(CLAIM)},
         {"name": "shared-memory", "mountPath": "/dev/shm"},
         {"name": "scratch", "mountPath": "/tmp"},
     ]
-    return container
-
-
-def _pod(config: Config, container: Tree, memory_gb: float) -> Tree:
-    return {
+    container["lifecycle"] = {"preStop": {"exec": {"command": before_stop}}}
+    spec = {
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": _stop_seconds(config) + _SPARE_SECONDS,
-        "securityContext": _pod_security(),
+        "securityContext": _POD_SECURITY,
         "containers": [container],
         "volumes": [
-            {"name": "claim", "persistentVolumeClaim": {"claimName": config.cluster.kubernetes.claim}},
+            {"name": "claim", "persistentVolumeClaim": {"claimName": kubernetes.claim}},
             {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": _mebibytes(memory_gb / 2)}},
             {"name": "scratch", "emptyDir": {}},
         ],
     }
-
-
-def _pod_security() -> Tree:
-    return {
-        "runAsNonRoot": True,
-        "runAsUser": _USER,
-        "runAsGroup": _USER,
-        "fsGroup": _USER,
-        "fsGroupChangePolicy": "OnRootMismatch",  # else each start walks all files of the claim
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
-
-
-def _container_security() -> Tree:
-    return {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
+    return {"metadata": {"labels": _labels(job)}, "spec": spec}
 
 
 def _guaranteed(cpu: str, memory: str, gpus: int = 0) -> Tree:
     amounts = {"cpu": cpu, "memory": memory} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
     return {"requests": dict(amounts), "limits": dict(amounts)}
-
-
-def _before_stop(command: list[str]) -> Tree:
-    return {"preStop": {"exec": {"command": command}}}
 
 
 def _mebibytes(gigabytes: float) -> str:

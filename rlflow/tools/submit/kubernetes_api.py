@@ -8,16 +8,14 @@ A job is followed by looking at its RayJob, its pods and the driver's log in tur
 for long, is asked for again from where it was: its connection may be dead without anybody saying so.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from rlflow.errors import ConfigError
 from rlflow.tools.submit.command_words import LOST, MaybeStarted, how_to_go_on, on_kubernetes
-from rlflow.tools.submit.kuberay import Tree
+from rlflow.tools.submit.kuberay import SUBMITTER, Tree
 from rlflow.tools.submit.kubernetes_client import Client, Refused, Unreachable
 from rlflow.tools.submit.rayjob_state import Position, State, log_place, newest_with_log, state_of, waiting_for
 
@@ -27,7 +25,18 @@ _METADATA_ONLY = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8
 _WATCH_SECONDS = 20
 """After this long without a change, pods are looked at again; their log may have begun."""
 _SILENT_SECONDS = 120
-"""A log that says nothing for so long is asked for anew."""
+"""A log without new lines for so long is asked for again."""
+
+
+@dataclass(slots=True)
+class _Log:
+    """How far the log of a driver was shown."""
+
+    pod: str | None = None
+    """None before it has begun."""
+    position: Position = field(default_factory=Position)
+    read: set[str] = field(default_factory=set)
+    """Pods whose log has ended and was shown whole."""
 
 
 class Kubernetes:
@@ -49,8 +58,18 @@ class Kubernetes:
             )
         name, pod = rayjob["metadata"]["name"], rayjob["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
         for volume in pod["volumes"]:
-            if "persistentVolumeClaim" in volume:
-                self._check_claim(volume["persistentVolumeClaim"]["claimName"])
+            if "persistentVolumeClaim" not in volume:
+                continue
+            claim = volume["persistentVolumeClaim"]["claimName"]
+            found = self._look(core.read_namespaced_persistent_volume_claim, claim, self._namespace)
+            if found is None:
+                raise ConfigError(
+                    f"namespace {self._namespace} has no PersistentVolumeClaim {claim}; make one (k8s/base has an "
+                    "example), or name yours in cluster.kubernetes.claim"
+                )
+            modes = found.get("spec", {}).get("accessModes", ["ReadWriteMany"])
+            if "ReadWriteMany" not in modes:
+                self._show(f"claim {claim} is {', '.join(modes)}: all pods have to be on one node")
         for source in pod["containers"][0].get("envFrom", ()):
             secret = source["secretRef"]["name"]
             if self._look(core.read_namespaced_secret, secret, self._namespace, _headers=_METADATA_ONLY) is None:
@@ -122,17 +141,6 @@ class Kubernetes:
                 return {} if refusal.status == 403 else None
             self._explain(refusal, arguments[0])
 
-    def _check_claim(self, name: str) -> None:
-        claim = self._look(self._client.core.read_namespaced_persistent_volume_claim, name, self._namespace)
-        if claim is None:
-            raise ConfigError(
-                f"namespace {self._namespace} has no PersistentVolumeClaim {name}; make one (k8s/base has an example), "
-                "or name yours in cluster.kubernetes.claim"
-            )
-        modes = claim.get("spec", {}).get("accessModes", ["ReadWriteMany"])
-        if "ReadWriteMany" not in modes:
-            self._show(f"claim {name} is {', '.join(modes)}: all pods have to be on one node")
-
     def _explain(self, refusal: Refused, name: str) -> NoReturn:
         said = str(refusal)
         if refusal.status == 409:
@@ -177,7 +185,7 @@ class Kubernetes:
         except Refused as refusal:
             if refusal.status not in (403, 404):
                 raise
-            return state  # who may not look at Workloads sees it wait
+            return state  # without the right to look at Workloads, it seems to wait
         active = [workload.get("spec", {}).get("active", True) for workload in workloads]
         return replace(state, deactivated=bool(active) and not any(active))
 
@@ -218,15 +226,16 @@ class Kubernetes:
     def _show_log(self, rayjob: Tree, log: _Log) -> None:
         """What is new in the driver's log, until its pod ends or nothing more comes."""
         selector = log_place(rayjob)
-        pod = newest_with_log(self._pods(selector)) if selector else None
-        if pod is None or pod.uid in log.read:
+        found = newest_with_log(self._pods(selector)) if selector else None
+        if found is None or found[0]["uid"] in log.read:
             return
-        if pod.uid != log.pod:
+        pod, has_ended = found
+        if pod["uid"] != log.pod:
             if log.pod is not None:
                 self._show("the log from its beginning, from another pod:")
-            log.pod, log.position = pod.uid, Position()
-        query = {"container": pod.container, "follow": "true", "timestamps": "true"} | log.position.query()
-        path = f"/api/v1/namespaces/{self._namespace}/pods/{pod.name}/log"
+            log.pod, log.position = pod["uid"], Position()
+        query = {"container": SUBMITTER, "follow": "true", "timestamps": "true"} | log.position.query()
+        path = f"/api/v1/namespaces/{self._namespace}/pods/{pod['name']}/log"
         try:
             with self._client.lines(path, query, silent_s=_SILENT_SECONDS) as lines:
                 for line in lines:
@@ -235,16 +244,5 @@ class Kubernetes:
                         self._show(text)
         except (Unreachable, Refused):
             return  # broken off, or the pod is gone; the state of the job tells what became of it
-        if pod.ended:
-            log.read.add(pod.uid)
-
-
-class _Log:
-    """How far the log of a driver was shown."""
-
-    def __init__(self) -> None:
-        self.pod: str | None = None
-        """None before it has begun."""
-        self.position = Position()
-        self.read: set[str] = set()
-        """Pods whose log has ended and was shown whole."""
+        if has_ended:
+            log.read.add(pod["uid"])

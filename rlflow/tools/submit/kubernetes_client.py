@@ -3,8 +3,6 @@
 The official client makes the requests; answers stay plain JSON, because a server may be older or newer than its models.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +16,7 @@ _ANSWER_SECONDS = 60
 _TRIES = 8
 """How often a request that reads is tried: with the pauses in between, for about two minutes."""
 _PAUSE_SECONDS = 30
-"""The longest."""
+"""The longest pause between two tries."""
 
 Answer = dict[str, Any]
 
@@ -74,14 +72,14 @@ class Client:
         self.core, self.objects = client.CoreV1Api(self._api), client.CustomObjectsApi(self._api)
 
     def ask(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Answer:
-        """What a method of `core` or `objects` is answered."""
+        """The answer to a method of `core` or `objects`."""
         timeouts = (_CONNECT_SECONDS, _ANSWER_SECONDS)
         with _reachable():
             response = method(*arguments, _preload_content=False, _request_timeout=timeouts, **options)
             return json.loads(_checked(response).data)
 
     def get(self, path: str) -> Answer:
-        """What no method is for."""
+        """The answer at a path that no method of `core` or `objects` asks for."""
         with _reachable():
             return json.loads(_checked(self._request(path, {}, "application/json", _ANSWER_SECONDS)).data)
 

@@ -4,8 +4,6 @@ Wheels are unpacked into it rather than installed on the cluster, where pip woul
 on each machine.
 """
 
-from __future__ import annotations
-
 import os
 import zipfile
 from collections import Counter
@@ -41,7 +39,7 @@ Package = dict[str, Source]
 def collect(folder: Path | None, wheels: Sequence[Path], max_bytes: int = MAX_BYTES) -> Package:
     """What is sent of a folder and of wheels.
 
-    Raises ConfigError for a folder or wheel that is none, for a file that is in two of them, and when all is too much.
+    Raises ConfigError for a wheel that is none, for a file that is in two of them, and when all is too much.
     """
     found = {} if folder is None else _of_folder(folder)
     for wheel in wheels:
@@ -80,8 +78,6 @@ def describe(package: Package) -> str:
 
 
 def _of_folder(folder: Path) -> Package:
-    if not folder.is_dir():
-        raise ConfigError(f"--working-dir {folder} is not a folder; give the one with your code")
     found: Package = {}
 
     def take(path: Path) -> None:

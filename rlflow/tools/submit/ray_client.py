@@ -1,7 +1,5 @@
 """Ray's job API over HTTP, with a deadline for each request and errors that a person can act on."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

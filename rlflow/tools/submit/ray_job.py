@@ -1,15 +1,15 @@
-"""A run as a job of a Ray cluster, through the job API of its dashboard."""
-
-from __future__ import annotations
+"""A run as a job of a Ray cluster, through the job API of its dashboard: start it, show its log to its end, stop it."""
 
 import asyncio
 import math
 import shlex
 import sys
 import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 from ray.exceptions import AuthenticationError
@@ -19,9 +19,8 @@ from rlflow.config import Config
 from rlflow.errors import ConfigError, RunError, first_line
 from rlflow.rundir.lock import seconds_to_stop
 from rlflow.tools.submit.command_words import INTERRUPTED, LOST, STOPPED, Job, how_to_go_on, where
-from rlflow.tools.submit.following import ConnectionLost, Follower
 from rlflow.tools.submit.package import Package, describe, write
-from rlflow.tools.submit.ray_client import JobClient, UnknownJob, open_client, understood
+from rlflow.tools.submit.ray_client import UNREACHABLE, JobClient, UnknownJob, open_client, understood
 
 _NOT_FOUND = 127
 """The exit code of a shell that finds no such command."""
@@ -29,13 +28,135 @@ _RUN_DIR = "run.dir"
 _STOP_S = "seconds_to_stop"
 
 
+class Jobs(Protocol):
+    """What is used here of Ray's client."""
+
+    def get_job_info(self, job_id: str) -> JobDetails: ...
+
+    def tail_job_logs(self, job_id: str) -> AsyncIterator[str]: ...
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Waits:
+    """Seconds."""
+
+    retry_s: float = 3.0
+    give_up_s: float = 300.0
+    """How long the cluster may not answer at all."""
+    quiet_s: float = 30.0
+    """After so long without new lines we ask whether the cluster is still there."""
+    reconnect_s: float = 300.0
+    """After so long without new lines the log is asked for anew, because connections are dropped without a word."""
+
+
+_UNREAD = 2
+"""After so many failures in a row to read a log, we say so."""
+
+
+class _NothingComes(ConnectionError):
+    """The log may be dead, or have nothing to say."""
+
+
+class ConnectionLost(RunError):
+    """The cluster did not answer for too long; this says nothing about the job."""
+
+
+@dataclass(slots=True)
+class Follower:
+    """Follows one job through lost connections."""
+
+    jobs: Jobs
+    name: str
+    show: Callable[[str], None]
+    """Given the log as it is written."""
+    tell: Callable[[str], None]
+    """Given what else a person should know."""
+    shown: int = 0
+    """Characters of the log that have been shown."""
+    waits: Waits = Waits()
+    _unread: int = 0
+    """How often in a row the log broke off before its first line."""
+
+    async def wait_until_ended(self) -> JobDetails:
+        """How the job ended; its log has been shown by then.
+
+        Raises ConnectionLost, and UnknownJob when the cluster answers but has no such job, as after its head was
+        started anew.
+        """
+        clock = asyncio.get_running_loop().time
+        answered_s, is_lost, ended = clock(), False, False
+        while True:
+            problem = await self._read_log()
+            try:
+                details = await asyncio.to_thread(self.jobs.get_job_info, self.name)
+                if details.status.is_terminal() and (ended or problem is None):
+                    return details
+                ended = details.status.is_terminal()  # then once more, for the rest of the log
+                answered_s, is_lost = clock(), False
+                if details.status is JobStatus.RUNNING and self._unread == _UNREAD:
+                    self.tell(f"the job runs, but its log cannot be read ({problem}); trying again")
+            except UNREACHABLE as error:
+                if clock() - answered_s > self.waits.give_up_s:
+                    reason = first_line(error)
+                    raise ConnectionLost(f"no answer for {self.waits.give_up_s:g} s: {reason}") from error
+                if not is_lost:
+                    self.tell(f"no connection to the cluster ({first_line(error)}); trying again")
+                is_lost = True
+            await asyncio.sleep(self.waits.retry_s)
+
+    async def _read_log(self) -> str | None:
+        """Show what is new until the log ends; why it broke off, None when it did not."""
+        lines, seen = self.jobs.tail_job_logs(self.name), 0  # from its beginning, each time
+        try:
+            while True:
+                try:
+                    text = await self._next(lines)
+                except RunError:
+                    raise
+                except (*UNREACHABLE, RuntimeError) as error:  # the latter is Ray's client's for a broken connection
+                    self._unread = 0 if seen or isinstance(error, _NothingComes) else self._unread + 1
+                    return first_line(error)
+                if text is None:
+                    return None
+                if new := text[max(self.shown - seen, 0) :]:
+                    self.show(new)
+                seen += len(text)
+                self.shown = max(self.shown, seen)
+        finally:
+            if isinstance(lines, AsyncGenerator):
+                await lines.aclose()
+
+    async def _next(self, lines: AsyncIterator[str]) -> str | None:
+        """The next lines; None at the end."""
+        coming = asyncio.ensure_future(anext(lines, None))
+        try:
+            quiet_s = 0.0
+            while not (await asyncio.wait([coming], timeout=self.waits.quiet_s))[0]:
+                quiet_s += self.waits.quiet_s
+                if (
+                    await asyncio.to_thread(self.jobs.get_job_info, self.name)
+                ).status.is_terminal() or quiet_s >= self.waits.reconnect_s:
+                    raise _NothingComes("nothing comes any more")
+            return coming.result()
+        finally:
+            if not coming.done():
+                coming.cancel()
+                await asyncio.wait([coming])
+
+
 class RayJobs:
-    """The jobs of the cluster at cluster.address."""
+    """The jobs of the cluster at cluster.address. Raises ConfigError when that is not the address of a dashboard."""
 
     def __init__(self, config: Config) -> None:
-        self._cluster = config.cluster
+        address = config.cluster.address or ""
+        if not address.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"cluster.address={address} is for runs on the cluster itself; to submit a job, give the address of "
+                "its dashboard, such as cluster.address=http://127.0.0.1:8265"
+            )
+        self._address = address.rstrip("/")
+        self._where = where(config.cluster)
         self._stop_s = math.ceil(seconds_to_stop(config.deadlines))
-        self._address = address_of(config)
 
     def plan(self, job: Job, package: Package) -> str:
         """What `start` would ask for, as YAML."""
@@ -43,8 +164,7 @@ class RayJobs:
             "address": self._address,
             "job": job.name,
             "run_dir": job.run_dir,
-            "entrypoint": _entrypoint(job),
-            "runtime_env": self._environment(describe(package) if package else None),
+            **self._asked(job, describe(package) if package else None),
         }
         return yaml.safe_dump(asked, sort_keys=False, width=10_000)
 
@@ -60,15 +180,10 @@ class RayJobs:
                 archive = Path(folder) / "package.zip"
                 write(package, archive)
             client.submit_job(
-                entrypoint=_entrypoint(job),
                 submission_id=job.name,
-                runtime_env=self._environment(None if archive is None else str(archive)),
                 metadata={_RUN_DIR: job.run_dir, _STOP_S: str(self._stop_s)},
+                **self._asked(job, None if archive is None else str(archive)),
             )
-
-    def follow(self, name: str) -> int:
-        """Show a job's log until it ends; exit code: its own, LOST, or 0 after Ctrl-C, when it goes on."""
-        return self._follow(name, shown=0)
 
     def stop(self, name: str) -> int:
         """Have a job finish its step, save and end, and wait for that; exit code 0 when it has ended so."""
@@ -82,30 +197,24 @@ class RayJobs:
             print(f"job {name} had already ended: {details.status.value}")
             return 0
         _tell(f"job {name} finishes its step and saves; Ctrl-C leaves it to that")
-        code = self._follow(name, shown=shown, seconds=float((details.metadata or {}).get(_STOP_S, self._stop_s)))
+        code = self.follow(name, shown=shown, seconds=float((details.metadata or {}).get(_STOP_S, self._stop_s)))
         return 0 if code == STOPPED else code
 
-    @cached_property
-    def _client(self) -> JobClient:
-        return open_client(self._address)
+    def follow(self, name: str, *, shown: int = 0, seconds: float | None = None) -> int:
+        """Show a job's log, but for the first `shown` characters, until it ends.
 
-    def _follow(self, name: str, *, shown: int, seconds: float | None = None) -> int:
+        Exit code: its own, LOST, or 0 after Ctrl-C, when it goes on. RunError when it takes longer than `seconds`.
+        """
         follower = Follower(self._client, name, _show, _tell, shown=shown)
-
-        async def wait_until_ended() -> JobDetails:
-            try:
-                async with asyncio.timeout(seconds):
-                    return await follower.wait_until_ended()
-            except TimeoutError:
-                raise RunError(f"job {name} has not ended within {seconds:g} s; Ray kills it about now") from None
-
         try:
-            details = asyncio.run(wait_until_ended())
+            details = asyncio.run(asyncio.wait_for(follower.wait_until_ended(), seconds))
         except KeyboardInterrupt:
-            _tell(f"\nthe job goes on\n{how_to_go_on(name, where(self._cluster))}")
+            _tell(f"\nthe job goes on\n{how_to_go_on(name, self._where)}")
             return 0
+        except TimeoutError:
+            raise RunError(f"job {name} has not ended within {seconds:g} s; Ray kills it about now") from None
         except (ConnectionLost, AuthenticationError) as error:
-            _tell(f"{first_line(error)}; the job may well go on\n{how_to_go_on(name, where(self._cluster))}")
+            _tell(f"{first_line(error)}; the job may well go on\n{how_to_go_on(name, self._where)}")
             return LOST
         except UnknownJob as error:
             raise RunError(
@@ -114,28 +223,17 @@ class RayJobs:
             ) from error
         return tell_end(details)
 
-    def _environment(self, package: str | None) -> dict[str, Any]:
+    @cached_property
+    def _client(self) -> JobClient:
+        return open_client(self._address)
+
+    def _asked(self, job: Job, package: str | None) -> dict[str, Any]:
         # Ray kills what has not ended after so many seconds, 3 by default; its supervisor of the job reads it.
         environment: dict[str, Any] = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(self._stop_s)}}
         if package is not None:
             environment["working_dir"] = package
-        return environment
-
-
-def address_of(config: Config) -> str:
-    """The dashboard's. Raises ConfigError when cluster.address is something else."""
-    address = config.cluster.address or ""
-    if not address.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"cluster.address={address} is for runs on the cluster itself; to submit a job, give the address of its "
-            "dashboard, such as cluster.address=http://127.0.0.1:8265"
-        )
-    return address.rstrip("/")
-
-
-def _entrypoint(job: Job) -> str:
-    """A shell command; `exec`, so that signals meet the driver and no shell."""
-    return f"exec {shlex.join(job.words)}"
+        # `exec`, because signals must meet the driver and no shell.
+        return {"entrypoint": f"exec {shlex.join(job.words)}", "runtime_env": environment}
 
 
 def tell_end(details: JobDetails) -> int:

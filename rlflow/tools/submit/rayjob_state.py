@@ -1,6 +1,4 @@
-"""What a RayJob, its pods and their logs say of a run. Pure."""
-
-from __future__ import annotations
+"""A RayJob, its pods and the lines of their logs -> the state of a run. Pure."""
 
 import re
 from collections import Counter
@@ -8,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlflow.tools.submit.command_words import INTERRUPTED, STOPPED
-from rlflow.tools.submit.kuberay import Tree
+from rlflow.tools.submit.kuberay import SUBMITTER, Tree
 
-_SUBMITTER = "ray-job-submitter"
 _MEANINGS = {
     "": "KubeRay has not seen it yet; is its operator running?",
     "Initializing": "pods start",
@@ -69,17 +66,6 @@ class State:
         return "; ".join(word for word in words if word)
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class LogPod:
-    """A pod with the driver's log."""
-
-    name: str
-    uid: str
-    container: str
-    ended: bool
-    """Its container has ended, so that the log grows no more."""
-
-
 def state_of(rayjob: Tree) -> State:
     status = rayjob.get("status") or {}
     return State(
@@ -100,15 +86,16 @@ def log_place(rayjob: Tree) -> str:
     return f"job-name={rayjob['metadata']['name']}"
 
 
-def newest_with_log(pods: Sequence[Tree]) -> LogPod | None:
-    """The last one made of those whose submitter has started."""
+def newest_with_log(pods: Sequence[Tree]) -> tuple[Tree, bool] | None:
+    """Metadata of the last pod made of those whose submitter has started, and whether it has ended: the log is whole.
+
+    None when no submitter has started.
+    """
     for pod in sorted(pods, key=lambda pod: pod["metadata"]["creationTimestamp"], reverse=True):
         for container in pod.get("status", {}).get("containerStatuses") or ():
             state = container.get("state", {})
-            if container["name"] == _SUBMITTER and ("running" in state or "terminated" in state):
-                metadata = pod["metadata"]
-                ended = "terminated" in state
-                return LogPod(name=metadata["name"], uid=metadata["uid"], container=_SUBMITTER, ended=ended)
+            if container["name"] == SUBMITTER and ("running" in state or "terminated" in state):
+                return pod["metadata"], "terminated" in state
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlflow.telemetry import metrics
-from rlflow.tools.bench.asynchrony import SETTINGS, compare, figures_of
+from rlflow.tools.bench.runs import SETTINGS, compare, figures_of
 
 
 def records(step_times: list[float], samples: int) -> list[dict[str, float]]:

@@ -33,10 +33,9 @@ from rlflow.tools.submit.command_words import (
     run_dir_of,
     where,
 )
-from rlflow.tools.submit.following import ConnectionLost, Follower, Waits
 from rlflow.tools.submit.package import Package, Source, collect, write
 from rlflow.tools.submit.ray_client import UnknownJob, open_client
-from rlflow.tools.submit.ray_job import tell_end
+from rlflow.tools.submit.ray_job import ConnectionLost, Follower, Waits, tell_end
 
 TIME = "20260102-030405"
 Cli = Callable[..., tuple[int, str, str]]

@@ -1,6 +1,9 @@
-"""The steady state of a whole run: `rlflow bench e2e`."""
+"""Training runs that are measured whole: `rlflow bench e2e`, and `rlflow bench async`, which compares them.
 
-from __future__ import annotations
+`async` is what asynchrony gains where episodes wait, as ratios within one benchmark: the same tiny training run, with
+two engines and an environment that waits, at each setting in turn and seed after seed, so that what else the machine
+does meets all settings alike.
+"""
 
 import statistics
 import subprocess
@@ -29,6 +32,18 @@ _FIGURES = {
     "utilisation_train": "utilisation/train",
 }
 """Figure -> metric of a step."""
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "0_whole_batch": ("staleness.max_versions=0", "trainer.streaming=false"),
+    "0": ("staleness.max_versions=0",),
+    "1": ("staleness.max_versions=1",),
+    "4": ("staleness.max_versions=4",),
+}
+"""Name in the figures -> what differs."""
+BASELINE = "0_whole_batch"
+RECIPE = "async_latency"
+SEEDS = (0, 1, 2)
+LAST_STEPS = 5
+"""Steps at the end whose mean reward is the final one."""
 
 
 def end_to_end(overrides: Sequence[str]) -> dict[str, Any]:
@@ -69,3 +84,40 @@ def summarize(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         raise RunError(f"a measurement needs more than {WARM_UP_STEPS} steps; got {len(records)}; raise run.steps")
     medians = {name: statistics.median(record[key] for record in steady) for name, key in _FIGURES.items()}
     return {"steps": len(steady), **medians}
+
+
+def asynchrony(overrides: Sequence[str]) -> dict[str, Any]:
+    """Samples a second and final reward at each setting: medians over the seeds, and the ratio to the baseline.
+
+    Raises RunError when a run fails.
+    """
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in SETTINGS}
+    for seed in SEEDS:
+        for name, settings in SETTINGS.items():
+            found[name].append(figures_of(run_recipe(RECIPE, [*settings, f"run.seed={seed}", *overrides])))
+    return compare(found)
+
+
+def figures_of(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """One run: all samples over all seconds, so that the slowest steps count in full, and the medians of its steps."""
+    steady = records[WARM_UP_STEPS:]
+    seconds = sum(record["step_time"] for record in steady)
+    samples = sum(record["throughput/samples_per_s"] * record["step_time"] for record in steady)
+    final_reward = statistics.fmean(record["reward"] for record in records[-LAST_STEPS:])
+    return {**summarize(records), "samples_per_s": samples / seconds, "final_reward": final_reward}
+
+
+def compare(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """The figures of each setting, and each one's speed over the baseline's."""
+    base = statistics.median(run["samples_per_s"] for run in found[BASELINE])
+    figures: dict[str, Any] = {"seeds": len(found[BASELINE])}
+    for name, runs in found.items():
+        speed = statistics.median(run["samples_per_s"] for run in runs)
+        figures |= {
+            f"{name}/samples_per_s": speed,
+            f"{name}/speed_up": speed / base,
+            f"{name}/step_time_s": statistics.median(run["step_time_s"] for run in runs),
+            f"{name}/train_s": statistics.median(run["train_s"] for run in runs),
+            f"{name}/final_reward": [round(run["final_reward"], 3) for run in runs],
+        }
+    return figures

@@ -90,16 +90,18 @@ class RolloutEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        arguments = engine_arguments(self._config, self._model_path, self._index, self._on_gpu)
         # vLLM leaves the files of its sockets behind. Once it has started, nobody else will connect to them.
         folder = tempfile.TemporaryDirectory(prefix="rlflow-vllm-", dir=TEMPORARY)
         with folder as sockets, variables({"VLLM_RPC_BASE_PATH": sockets}):
             try:
                 self._llm = AsyncLLM.from_engine_args(
-                    AsyncEngineArgs(**arguments), stat_loggers=[pressure_gauge(self._gate)]
+                    AsyncEngineArgs(**self._arguments()), stat_loggers=[pressure_gauge(self._gate)]
                 )
             except RuntimeError as error:
                 raise RunError(f"vLLM did not start in rollout engine {self._index}; {log_hint()}: {error}") from error
+
+    def _arguments(self) -> dict[str, Any]:
+        return engine_arguments(self._config, self._model_path, self._index, self._on_gpu)
 
     async def watch(self) -> None:
         """Wait until vLLM's process ends, which nothing but `shutdown` should make it do; then raise EngineLost."""
@@ -221,23 +223,13 @@ class RolloutEngine:
             raise RunError(f"{subject}: {error}") from error
 
     async def _replace_weights(self, loading: Loading, staged: StagedWeights) -> float:
-        """When sampling stopped, by `time.perf_counter`. It is still paused on return.
-
-        Raises RunError when the workers do not compute with what was staged, as far as weights.verify looks.
-        """
+        """When sampling stopped, by `time.perf_counter`. It is still paused on return."""
         await loading.prepare()
         paused_at_s = await self._pause()
         if self._frees_memory and self._is_asleep:
             await self._engine.wake_up(tags=["weights"])
         await loading.load()
-        verify = self._config.weights.verify
-        if verify is not Verify.off:
-            report = await self.compare_weights(staged, verify)
-            if different := report["different"]:
-                raise RunError(
-                    f"rollout engine {self._index} does not compute with version {staged.version} as it was staged: "
-                    f"{len(different)} of the parameters that were compared differ, such as {different[0]!r}"
-                )
+        await self._verify(staged)
         await self._engine.update_weight_version(str(staged.version))
         if self._frees_memory and self._is_asleep:
             await self._engine.wake_up(tags=["kv_cache"])
@@ -270,6 +262,17 @@ class RolloutEngine:
             )
             await self._within("sleep", self._config.deadlines.weights_s, work)
             self._is_asleep = True
+
+    async def _verify(self, staged: StagedWeights) -> None:
+        """Raises RunError when the workers do not compute with what was staged, as far as weights.verify looks."""
+        if self._config.weights.verify is Verify.off:
+            return
+        report = await self.compare_weights(staged, self._config.weights.verify)
+        if different := report["different"]:
+            raise RunError(
+                f"rollout engine {self._index} does not compute with version {staged.version} as it was staged: "
+                f"{len(different)} of the parameters that were compared differ, such as {different[0]!r}"
+            )
 
     async def compare_weights(self, staged: StagedWeights, verify: Verify = Verify.full) -> WeightReport:
         """Compare what the engine computes with, to `staged`, bit for bit."""

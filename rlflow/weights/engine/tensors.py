@@ -97,13 +97,17 @@ class EngineTensors:
 
         Raises ValueError for a parameter of another name or shape than was learnt.
         """
+        self.place(name, whole)
+        self.landed(name)
+
+    def place(self, name: str, whole: Tensor) -> None:
+        """The copying alone."""
         if self.shapes.get(name) != tuple(whole.shape):
             raise ValueError(f"{name!r} of shape {tuple(whole.shape)} was sent, but not when the shapes were learnt")
         for landing in self.landings.get(name, ()):
             target = self.targets[landing.tensor].detach()
             for region in landing.regions:
                 region.view_of(target).copy_(region.box_of(whole))
-        self.landed(name)
 
     def landed(self, name: str) -> None:
         """This worker's part of a parameter is in the targets: make ready the modules that are complete with it."""

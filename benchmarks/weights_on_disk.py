@@ -108,7 +108,7 @@ class _Store:
         self._timed("write", lambda: self._writer.write(total))
         manifest = self._timed("publish", self._writer.publish)
         update = self._timed("fetch", lambda: self._reader.fetch(version))
-        self._timed("apply", lambda: self._reader.apply(update))
+        self._timed("apply", lambda: list(self._reader.apply(update)))
         for part in self._parts():
             target = self._targets[part.name]
             if not torch.equal(bits(target), bits(part.tensor.to(target.dtype).to("cpu").view(target.shape))):

@@ -216,14 +216,15 @@ class HostedProcess:
         """Kill the process and all that it started, unless that was done; the task gives the exit code."""
         if self._ending is None:
             os.close(self._life_fd)
-            self._connection.close()
             self._ending = asyncio.create_task(self._wait_until_ended())
         return self._ending
 
     async def _wait_until_ended(self) -> int:
         for _ in range(2):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return await asyncio.to_thread(self._process.wait, KILL_TIMEOUT_S)
+                code = await asyncio.to_thread(self._process.wait, KILL_TIMEOUT_S)
+                self._connection.close()  # not before: a process that reads its end might exit before it is killed
+                return code
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         raise DeadlineError(f"end of {self._code.process}, which was killed", 2 * KILL_TIMEOUT_S)

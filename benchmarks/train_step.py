@@ -25,7 +25,7 @@ from rlflow.models.resolve import resolve_model
 ROUNDS = 3
 TIMEOUT_S = 1800.0
 VOCABULARY = 49152
-"""Of the model of `Config()`."""
+"""Tokens that the model of `Config()` knows."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

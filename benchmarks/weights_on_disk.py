@@ -46,7 +46,7 @@ def take_step(trainer: TrainerBackend, samples: Sequence[TrainSample]) -> None:
 
 
 def deltas(config: Config, model_path: str, samples: Sequence[TrainSample], folder: Path) -> Figures:
-    """For each dtype and learning rate: density of each version, bytes over those of all weights, medians of seconds.
+    """Density of each version, bytes over those of all weights, medians of seconds, by dtype and learning rate.
 
     Raises RunError when what was read is not what was written.
     """

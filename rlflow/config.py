@@ -175,7 +175,7 @@ class RewardConfig:
     workers: int = 1
     """Processes that call the functions, each for one episode at a time."""
     timeout_s: float = 10.0
-    """For all functions on one episode, or one batch through the model; waiting for a turn does not count. A process
+    """The limit for all functions on one episode, or one batch through the model; waiting is not counted. A process
     that takes longer is killed and replaced."""
 
 
@@ -363,7 +363,7 @@ class PoolConfig:
     machines: int | None = None
     """How many; null: as many as the Ray cluster has."""
     cpus: int | None = None
-    """Of each machine, like `gpus` and `memory_gb`; null: what it has."""
+    """The number on each machine, like `gpus` and `memory_gb`; null: what it has."""
     gpus: int | None = None
     memory_gb: float | None = None
     """Memory of its pod, half of which may be shared memory. Kubernetes only."""

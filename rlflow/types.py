@@ -290,7 +290,7 @@ class ReadyGroup:
     episodes: list[EpisodeSummary]
     payloads: list[PayloadRef]  # one for each of `episodes`
     advantages: list[list[float] | None]
-    """For each of `episodes`: one value, or one for each turn, or None to keep it out of the gradient. Empty until all
+    """One value for each of `episodes`, or one for each turn, or None to keep it out of the gradient. Empty until all
     groups of the step are known, if the advantage depends on them."""
     references: list[object] | None
     """Handles to the reference policy's log-probabilities, one for each episode; None when KL is off."""

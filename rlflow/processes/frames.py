@@ -17,7 +17,7 @@ Fields = dict[str, Any]
 """What a frame holds, once read from JSON."""
 
 MAX_FRAME_BYTES = 16 << 20
-"""Of a frame's content. Reading one this long takes tens of milliseconds."""
+"""The longest content of a frame. Reading one this long takes tens of milliseconds."""
 
 
 class FrameTooLong(ValueError):

@@ -61,7 +61,7 @@ class HostedCode:
     """What an answer is, such as "verdict"."""
     max_answer_bytes: int = MAX_FRAME_BYTES
     max_memory_bytes: int = 0
-    """Of each process; 0 is no bound."""
+    """The bound on each process; 0 is none."""
     failed: type[Exception] = CallFailed
     lost: type[Exception] = ProcessLost
 

@@ -206,7 +206,7 @@ class TrainerBackend(ABC):
         return self._add_up_data(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def per_token(self, groups: Sequence[MicroBatch]) -> list[list[FloatArray]]:
-        """For each micro-batch, [L] for each of its samples; 0 where there is no loss.
+        """One [L] for each sample of each micro-batch; 0 where there is no loss.
 
         Log-probabilities under the current policy, or values of the current critic.
         """

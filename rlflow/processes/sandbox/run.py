@@ -53,7 +53,7 @@ ANSWER_SECONDS = 180.0
 """Beyond the program's own limit: set-up, the end of all its processes, the removal of its files."""
 PROGRAM_FILE = "program.py"
 TRIAL_SECONDS = 60.0
-"""For a program that does nothing, on a machine that may be very busy."""
+"""The limit of a program that does nothing, on a machine that may be very busy."""
 _SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"),
     *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"),
@@ -67,7 +67,7 @@ class SandboxLimits:
     seconds: float = 10.0
     """Wall-clock, from its start; all it started is killed then."""
     cpu_seconds: int = 10
-    """Of each process, its threads together."""
+    """The limit of each process, its threads together."""
     memory_mb: int = 512
     """Address space of each process."""
     file_mb: int = 64
@@ -75,7 +75,7 @@ class SandboxLimits:
     processes: int = 16
     """At a time, threads included."""
     output_bytes: int = 65536
-    """Of standard output and of standard error; more ends the program."""
+    """The limit of standard output, and of standard error; more ends the program."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

@@ -31,12 +31,12 @@ from rlflow.tools.doctor.software import check_joined_ray
 from rlflow.tools.doctor.trials import look
 
 START_TIMEOUT_S = 120.0
-"""For all actors together."""
+"""The limit for all actors together."""
 LOOK_TIMEOUT_S = 300.0
-"""For all nodes together; more than a node gives the processes that it starts."""
+"""The limit for all nodes together; more than a node gives the processes that it starts."""
 ANSWER_TIMEOUT_S = 20.0
 LINK_TIMEOUT_S = 60.0
-"""For one object."""
+"""The limit for one object."""
 NUM_PINGS = 10
 NUM_MOVES = 3
 LARGE_BYTES = 256 << 20

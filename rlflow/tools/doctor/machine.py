@@ -33,7 +33,7 @@ SMALL_MEMORY = 4 << 30
 RAY_FULL = 0.95
 """Share of a disk above which Ray writes no more objects to it."""
 RAY_FREE = 1 << 30
-"""For logs, and objects that do not fit into memory."""
+"""Room for logs, and for objects that do not fit into memory."""
 SOCKET_PATH = 107
 """Longest path of a Unix socket."""
 RAY_SOCKET = "/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"

@@ -35,7 +35,7 @@ from rlflow.tools.doctor.software import (
 )
 
 TRIAL_TIMEOUT_S = 180.0
-"""For each process. Importing vLLM takes up to a minute from a cold network disk."""
+"""The limit for each process. Importing vLLM takes up to a minute from a cold network disk."""
 
 
 TRIALS: dict[str, tuple[str, Check]] = {

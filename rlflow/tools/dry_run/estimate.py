@@ -61,7 +61,7 @@ class Batch:
     cached_sequences: int
     """Sequences of model.max_length in one engine's cache."""
     micro_batches: int
-    """For one rank in a step whose groups come to the trainer together."""
+    """Those of one rank in a step whose groups come to the trainer together."""
     micro_batches_one_by_one: int | None
     """The same when they come one by one; None when they cannot."""
 

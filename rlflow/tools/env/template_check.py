@@ -34,7 +34,7 @@ class Trial:
     name: str
     turns: int
     forks: int
-    """Of `turns` - 1 continuations."""
+    """How many of the `turns` - 1 continuations fork."""
     refused: str = ""
     """What the template said, if it does not take such a conversation."""
 

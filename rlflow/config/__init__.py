@@ -5,112 +5,69 @@ out of range, contradicts another setting or has no effect. What follows from se
 """
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
+from rlflow.config.choices import (
+    Aggregation,
+    Backend,
+    Dtype,
+    Late,
+    ModelPlacement,
+    Offload,
+    OnExists,
+    Order,
+    Placement,
+    ProcessKind,
+    Proximal,
+    Scheduler,
+    Send,
+    Transport,
+    Update,
+    Verify,
+)
+from rlflow.config.cluster import POOL_LABEL, ClusterConfig, KubernetesConfig, PoolConfig
+from rlflow.config.rollout import RolloutConfig
+from rlflow.config.trainer import ADAPTER_RANKS, CriticConfig, LoraConfig, TrainerConfig
 
-class OnExists(StrEnum):
-    resume = "resume"
-    fail = "fail"
-    fresh = "fresh"
-
-
-class Dtype(StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class Aggregation(StrEnum):
-    """How a step averages over tokens and sequences."""
-
-    token_mean = "token_mean"
-    """Every token weighs the same (DAPO, arXiv:2503.14476)."""
-    seq_mean_token_mean = "seq_mean_token_mean"
-    """Every sequence weighs the same (GRPO, arXiv:2402.03300; GSPO, GMPO)."""
-    seq_mean_token_sum = "seq_mean_token_sum"
-    """The sum over a sequence, averaged over sequences."""
-    seq_mean_token_sum_norm = "seq_mean_token_sum_norm"
-    """The same divided by rollout.max_new_tokens, a constant (Dr. GRPO, arXiv:2503.20783)."""
-
-
-class Proximal(StrEnum):
-    behaviour = "behaviour"
-    interpolated = "interpolated"
-
-
-class Order(StrEnum):
-    oldest_first = "oldest_first"
-    ready_first = "ready_first"
-
-
-class Late(StrEnum):
-    requeue = "requeue"
-    mask = "mask"
-    train = "train"
-
-
-class Update(StrEnum):
-    rolling = "rolling"
-    all = "all"
-
-
-class Placement(StrEnum):
-    colocated = "colocated"
-    separate = "separate"
-
-
-class ProcessKind(StrEnum):
-    """The first five compute, on GPUs if there are any, and take them in this order."""
-
-    engine = "engine"
-    trainer = "trainer"
-    critic = "critic"
-    reference = "reference"
-    reward_model = "reward_model"
-    runner = "runner"
-    reward = "reward"
-
-
-class Scheduler(StrEnum):
-    """What admits a job to a Kubernetes cluster, and starts all of its pods or none."""
-
-    default = "default"
-    kueue = "kueue"
-    volcano = "volcano"
-    kai = "kai"
-
-
-class ModelPlacement(StrEnum):
-    separate = "separate"
-    shared = "shared"
-
-
-class Backend(StrEnum):
-    fsdp = "fsdp"
-    deepspeed = "deepspeed"
-
-
-class Offload(StrEnum):
-    none = "none"
-    cpu = "cpu"
-
-
-class Send(StrEnum):
-    merged = "merged"
-    adapters = "adapters"
-
-
-class Transport(StrEnum):
-    shm = "shm"
-    p2p = "p2p"
-    ipc = "ipc"
-    disk = "disk"
-
-
-class Verify(StrEnum):
-    off = "off"
-    sample = "sample"
-    full = "full"
+__all__ = [
+    "ADAPTER_RANKS",
+    "POOL_LABEL",
+    "Aggregation",
+    "AlgorithmConfig",
+    "Backend",
+    "ClusterConfig",
+    "Config",
+    "CriticConfig",
+    "CurriculumConfig",
+    "DeadlinesConfig",
+    "Dtype",
+    "EnvConfig",
+    "EvalConfig",
+    "KubernetesConfig",
+    "Late",
+    "LoraConfig",
+    "ModelConfig",
+    "ModelPlacement",
+    "Offload",
+    "OnExists",
+    "Order",
+    "Placement",
+    "PoolConfig",
+    "ProcessKind",
+    "Proximal",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "Scheduler",
+    "Send",
+    "StalenessConfig",
+    "TrackersConfig",
+    "TrainerConfig",
+    "Transport",
+    "Update",
+    "Verify",
+    "WeightsConfig",
+]
 
 
 @dataclass
@@ -228,80 +185,6 @@ class AlgorithmConfig:
 
 
 @dataclass
-class RolloutConfig:
-    engines: int = 1
-    tensor_parallel: int = 1
-    max_new_tokens: int = 256
-    """Sampled tokens of one reply."""
-    temperature: float = 1.0
-    max_running: int = 64
-    """Requests that one engine decodes at the same time."""
-    kv_cache_gb: float = 0.5
-    update: Update = Update.rolling
-    """`rolling`: a quarter of the engines load new weights while the others sample; `all`: all at once."""
-    drain: bool = False
-    """An engine finishes its requests before it takes new weights, instead of pausing them half-way."""
-    seeded: bool = True
-    """Seed each request, so that a synchronous run repeats token for token. Costs decode speed on a GPU."""
-
-
-@dataclass
-class TrainerConfig:
-    backend: Backend = Backend.fsdp
-    """What shards the model over the ranks. `deepspeed` needs the extra of that name."""
-    zero_stage: int | None = None
-    """Required with `deepspeed`. 1: the optimiser state is sharded; 2: the gradients too; 3: the parameters too."""
-    offload: Offload = Offload.none
-    """`cpu`: shards lie in CPU memory, and the optimiser runs there (ZeRO 1 and 2: the optimiser state only)."""
-    nvme_path: str | None = None
-    """A folder on a fast local disk to which ZeRO 3 offloads instead."""
-    ranks: int = 1
-    tensor_parallel: int = 1
-    """Ranks that share a micro-batch, each with a slice of every decoder layer; it divides `ranks`. For activations
-    that one GPU cannot hold, on GPUs of one machine; `fsdp` only."""
-    learning_rate: float = 1e-6
-    warmup_steps: int = 0
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.99
-    max_grad_norm: float = 1.0
-    micro_batch_tokens: int = 4096
-    """Tokens that go through the model at once on a rank; this changes memory and speed, never the gradient."""
-    streaming: bool = True
-    """Accumulate the gradient of each group when it is ready; false waits for all groups of the step."""
-    gradient_checkpointing: bool = False
-    save_optimizer: bool = True
-
-
-ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Largest ranks of adapters that vLLM can be started with; smaller ones fit in."""
-
-
-@dataclass
-class LoraConfig:
-    """Low-rank adapters (arXiv:2106.09685) on all linear layers of the decoder layers; the rest of the model is frozen.
-    The critic has them too, and its head is trained whole."""
-
-    rank: int | None = None
-    """null trains the whole model; a rank needs the extra `lora`."""
-    alpha: float = 32.0
-    """What the adapters add is multiplied by alpha / rank."""
-    send: Send = Send.adapters
-    """What engines are sent. `merged`: the whole model, which takes longer to send but samples up to a seventh faster
-    (SmolLM2-135M); also for models for which vLLM has no adapters."""
-
-
-@dataclass
-class CriticConfig:
-    """The value model of algorithm.advantage=gae: the policy's architecture, on the trainer's back end and ranks."""
-
-    learning_rate: float = 1e-5
-    """Larger than the policy's, because the critic must follow the policy."""
-    value_clip: float | None = 0.2
-    """How far a value may move in one update before its loss stops falling; null: no bound."""
-
-
-@dataclass
 class StalenessConfig:
     max_versions: int = 0
     """A token enters a gradient at most this many versions after the one that sampled it. 0 is synchronous."""
@@ -348,67 +231,6 @@ class EvalConfig:
     """Steps between evaluations; 0: none. The environment must offer evaluation tasks."""
     episodes: int = 1
     """Episodes of each task, sampled as in training."""
-
-
-POOL_LABEL = "rlflow-pool"
-"""A label on the nodes of a Ray cluster; its value is the name of their pool."""
-
-
-@dataclass
-class PoolConfig:
-    """Machines of one kind, and what runs on them; in a Ray cluster, the nodes labelled rlflow-pool=NAME."""
-
-    processes: list[ProcessKind] | None = None
-    """What runs here; null: everything that no other pool has."""
-    machines: int | None = None
-    """How many; null: as many as the Ray cluster has."""
-    cpus: int | None = None
-    """The number on each machine, like `gpus` and `memory_gb`; null: what it has."""
-    gpus: int | None = None
-    memory_gb: float | None = None
-    """Memory of its pod, half of which may be shared memory. Kubernetes only."""
-    node_labels: dict[str, str] = field(default_factory=dict)
-    """Labels of the Kubernetes nodes that it may be on."""
-
-
-@dataclass
-class KubernetesConfig:
-    """A RayJob for the KubeRay operator, with one group of workers for each of cluster.pools."""
-
-    image: str | None = None
-    """A container image with rlflow and what your code needs; naming one makes the run a RayJob."""
-    namespace: str | None = None
-    """null: the one that the kubeconfig names."""
-    claim: str | None = None
-    """A PersistentVolumeClaim that all pods can write (ReadWriteMany): run directories and the cache of models."""
-    secrets: list[str] = field(default_factory=list)
-    """Names of Secrets whose keys become environment variables, such as HF_TOKEN."""
-    head_cpus: int = 4
-    head_memory_gb: float = 16.0
-    retries: int = 3
-    """How often a job that failed, for whatever reason, starts again from its last checkpoint."""
-    scheduler: Scheduler = Scheduler.default
-    queue: str | None = None
-    """The queue of kueue, volcano or kai."""
-
-
-@dataclass
-class ClusterConfig:
-    address: str | None = None
-    """A running Ray cluster: `auto` (the one that this machine is part of) or host:port; for `rlflow submit` its
-    dashboard, such as http://head:8265. null starts one on this machine, on loopback."""
-    pools: dict[str, PoolConfig] = field(default_factory=dict)
-    """Name -> machines of one kind; empty: anything may run on any machine."""
-    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
-    placement: Placement = Placement.separate
-    """`separate`: engines and trainer have devices of their own and overlap. `colocated`: they take turns on the same
-    devices; the engines sleep while the trainer works, and a step is trained when its last group is ready."""
-    roles: ModelPlacement = ModelPlacement.separate
-    """Where critic, reference and reward model are. `separate`: on GPUs of their own. `shared`: rank i of each, and
-    replica i of the reward model, on the GPU of the trainer's rank i; with `colocated` only the critic leaves too."""
-    cpu_threads: int | None = None
-    """Threads of each process that computes without a GPU. null: an equal share of this machine's cores; one thread in
-    a cluster that is joined."""
 
 
 @dataclass

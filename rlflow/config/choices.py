@@ -1,0 +1,107 @@
+"""The settings that are one of a few words."""
+
+from enum import StrEnum
+
+
+class OnExists(StrEnum):
+    resume = "resume"
+    fail = "fail"
+    fresh = "fresh"
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Aggregation(StrEnum):
+    """How a step averages over tokens and sequences."""
+
+    token_mean = "token_mean"
+    """Every token weighs the same (DAPO, arXiv:2503.14476)."""
+    seq_mean_token_mean = "seq_mean_token_mean"
+    """Every sequence weighs the same (GRPO, arXiv:2402.03300; GSPO, GMPO)."""
+    seq_mean_token_sum = "seq_mean_token_sum"
+    """The sum over a sequence, averaged over sequences."""
+    seq_mean_token_sum_norm = "seq_mean_token_sum_norm"
+    """The same divided by rollout.max_new_tokens, a constant (Dr. GRPO, arXiv:2503.20783)."""
+
+
+class Proximal(StrEnum):
+    behaviour = "behaviour"
+    interpolated = "interpolated"
+
+
+class Order(StrEnum):
+    oldest_first = "oldest_first"
+    ready_first = "ready_first"
+
+
+class Late(StrEnum):
+    requeue = "requeue"
+    mask = "mask"
+    train = "train"
+
+
+class Update(StrEnum):
+    rolling = "rolling"
+    all = "all"
+
+
+class Placement(StrEnum):
+    colocated = "colocated"
+    separate = "separate"
+
+
+class ProcessKind(StrEnum):
+    """The first five compute, on GPUs if there are any, and take them in this order."""
+
+    engine = "engine"
+    trainer = "trainer"
+    critic = "critic"
+    reference = "reference"
+    reward_model = "reward_model"
+    runner = "runner"
+    reward = "reward"
+
+
+class Scheduler(StrEnum):
+    """What admits a job to a Kubernetes cluster, and starts all of its pods or none."""
+
+    default = "default"
+    kueue = "kueue"
+    volcano = "volcano"
+    kai = "kai"
+
+
+class ModelPlacement(StrEnum):
+    separate = "separate"
+    shared = "shared"
+
+
+class Backend(StrEnum):
+    fsdp = "fsdp"
+    deepspeed = "deepspeed"
+
+
+class Offload(StrEnum):
+    none = "none"
+    cpu = "cpu"
+
+
+class Send(StrEnum):
+    merged = "merged"
+    adapters = "adapters"
+
+
+class Transport(StrEnum):
+    shm = "shm"
+    p2p = "p2p"
+    ipc = "ipc"
+    disk = "disk"
+
+
+class Verify(StrEnum):
+    off = "off"
+    sample = "sample"
+    full = "full"

@@ -1,0 +1,23 @@
+"""Settings of the engines that sample."""
+
+from dataclasses import dataclass
+
+from rlflow.config.choices import Update
+
+
+@dataclass
+class RolloutConfig:
+    engines: int = 1
+    tensor_parallel: int = 1
+    max_new_tokens: int = 256
+    """Sampled tokens of one reply."""
+    temperature: float = 1.0
+    max_running: int = 64
+    """Requests that one engine decodes at the same time."""
+    kv_cache_gb: float = 0.5
+    update: Update = Update.rolling
+    """`rolling`: a quarter of the engines load new weights while the others sample; `all`: all at once."""
+    drain: bool = False
+    """An engine finishes its requests before it takes new weights, instead of pausing them half-way."""
+    seeded: bool = True
+    """Seed each request, so that a synchronous run repeats token for token. Costs decode speed on a GPU."""

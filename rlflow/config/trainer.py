@@ -1,0 +1,61 @@
+"""Settings of the models that are trained."""
+
+from dataclasses import dataclass
+
+from rlflow.config.choices import Backend, Offload, Send
+
+
+@dataclass
+class TrainerConfig:
+    backend: Backend = Backend.fsdp
+    """What shards the model over the ranks. `deepspeed` needs the extra of that name."""
+    zero_stage: int | None = None
+    """Required with `deepspeed`. 1: the optimiser state is sharded; 2: the gradients too; 3: the parameters too."""
+    offload: Offload = Offload.none
+    """`cpu`: shards lie in CPU memory, and the optimiser runs there (ZeRO 1 and 2: the optimiser state only)."""
+    nvme_path: str | None = None
+    """A folder on a fast local disk to which ZeRO 3 offloads instead."""
+    ranks: int = 1
+    tensor_parallel: int = 1
+    """Ranks that share a micro-batch, each with a slice of every decoder layer; it divides `ranks`. For activations
+    that one GPU cannot hold, on GPUs of one machine; `fsdp` only."""
+    learning_rate: float = 1e-6
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.99
+    max_grad_norm: float = 1.0
+    micro_batch_tokens: int = 4096
+    """Tokens that go through the model at once on a rank; this changes memory and speed, never the gradient."""
+    streaming: bool = True
+    """Accumulate the gradient of each group when it is ready; false waits for all groups of the step."""
+    gradient_checkpointing: bool = False
+    save_optimizer: bool = True
+
+
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks of adapters that vLLM can be started with; smaller ones fit in."""
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (arXiv:2106.09685) on all linear layers of the decoder layers; the rest of the model is frozen.
+    The critic has them too, and its head is trained whole."""
+
+    rank: int | None = None
+    """null trains the whole model; a rank needs the extra `lora`."""
+    alpha: float = 32.0
+    """What the adapters add is multiplied by alpha / rank."""
+    send: Send = Send.adapters
+    """What engines are sent. `merged`: the whole model, which takes longer to send but samples up to a seventh faster
+    (SmolLM2-135M); also for models for which vLLM has no adapters."""
+
+
+@dataclass
+class CriticConfig:
+    """The value model of algorithm.advantage=gae: the policy's architecture, on the trainer's back end and ranks."""
+
+    learning_rate: float = 1e-5
+    """Larger than the policy's, because the critic must follow the policy."""
+    value_clip: float | None = 0.2
+    """How far a value may move in one update before its loss stops falling; null: no bound."""

@@ -143,7 +143,7 @@ def load_size(config: Config) -> ModelSize:
     """From config.json alone. Raises ConfigError."""
     from rlflow.config import Backend, Offload
     from rlflow.tools.dry_run.model import read_model
-    from rlflow.workers.trainer.policy import MAX_LOGITS
+    from rlflow.workers.trainer.token_logprobs import MAX_LOGITS
 
     facts = read_model(config, resolve_config(config.model.path))
     memory, fullest = dict[str, int](), 0

@@ -22,6 +22,7 @@ from rlflow.workers.trainer.attention import ATTENTION, attention_layout, check_
 from rlflow.workers.trainer.tensor_parallel import TensorGroup
 from rlflow.workers.trainer.token_logprobs import MAX_LOGITS, TokenLogprobs
 
+
 class Policy(nn.Module):
     """A policy; the whole computation is inside `forward`, because FSDP's hooks on the root must see it."""
 

@@ -180,7 +180,7 @@ def test_memory_of_a_rank() -> None:
         "gathered parameters": 2 * (40 + 2 * 28),
         "gradients to be scattered": (2 + 4) * 40,
         "activations": 5 * (1000 + 40),
-        "output layer": 12 * 2 * 10 + 4 * 10 * 4 + 2 * 2 * 5 * 4,
+        "output layer": 12 * 2 * 10 + 2 * 10 * 4 + (2 + 4) * 5 * 4,
     }
     assert (found.kept, found.total) == (4 * shard, 4 * shard + found.passing)
 
@@ -202,7 +202,7 @@ def test_memory_of_a_rank_of_a_tensor_group() -> None:
     assert found["parameters"] == 4 * (3 * 4 + 2 * 4 + 2 * 3 + 1)
     assert found["gathered parameters"] == 2 * (40 + 2 * (12 + 12 + 4))
     assert found["activations"] == 5 * (600 + 40)
-    assert found["output layer"] == 12 * 3 * 10 + 4 * 10 * 4 + 2 * 2 * 5 * 4  # logits of 3 of the 5 tokens
+    assert found["output layer"] == 12 * 3 * 10 + 2 * 10 * 4 + (2 + 4) * 5 * 4  # logits of 3 of the 5 tokens
     assert small_estimate(trainer__ranks=4, trainer__tensor_parallel=2, algorithm__group_size=4).batch == (
         small_estimate(trainer__ranks=2, algorithm__group_size=4).batch
     )
@@ -232,7 +232,7 @@ def test_memory_of_a_rank_with_adapters() -> None:
         "gathered parameters": 2 * (40 + 2 * (28 + 20)),
         "gradients to be scattered": (2 + 4) * 20,
         "activations": 5 * (1000 + 40),
-        "output layer": 12 * 2 * 10 + 2 * 2 * 5 * 4,
+        "output layer": 12 * 2 * 10 + (2 + 4) * 5 * 4,
     }
 
 

@@ -1,5 +1,8 @@
 """The output layer and the softmax in one: the logits of a whole row never exist at once.
 
+    forward    some rows at a time, over the whole vocabulary: the softmax's denominator of each row is kept
+    backward   some columns at a time, over all rows: each column's weight gradient is computed once, and is final
+
 Shape letters: R rows (states that predict), N loss tokens, V vocabulary, D hidden size.
 """
 
@@ -12,30 +15,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 MAX_LOGITS = 2**26
-"""Logits that exist at once (256 MiB in float32); more loss tokens go through the head in chunks."""
+"""Logits that exist at once (256 MiB in float32); with more, rows or columns go through the head in chunks."""
 
 
 class TokenLogprobs(torch.autograd.Function):
     """log softmax(hidden weight^T / temperature)[row_of, targets], with at most `max_logits` logits in memory.
 
-    If everything fits into one chunk, its probabilities are kept; otherwise backward computes each chunk again.
+    Returns log-probabilities [N] and entropies [N], float32; entropies have no gradient. If everything fits into one
+    chunk, its probabilities are kept; otherwise backward computes each chunk again.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, row_of: Tensor, targets: Tensor, temperature: float, max_logits: int
     ) -> tuple[Tensor, Tensor]:
-        chunk = max(1, max_logits // len(weight))
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
-        entropies = hidden.new_empty(len(hidden), dtype=torch.float32)
-        probabilities = None
-        for rows, tokens in _chunks(len(hidden), chunk, row_of):
-            log_softmax = _log_softmax(hidden[rows], weight, temperature)
+        entropies, denominators = hidden.new_empty(2, len(hidden), dtype=torch.float32)
+        kept = None
+        for rows, tokens in _chunks(len(hidden), max_logits // len(weight), row_of):
+            logits = _logits(hidden[rows], weight, temperature)
+            denominators[rows] = logits.logsumexp(dim=-1)
+            log_softmax = logits.sub_(denominators[rows, None])
             logprobs[tokens] = log_softmax[row_of[tokens] - rows.start, targets[tokens]]
             probabilities = log_softmax.exp()
             entropies[rows] = -torch.linalg.vecdot(probabilities, log_softmax)
-        ctx.save_for_backward(hidden, weight, row_of, targets, probabilities if len(hidden) <= chunk else None)
-        ctx.temperature, ctx.chunk = temperature, chunk
+            kept = probabilities if len(probabilities) == len(hidden) else None
+        ctx.save_for_backward(hidden, weight, row_of, targets, denominators, kept)
+        ctx.temperature, ctx.max_logits = temperature, max_logits
         entropies = entropies[row_of]
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -45,32 +51,37 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, row_of, targets, kept = ctx.saved_tensors
+        hidden, weight, row_of, targets, denominators, kept = ctx.saved_tensors
         scaled = gradients[0] / ctx.temperature
-        hidden_gradient = torch.empty_like(hidden)
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for rows, tokens in _chunks(len(hidden), ctx.chunk, row_of):
-            probabilities = _log_softmax(hidden[rows], weight, ctx.temperature).exp_() if kept is None else kept
-            own_rows = row_of[tokens] - rows.start
-            of_row = scaled.new_zeros(len(probabilities)).index_add_(0, own_rows, scaled[tokens])
-            by_logit = probabilities * -of_row[:, None]
-            by_logit.view(-1).index_add_(0, own_rows * len(weight) + targets[tokens], scaled[tokens])
+        of_row = scaled.new_zeros(len(hidden)).index_add_(0, row_of, scaled)
+        hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32)
+        weight_gradient = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        width = len(weight) if kept is not None else ctx.max_logits // max(1, len(hidden))
+        for columns, tokens in _chunks(len(weight), width, targets):
+            by_logit = kept
+            if by_logit is None:
+                by_logit = _logits(hidden, weight[columns], ctx.temperature).sub_(denominators[:, None]).exp_()
+            by_logit = by_logit * -of_row[:, None] if kept is not None else by_logit.mul_(-of_row[:, None])
+            cells = row_of[tokens] * by_logit.shape[1] + targets[tokens] - columns.start
+            by_logit.view(-1).index_add_(0, cells, scaled[tokens])
             by_logit = by_logit.to(hidden.dtype)
-            hidden_gradient[rows] = by_logit @ weight
+            hidden_gradient += by_logit @ weight[columns]
             if weight_gradient is not None:
-                weight_gradient += by_logit.T @ hidden[rows]
-        whole = None if weight_gradient is None else weight_gradient.to(weight.dtype)
-        return hidden_gradient, whole, None, None, None, None
+                torch.mm(by_logit.T, hidden, out=weight_gradient[columns])
+        return hidden_gradient.to(hidden.dtype), weight_gradient, None, None, None, None
 
 
-def _chunks(num_rows: int, chunk: int, row_of: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Runs of at most `chunk` rows, each with the tokens that belong to them."""
-    for start in range(0, num_rows, chunk):
-        yield slice(start, start + chunk), torch.nonzero((row_of >= start) & (row_of < start + chunk))[:, 0]
+def _chunks(length: int, size: int, place_of: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Runs of at most `size` (at least one) of `length` places, each with the tokens whose place is among them."""
+    size = max(1, size)
+    ordered, tokens = torch.sort(place_of, stable=True)
+    starts = range(0, length, size)
+    edges = torch.searchsorted(ordered, torch.tensor([*starts, length], device=place_of.device)).tolist()
+    for start, first, last in zip(starts, edges, edges[1:], strict=False):
+        yield slice(start, min(start + size, length)), tokens[first:last]
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """[R, V] in float32, not shared with anything."""
     logits = F.linear(hidden, weight).float()
-    if temperature != 1:
-        logits = logits.div_(temperature)
-    return logits.log_softmax(dim=-1)
+    return logits if temperature == 1 else logits.div_(temperature)

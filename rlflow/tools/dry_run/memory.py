@@ -172,12 +172,15 @@ def trainer_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logit
     other = size(activation_bytes(facts, num_tokens, with_checkpointing=not is_on))
     note = f"trainer.gradient_checkpointing={str(is_on).lower()}; {other} if {str(not is_on).lower()}"
     items += [*_gathered(config, facts), Item(name="activations", num_bytes=num_bytes, note=note, is_kept=False)]
-    # The logits of some rows at once, the output layer's float32 gradient if it has one, and the hidden states with
-    # theirs.
+    # The logits of some rows at once, the output layer's gradient if it has one, and the hidden states with theirs,
+    # which is summed up in float32.
     rows = logit_rows(facts, -(-num_tokens // parallel), max_logits)
-    gradient = 0 if facts.adapters else FLOAT32 * facts.vocabulary_size * facts.hidden_size
-    num_bytes = LOGIT_BYTES * rows * facts.vocabulary_size + gradient + 2 * width * num_tokens * facts.hidden_size
-    note = f"logits of {rows:,} tokens at once" + ("" if facts.adapters else ", gradient in float32")
+    gradient = 0 if facts.adapters else width * facts.vocabulary_size * facts.hidden_size
+    num_bytes = LOGIT_BYTES * rows * facts.vocabulary_size + gradient
+    num_bytes += (width + FLOAT32) * num_tokens * facts.hidden_size
+    note = f"logits of {rows:,} tokens at once" + (
+        "" if facts.adapters else f", gradient in {config.model.dtype.value}"
+    )
     items.append(Item(name=OUTPUT_LAYER, num_bytes=num_bytes, note=note, is_kept=False))
     return ProcessMemory(items=tuple(items))
 

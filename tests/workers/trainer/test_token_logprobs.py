@@ -1,0 +1,89 @@
+"""The output layer and the softmax in one: values, gradients and what is in memory at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rounding import allowed_difference
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rlflow.workers.trainer.token_logprobs import TokenLogprobs
+
+ROWS, VOCABULARY, HIDDEN = 13, 101, 24
+ROW_OF = torch.arange(17) % ROWS  # four rows predict two tokens each
+TARGETS = torch.arange(17) * 37 % VOCABULARY
+
+
+def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(rows, HIDDEN, dtype=torch.bfloat16) for rows in (ROWS, VOCABULARY))
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+
+
+def by_definition(dtype: torch.dtype) -> list[Tensor]:
+    """Log-probabilities, entropies, gradients of hidden states and weight."""
+    hidden, weight = inputs(dtype)
+    log_softmax = (hidden @ weight.T / 0.7).log_softmax(-1)[ROW_OF]
+    logprobs = log_softmax.gather(1, TARGETS[:, None])[:, 0]
+    entropies = -(log_softmax.exp() * log_softmax).sum(-1)
+    return [logprobs, entropies, *torch.autograd.grad((logprobs * weights(dtype)).sum(), [hidden, weight])]
+
+
+def weights(dtype: torch.dtype) -> Tensor:
+    return torch.linspace(-1, 2, len(TARGETS), dtype=dtype)
+
+
+def fused(dtype: torch.dtype, max_logits: int) -> list[Tensor]:
+    hidden, weight = inputs(dtype)
+    outputs: Any = TokenLogprobs.apply(hidden, weight, ROW_OF, TARGETS, 0.7, max_logits)
+    logprobs, entropies = outputs
+    assert not entropies.requires_grad
+    gradients = torch.autograd.grad((logprobs * weights(torch.float32)).sum(), [hidden, weight])
+    assert [gradient.dtype for gradient in gradients] == [dtype, dtype]
+    return [logprobs, entropies, *gradients]
+
+
+def differences(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
+    """Of each tensor, relative to its norm."""
+    return [
+        float((one.detach().double() - other.detach()).norm() / other.detach().norm())
+        for one, other in zip(found, wanted, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("max_logits", [1, 150, 404, 10_000], ids=["one", "a row", "four rows", "all"])
+def test_values_and_gradients_are_those_of_the_definition(max_logits: int) -> None:
+    wanted = by_definition(torch.float64)
+    allowed = allowed_difference(differences(by_definition(torch.float32), wanted))
+    assert max(differences(fused(torch.float32, max_logits), wanted)) <= allowed
+
+
+@pytest.mark.parametrize("max_logits", [150, 10_000])
+def test_bfloat16_rounds_logits_and_gradients_alone(max_logits: int) -> None:
+    # The largest logits are near 20 and rounded to 8 bits; a softmax in bfloat16 would be off by several tenths.
+    logprobs, entropies, *gradients = differences(fused(torch.bfloat16, max_logits), by_definition(torch.float64))
+    assert max(logprobs, entropies) < 0.02
+    assert max(gradients) < 0.02
+
+
+class Sizes(TorchDispatchMode):
+    """The largest number of elements of a new float32 tensor."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(found):
+            if isinstance(leaf, Tensor) and leaf.dtype == torch.float32:
+                self.largest = max(self.largest, leaf.numel())
+        return found
+
+
+def test_nothing_in_float32_is_as_large_as_the_weight_or_all_logits() -> None:
+    with Sizes() as sizes:
+        fused(torch.bfloat16, max_logits=404)
+    assert sizes.largest == max(404, ROWS * HIDDEN)

@@ -10,6 +10,7 @@ from typing import Any
 from rlflow.config.choices import (
     Aggregation,
     Backend,
+    Checkpointing,
     Dtype,
     Late,
     ModelPlacement,
@@ -35,6 +36,7 @@ __all__ = [
     "Aggregation",
     "AlgorithmConfig",
     "Backend",
+    "Checkpointing",
     "ClusterConfig",
     "Config",
     "CriticConfig",

@@ -89,6 +89,12 @@ class Offload(StrEnum):
     cpu = "cpu"
 
 
+class Schedule(StrEnum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
 class Send(StrEnum):
     merged = "merged"
     adapters = "adapters"

@@ -1,8 +1,9 @@
 """Settings of the models that are trained."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from rlflow.config.choices import Backend, Offload, Send
+from rlflow.config.choices import Backend, Offload, Schedule, Send
 
 
 @dataclass
@@ -21,6 +22,11 @@ class TrainerConfig:
     that one GPU cannot hold, on GPUs of one machine; `fsdp` only."""
     learning_rate: float = 1e-6
     warmup_steps: int = 0
+    """Updates over which the learning rate rises linearly to `learning_rate`."""
+    schedule: Schedule = Schedule.constant
+    """How it goes on after the warm-up. `linear`, `cosine`: it falls until `run.steps`."""
+    schedule_args: dict[str, Any] = field(default_factory=dict)
+    """`floor`: the share of `learning_rate` at which it ends (0)."""
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.99

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from rlflow.algorithms.registry import needs_critic
+from rlflow.algorithms.schedules import check_schedule
 from rlflow.config import (
     ADAPTER_RANKS,
     Backend,
@@ -18,6 +19,7 @@ from rlflow.config import (
     Offload,
     Order,
     Placement,
+    Schedule,
     Send,
     Transport,
 )
@@ -137,6 +139,11 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         "weights.transport",
         lambda c: c.weights.transport is not Transport.shm and sends_adapters(c),
         "on adapters, which are sent alone; leave it at shm, or set lora.send=merged",
+    ),
+    (
+        "trainer.schedule_args",
+        lambda c: c.trainer.schedule is Schedule.constant,
+        "with trainer.schedule=constant; leave it out, or set trainer.schedule to linear or cosine",
     ),
     (
         "trainer.zero_stage",
@@ -275,6 +282,7 @@ def _check_algorithm(config: Config) -> None:
 
 def _check_trainer(config: Config) -> None:
     trainer = config.trainer
+    check_schedule(trainer, config.run.steps)
     if trainer.backend is Backend.deepspeed and trainer.zero_stage not in (1, 2, 3):
         found = "null" if trainer.zero_stage is None else trainer.zero_stage
         raise ConfigError(f"trainer.zero_stage must be 1, 2 or 3 with trainer.backend=deepspeed; got {found}")

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
 
+from rlflow.algorithms.schedules import learning_rate
 from rlflow.batching import PackedBatch, pack
 from rlflow.config import Config
 from rlflow.errors import RunError
@@ -180,13 +181,12 @@ class TrainerBackend(ABC):
         if count == 0:
             raise ValueError("a step needs at least one accumulated loss token; got none")
         grad_norm = self._gradient_norm() / count
-        # Linear warm-up over the first `warmup_steps` updates, then constant.
         trainer = self._config.trainer
-        learning_rate = trainer.learning_rate * min(1.0, (self._updates + 1) / max(1, trainer.warmup_steps))
+        rate = learning_rate(trainer, self._updates, self._config.run.steps)
         is_finite = math.isfinite(grad_norm)
         if is_finite:
             clip = min(1.0, trainer.max_grad_norm / (grad_norm + 1e-6))
-            self._update(clip / count, learning_rate)
+            self._update(clip / count, rate)
             self._updates += 1
             self._objective.end_step(sums)
         else:
@@ -197,7 +197,7 @@ class TrainerBackend(ABC):
         return StepOutcome(
             applied=is_finite,
             grad_norm=grad_norm,
-            learning_rate=learning_rate,
+            learning_rate=rate,
             metrics=self._objective.metrics(sums, largest),
         )
 

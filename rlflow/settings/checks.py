@@ -17,6 +17,7 @@ from rlflow.config import (
     Dtype,
     ModelPlacement,
     Offload,
+    Optimizer,
     Order,
     Placement,
     Schedule,
@@ -289,6 +290,16 @@ def _check_trainer(config: Config) -> None:
     if trainer.ranks % trainer.tensor_parallel:
         raise ConfigError(
             f"trainer.tensor_parallel must divide trainer.ranks ({trainer.ranks}); got {trainer.tensor_parallel}"
+        )
+    if trainer.optimizer is not Optimizer.adamw and trainer.backend is Backend.deepspeed:
+        raise ConfigError(
+            f"trainer.optimizer={trainer.optimizer} does not go with trainer.backend=deepspeed, whose flat buffers "
+            "hold neither whole matrices nor moments of a byte; set trainer.optimizer=adamw, or trainer.backend=fsdp"
+        )
+    if trainer.optimizer is Optimizer.muon and trainer.tensor_parallel > 1:
+        raise ConfigError(
+            f"trainer.optimizer=muon does not go with trainer.tensor_parallel={trainer.tensor_parallel}, which cuts "
+            "the matrices that Muon needs whole; set one of them back"
         )
     if trainer.zero_stage == 1 and config.model.dtype is Dtype.bfloat16:
         raise ConfigError(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from rlflow.algorithms.registry import needs_critic
+from rlflow.algorithms.schedules import check_schedule
 from rlflow.config import (
     ADAPTER_RANKS,
     Backend,
@@ -16,8 +17,10 @@ from rlflow.config import (
     Dtype,
     ModelPlacement,
     Offload,
+    Optimizer,
     Order,
     Placement,
+    Schedule,
     Send,
     Transport,
 )
@@ -137,6 +140,11 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         "weights.transport",
         lambda c: c.weights.transport is not Transport.shm and sends_adapters(c),
         "on adapters, which are sent alone; leave it at shm, or set lora.send=merged",
+    ),
+    (
+        "trainer.schedule_args",
+        lambda c: c.trainer.schedule is Schedule.constant,
+        "with trainer.schedule=constant; leave it out, or set trainer.schedule to linear or cosine",
     ),
     (
         "trainer.zero_stage",
@@ -286,12 +294,23 @@ def _check_algorithm(config: Config) -> None:
 
 def _check_trainer(config: Config) -> None:
     trainer = config.trainer
+    check_schedule(trainer, config.run.steps)
     if trainer.backend is Backend.deepspeed and trainer.zero_stage not in (1, 2, 3):
         found = "null" if trainer.zero_stage is None else trainer.zero_stage
         raise ConfigError(f"trainer.zero_stage must be 1, 2 or 3 with trainer.backend=deepspeed; got {found}")
     if trainer.ranks % trainer.tensor_parallel:
         raise ConfigError(
             f"trainer.tensor_parallel must divide trainer.ranks ({trainer.ranks}); got {trainer.tensor_parallel}"
+        )
+    if trainer.optimizer is not Optimizer.adamw and trainer.backend is Backend.deepspeed:
+        raise ConfigError(
+            f"trainer.optimizer={trainer.optimizer} does not go with trainer.backend=deepspeed, whose flat buffers "
+            "hold neither whole matrices nor moments of a byte; set trainer.optimizer=adamw, or trainer.backend=fsdp"
+        )
+    if trainer.optimizer is Optimizer.muon and trainer.tensor_parallel > 1:
+        raise ConfigError(
+            f"trainer.optimizer=muon does not go with trainer.tensor_parallel={trainer.tensor_parallel}, which cuts "
+            "the matrices that Muon needs whole; set one of them back"
         )
     if trainer.zero_stage == 1 and config.model.dtype is Dtype.bfloat16:
         raise ConfigError(

@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlflow.batching import PackedBatch, pack
 from rlflow.config import Config
 from rlflow.errors import ConfigError
+from rlflow.runtime.gpus import has_gpu
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import chunk_of
 from rlflow.workers.trainer.attention import ATTENTION, attention_layout, check_attention
@@ -125,7 +126,7 @@ class FrozenPolicy:
     """A policy that never changes, whole in one process."""
 
     def __init__(self, config: Config, model_path: str) -> None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device("cuda" if has_gpu() else "cpu")
         self._policy = load_policy(config, model_path).to(device, torch_dtype(config)).requires_grad_(False).eval()
         self._max_tokens = config.trainer.micro_batch_tokens
 

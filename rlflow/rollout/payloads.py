@@ -12,7 +12,13 @@ from safetensors.numpy import load_file, save_file
 
 from rlflow.types import EpisodePayload, Sample
 
-_COMPLETION_FIELDS = {"completion_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
+_COMPLETION_FIELDS = {
+    "completion_ids": np.int32,
+    "loss_mask": np.bool_,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "cache_versions": np.int32,
+}
 
 
 def payload_bytes(payload: EpisodePayload) -> int:

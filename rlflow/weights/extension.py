@@ -56,6 +56,15 @@ class WorkerExtension:
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             self.weight_transfer_engine.commit()
 
+    def rlflow_load(self, num_buckets: int) -> int | None:
+        """All buckets, then commit, in one call: the engine is paused. If the trainer has replaced the version, nothing
+        is committed, and the one that it has now is returned."""
+        found = [self.rlflow_receive(bucket) for bucket in range(num_buckets)]
+        replaced = next((version for version in found if version is not None), None)
+        if replaced is None:
+            self.rlflow_commit()
+        return replaced
+
     def rlflow_compare(self, **message: Any) -> WeightReport:
         assert self.weight_transfer_engine is not None, "a version is loaded before it is compared"
         comparison = COMPARISON.validate_python(message)

@@ -25,6 +25,7 @@ from rlflow.weights.engine.tensors import EngineTensors, learn_landings
 from rlflow.weights.ipc.receiver import SharedReceiver, device_id
 from rlflow.weights.p2p.receiver import PeerReceiver, Worker
 from rlflow.weights.p2p.rendezvous import TrainerStore
+from rlflow.weights.shape.landings import Landings
 from rlflow.weights.shape.layout import Shapes
 from rlflow.weights.shm.arena import map_arena
 from rlflow.weights.shm.receiver import ArenaReceiver
@@ -109,7 +110,10 @@ class WorkerExtension:
         Raises ConfigError when the model does not take these parameters.
         """
         model: nn.Module = self.model_runner.get_model()
-        landings = {}
+        landings: Landings = {}
+        if self.vllm_config.quant_config is not None:
+            # Nothing that is loaded stays as it is, so nothing can be learnt or compared.
+            return ReloadedModel(model, self.vllm_config.model_config, shapes, landings)
         try:
             blank, landings = learn_landings(self.vllm_config, shapes)
             tensors = EngineTensors(model, blank, shapes, landings)

@@ -73,6 +73,7 @@ def _sample(prompt: np.ndarray, completion: np.ndarray, logprobs: np.ndarray, ad
         loss_mask=np.ones(len(completion), np.bool_),
         logprobs=logprobs,
         versions=np.zeros(len(completion), np.int32),
+        cache_versions=np.zeros(len(completion), np.int32),
     )
     return TrainSample(sample=sample, advantage=float(advantage))
 
@@ -153,10 +154,10 @@ def _padded(config: Config, groups: Sequence[Group], model_path: str) -> Step:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rlflow.workers.trainer.packed import adamw
+    from rlflow.workers.trainer.optimizers import adamw
 
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    optimizer = adamw(config, list(model.parameters()))
+    optimizer = adamw(config.trainer, list(model.parameters()))
     num_tokens = sum(len(one.sample.completion_ids) for group in groups for one in group)
 
     def accumulate(group: Group) -> None:

@@ -13,15 +13,15 @@ scales them down if their norm exceeds `trainer.max_grad_norm`.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 
+from rlflow.algorithms.schedules import learning_rate
 from rlflow.batching import PackedBatch, pack
 from rlflow.config import Config
 from rlflow.errors import RunError
@@ -31,20 +31,14 @@ from rlflow.weights.shape.layout import Layout
 from rlflow.weights.source import Specs
 from rlflow.workers.trainer.lora import add_adapters, is_adapter, merged, parts_of, peft_name, without_adapters
 from rlflow.workers.trainer.objective import Objective, PolicyObjective
+from rlflow.workers.trainer.parking import ParkingSpace
 from rlflow.workers.trainer.policy import load_policy, split_logprobs, torch_dtype
 from rlflow.workers.trainer.process_group import choose_device, join
-from rlflow.workers.trainer.shards import MOMENTS, Shard, ShardReader, Snapshot
+from rlflow.workers.trainer.shards import Shard, ShardReader, Snapshot
 from rlflow.workers.trainer.value import ValueObjective, load_value_model
 
 MicroBatch = Sequence[Sequence[TrainSample]]
 """What goes through the model at once: pieces of groups, each with its samples."""
-
-
-class Parked(NamedTuple):
-    """An emptied storage, and its bytes in the memory of the CPU."""
-
-    storage: UntypedStorage
-    contents: UntypedStorage
 
 
 class TrainerBackend(ABC):
@@ -90,7 +84,7 @@ class TrainerBackend(ABC):
         self._parts = parts_of(named)
         dtype = torch_dtype(config)
         self._specs = [(name, dtype, tuple(named[parts[0]].shape)) for name, parts in self._parts.items()]
-        self._parked: list[Parked] = []
+        self._parking = ParkingSpace(self._device)
         self._updates = 0
         self._sums = torch.zeros(self._objective.num_sums, dtype=torch.float64, device=self._device)
         self._largest = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -180,13 +174,12 @@ class TrainerBackend(ABC):
         if count == 0:
             raise ValueError("a step needs at least one accumulated loss token; got none")
         grad_norm = self._gradient_norm() / count
-        # Linear warm-up over the first `warmup_steps` updates, then constant.
         trainer = self._config.trainer
-        learning_rate = trainer.learning_rate * min(1.0, (self._updates + 1) / max(1, trainer.warmup_steps))
+        rate = learning_rate(trainer, self._updates, self._config.run.steps)
         is_finite = math.isfinite(grad_norm)
         if is_finite:
             clip = min(1.0, trainer.max_grad_norm / (grad_norm + 1e-6))
-            self._update(clip / count, learning_rate)
+            self._update(clip / count, rate)
             self._updates += 1
             self._objective.end_step(sums)
         else:
@@ -197,7 +190,7 @@ class TrainerBackend(ABC):
         return StepOutcome(
             applied=is_finite,
             grad_norm=grad_norm,
-            learning_rate=learning_rate,
+            learning_rate=rate,
             metrics=self._objective.metrics(sums, largest),
         )
 
@@ -266,15 +259,17 @@ class TrainerBackend(ABC):
             updates=self._updates,
             objective=self._objective.state(),
             lora=self._config.lora,
+            optimizer=self._config.trainer.optimizer,
         )
 
     def load(self, folder: Path) -> None:
         """Read a checkpoint written on any number of ranks.
 
-        Raises RunError if it is incomplete, or belongs to another model or other adapters.
+        Raises RunError if it is incomplete, or belongs to another model, other adapters or another optimiser.
         """
         reader = ShardReader(folder)
         reader.check_adapters(self._config.lora)
+        reader.check_optimizer(self._config.trainer.optimizer)
         if reader.shapes != self._shapes:
             wrong = sorted(set(reader.shapes.items()) ^ set(self._shapes.items()))[0]
             raise RunError(
@@ -290,13 +285,12 @@ class TrainerBackend(ABC):
 
         Between `offload` and `reload` nothing but `close` is called; a second `offload` does nothing.
         """
-        if self._device.type != "cpu" and not self._parked:
-            park(self._resident(), self._device, self._parked)
+        if self._device.type != "cpu" and not self._parking.num_bytes:
+            self._parking.park(self._resident())
 
     def reload(self) -> None:
         """Undo `offload`, if there was one; training goes on as if it had not happened."""
-        unpark(self._parked)
-        self._parked = []
+        self._parking.unpark()
 
     def close(self) -> None:
         """Leave the process group."""
@@ -322,52 +316,3 @@ class TrainerBackend(ABC):
         if self._is_distributed:
             dist.all_reduce(total, operation)
         return total
-
-
-def adamw(config: Config, parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
-    """The optimiser of every back end."""
-    trainer = config.trainer
-    return torch.optim.AdamW(
-        parameters,
-        lr=trainer.learning_rate,
-        betas=(trainer.beta1, trainer.beta2),
-        weight_decay=trainer.weight_decay,
-        fused=True,
-    )
-
-
-def fresh_moments(like: Tensor, updates: int) -> dict[str, Tensor]:
-    """AdamW's state of one tensor after `updates` steps, moments still to be filled in."""
-    step = torch.tensor(float(updates), device=like.device)
-    return {"step": step} | {kind: torch.zeros_like(like) for kind in MOMENTS}
-
-
-def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def park(tensors: Iterable[Tensor], device: torch.device, into: list[Parked]) -> None:
-    """Empty the storages of those tensors that lie on `device`. They must not be used until `unpark`.
-
-    Tensors stay views of their storages, so nothing that holds a tensor needs to know. Each storage is added to `into`
-    as it is emptied, so that running out of memory half-way can be undone.
-    """
-    storages: dict[int, UntypedStorage] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if tensor.device.type == device.type and storage.nbytes():
-            storages[storage.data_ptr()] = storage
-    for storage in storages.values():
-        contents = UntypedStorage(storage.nbytes(), device="cpu")
-        contents.copy_(storage, non_blocking=False)
-        into.append(Parked(storage=storage, contents=contents))
-        storage.resize_(0)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def unpark(parked: Iterable[Parked]) -> None:
-    for storage, contents in parked:
-        storage.resize_(contents.nbytes())
-        storage.copy_(contents, non_blocking=False)

@@ -16,11 +16,12 @@ from transformers.utils.logging import disable_progress_bar
 from rlflow.batching import PackedBatch, pack
 from rlflow.config import Config
 from rlflow.errors import ConfigError
+from rlflow.runtime.gpus import has_gpu
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import chunk_of
 from rlflow.workers.trainer.attention import ATTENTION, attention_layout, check_attention
 from rlflow.workers.trainer.tensor_parallel import TensorGroup
-from rlflow.workers.trainer.token_logprobs import MAX_LOGITS, TokenLogprobs
+from rlflow.workers.trainer.token_logprobs import MAX_LOGITS, TokenLogprobs, among_support
 
 
 class Policy(nn.Module):
@@ -54,7 +55,11 @@ class Policy(nn.Module):
         positions, row_of = (
             torch.from_numpy(part).to(device) for part in np.unique(packed.loss_positions, return_inverse=True)
         )
-        targets = torch.from_numpy(packed.targets).to(device)
+        targets, support_ids, support_of = (
+            torch.from_numpy(part).to(device) for part in (packed.targets, packed.support_ids, packed.support_of)
+        )
+        # What a token was chosen among are further targets in its row.
+        row_of, targets = torch.cat([row_of, row_of[support_of]]), torch.cat([targets, support_ids])
         start, stop = chunk_of(len(positions), self._group.rank, self._group.size)
         tokens = torch.nonzero((row_of >= start) & (row_of < stop))[:, 0]
         # An embedding gathers rows, because its backward is deterministic on the CPU.
@@ -63,7 +68,8 @@ class Policy(nn.Module):
             predictive, head.weight, row_of[tokens] - start, targets[tokens], self._temperature, self._max_logits
         )  # pyright: ignore[reportAssignmentType]
         logprobs, entropies = (of_own.new_zeros(len(targets)).index_copy(0, tokens, of_own) for of_own in own)
-        return self._group.add_up(logprobs), self._group.add_up(entropies)
+        logprobs, entropies = self._group.add_up(logprobs), self._group.add_up(entropies)
+        return among_support(logprobs, entropies, support_of) if len(support_of) else (logprobs, entropies)
 
 
 def hidden_states(model: PreTrainedModel, packed: PackedBatch) -> Tensor:
@@ -121,7 +127,7 @@ class FrozenPolicy:
     """A policy that never changes, whole in one process."""
 
     def __init__(self, config: Config, model_path: str) -> None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device("cuda" if has_gpu() else "cpu")
         self._policy = load_policy(config, model_path).to(device, torch_dtype(config)).requires_grad_(False).eval()
         self._max_tokens = config.trainer.micro_batch_tokens
 

@@ -71,6 +71,23 @@ class TokenLogprobs(torch.autograd.Function):
         return hidden_gradient.to(hidden.dtype), weight_gradient, None, None, None, None
 
 
+def among_support(logprobs: Tensor, entropies: Tensor, support_of: Tensor) -> tuple[Tensor, Tensor]:
+    """Normalise log-probabilities among the tokens that could have been sampled; top-p and top-k replayed.
+
+    `logprobs` [N + K] and `entropies` [N + K] are of N loss tokens, then of K tokens of supports, of which number i
+    belongs to loss token `support_of[i]`. Returns both [N]; a loss token without support keeps what it has.
+    """
+    own, kept = logprobs[: -len(support_of)], logprobs[-len(support_of) :]
+    largest = own.new_zeros(len(own)).scatter_reduce_(0, support_of, kept.detach(), "amax", include_self=False)
+    mass = torch.zeros_like(own).index_add(0, support_of, (kept - largest[support_of]).exp())
+    has_support = mass.detach() > 0
+    log_mass = torch.where(has_support, torch.where(has_support, mass, 1.0).log() + largest, 0.0)
+    with torch.no_grad():
+        among = kept - log_mass[support_of]
+        by_support = torch.zeros_like(own).index_add_(0, support_of, -among.exp() * among)
+    return own - log_mass, torch.where(has_support, by_support, entropies[: len(own)])
+
+
 def _chunks(length: int, size: int, place_of: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Runs of at most `size` (at least one) of `length` places, each with the tokens whose place is among them."""
     size = max(1, size)

@@ -10,7 +10,6 @@ from typing import Any
 from rlflow.config.choices import (
     Aggregation,
     Backend,
-    Checkpointing,
     Dtype,
     Late,
     ModelPlacement,
@@ -38,7 +37,6 @@ __all__ = [
     "Aggregation",
     "AlgorithmConfig",
     "Backend",
-    "Checkpointing",
     "ClusterConfig",
     "Config",
     "CriticConfig",

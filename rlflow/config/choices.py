@@ -27,15 +27,6 @@ class Aggregation(StrEnum):
     """The same divided by rollout.max_new_tokens, a constant (Dr. GRPO, arXiv:2503.20783)."""
 
 
-class Checkpointing(StrEnum):
-    """Which activations of a decoder layer are computed again in the backward pass."""
-
-    none = "none"
-    selective = "selective"
-    """All but those of attention and its projections."""
-    full = "full"
-
-
 class Proximal(StrEnum):
     behaviour = "behaviour"
     interpolated = "interpolated"

@@ -41,6 +41,9 @@ class TrainerConfig:
     streaming: bool = True
     """Accumulate the gradient of each group when it is ready; false waits for all groups of the step."""
     gradient_checkpointing: bool = False
+    compile: bool | None = None
+    """Compile the decoder layers. null: on a GPU, unless layers choose experts; with `fsdp` only, without tensor
+    parallelism and adapters."""
     save_optimizer: bool = True
 
 

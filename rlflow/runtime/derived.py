@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from rlflow.config import Config, Placement, Send, TrainerConfig, Transport
+from rlflow.config import Backend, Config, Placement, Send, TrainerConfig, Transport
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -19,6 +19,12 @@ def num_shares(trainer: TrainerConfig) -> int:
 def policy_is_reference(config: Config) -> bool:
     """True when the KL reference is the policy with its adapters disabled, so that no process holds a reference."""
     return config.algorithm.kl_coefficient > 0 and config.lora.rank is not None
+
+
+def can_compile(config: Config) -> bool:
+    """True if a decoder layer is one graph: no hooks of DeepSpeed, no traffic between ranks, no adapters in it."""
+    trainer = config.trainer
+    return trainer.backend is Backend.fsdp and trainer.tensor_parallel == 1 and config.lora.rank is None
 
 
 def needs_reference(config: Config) -> bool:

@@ -26,7 +26,7 @@ from rlflow.config import (
 )
 from rlflow.curriculum.registry import check_curriculum
 from rlflow.errors import ConfigError
-from rlflow.runtime.derived import needs_reference, samples_while_loading, sends_adapters
+from rlflow.runtime.derived import can_compile, needs_reference, samples_while_loading, sends_adapters
 from rlflow.settings.cluster_checks import check_cluster
 
 _POSITIVE = {
@@ -161,6 +161,11 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         "trainer.tensor_parallel",
         lambda c: c.trainer.backend is Backend.deepspeed,
         "with trainer.backend=deepspeed; set it to 1, or trainer.backend=fsdp",
+    ),
+    (
+        "trainer.compile",
+        lambda c: not can_compile(c),
+        "with trainer.backend=deepspeed, trainer.tensor_parallel above 1 or lora.rank; set it to null",
     ),
     (
         "trainer.nvme_path",

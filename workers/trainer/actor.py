@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from rlflow.workers.trainer.shards import Snapshot
 
 
+SILENT_RUN = 8
+"""Of so many groups without a gradient in a row one goes through the model, for the metrics."""
+
+
 class TrainerWorker:
     """Wrapped by `ray.remote`. `start` builds the back end; every other call needs it."""
 
@@ -44,6 +48,7 @@ class TrainerWorker:
         self._rank = rank
         self._world_size = world_size
         self._snapshot: Snapshot | None = None
+        self._num_silent = 0
 
     def rendezvous(self) -> str:
         """An address for the ranks to meet at; loopback unless they are on several machines."""
@@ -75,7 +80,10 @@ class TrainerWorker:
             samples = [sample for batch in share for piece in batch for sample in piece]
             whiten_all(samples, Moments(*self._backend.add_up(moments_of(samples))))
         self._backend.accumulate(share)
-        self._backend.observe(self._share(silent, oldest_version))
+        observed, passed_over = by_turns(silent, self._num_silent)
+        self._num_silent += len(silent)
+        self._backend.observe(self._share(observed, oldest_version))
+        self._backend.pass_over(self._share(passed_over, oldest_version))
         return self._span("train", start_s)
 
     def values(self, groups: list[ReadyGroup]) -> tuple[bool | list[FloatArray], ...]:
@@ -132,6 +140,7 @@ class TrainerWorker:
     def step(self) -> StepOutcome:
         start_s = time.time()
         outcome = self._backend.step()
+        self._num_silent = 0
         outcome.spans.append(self._span("train", start_s))
         return outcome
 
@@ -174,6 +183,14 @@ class TrainerWorker:
 
     def _span(self, name: str, start_s: float) -> Span:
         return Span(actor=f"trainer {self._rank}", name=name, start_s=start_s, end_s=time.time())
+
+
+def by_turns(silent: Sequence[ReadyGroup], num_before: int) -> tuple[list[ReadyGroup], list[ReadyGroup]]:
+    """The groups to observe, and those to pass over: the first of a step, which has had `num_before`, and every 8th."""
+    observed, passed_over = [], []
+    for number, group in enumerate(silent, num_before):
+        (passed_over if number % SILENT_RUN else observed).append(group)
+    return observed, passed_over
 
 
 def build_backend(

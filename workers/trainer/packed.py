@@ -26,9 +26,11 @@ from rlflow.batching import PackedBatch, pack
 from rlflow.config import Config
 from rlflow.errors import RunError
 from rlflow.roles import StepOutcome
+from rlflow.runtime.derived import can_compile
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import Layout
 from rlflow.weights.source import Specs
+from rlflow.workers.trainer.layers import compile_layers, has_experts
 from rlflow.workers.trainer.lora import add_adapters, is_adapter, merged, parts_of, peft_name, without_adapters
 from rlflow.workers.trainer.objective import Objective, PolicyObjective
 from rlflow.workers.trainer.parking import ParkingSpace
@@ -75,6 +77,10 @@ class TrainerBackend(ABC):
         if config.lora.rank is not None:
             heads = ("score",) if is_critic else ()
             add_adapters(self._policy.model, config.lora, config.run.seed, torch_dtype(config), heads)
+        model, asked = self._policy.model, config.trainer.compile
+        is_default = self._device.type == "cuda" and can_compile(config) and not has_experts(model)
+        if is_default if asked is None else asked:
+            compile_layers(model)
         if config.trainer.gradient_checkpointing:
             self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._policy.train(config.trainer.gradient_checkpointing)
@@ -88,6 +94,8 @@ class TrainerBackend(ABC):
         self._updates = 0
         self._sums = torch.zeros(self._objective.num_sums, dtype=torch.float64, device=self._device)
         self._largest = torch.zeros((), dtype=torch.float64, device=self._device)
+        # Of groups without a gradient: the figures of those that were observed, and sequences and tokens of all.
+        self._observed, self._silent = torch.zeros_like(self._sums), torch.zeros_like(self._sums[-2:])
 
     # -- what a subclass does
 
@@ -149,13 +157,31 @@ class TrainerBackend(ABC):
         """Count micro-batches whose gradient is known to be zero: like `accumulate`, without the backward pass."""
         with torch.no_grad():
             for micro_batch in groups:
-                self._loss(micro_batch)
+                self._loss(micro_batch, self._observed)
+        self.pass_over(groups)
 
-    def _loss(self, micro_batch: MicroBatch) -> Tensor:
-        """The loss of a micro-batch, a weighted sum over its loss tokens; counts its figures."""
+    def pass_over(self, groups: Sequence[MicroBatch]) -> None:
+        """Like `observe`, without the forward pass: their figures are taken to be those of the observed ones."""
+        for micro_batch in groups:
+            num_tokens = [int(sample.sample.loss_mask.sum()) for group in micro_batch for sample in group]
+            counts = [sum(number > 0 for number in num_tokens), sum(num_tokens)]
+            self._silent += self._silent.new_tensor(counts)
+
+    def _add_up_sums(self) -> Tensor:
+        """The figures of the step over all ranks, in which what was passed over weighs as much as its tokens."""
+        size = len(self._sums)
+        found = self._add_up_data(torch.cat([self._sums, self._observed, self._silent]))
+        sums, observed, silent = found[:size], found[size:-2], found[-2:]
+        if observed[-1] > 0:
+            observed *= silent[-1] / observed[-1]
+        return sums + torch.cat([observed[:-2], silent])
+
+    def _loss(self, micro_batch: MicroBatch, counted: Tensor | None = None) -> Tensor:
+        """A micro-batch's weighted sum over its loss tokens; adds its figures to those of the step, or to `counted`."""
         packed = self._lay_out(micro_batch)
         row = self._objective(self._forward(packed), packed, self.version)
-        self._sums += row.sums
+        into = self._sums if counted is None else counted
+        into += row.sums
         self._largest = torch.maximum(self._largest, row.largest)
         return row.loss
 
@@ -169,7 +195,7 @@ class TrainerBackend(ABC):
         A gradient that is not finite updates nothing and is cleared. Raises ValueError if nothing was accumulated.
         """
         self._finish_gradients()
-        sums = self._add_up_data(self._sums)
+        sums = self._add_up_sums()
         count = self._objective.divisor(sums)
         if count == 0:
             raise ValueError("a step needs at least one accumulated loss token; got none")
@@ -185,8 +211,8 @@ class TrainerBackend(ABC):
         else:
             self._discard_gradients()
         largest = self._all_reduce(self._largest, dist.ReduceOp.MAX)
-        self._sums.zero_()
-        self._largest.zero_()
+        for counted in (self._sums, self._observed, self._silent, self._largest):
+            counted.zero_()
         return StepOutcome(
             applied=is_finite,
             grad_norm=grad_norm,

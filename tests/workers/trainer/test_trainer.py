@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ from rlflow.errors import RunError
 from rlflow.roles import StepOutcome
 from rlflow.types import TrainSample
 from rlflow.weights.shape.layout import chunk_of
+from rlflow.workers.trainer.actor import by_turns
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.process_group import join
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader, Snapshot, read_full
@@ -420,6 +422,36 @@ def test_observing_groups_without_gradient_is_accumulating_them(model_path: str)
         wanted = parameters(first)
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in second.full_parameters())
     assert found.grad_norm == 0.0
+
+
+def test_groups_that_are_passed_over_count_like_those_that_are_observed(model_path: str) -> None:
+    """Their tokens divide the gradient; their figures are those of the group that was observed, here the same."""
+    first, second = one_rank(tiny_config(), model_path), one_rank(tiny_config(), model_path)
+    silent = tiny_groups(num_groups=1)
+    for group in silent:
+        for sample in group:
+            sample.advantage = 0.0
+    for trainer in (first, second):
+        trainer.accumulate([tiny_groups()])
+    first.observe([silent, silent, silent])
+    second.observe([silent])
+    second.pass_over([silent, silent])
+    expected, found = first.step(), second.step()
+    assert found.grad_norm == expected.grad_norm
+    assert found.metrics["num_tokens"] == expected.metrics["num_tokens"]
+    assert {name: mean.count for name, mean in found.metrics.items()} == {
+        name: mean.count for name, mean in expected.metrics.items()
+    }
+    # The same numbers, added up in another order.
+    assert {name: mean.total for name, mean in found.metrics.items()} == pytest.approx(
+        {name: mean.total for name, mean in expected.metrics.items()}, rel=1e-12
+    )
+
+
+def test_of_eight_groups_without_gradient_the_first_is_observed() -> None:
+    groups: list[Any] = list(range(10))
+    assert by_turns(groups, 0) == ([0, 8], [1, 2, 3, 4, 5, 6, 7, 9])
+    assert by_turns(groups[:2], 7) == ([1], [0])
 
 
 def test_the_kl_coefficient_and_the_entropy_control_adapt_and_are_remembered(model_path: str, tmp_path: Path) -> None:

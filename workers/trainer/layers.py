@@ -2,7 +2,7 @@
 
     layer(...) -> checkpointing and the hooks of FSDP, as they are -> one compiled function, the layer its argument
 
-So a model compiles one layer for each way in which layers run: with gradients, and without.
+So a model compiles its first layer, which takes embeddings, and one for all others; with gradients, and without.
 """
 
 from functools import partial

@@ -9,10 +9,14 @@ import pytest
 import torch
 from training import largest_relative_difference, save_model, tiny_config, tiny_groups, tiny_llama
 
+from rlflow.batching import pack
 from rlflow.config import Config, Dtype, Offload
+from rlflow.types import Sample, TrainSample
+from rlflow.workers.trainer.attention import attention_layout, packed_attention
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.parking import ParkingSpace
 from rlflow.workers.trainer.policy import load_policy
+from rlflow.workers.trainer.token_logprobs import TokenLogprobs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -34,7 +38,6 @@ def take_step(config: Config, model: str, rendezvous: Path) -> tuple[float, np.n
 
 
 def on_cpu(config: Config, model: str) -> np.ndarray:
-    from rlflow.batching import pack
     from rlflow.workers.trainer.policy import split_logprobs
 
     groups = tiny_groups(num_groups=2)
@@ -96,3 +99,63 @@ def test_what_leaves_the_gpu_waits_in_the_same_pinned_memory() -> None:
         space.unpark()
         assert all(torch.equal(each.cpu(), there) for each, there in zip(tensors, expected, strict=True))
     assert places[0] == places[1]
+
+
+def test_compiled_attention_over_16k_tokens_equals_float64_on_the_last_rows() -> None:
+    torch.manual_seed(0)
+    device, num_tokens = torch.device("cuda"), 2**14
+    packed = pack([group_of(prompt_length=4096, completion_lengths=[4096, 4096, 4097])])
+    layout = attention_layout(packed, device, use_flex=True)
+    assert (len(packed.input_ids), layout.num_padding) == (num_tokens, 0)
+    query, key, value = (torch.randn(1, heads, num_tokens, 64, device=device) for heads in (4, 2, 2))
+    found, _ = packed_attention(torch.nn.Identity(), query, key, value, None, scaling=0.125, layout=layout)
+    rows = torch.arange(num_tokens - 300, num_tokens, device=device)
+    keys = torch.arange(num_tokens, device=device)
+    assert layout.block_mask is not None
+    sees = layout.block_mask.mask_mod(keys[:0], keys[:0], rows[:, None], keys[None])
+    q, k, v = (states[0].double() for states in (query[:, :, rows], key, value))
+    scores = (q @ k.repeat_interleave(2, 0).transpose(1, 2) * 0.125).masked_fill(~sees, -torch.inf)
+    expected = (scores.softmax(-1) @ v.repeat_interleave(2, 0)).transpose(0, 1)
+    torch.testing.assert_close(found[0, rows].double(), expected, atol=5e-3, rtol=5e-3)
+
+
+def group_of(prompt_length: int, completion_lengths: list[int]) -> list[TrainSample]:
+    return [
+        TrainSample(
+            sample=Sample(
+                prompt_ids=np.zeros(prompt_length, np.int32),
+                completion_ids=np.full(length, index + 1, np.int32),
+                loss_mask=np.ones(length, np.bool_),
+                logprobs=np.zeros(length, np.float32),
+                versions=np.zeros(length, np.int32),
+            ),
+            advantage=1.0,
+        )
+        for index, length in enumerate(completion_lengths)
+    ]
+
+
+def test_compiled_layers_train_like_eager_ones(tmp_path: Path) -> None:
+    model = save_model(tiny_llama(**SIZES), tmp_path / "model")
+    config = tiny_config()
+    config.trainer.compile = False
+    norm, logprobs, parameters = take_step(config, model, tmp_path / "first")
+    config.trainer.compile, config.trainer.gradient_checkpointing = True, True
+    other_norm, others, updated = take_step(config, model, tmp_path / "second")
+    np.testing.assert_allclose(others, logprobs, atol=1e-3)
+    assert other_norm == pytest.approx(norm, rel=1e-3)
+    assert largest_relative_difference(updated, parameters) < 1e-3
+
+
+def test_the_output_layer_needs_its_gradient_and_some_logits() -> None:
+    rows, vocabulary, hidden_size, max_logits = 4096, 2**17, 1024, 2**24
+    hidden = torch.randn(rows, hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocabulary, hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    row_of = torch.arange(rows, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    logprobs, _ = TokenLogprobs.apply(hidden, weight, row_of, row_of, 1.0, max_logits)  # pyright: ignore[reportGeneralTypeIssues]
+    logprobs.sum().backward()
+    # The gradient in bfloat16, the hidden states' in float32 and bfloat16, and four float32 copies of some logits.
+    allowed = 2 * vocabulary * hidden_size + 6 * rows * hidden_size + 4 * 4 * max_logits + 2**26
+    assert torch.cuda.max_memory_allocated() - before < allowed

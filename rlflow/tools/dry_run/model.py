@@ -41,7 +41,7 @@ def read_model(config: Config, folder: str) -> ModelFacts:
     model, cut = _build(config, folder), dict[str, int]()
     if config.lora.rank is not None:
         with torch.device("meta"):
-            add_adapters(model, config.lora, config.run.seed, torch_dtype(config))
+            add_adapters(model, config.lora, torch_dtype(config))
         nn.Module.to(model, torch_dtype(config))  # what computes
     layer_of = {id(each): index for index, layer in enumerate(_layers(model)) for each in layer.parameters()}
     head = model.get_output_embeddings()

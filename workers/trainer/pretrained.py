@@ -95,8 +95,7 @@ class FirstValues:
     def _are_in_files(self, model: PreTrainedModel) -> bool:
         if getattr(model.config, "quantization_config", None) is not None:
             return False
-        converters = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightConverter)]
-        patterns = [pattern for each in converters for pattern in each.source_patterns]
+        patterns = converted_patterns(model)
         own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} & self._shapes.keys()
         # If files hold both names of a tied parameter, transformers decides which one counts.
         tied = self._shapes.keys() - own
@@ -146,6 +145,12 @@ def empty_model(
                 "with the parameters; choose a model such as Llama, Qwen2 or Qwen3"
             )
     return model, values
+
+
+def converted_patterns(model: PreTrainedModel) -> list[str]:
+    """Regular expressions of the names in files whose tensors transformers converts for this family."""
+    mapping = get_model_conversion_mapping(model, add_legacy=False)
+    return [pattern for each in mapping if isinstance(each, WeightConverter) for pattern in each.source_patterns]
 
 
 def load_packed(

@@ -42,7 +42,6 @@ def experts() -> PreTrainedConfig:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
         num_experts=4,
         num_experts_per_tok=2,
         max_position_embeddings=64,

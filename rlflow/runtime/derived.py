@@ -8,6 +8,11 @@ def num_shares(trainer: TrainerConfig) -> int:
     return trainer.ranks // trainer.tensor_parallel
 
 
+def num_shards(trainer: TrainerConfig) -> int:
+    """The number of neighbouring ranks that hold the model once; the other replicas hold the same."""
+    return trainer.ranks // trainer.replicas
+
+
 def policy_is_reference(config: Config) -> bool:
     """True when the KL reference is the policy with its adapters disabled, so that no process holds a reference."""
     return config.algorithm.kl_coefficient > 0 and config.lora.rank is not None

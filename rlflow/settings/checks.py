@@ -44,7 +44,7 @@ _POSITIVE = {
     "algorithm": ("groups_per_step",),
     "rollout": ("engines", "tensor_parallel", "max_new_tokens", "temperature", "max_running", "kv_cache_gb"),
     "eval": ("episodes",),
-    "trainer": ("ranks", "tensor_parallel", "learning_rate", "max_grad_norm", "micro_batch_tokens"),
+    "trainer": ("ranks", "tensor_parallel", "replicas", "learning_rate", "max_grad_norm", "micro_batch_tokens"),
     "lora": ("alpha",),
     "critic": ("learning_rate",),
     "staleness": ("max_ready_mb",),
@@ -153,6 +153,11 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     ),
     (
         "trainer.tensor_parallel",
+        lambda c: c.trainer.backend is Backend.deepspeed,
+        "with trainer.backend=deepspeed; set it to 1, or trainer.backend=fsdp",
+    ),
+    (
+        "trainer.replicas",
         lambda c: c.trainer.backend is Backend.deepspeed,
         "with trainer.backend=deepspeed; set it to 1, or trainer.backend=fsdp",
     ),
@@ -290,6 +295,11 @@ def _check_trainer(config: Config) -> None:
     if trainer.ranks % trainer.tensor_parallel:
         raise ConfigError(
             f"trainer.tensor_parallel must divide trainer.ranks ({trainer.ranks}); got {trainer.tensor_parallel}"
+        )
+    if trainer.ranks % (trainer.replicas * trainer.tensor_parallel):
+        raise ConfigError(
+            f"trainer.replicas times trainer.tensor_parallel must divide trainer.ranks ({trainer.ranks}); got "
+            f"{trainer.replicas} x {trainer.tensor_parallel}"
         )
     if trainer.optimizer is not Optimizer.adamw and trainer.backend is Backend.deepspeed:
         raise ConfigError(

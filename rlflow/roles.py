@@ -7,7 +7,7 @@ The driver awaits every method under a named deadline. All arguments and results
 weights stay with the workers, and what crosses here are handles to them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -202,6 +202,10 @@ class Reference(Protocol):
         ...
 
 
+async def _nothing_to_profile(is_on: bool) -> None:
+    del is_on
+
+
 @dataclass(kw_only=True, slots=True)
 class Workers:
     """Everything that the driver steers."""
@@ -212,3 +216,5 @@ class Workers:
     reference: Reference | None
     open_calls: Callable[[], list[str]] = list
     """One line for each kind of call that is being waited for; for the message when a run stalls."""
+    profile: Callable[[bool], Awaitable[None]] = _nothing_to_profile
+    """Between two steps: begins a profile of what computes, or ends it and writes it to run.dir."""

@@ -29,6 +29,8 @@ from rlflow.errors import ConfigError
 from rlflow.runtime.derived import needs_reference, samples_while_loading, sends_adapters
 from rlflow.settings.cluster_checks import check_cluster
 
+MAX_PROFILED = 5
+"""Steps; the profile of a step of a large model is some hundred MB on each rank."""
 _POSITIVE = {
     "run": ("steps", "keep_checkpoints", "show_samples_every"),
     "model": ("max_length",),
@@ -181,6 +183,7 @@ def check(config: Config) -> None:
             continue
         shown = {True: "", False: "=false"}[value] if isinstance(value, bool) else f"={value}"
         raise ConfigError(f"{key}{shown} has no effect {why.format(**vars(config))}")
+    _check_profile(config)
     _check_contradictions(config)
     _check_reward(config)
     _check_algorithm(config)
@@ -210,6 +213,17 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError(f"critic.value_clip must be positive, or null for no clip; got {value_clip}")
     if rank is not None and rank < 1:
         raise ConfigError(f"lora.rank must be at least 1, or null to train the whole model; got {rank}")
+
+
+def _check_profile(config: Config) -> None:
+    steps = config.run.profile_steps
+    if steps is None:
+        return
+    if len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= config.run.steps or steps[1] - steps[0] >= MAX_PROFILED:
+        raise ConfigError(
+            f"run.profile_steps must be the first and the last of at most {MAX_PROFILED} steps, from 1 to run.steps "
+            f"({config.run.steps}); got {steps}"
+        )
 
 
 def _check_contradictions(config: Config) -> None:

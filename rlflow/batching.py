@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.types import EpisodeSummary, FloatArray, IntArray, Sample, TrainSample
+from rlflow.types import BoolArray, EpisodeSummary, FloatArray, IntArray, Sample, TrainSample
 
 IndexArray = NDArray[np.int64]
 
@@ -79,12 +79,15 @@ class PackedBatch:
     targets: IndexArray  # [N]
     behaviour_logprobs: FloatArray  # [N]
     versions: IndexArray  # [N], that sampled the target
+    is_on_older_cache: BoolArray  # [N], whether an older version computed some of the target's context
     advantages: FloatArray  # [N]
     reference_logprobs: FloatArray | None  # [N]
     values: FloatArray | None  # [N], the critic's before the update; None unless the critic learns
     returns: FloatArray | None  # [N]
     sequence_of: IndexArray  # [N], the target's sample, counting samples with loss tokens only
     num_sequences: int
+    support_ids: IndexArray  # [K], the tokens that targets were chosen among; see types.Support
+    support_of: IndexArray  # [K], index of the target; a target that has none was chosen among all tokens
 
     @property
     def num_loss_tokens(self) -> int:
@@ -242,6 +245,7 @@ def pack_conversations(conversations: Sequence[Conversation]) -> PackedBatch:
             loss_mask=np.arange(length) == length - 1,
             logprobs=np.zeros(length, np.float32),
             versions=np.zeros(length, np.int32),
+            cache_versions=np.zeros(length, np.int32),
         )
         samples.append(TrainSample(sample=sample, advantage=0.0))
     return pack([samples])
@@ -311,9 +315,13 @@ class _Row:
                 f"{len(references)} of {len(samples)}"
             )
 
+        first = np.cumsum([0, *(mask.sum() for mask in masks)])
+        supports = [_support(one.sample, start) for one, start in zip(samples, first, strict=False)]
+
         def of_loss(rows: Iterable[NDArray[Any]]) -> list[NDArray[Any]]:
             return [row[mask] for row, mask in zip(rows, masks, strict=True)]
 
+        versions = _join(of_loss(one.sample.versions for one in samples))
         advantages = (np.broadcast_to(one.advantage, mask.shape) for one, mask in zip(samples, masks, strict=True))
         return PackedBatch(
             input_ids=_join(self._input_ids),
@@ -326,13 +334,16 @@ class _Row:
             loss_positions=_join(self._loss_positions),
             targets=_join(of_loss(one.sample.completion_ids for one in samples)),
             behaviour_logprobs=_join_floats(of_loss(one.sample.logprobs for one in samples)),
-            versions=_join(of_loss(one.sample.versions for one in samples)),
+            versions=versions,
+            is_on_older_cache=_join(of_loss(one.sample.cache_versions for one in samples)) < versions,
             advantages=_join_floats(of_loss(advantages)),
             reference_logprobs=_join_floats(of_loss(references)) if references else None,
             values=_join_floats(of_loss(target.values for target in targets)) if targets else None,
             returns=_join_floats(of_loss(target.returns for target in targets)) if targets else None,
             sequence_of=np.repeat(np.arange(len(samples)), [int(mask.sum()) for mask in masks]),
             num_sequences=len(samples),
+            support_ids=_join(ids for ids, _ in supports),
+            support_of=_join(of for _, of in supports),
         )
 
     def _append(self, ids: NDArray[np.integer], position: int) -> int:
@@ -343,7 +354,16 @@ class _Row:
         return start
 
 
-def _join(parts: Sequence[NDArray[np.integer]]) -> IndexArray:
+def _support(sample: Sample, first: int) -> tuple[IntArray, IndexArray]:
+    """ids [K] and, counting the sample's loss tokens from `first`, the token of each [K]."""
+    if sample.support is None:
+        return np.zeros(0, np.int32), np.zeros(0, np.int64)
+    places = np.repeat(np.arange(len(sample.loss_mask)), sample.support.counts)
+    is_loss = sample.loss_mask[places]
+    return sample.support.ids[is_loss], first + np.cumsum(sample.loss_mask)[places[is_loss]] - 1
+
+
+def _join(parts: Iterable[NDArray[np.integer]]) -> IndexArray:
     return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
 

@@ -59,7 +59,7 @@ _NOT_NEGATIVE = {
     "staleness": ("max_versions",),
     "eval": ("every",),
 }
-_SHARES = {"trainer": ("beta1", "beta2")}
+_SHARES = {"trainer": ("beta1", "beta2"), "rollout": ("min_p",)}
 
 _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     (
@@ -137,6 +137,12 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         "with staleness.max_versions=0 or with cluster.placement=colocated, where no request is under way when weights "
         "are loaded; leave it false",
     ),
+    (
+        "rollout.keep_cache",
+        lambda c: c.rollout.drain or not samples_while_loading(c),
+        "with staleness.max_versions=0, with cluster.placement=colocated or with rollout.drain=true, where no request "
+        "is under way when weights are loaded; leave it null",
+    ),
     ("eval.episodes", lambda c: not c.eval.every, "with eval.every=0; set eval.every"),
     (
         "weights.transport",
@@ -208,6 +214,11 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError(
             f"algorithm.group_size must be at least 2, to have something to compare; got {config.algorithm.group_size}"
         )
+    top_k, top_p = config.rollout.top_k, config.rollout.top_p
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"rollout.top_k must be at least 1, or null for all tokens; got {top_k}")
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"rollout.top_p must be in (0, 1]; got {top_p}")
     value_clip, rank = config.critic.value_clip, config.lora.rank
     if value_clip is not None and value_clip <= 0:
         raise ConfigError(f"critic.value_clip must be positive, or null for no clip; got {value_clip}")
@@ -227,6 +238,12 @@ def _check_profile(config: Config) -> None:
 
 
 def _check_contradictions(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.top_k is None and (rollout.top_p, rollout.min_p) != (1, 0):
+        raise ConfigError(
+            f"rollout.top_p={rollout.top_p:g} with rollout.min_p={rollout.min_p:g} needs a rollout.top_k, which bounds "
+            "how many tokens engines report for each choice; set it to 1024, which leaves out next to nothing more"
+        )
     lora, transport = config.lora, config.weights.transport
     if lora.rank is not None and lora.rank > ADAPTER_RANKS[-1] and lora.send is Send.adapters:
         raise ConfigError(

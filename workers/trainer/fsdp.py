@@ -10,17 +10,18 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rlflow.config import Config, Offload
+from rlflow.errors import ConfigError
 from rlflow.runtime.derived import num_shards
 from rlflow.weights.shape.layout import Layout, chunk_of, fsdp_layout
 from rlflow.workers.trainer.optimizers import ShardGroup, ShardOptimizer
@@ -93,11 +94,9 @@ class FsdpTrainer(TrainerBackend):
         if self._is_offloaded:
             offload = CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
         slices = {parameter for name, parameter in self._policy.model.named_parameters() if name in self._cut}
-        among_data = None
-        if data_mesh is not None:
-            among_data = ShardPlacementResult(placement=None, mesh_info=FSDPMeshInfo(mesh=data_mesh, shard_mesh_dim=0))
+        among_data = None if data_mesh is None else _sharded_over(data_mesh)
 
-        def placement(parameter: nn.Parameter) -> ShardPlacementResult | None:
+        def placement(parameter: nn.Parameter) -> Any:
             return among_data if parameter in slices else None
 
         for module in (*_layers(self._policy.model), self._policy):
@@ -229,6 +228,21 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
     layers = model.base_model.layers
     assert isinstance(layers, nn.ModuleList)
     return layers
+
+
+def _sharded_over(mesh: DeviceMesh) -> object:
+    """What tells `fully_shard` to shard a parameter over other ranks than the rest.
+
+    Raises ConfigError if torch is too old for that.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+
+    if not hasattr(common, "ShardPlacementResult"):
+        raise ConfigError(
+            f"trainer.tensor_parallel above 1 needs torch 2.13; this is {torch.__version__}; install torch 2.13, or "
+            "set trainer.tensor_parallel=1"
+        )
+    return common.ShardPlacementResult(placement=None, mesh_info=common.FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -212,6 +213,16 @@ def test_every_layout_saves_the_same_moments(layout: Layout, folder: Path, allow
     assert ours.updates == theirs.updates == 3
     found = differences(folder / layout.name, folder / REFERENCE.name)
     assert_within({kind: found[kind] for kind in (PARAMETER, *MOMENTS)}, allowed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_saves_each_element_once(layout: Layout, folder: Path) -> None:
+    reader = ShardReader(folder / layout.name / "checkpoint")
+    ranks = [json.loads(path.read_text()) for path in (folder / layout.name / "checkpoint").glob("rank_*.json")]
+    assert len(ranks) == layout.ranks
+    for name, shape in reader.shapes.items():
+        assert sum(rank[name]["stop"] - rank[name]["start"] for rank in ranks) == math.prod(shape)
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ def one_sample(prompt: list[int], completion: list[int]) -> TrainSample:
         loss_mask=np.ones(count, np.bool_),
         logprobs=np.zeros(count, np.float32),
         versions=np.zeros(count, np.int32),
+        cache_versions=np.zeros(count, np.int32),
     )
     return TrainSample(sample=sample, advantage=1.0)
 

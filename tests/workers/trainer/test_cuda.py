@@ -14,6 +14,7 @@ from training import largest_relative_difference, save_model, tiny_config, tiny_
 from rlflow.config import Config, Dtype, Offload, Optimizer, TrainerConfig
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.optimizers import ShardGroup, ShardOptimizer
+from rlflow.workers.trainer.parking import ParkingSpace
 from rlflow.workers.trainer.policy import load_policy
 from rlflow.workers.trainer.profile import RankProfile
 
@@ -130,3 +131,17 @@ def test_a_profile_holds_kernels_and_allocations(tmp_path: Path) -> None:
         categories = {event.get("cat") for event in json.load(file)["traceEvents"]}
     assert {"cpu_op", "kernel"} <= categories
     assert (tmp_path / "rank.memory.pickle").stat().st_size > 0
+
+
+def test_what_leaves_the_gpu_waits_in_the_same_pinned_memory() -> None:
+    device = torch.device("cuda", 0)
+    tensors = [torch.arange(5000.0, device=device), torch.arange(300, device=device)]
+    expected = [each.cpu() for each in tensors]
+    space, places = ParkingSpace(device, chunk_bytes=2**12), []
+    for _ in range(2):
+        space.park(tensors)
+        assert all(chunk.is_pinned() for chunk in space._chunks)
+        places.append([chunk.data_ptr() for chunk in space._chunks])
+        space.unpark()
+        assert all(torch.equal(each.cpu(), there) for each, there in zip(tensors, expected, strict=True))
+    assert places[0] == places[1]

@@ -293,6 +293,12 @@ class RolloutEngine:
         comparing = Loading(self._engine, self._config, self._index, staged).compare(verify)
         return await self._within("weight check", self._config.deadlines.weights_s, comparing)
 
+    async def profile(self, is_on: bool) -> None:
+        """Begin vLLM's profile, or end it and write it; needs run.profile_steps. Does nothing before `start`."""
+        if self._llm is not None:
+            profiling = self._llm.start_profile() if is_on else self._llm.stop_profile()
+            await self._within("profile", self._config.deadlines.train_s, profiling)
+
     async def stats(self) -> EngineStats:
         return EngineStats(
             running=self._load.running,

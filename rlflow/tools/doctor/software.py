@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rlflow.cluster.fit_errors import check_counts
 from rlflow.cluster.gpus import check_gpus
 from rlflow.cluster.placement import describe as describe_places
-from rlflow.cluster.placement import fit
+from rlflow.cluster.placement import describe_way, fit
 from rlflow.config import Config
 from rlflow.errors import ConfigError, DeadlineError, SandboxError
 from rlflow.models.resolve import resolve_config, resolve_model, resolve_reward_model
@@ -145,7 +145,7 @@ def load_size(config: Config) -> ModelSize:
     """From config.json alone. Raises ConfigError."""
     from rlflow.config import Backend, Offload
     from rlflow.tools.dry_run.model import read_model
-    from rlflow.workers.trainer.policy import MAX_LOGITS
+    from rlflow.workers.trainer.token_logprobs import MAX_LOGITS
 
     facts = read_model(config, resolve_config(config.model.path))
     memory, fullest = dict[str, int](), 0
@@ -288,7 +288,10 @@ def check_joined_ray(here: Here, needs: Needs) -> Iterator[Finding]:
         num_gpus = sum(machine.gpus for machine in machines)
         check_gpus(config, num_gpus)
         check_counts(config.cluster.pools, machines)
-        return describe_places(fit(config, machines), machines) if is_joined or num_gpus else ()
+        if not is_joined and not num_gpus:
+            return ()
+        placed = fit(config, machines)
+        return [*describe_places(placed, machines), *describe_way(placed)]
 
     if needs.is_run:
         yield from check_placement(place)

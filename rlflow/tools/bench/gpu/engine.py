@@ -9,7 +9,8 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from rlflow.config import Config, Placement
 from rlflow.roles import StagedWeights
+from rlflow.rollout.client import EngineClient, EngineHandle, RemoteCalls
 from rlflow.rollout.requests import GenerateRequest
 from rlflow.tools.bench.gpu.plan import Plan, Report
 from rlflow.weights.shm.arena import Arena
@@ -27,6 +29,17 @@ from rlflow.workers.trainer.policy import torch_dtype
 
 PLAIN = ("worker_extension_cls", "logprobs_mode", "disable_log_stats", "enable_sleep_mode")
 """Arguments of our engine that a user of plain vLLM would not give."""
+CALLS = RemoteCalls(cancel=lambda call: None, is_lost=lambda error: False)
+
+
+class _Local:
+    """An engine in this process, shaped like an actor's handle."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=getattr(self._engine, name))
 
 
 def prompts(plan: Plan) -> tuple[list[list[int]], int]:
@@ -37,7 +50,7 @@ def prompts(plan: Plan) -> tuple[list[list[int]], int]:
 
 
 def stream(plan: Plan, report: Report) -> None:
-    """Tokens a second of all replies at once, through `RolloutEngine`, with log-probabilities and versions."""
+    """Tokens a second of all replies at once, as a runner asks for them, with log-probabilities and versions."""
     asyncio.run(_stream(plan, report))
 
 
@@ -45,9 +58,10 @@ async def _stream(plan: Plan, report: Report) -> None:
     asked, reply = prompts(plan)
     config = plan.config()
     async with _engine(config, plan, report) as (engine, _):
-        await engine.generate(_request(asked[0], 8))  # first kernels
+        client = EngineClient([cast(EngineHandle, _Local(engine))], CALLS, config.deadlines.start_s)
+        await client.generate(_request(asked[0], 8))  # first kernels
         started = time.perf_counter()
-        answers = await asyncio.gather(*(engine.generate(_request(each, reply)) for each in asked))
+        answers = await asyncio.gather(*(client.generate(_request(each, reply)) for each in asked))
         seconds = time.perf_counter() - started
     tokens = sum(len(answer.ids) for answer in answers)
     report.tell({"tokens_per_s": tokens / seconds, "tokens": tokens, "requests": len(asked)})

@@ -117,6 +117,18 @@ def chosen(only: Sequence[str] | None) -> list[Stage]:
     return [stage for stage in STAGES if not only or stage.name.startswith(tuple(only))]
 
 
+def limit_of(stages: Sequence[Stage], left_s: float) -> float:
+    """Seconds that the first of these stages gets: its share of what is left, but not less than it needs; 0 if that
+    is more than there is.
+
+    Example: two stages with shares 6 and 2 have 80 s left. The first gets 60 s. If it ends after 20 s, the second gets
+    all of the other 60 s.
+    """
+    stage = stages[0]
+    limit_s = max(left_s * stage.share / sum(each.share for each in stages), stage.least_s)
+    return limit_s if limit_s <= left_s else 0.0
+
+
 def bench_gpu(model: str | None, minutes: float, only: Sequence[str] | None, tell: Callable[[str], None]) -> Kit:
     """Run the stages; `tell` is given each line at once. An interrupt ends the stage under way and skips the rest.
 
@@ -137,11 +149,9 @@ def bench_gpu(model: str | None, minutes: float, only: Sequence[str] | None, tel
             raise ConfigError("interrupted before anything was measured; start it again") from None
         is_stopped = False
         for number, stage in enumerate(stages):
-            shares = sum(each.share for each in stages[number:])
-            left_s = ends_at_s - time.monotonic()
-            limit_s = max(left_s * stage.share / shares, stage.least_s)
+            limit_s = limit_of(stages[number:], ends_at_s - time.monotonic())
             result = Result(stage=stage.name, why="interrupted" if is_stopped else "no time left")
-            if not is_stopped and left_s >= stage.least_s:
+            if not is_stopped and limit_s:
                 result = run_stage(stage.name, limit_s, kit.folder)
                 is_stopped = result.why == "interrupted"
             kit.results.append(result)
@@ -233,8 +243,7 @@ def _cell(text: str) -> str:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM interrupts like Ctrl-C, and what a stage leaves behind becomes a child of this process."""
-    linux.prctl("CHILD_SUBREAPER", linux.PR_SET_CHILD_SUBREAPER, 1)
+    """SIGTERM interrupts like Ctrl-C."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -247,13 +256,16 @@ def _ending_children() -> Iterator[None]:
     """At the end, end all processes below this one that were not there at the beginning, in whatever session."""
     import psutil
 
+    # What a process of the stage leaves behind becomes a child of this one.
+    linux.prctl("CHILD_SUBREAPER", linux.PR_SET_CHILD_SUBREAPER, 1)
     this = psutil.Process()
     before = set(this.children(recursive=True))
     try:
         yield
     finally:
+        started = set[psutil.Process]()
         for end in (psutil.Process.terminate, psutil.Process.kill):
-            started = [each for each in this.children(recursive=True) if each not in before]
+            started |= set(this.children(recursive=True)) - before
             for each in started:
                 try:
                     end(each)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import misbehaving
@@ -204,6 +204,10 @@ class _Engine:
     async def remote(self, request: GenerateRequest, /) -> Completion:
         ids = [*map(ord, self.attack if request.seed == self.attacked_seed else self.reply), _STOP]
         return Completion(ids=ids, logprobs=[-1.0] * len(ids), versions=[0] * len(ids), finish_reason="stop")
+
+    @property
+    def go_on(self) -> NoReturn:
+        raise AssertionError("every reply is one part")
 
 
 class _Scorer:

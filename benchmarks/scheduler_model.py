@@ -2,8 +2,8 @@
 
     live replies -> slices or requests -> vLLM's Scheduler -> made-up tokens, seconds by a model of one H100
 
-The scheduler, its queue, its preemptions and the prefix cache are vLLM's; only the model runner is made up, which answers
-every scheduled request with one token. Three ways to ask for a reply:
+The scheduler, its queue, its preemptions and the prefix cache are vLLM's; only the model runner is made up, which
+answers every scheduled request with one token. Three ways to ask for a reply:
 
     slices    calls of 256 tokens, each of which gives up its cache and queues again; a limit that answers preemptions
     limited   one request a reply, and the same limit
@@ -56,7 +56,7 @@ def step_seconds(num_tokens: int, num_cached: int) -> float:
 
 
 class RunningLimit:
-    """How many run at the same time: falls to three quarters of them at a preemption, rises by one when there is room."""
+    """How many run at the same time: three quarters of them after a preemption, one more while there is room."""
 
     def __init__(self, maximum: int) -> None:
         self.value = maximum
@@ -99,7 +99,7 @@ class Counts:
 
 
 class Replies:
-    """Prompts that GROUP_SIZE replies share; prompt and reply together have half to one and a half of the mean length."""
+    """Prompts that GROUP_SIZE replies share; with its prompt, a reply has half to one and a half of the mean length."""
 
     def __init__(self, mean_length: int) -> None:
         self._random = random.Random(7)
@@ -174,9 +174,7 @@ class Engine:
         for each in itertools.chain.from_iterable(outputs.outputs for outputs in ended.values()):
             if each.finish_reason is not None:
                 self.finish(each.request_id)
-        self.limit.step(
-            len(self.scheduler.running), self.scheduler.kv_cache_manager.usage, preempted
-        )
+        self.limit.step(len(self.scheduler.running), self.scheduler.kv_cache_manager.usage, preempted)
         total = self.total
         total.seconds += step_seconds(sum(scheduled.num_scheduled_tokens.values()), cached)
         total.decoded += decoded

@@ -130,11 +130,9 @@ class EngineClient:
             losses = 0
             if sampled is not None:
                 sampled(part)
-            reply.ids += part.ids
-            reply.logprobs += part.logprobs
-            reply.versions += part.versions
+            reply.add(part)
             if part.finish_reason in ("stop", "length") or len(reply.ids) >= request.max_new_tokens:
-                reply.finish_reason = "stop" if part.finish_reason == "stop" else "length"
+                reply.finish_reason, reply.reply = "stop" if part.finish_reason == "stop" else "length", ""
                 return reply
 
     async def _answer(self, index: int, request: GenerateRequest, call: Awaitable[Completion]) -> Completion | None:

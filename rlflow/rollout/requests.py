@@ -43,8 +43,19 @@ class Completion:
     logprobs: list[float]  # [num_tokens], of the sampling distribution, temperature applied
     versions: list[int]  # [num_tokens], policy version that sampled each token
     finish_reason: FinishReason
+    support: list[list[int]] | None = None
+    """[num_tokens], the tokens that each was chosen among; None without top_k, where it was among all."""
     reply: str = ""
     """What the engine calls a reply that it goes on with; else empty."""
+
+    def add(self, part: "Completion") -> None:
+        """Append the next part of the reply."""
+        self.ids += part.ids
+        self.logprobs += part.logprobs
+        self.versions += part.versions
+        if part.support is not None:
+            self.support = [*(self.support or ()), *part.support]
+        self.finish_reason, self.reply = part.finish_reason, part.reply
 
 
 def part_seed(seed: int, num_sampled: int) -> int:

@@ -71,13 +71,9 @@ async def sample(engine: RolloutEngine, requests: Iterable[GenerateRequest]) -> 
 
 
 async def whole_reply(engine: RolloutEngine, request: GenerateRequest) -> Completion:
-    part = reply = await engine.generate(request)
-    while part.reply:
-        part = await engine.go_on(part.reply)
-        reply.ids += part.ids
-        reply.logprobs += part.logprobs
-        reply.versions += part.versions
-        reply.finish_reason = part.finish_reason
+    reply = await engine.generate(request)
+    while reply.reply:
+        reply.add(await engine.go_on(reply.reply))
     return reply
 
 

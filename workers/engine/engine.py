@@ -25,6 +25,7 @@ from rlflow.runtime.deadlines import within
 from rlflow.runtime.derived import sends_adapters
 from rlflow.runtime.disk import TEMPORARY
 from rlflow.runtime.environment import variables
+from rlflow.runtime.gpus import has_gpu
 from rlflow.weights.engine.messages import ADAPTER_ID, WeightReport
 from rlflow.workers.engine.admission import Gate, RunningLimit, pressure_gauge
 from rlflow.workers.engine.loading import Loading
@@ -57,12 +58,10 @@ class RolloutEngine:
 
     def __init__(self, config: Config, model_path: str, index: int, threads: int) -> None:
         """`threads` are the OpenMP threads on a machine without a GPU. Sets this process's environment for vLLM."""
-        import torch  # its users are workers; importing this module must stay cheap
-
         self._config = config
         self._model_path = model_path
         self._index = index
-        self._on_gpu = torch.cuda.is_available()
+        self._on_gpu = has_gpu()
         self._version: int | None = None
         self._llm: AsyncLLM | None = None
         self._has_adapters = sends_adapters(config)
@@ -218,7 +217,8 @@ class RolloutEngine:
             async for delivered in stream:
                 output = delivered.outputs[0]
                 logprobs: Any = output.logprobs
-                reply.add(output.token_ids, logprobs.logprobs)
+                support = output.sampling_mask.token_ids if output.sampling_mask is not None else ()
+                reply.add(output.token_ids, logprobs.logprobs, support)
                 if self._is_draining and not delivered.finished:
                     await self._engine.abort(reply.vllm_name)  # what was sampled still comes
         except EngineDeadError as error:

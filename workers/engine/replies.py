@@ -28,6 +28,7 @@ class Reply:
         self.ids: list[int] = []  # [num_tokens], all that were delivered
         self.logprobs: list[float] = []  # [num_tokens]
         self.versions: list[int] = []  # [num_tokens]
+        self.support: list[list[int]] = []  # [num_tokens], or nothing if the engine does not report it
         self.vllm_name = ""
         """The vLLM request that samples now."""
         self._first = 0
@@ -67,12 +68,14 @@ class Reply:
         """What vLLM samples after the first `num_tokens` tokens of its request, it samples under `version`."""
         self._starts.append((num_tokens, version))
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """vLLM delivers the next tokens."""
+    def add(self, ids: Sequence[int], logprobs: Sequence[float], support: Sequence[list[int]] = ()) -> None:
+        """vLLM delivers the next tokens; `support` are the tokens that each was chosen among."""
         assert len(ids) == len(logprobs), "vLLM must give the log-probability of every token"
+        assert len(support) in (0, len(ids)), "vLLM must say of every token what it was chosen among"
         first = len(self.ids) - self._first
         self.ids += ids
         self.logprobs += logprobs
+        self.support += support
         self.versions += versions_between(self._starts, first, first + len(ids))
         self._changed.set()
 
@@ -96,6 +99,7 @@ class Reply:
             ids=self.ids[first : self._num_taken],
             logprobs=self.logprobs[first : self._num_taken],
             versions=self.versions[first : self._num_taken],
+            support=self.support[first : self._num_taken] or None,
             finish_reason=finish_reason,
             reply="" if is_over else self.name,
         )

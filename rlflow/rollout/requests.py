@@ -47,6 +47,8 @@ class Completion:
     """[num_tokens], the tokens that each was chosen among; None without top_k, where it was among all."""
     reply: str = ""
     """What the engine calls a reply that it goes on with; else empty."""
+    is_crowded: bool = False
+    """Whether other replies were waiting for a place in the engine or in its cache."""
 
     def add(self, part: "Completion") -> None:
         """Append the next part of the reply."""

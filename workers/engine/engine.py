@@ -1,6 +1,6 @@
 """The rollout engine: one vLLM AsyncLLM that samples, and takes new weights while requests run.
 
-GenerateRequest -> gate -> vLLM -> Reply -> parts;  StagedWeights -> prepare -> pause -> load -> compare -> resume
+GenerateRequest -> vLLM -> Reply -> parts;  StagedWeights -> prepare -> pause -> load -> compare -> resume
 
 It samples under complete versions only: an update that fails stops it until a complete one. A plain class; a run wraps
 it in a Ray actor with many concurrent calls, a test calls it directly.
@@ -27,8 +27,8 @@ from rlflow.runtime.disk import TEMPORARY
 from rlflow.runtime.environment import variables
 from rlflow.runtime.gpus import has_gpu
 from rlflow.weights.engine.messages import ADAPTER_ID, WeightReport
-from rlflow.workers.engine.admission import Gate, RunningLimit, pressure_gauge
 from rlflow.workers.engine.loading import Loading
+from rlflow.workers.engine.pressure import Pressure, pressure_gauge
 from rlflow.workers.engine.replies import Replies, Reply
 from rlflow.workers.engine.setup import cache_shape, check_engine, engine_arguments, set_environment, stop_token_ids
 
@@ -49,8 +49,8 @@ class EngineStats:
     """Tokens sampled since the start, in the parts that were returned."""
     busy_s: float
     """Seconds since the start in which at least one request ran."""
-    limit: int
-    """Requests that vLLM is given at the same time; falls when its cache is too small for `rollout.max_running`."""
+    taken_back: int
+    """Requests that vLLM has preempted since the start, because the cache was full or for an update of the weights."""
 
 
 class RolloutEngine:
@@ -71,7 +71,8 @@ class RolloutEngine:
         self._load = _Load()
         self._replies = Replies()
         self._is_draining = False
-        self._gate = Gate(RunningLimit(config.rollout.max_running))
+        self._places = asyncio.Semaphore(config.rollout.max_running)
+        self._pressure = Pressure()
         self._has_answered = asyncio.Event()
         set_environment(config, threads, self._on_gpu)
 
@@ -97,7 +98,7 @@ class RolloutEngine:
         with folder as sockets, variables({"VLLM_RPC_BASE_PATH": sockets}):
             try:
                 self._llm = AsyncLLM.from_engine_args(
-                    AsyncEngineArgs(**self._arguments()), stat_loggers=[pressure_gauge(self._gate)]
+                    AsyncEngineArgs(**self._arguments()), stat_loggers=[pressure_gauge(self._pressure)]
                 )
             except RuntimeError as error:
                 raise RunError(f"vLLM did not start in rollout engine {self._index}; {log_hint()}: {error}") from error
@@ -162,6 +163,7 @@ class RolloutEngine:
             self._replies.remove(reply)
             await reply.stop()
             raise
+        part.is_crowded = self._places.locked() or self._pressure.num_waiting > 0
         if part.reply:
             self._replies.leave(reply)
         else:
@@ -173,7 +175,8 @@ class RolloutEngine:
     async def _sample(self, reply: Reply) -> FinishReason:
         """Let vLLM sample a whole reply. Returns why no more tokens come; `abort` if the engine is being drained."""
         with self._load.one_more():
-            async with self._gate.admitted():
+            # A reply keeps its place, also from one request of a seeded reply to the next.
+            async with self._places:
                 while True:
                     reply.begin(self._version)
                     finish_reason = await self._run(reply, self._sampling(reply))
@@ -300,7 +303,6 @@ class RolloutEngine:
             begun = [name for name, num_tokens in self._num_sampled().items() if num_tokens]
             await self._engine.abort(begun)
             return time.perf_counter()
-        self._gate.forgive()
         await self._engine.pause_generation(mode="keep", clear_cache=True)
         return asked_at_s
 
@@ -316,7 +318,6 @@ class RolloutEngine:
         need not be kept. If adapters are all that is sent, the rest is kept in the memory of the CPU.
         """
         async with self._loading:
-            self._gate.forgive()
             work = (
                 self._engine.sleep(level=1 if self._has_adapters else 2, mode="keep")
                 if self._frees_memory
@@ -346,7 +347,7 @@ class RolloutEngine:
             running=self._load.running,
             tokens=self._load.tokens,
             busy_s=self._load.busy_s(),
-            limit=self._gate.limit.value,
+            taken_back=self._pressure.num_taken_back,
         )
 
     async def shutdown(self) -> None:

@@ -57,7 +57,7 @@ class Counts:
 
 async def sliced(engine: RolloutEngine, request: GenerateRequest) -> Completion:
     """The reply in calls of SLICE_TOKENS, each after the tokens so far."""
-    reply = Completion(ids=[], logprobs=[], versions=[], finish_reason="length")
+    reply = Completion(ids=[], logprobs=[], versions=[], cache_versions=[], finish_reason="length")
     while left := request.max_new_tokens - len(reply.ids):
         asked = replace(request, prompt_ids=request.prompt_ids + reply.ids, max_new_tokens=min(SLICE_TOKENS, left))
         reply.add(await engine.generate(asked))

@@ -47,7 +47,7 @@ class _UnderWay:
 
     order: GroupOrder
     oldest_version: int | None = None
-    """The oldest version that sampled any of its tokens, by whole parts; None before the first part."""
+    """Of any token, whose age is that of its cache, by whole parts; None before the first part."""
     num_parts: int = 0
     num_crowded: int = 0
     """Parts that came from an engine in which other replies waited for room."""
@@ -58,7 +58,7 @@ class _UnderWay:
         self.num_parts += 1
         self.num_crowded += part.is_crowded
         known = [] if self.oldest_version is None else [self.oldest_version]
-        self.oldest_version = min((*known, *part.versions), default=None)
+        self.oldest_version = min((*known, *part.cache_versions), default=None)
 
 
 class EpisodeRunner:
@@ -120,7 +120,7 @@ class EpisodeRunner:
         return (played, *(episode.payload for episode in episodes))
 
     async def cancel_stale(self, oldest_version: int) -> None:
-        """End the groups under way with a token sampled before `oldest_version`: their `play` raises StaleGroup.
+        """End the groups under way with a token older than `oldest_version`: their `play` raises StaleGroup.
 
         Groups pinned to an engine go on. The tokens of a part count when the engine has returned it.
         """

@@ -111,7 +111,7 @@ class EngineClient:
         RunError when MAX_LOSSES calls in a row gave no token, DeadlineError when no engine serves for `patience_s`, and
         whatever an engine raises.
         """
-        reply = Completion(ids=[], logprobs=[], versions=[], finish_reason="length")
+        reply = Completion(ids=[], logprobs=[], versions=[], cache_versions=[], finish_reason="length")
         losses, home, name = 0, None, ""
         while True:
             if name:

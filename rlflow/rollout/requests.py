@@ -36,12 +36,13 @@ class GenerateRequest:
 class Completion:
     """The sampled tokens, with the policy version of each.
 
-    Example: Completion(ids=[9, 2], logprobs=[-0.4, -0.1], versions=[3, 4], finish_reason="stop")
+    Example: Completion(ids=[9, 2], logprobs=[-0.4, -0.1], versions=[3, 4], cache_versions=[3, 3], finish_reason="stop")
     """
 
     ids: list[int]  # [num_tokens], the stop token included
     logprobs: list[float]  # [num_tokens], of the sampling distribution, temperature applied
     versions: list[int]  # [num_tokens], policy version that sampled each token
+    cache_versions: list[int]  # [num_tokens], the oldest version that computed any of its context
     finish_reason: FinishReason
     support: list[list[int]] | None = None
     """[num_tokens], the tokens that each was chosen among; None without top_k, where it was among all."""
@@ -55,6 +56,7 @@ class Completion:
         self.ids += part.ids
         self.logprobs += part.logprobs
         self.versions += part.versions
+        self.cache_versions += part.cache_versions
         if part.support is not None:
             self.support = [*(self.support or ()), *part.support]
         self.finish_reason, self.reply = part.finish_reason, part.reply

@@ -12,7 +12,7 @@ from rlflow.rollout.client import MAX_KEYS, MAX_LOSSES, EngineClient, RemoteCall
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest, part_seed
 
 Asked = TypeVar("Asked")
-DONE = Completion(ids=[1], logprobs=[-0.5], versions=[0], finish_reason="stop")
+DONE = Completion(ids=[1], logprobs=[-0.5], versions=[0], cache_versions=[0], finish_reason="stop")
 
 
 @dataclass
@@ -88,6 +88,7 @@ def part(first: int, count: int, version: int, finish_reason: FinishReason) -> C
         ids=ids,
         logprobs=[-token / 1000 for token in ids],
         versions=[version] * count,
+        cache_versions=[version] * count,
         finish_reason=finish_reason,
         reply="reply 1" if finish_reason == "part" else "",
     )

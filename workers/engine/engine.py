@@ -22,7 +22,7 @@ from rlflow.errors import EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
 from rlflow.runtime.deadlines import within
-from rlflow.runtime.derived import sends_adapters
+from rlflow.runtime.derived import keeps_cache, sends_adapters
 from rlflow.runtime.disk import TEMPORARY
 from rlflow.runtime.environment import variables
 from rlflow.runtime.gpus import has_gpu
@@ -63,6 +63,8 @@ class RolloutEngine:
         self._index = index
         self._on_gpu = has_gpu()
         self._version: int | None = None
+        self._cache_version = 0
+        """Nothing older computes the cache of a request that vLLM is given now."""
         self._llm: AsyncLLM | None = None
         self._has_adapters = sends_adapters(config)
         self._stop_token_ids: list[int] = []
@@ -153,7 +155,7 @@ class RolloutEngine:
         """
         reply = self._replies.take(name)
         if reply is None:
-            return Completion(ids=[], logprobs=[], versions=[], finish_reason="abort")
+            return Completion(ids=[], logprobs=[], versions=[], cache_versions=[], finish_reason="abort")
         return await self._next_part(reply)
 
     async def _next_part(self, reply: Reply) -> Completion:
@@ -178,7 +180,7 @@ class RolloutEngine:
             # A reply keeps its place, also from one request of a seeded reply to the next.
             async with self._places:
                 while True:
-                    reply.begin(self._version)
+                    reply.begin(self._version, self._cache_version if keeps_cache(self._config) else None)
                     finish_reason = await self._run(reply, self._sampling(reply))
                     if finish_reason != "length" or reply.num_left == 0:
                         return finish_reason
@@ -203,14 +205,18 @@ class RolloutEngine:
 
     async def _run(self, reply: Reply, sampling: SamplingParams) -> FinishReason:
         """One request to vLLM, which goes on with the reply."""
+        from vllm.inputs import TokensPrompt
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         # vLLM would read the path only if it had no such adapter, which cannot be.
         adapter = LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path="sent by the trainer")
         # Requests of a group share their prompt: vLLM finds cached blocks even of a request in the same step.
+        prompt = TokensPrompt(prompt_token_ids=reply.request.prompt_ids + reply.ids)
+        if keeps_cache(self._config):  # requests share blocks of one salt only
+            prompt["cache_salt"] = str(self._cache_version)
         stream = self._engine.generate(
-            {"prompt_token_ids": reply.request.prompt_ids + reply.ids},
+            prompt,
             sampling,
             reply.vllm_name,
             lora_request=adapter if self._has_adapters else None,
@@ -234,10 +240,11 @@ class RolloutEngine:
     async def load_weights(self, staged: StagedWeights) -> float:
         """Put a complete version in, and return the seconds in which nothing was sampled.
 
-        Replies under way are kept, their cache is recomputed, and they go on under the new version; with rollout.drain
-        they are given back at the end of their part instead. When the update fails it is undone as far as the next one
-        needs, and the engine stays paused: it samples again only after a complete update. Raises WeightsOvertaken when
-        the trainer rewrote the weights meanwhile, EngineLost when vLLM died, RunError for other failures.
+        Replies under way are kept and go on under the new version, with their cache or after it is computed again
+        (rollout.keep_cache); with rollout.drain they are given back at the end of their part. When the update fails it
+        is undone as far as the next one needs, and the engine stays paused: it samples again only after a complete
+        update. Raises WeightsOvertaken when the trainer rewrote the weights meanwhile, EngineLost when vLLM died,
+        RunError for other failures.
         """
         async with self._loading:
             loading = Loading(self._engine, self._config, self._index, staged)
@@ -278,18 +285,23 @@ class RolloutEngine:
     async def _replace_weights(self, loading: Loading, staged: StagedWeights) -> float:
         """When sampling stopped, by `time.perf_counter`. It is still paused on return."""
         await loading.prepare()
-        paused_at_s = await self._pause()
+        paused_at_s = await self._pause(staged.version)
+        self._cache_version = staged.version
         if self._frees_memory and self._is_asleep:
             await self._engine.wake_up(tags=["weights"])
         await loading.load()
-        await self._verify(staged)
+        if loading.is_comparable:
+            await self._verify(staged)
         await self._engine.update_weight_version(str(staged.version))
         if self._frees_memory and self._is_asleep:
             await self._engine.wake_up(tags=["kv_cache"])
         return paused_at_s
 
-    async def _pause(self) -> float:
-        """Stop sampling, and forget the cache of the old weights; when it stopped, by `time.perf_counter`."""
+    async def _pause(self, version: int) -> float:
+        """Stop sampling, and forget the cache of the old weights unless it is kept.
+
+        Returns when sampling stopped, by `time.perf_counter`. After a failed update nothing is kept.
+        """
         asked_at_s = time.perf_counter()
         if self._is_asleep:
             return asked_at_s
@@ -303,7 +315,8 @@ class RolloutEngine:
             begun = [name for name, num_tokens in self._num_sampled().items() if num_tokens]
             await self._engine.abort(begun)
             return time.perf_counter()
-        await self._engine.pause_generation(mode="keep", clear_cache=True)
+        keeps = keeps_cache(self._config) and self._version is not None and version > self._version
+        await self._engine.pause_generation(mode="keep", clear_cache=not keeps)
         return asked_at_s
 
     def _num_sampled(self) -> dict[str, int]:

@@ -28,6 +28,7 @@ class Reply:
         self.ids: list[int] = []  # [num_tokens], all that were delivered
         self.logprobs: list[float] = []  # [num_tokens]
         self.versions: list[int] = []  # [num_tokens]
+        self.cache_versions: list[int] = []  # [num_tokens]
         self.support: list[list[int]] = []  # [num_tokens], or nothing if the engine does not report it
         self.vllm_name = ""
         """The vLLM request that samples now."""
@@ -35,6 +36,7 @@ class Reply:
         """Tokens that were delivered before that request."""
         self._starts: list[tuple[int, int | None]] = []
         """Of that request: its first token under a version, and the version."""
+        self._cache_version: int | None = None
         self._num_taken = 0
         self._sampling: asyncio.Task[FinishReason]
         self._changed = asyncio.Event()
@@ -60,9 +62,13 @@ class Reply:
         request = self.request
         return None if request.seed is None else part_seed(request.seed, request.num_sampled + len(self.ids))
 
-    def begin(self, version: int | None) -> None:
-        """A new vLLM request goes on with the reply; `version` None if there are no complete weights now."""
+    def begin(self, version: int | None, cache_version: int | None) -> None:
+        """A new vLLM request goes on with the reply; `version` None if there are no complete weights now.
+
+        `cache_version` is the oldest version of its cache, None if the cache of each token is of the token's version.
+        """
         self.vllm_name, self._first, self._starts = uuid.uuid4().hex, len(self.ids), [(0, version)]
+        self._cache_version = cache_version
 
     def mark(self, version: int, num_tokens: int) -> None:
         """What vLLM samples after the first `num_tokens` tokens of its request, it samples under `version`."""
@@ -76,7 +82,9 @@ class Reply:
         self.ids += ids
         self.logprobs += logprobs
         self.support += support
-        self.versions += versions_between(self._starts, first, first + len(ids))
+        versions, oldest = versions_between(self._starts, first, first + len(ids)), self._cache_version
+        self.versions += versions
+        self.cache_versions += versions if oldest is None else [min(oldest, version) for version in versions]
         self._changed.set()
 
     @property
@@ -99,6 +107,7 @@ class Reply:
             ids=self.ids[first : self._num_taken],
             logprobs=self.logprobs[first : self._num_taken],
             versions=self.versions[first : self._num_taken],
+            cache_versions=self.cache_versions[first : self._num_taken],
             support=self.support[first : self._num_taken] or None,
             finish_reason=finish_reason,
             reply="" if is_over else self.name,
@@ -148,10 +157,12 @@ class Replies:
         self._open.pop(reply.name, None)
 
     def mark(self, version: int, num_tokens: Mapping[str, int]) -> None:
-        """From now on tokens are sampled under `version`; `num_tokens` is how many each vLLM request has so far."""
+        """From now on tokens are sampled under `version`; `num_tokens` is how many each vLLM request has so far.
+
+        A request that vLLM does not know has not reached it yet, or is over and has delivered all.
+        """
         for reply in self:
-            if (num := num_tokens.get(reply.vllm_name)) is not None:
-                reply.mark(version, num)
+            reply.mark(version, num_tokens.get(reply.vllm_name, len(reply.versions_of_request)))
 
     def _give_up(self, reply: Reply) -> None:
         del self._deadlines[reply.name]

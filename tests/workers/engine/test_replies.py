@@ -54,7 +54,7 @@ def test_each_token_has_the_version_that_sampled_it(
 async def test_whole_parts_are_handed_out_and_all_that_is_left_at_the_end() -> None:
     reply = reply_of()
     ended = sampling(reply)
-    reply.begin(1)
+    reply.begin(1, None)
     deliver(reply, 1)
     waiting = asyncio.create_task(reply.take_part())
     await asyncio.sleep(0)
@@ -72,10 +72,23 @@ async def test_whole_parts_are_handed_out_and_all_that_is_left_at_the_end() -> N
     assert part.versions == [2] * 101
 
 
+async def test_a_token_is_as_old_as_its_cache() -> None:
+    reply = reply_of(max_new_tokens=4)
+    ended = sampling(reply)
+    reply.begin(3, 2)
+    reply.mark(4, 1)
+    deliver(reply, 3)
+    reply.begin(4, 4)
+    deliver(reply, 1)
+    ended.set_result("length")
+    part = await reply.take_part()
+    assert (part.versions, part.cache_versions) == ([3, 4, 4, 4], [2, 2, 2, 4])
+
+
 async def test_parts_that_nobody_fetched_in_time_come_together() -> None:
     reply = reply_of()
     sampling(reply)
-    reply.begin(1)
+    reply.begin(1, None)
     deliver(reply, 515)
     assert len((await reply.take_part()).ids) == 512
 
@@ -84,7 +97,7 @@ async def test_a_reply_that_goes_on_here_keeps_the_boundaries_and_the_seeds_of_i
     reply = reply_of(max_new_tokens=580, num_sampled=20)
     assert (reply.seed, reply.num_left, reply.num_left_of_part) == (part_seed(3, 20), 580, 236)
     sampling(reply)
-    reply.begin(1)
+    reply.begin(1, None)
     deliver(reply, 240)
     assert len((await reply.take_part()).ids) == 236
     deliver(reply, 252 - 240 + 240)
@@ -100,7 +113,7 @@ def test_a_reply_ends_where_the_model_has_no_room() -> None:
 async def test_what_ends_sampling_reaches_whoever_asks_next() -> None:
     reply = reply_of()
     ended = sampling(reply)
-    reply.begin(1)
+    reply.begin(1, None)
     deliver(reply, 10)
     waiting = asyncio.create_task(reply.take_part())
     await asyncio.sleep(0)
@@ -110,16 +123,18 @@ async def test_what_ends_sampling_reaches_whoever_asks_next() -> None:
 
 
 async def test_an_update_marks_the_replies_that_vllm_still_samples() -> None:
-    under_way, one, two = Replies(), reply_of(), reply_of()
-    for reply in (one, two):
+    under_way, one, two, three = Replies(), reply_of(), reply_of(), reply_of()
+    for reply in (one, two, three):
         sampling(reply)
-        reply.begin(1)
+        reply.begin(1, None)
         under_way.add(reply)
-    under_way.mark(2, {one.vllm_name: 3})  # vLLM has sampled all of the other one
-    deliver(one, 5)
     deliver(two, 5)
+    under_way.mark(2, {one.vllm_name: 3})  # vLLM has sampled all of the second, and has not got the third yet
+    for reply in (one, three):
+        deliver(reply, 5)
     assert one.versions == [1, 1, 1, 2, 2]
     assert two.versions == [1] * 5
+    assert three.versions == [2] * 5
 
 
 async def test_a_reply_that_nobody_asks_for_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:

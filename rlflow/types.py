@@ -295,6 +295,8 @@ class PlayedGroup:
     num_bytes: int
     """Size of the payloads in the object store."""
     spans: list[Span] = field(default_factory=list)
+    crowded_share: float = 0.0
+    """Share of the parts of its replies that came from an engine in which other replies waited for room."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -51,6 +51,17 @@ def test_a_synchronous_run_trains_each_batch_at_its_own_version(tmp_path: Path) 
     assert world.observer.saves == ["step_5"]
 
 
+def test_no_more_groups_start_while_replies_wait_for_room_in_the_engines(tmp_path: Path) -> None:
+    most = []
+    for crowded_share in (0.0, 0.9):
+        world = make_world(tmp_path / str(crowded_share), steps=20, max_versions=4, num_tasks=200)
+        world.runners.crowded_share = crowded_share
+        run_virtually(world.driver.run())
+        assert world.trainer.version == 20
+        most.append(world.runners.most_playing)
+    assert most[0] > 6 >= most[1]
+
+
 def test_one_version_of_staleness_overlaps_and_keeps_the_bound(tmp_path: Path) -> None:
     world = make_world(tmp_path, steps=20, max_versions=1, num_tasks=200)
     run_virtually(world.driver.run())

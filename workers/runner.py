@@ -47,11 +47,16 @@ class _UnderWay:
 
     order: GroupOrder
     oldest_version: int | None = None
-    """Of any token, whose age is that of its cache, by whole slices; None before the first slice."""
+    """Of any token, whose age is that of its cache, by whole parts; None before the first part."""
+    num_parts: int = 0
+    num_crowded: int = 0
+    """Parts that came from an engine in which other replies waited for room."""
     too_old: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no update may use the group any more."""
 
     def note(self, part: Completion) -> None:
+        self.num_parts += 1
+        self.num_crowded += part.is_crowded
         known = [] if self.oldest_version is None else [self.oldest_version]
         self.oldest_version = min((*known, *part.cache_versions), default=None)
 
@@ -110,13 +115,14 @@ class EpisodeRunner:
             payloads=[],
             num_bytes=sum(payload_files.payload_bytes(episode.payload) for episode in episodes),
             spans=[Span(actor=ACTOR, name="rollout", start_s=start_s, end_s=played_at_s), *_reward_spans(episodes)],
+            crowded_share=group.num_crowded / max(1, group.num_parts),
         )
         return (played, *(episode.payload for episode in episodes))
 
     async def cancel_stale(self, oldest_version: int) -> None:
         """End the groups under way with a token older than `oldest_version`: their `play` raises StaleGroup.
 
-        Groups pinned to an engine go on. The tokens of a slice count when the engine has returned it.
+        Groups pinned to an engine go on. The tokens of a part count when the engine has returned it.
         """
         for group in self._under_way:
             is_pinned = group.order.engine is not None

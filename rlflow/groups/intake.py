@@ -109,6 +109,8 @@ class Intake:
         self._changed = asyncio.Event()
         self._target = min(2, 1 + config.staleness.max_versions) * config.algorithm.groups_per_step
         self._waited_s = 0.0
+        self._crowded_shares: list[float] = []
+        """Of the groups that were played in this step."""
         self._lost_in_a_row = 0
         self._newest_lost = 0
         """The newest group at the last loss that counted; the loss of an older group may be part of that loss."""
@@ -168,10 +170,12 @@ class Intake:
             self._target,
             waited_share=self._waited_s / max(step_s, 1e-9),
             num_ready=len(self.ready),
+            crowded_share=sum(self._crowded_shares) / max(1, len(self._crowded_shares)),
             groups_per_step=self._config.algorithm.groups_per_step,
             max_versions=self._config.staleness.max_versions,
         )
         self._waited_s = 0.0
+        self._crowded_shares.clear()
 
     def drop_late(self) -> None:
         """Drop the ready groups that are too old for the next update. To be called when the version has changed."""
@@ -281,6 +285,7 @@ class Intake:
             "raise deadlines.group_s if episodes take this long",
         )
         self._ledger.advance(group_id, GroupState.SCORED)
+        self._crowded_shares.append(played.crowded_share)
         self.collected.episodes += played.episodes
         self.collected.spans += played.spans
         sampled = played.episodes[: self._config.algorithm.group_size]  # a greedy one comes after them

@@ -16,6 +16,8 @@ from rlflow.types import ReadyGroup, Sample
 
 WAITED = 0.05
 """Share of a step that the trainer may wait for groups before more of them are started."""
+CROWDED = 0.5
+"""Share of the parts of replies that came from engines without room, above which more groups would only wait there."""
 
 
 def admission_budget(
@@ -33,14 +35,25 @@ def admission_budget(
     return max(0, last_step * groups_per_step - num_trained - num_live)
 
 
-def next_target(target: int, *, waited_share: float, num_ready: int, groups_per_step: int, max_versions: int) -> int:
+def next_target(
+    target: int,
+    *,
+    waited_share: float,
+    num_ready: int,
+    crowded_share: float,
+    groups_per_step: int,
+    max_versions: int,
+) -> int:
     """How many groups should be live in the next step, within the bound.
 
-    More if the trainer waited for groups in the last step; fewer if a whole step's groups are ready already, because
-    they would only grow old. So tokens are as fresh as the trainer's speed permits; only slow groups meet the bound.
+    More if the trainer waited for groups in the last step, unless the engines had no room for those that there were;
+    fewer if a whole step's groups are ready already, because they would only grow old. So tokens are as fresh as the
+    trainer's speed permits; only slow groups meet the bound.
     """
     most = (1 + max_versions) * groups_per_step
     if waited_share > WAITED:
+        if crowded_share > CROWDED:
+            return target
         return min(target + max(1, groups_per_step // 2), most)
     if num_ready >= groups_per_step:
         return max(target - max(1, groups_per_step // 8), groups_per_step)

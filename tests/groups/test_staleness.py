@@ -52,19 +52,29 @@ def make_group(group_id: int, *versions: tuple[int, int]) -> ReadyGroup:
 
 
 @pytest.mark.parametrize(
-    ("target", "waited_share", "num_ready", "expected"),
+    ("target", "waited_share", "num_ready", "crowded_share", "expected"),
     [
-        (16, 0.5, 0, 20),  # the trainer waited: half a step more
-        (38, 0.5, 0, 40),  # up to the bound
-        (24, 0.0, 7, 24),
-        (24, 0.05, 8, 23),  # a whole step lies ready: an eighth of a step fewer
-        (8, 0.0, 30, 8),  # never less than a step
+        (16, 0.5, 0, 0.0, 20),  # the trainer waited: half a step more
+        (16, 0.5, 0, 0.5, 20),
+        (16, 0.5, 0, 0.6, 16),  # but the engines have no room for more
+        (38, 0.5, 0, 0.0, 40),  # up to the bound
+        (24, 0.0, 7, 0.0, 24),
+        (24, 0.05, 8, 0.0, 23),  # a whole step lies ready: an eighth of a step fewer
+        (24, 0.05, 8, 1.0, 23),
+        (8, 0.0, 30, 0.0, 8),  # never less than a step
     ],
 )
 def test_as_many_groups_live_as_keep_the_trainer_busy(
-    target: int, waited_share: float, num_ready: int, expected: int
+    target: int, waited_share: float, num_ready: int, crowded_share: float, expected: int
 ) -> None:
-    found = next_target(target, waited_share=waited_share, num_ready=num_ready, groups_per_step=8, max_versions=4)
+    found = next_target(
+        target,
+        waited_share=waited_share,
+        num_ready=num_ready,
+        crowded_share=crowded_share,
+        groups_per_step=8,
+        max_versions=4,
+    )
     assert found == expected
 
 

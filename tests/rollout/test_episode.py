@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -775,6 +775,26 @@ async def test_only_groups_that_hold_a_token_too_old_are_ended() -> None:
         each.cancel()
     await asyncio.gather(new, pinned, return_exceptions=True)
     assert {environment.closed for environment in build.built} == {1}
+
+
+async def test_a_group_says_what_share_of_its_parts_came_from_engines_without_room() -> None:
+    engine = SlicedEngine()
+    playing = await under_way(sliced_runner(engine, ThirdFails(calls=10)), 1)
+    for call, (is_crowded, finish_reason) in enumerate([(True, "abort"), (False, "stop"), (False, "stop")]):
+        engine.calls[call].set_result(
+            Completion(
+                ids=ids_of("c."),
+                logprobs=[-1.0, -2.0],
+                versions=[3, 3],
+                cache_versions=[3, 3],
+                finish_reason=cast(FinishReason, finish_reason),
+                is_crowded=is_crowded,
+            )
+        )
+        for _ in range(10):
+            await asyncio.sleep(0)
+    group, *_ = cast(tuple[PlayedGroup, ...], await playing)
+    assert group.crowded_share == 1 / 3
 
 
 async def test_a_runner_sends_nothing_to_engines_that_do_not_serve() -> None:

@@ -70,6 +70,13 @@ async def sample(engine: RolloutEngine, requests: Iterable[GenerateRequest]) -> 
     return await asyncio.gather(*[engine.generate(each) for each in requests])
 
 
+async def whole_reply(engine: RolloutEngine, request: GenerateRequest) -> Completion:
+    reply = await engine.generate(request)
+    while reply.reply:
+        reply.add(await engine.go_on(reply.reply))
+    return reply
+
+
 def differences(model: PreTrainedModel, completion: Completion, prompt_ids: list[int] = PROMPT) -> torch.Tensor:
     """|engine's log-probability - transformers'| of each sampled token."""
     with torch.no_grad():

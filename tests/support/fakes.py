@@ -119,6 +119,7 @@ class FakeRunners:
     started: dict[int, tuple[int, asyncio.Future[None]]] = field(default_factory=dict)
     """Group under way -> the version of its first token, and what ends it when that is too old."""
     most_playing: int = 0
+    crowded_share: float = 0.0
     lost: set[PayloadRef] = field(default_factory=set)
 
     async def play(self, order: GroupOrder) -> PlayedGroup:
@@ -139,7 +140,13 @@ class FakeRunners:
         finally:
             del self.started[order.group_id]
         payloads: list[PayloadRef] = [f"{order.task.id}/{order.group_id}/{i}" for i in range(order.num_episodes)]
-        return PlayedGroup(group_id=order.group_id, episodes=episodes, payloads=payloads, num_bytes=100)
+        return PlayedGroup(
+            group_id=order.group_id,
+            episodes=episodes,
+            payloads=payloads,
+            num_bytes=100,
+            crowded_share=self.crowded_share,
+        )
 
     def die(self, why: str) -> None:
         """All groups under way are lost."""

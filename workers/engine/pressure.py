@@ -1,0 +1,52 @@
+"""Whether an engine has more requests than it can run, as vLLM reports it after each step.
+
+vLLM admits a request when its prompt fits into the cache, and takes one back when the replies outgrow it: that one
+waits, first in the queue, and what it had computed is computed again. Admitting fewer of them from outside is no faster
+(benchmarks/scheduler_model.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.loggers import StatLoggerFactory
+    from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+
+
+@dataclass(slots=True)
+class Pressure:
+    num_waiting: int = 0
+    """Requests that had to wait in the last step: new ones, and those that were taken back."""
+    num_taken_back: int = 0
+    """Since the start; by updates of the weights too, which take back all."""
+
+
+def pressure_gauge(pressure: Pressure) -> StatLoggerFactory:
+    """Notes what vLLM reports of each step: one of the `stat_loggers` of its AsyncLLM."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Gauge(StatLoggerBase):
+        """Called in the event loop that samples."""
+
+        def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+            """It needs nothing of these."""
+
+        def record(
+            self,
+            scheduler_stats: SchedulerStats | None,
+            iteration_stats: IterationStats | None,
+            mm_cache_stats: MultiModalCacheStats | None = None,
+            engine_idx: int = 0,
+        ) -> None:
+            if scheduler_stats is not None:
+                pressure.num_waiting = scheduler_stats.num_waiting_reqs
+            if iteration_stats is not None:
+                pressure.num_taken_back += iteration_stats.num_preempted_reqs
+
+        def log_engine_initialized(self) -> None:
+            """Nothing to say."""
+
+    return Gauge

@@ -43,10 +43,10 @@ class MeasuredEngine(RolloutEngine):
     def _arguments(self) -> dict[str, Any]:
         return {**super()._arguments(), "worker_extension_cls": "weights_worker.MeasuredWorker"}
 
-    async def _pause(self) -> float:
+    async def _pause(self, keeps: bool = False) -> float:
         started = time.perf_counter()
         try:
-            return await super()._pause()
+            return await super()._pause(keeps)
         finally:
             self._vllm_s = time.perf_counter() - started
 

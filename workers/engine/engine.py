@@ -233,7 +233,9 @@ class RolloutEngine:
     async def _replace_weights(self, loading: Loading, staged: StagedWeights) -> float:
         """When sampling stopped, by `time.perf_counter`. It is still paused on return."""
         await loading.prepare()
-        paused_at_s = await self._pause(staged.version)
+        # After a failed update nothing is kept: `_version` is None.
+        keeps = keeps_cache(self._config) and self._version is not None and staged.version > self._version
+        paused_at_s = await self._pause(keeps)
         self._cache_version = staged.version
         if self._frees_memory and self._is_asleep:
             await self._engine.wake_up(tags=["weights"])
@@ -244,18 +246,14 @@ class RolloutEngine:
             await self._engine.wake_up(tags=["kv_cache"])
         return paused_at_s
 
-    async def _pause(self, version: int) -> float:
-        """Stop sampling, and forget the cache of the old weights unless it is kept.
-
-        Returns when sampling stopped, by `time.perf_counter`. After a failed update nothing is kept.
-        """
+    async def _pause(self, keeps: bool = False) -> float:
+        """Stop sampling, and forget the cache of the old weights if it is not kept; when, by `time.perf_counter`."""
         asked_at_s = time.perf_counter()
         if self._is_asleep:
             return asked_at_s
         if self._config.rollout.drain:
             await self._engine.pause_generation(mode="wait", clear_cache=True)
             return time.perf_counter()
-        keeps = keeps_cache(self._config) and self._version is not None and version > self._version
         if not keeps:
             self._gate.forgive()
         await self._engine.pause_generation(mode="keep", clear_cache=not keeps)

@@ -2,16 +2,16 @@
 
     python benchmarks/keep_cache.py [--folder DIR] [--updates 20]
 
-    versions   SmolLM2 learns sums as in grpo_arithmetic, on one group a step to be quick; one step a version
+    versions   SmolLM2 learns sums with the optimiser settings of grpo_arithmetic_async, one step a version
     replies    long replies to questions of the same kind; the same versions arrive in the middle, with and without it
     figures    |the trainer's log-probability at the version that sampled - what the engine recorded|, by version
 
 A stage whose files are in the folder is not done again. The folder takes 0.6 GB a version.
 
-`of its own version` is the difference by the age of the cache: the versions between the oldest weights that computed
-it and those that sampled. Without keep_cache every token counts at the age that its reply has, and only rounding is
-left. `of later versions` says for scale how far the policy itself moves: the difference of a token that was sampled
-without keep_cache to what the trainer says so many versions later, which is what a correction meets at that staleness.
+`kept` is the difference by the age of the cache: the versions between the oldest weights that computed it and those
+that sampled. `recomputed` is the same without keep_cache, by the age of the reply's first token: only rounding is left.
+`later` says for scale how far the policy itself moves: the difference of tokens that were sampled without keep_cache to
+what the trainer says so many versions later, which is what a correction meets at that staleness.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
@@ -32,24 +32,32 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rlflow.config import Config
-from rlflow.groups.sampler import TaskSampler
+from rlflow.environments.find import load_environment
+from rlflow.envs.arithmetic.reward import is_right
 from rlflow.models.resolve import resolve_model
-from rlflow.recipes.minimal_grpo import MinimalGrpo
 from rlflow.rollout.requests import GenerateRequest
+from rlflow.types import Message, Sample, Task, TrainSample
+from rlflow.weights.shm.arena import Arena
 from rlflow.workers.engine.engine import RolloutEngine
+from rlflow.workers.trainer.fsdp import FsdpTrainer
 
+GROUPS_PER_STEP, GROUP_SIZE = 2, 8
 LIVE = 8
 """Replies that are sampled at the same time."""
-REPLY_TOKENS = 120
-TOKENS_PER_UPDATE = 24 * LIVE
+REPLY_TOKENS = 80
+TOKENS_PER_UPDATE = 16 * LIVE
 """Between two updates, so that a reply meets four or five."""
 AGES = range(5)
-EVALUATED = 12
+EVALUATED = 8
 """Replies of each way that the trainer computes."""
 QUESTION = "Explain in detail and step by step how to add {} and {}, with an example from daily life for each step."
+
+Parameters = Mapping[str, torch.Tensor]
+Gaps = defaultdict[int, list[float]]
+"""Versions -> |log-probability difference| of tokens."""
 
 
 @dataclass(kw_only=True)
@@ -90,67 +98,96 @@ class Reply:
     versions: list[int]
     cache_versions: list[int]
 
+    def sample(self) -> Sample:
+        return Sample(
+            prompt_ids=np.array(self.prompt_ids, np.int32),
+            completion_ids=np.array(self.ids, np.int32),
+            loss_mask=np.ones(len(self.ids), np.bool_),
+            logprobs=np.array(self.logprobs, np.float32),
+            versions=np.array(self.versions, np.int32),
+            cache_versions=np.array(self.cache_versions, np.int32),
+        )
+
 
 def settings(updates: int) -> Config:
-    """grpo_arithmetic_async, without its correction, which the minimal loop does not have."""
+    """grpo_arithmetic_async, with room for long replies."""
     config = Config()
     config.run.steps = updates
-    config.model.max_length = 512
-    config.rollout.max_new_tokens = 8
-    config.algorithm.groups_per_step = 1
+    config.model.max_length = 256
     config.staleness.max_versions = 4
+    config.algorithm.corrections = {"tis": {}}
     config.trainer.learning_rate = 1e-5
     config.trainer.warmup_steps = 2
+    config.trainer.micro_batch_tokens = 2048
     return config
 
 
 class Benchmark:
     def __init__(self, folder: Path, updates: int) -> None:
         self._folder, self._updates = folder, updates
-        config = settings(updates)
-        self._loop = MinimalGrpo(config)
-        self._engine = CountingEngine(config, resolve_model(config.model.path), index=0, threads=2)
-        self._loop.engine = self._engine
+        self._config = settings(updates)
+        self._model_path = resolve_model(self._config.model.path)
+        self._tokenizer = AutoTokenizer.from_pretrained(self._model_path)
+        self._engine = CountingEngine(self._config, self._model_path, index=0, threads=2)
 
     async def sample(self) -> None:
         """The first two stages."""
+        missing = [keeps for keeps in (True, False) if not self._replies_file(keeps).exists()]
+        if not missing:
+            return
+        # Before this process computes: vLLM may fork its own from it.
         await self._engine.start()
+        trainer = FsdpTrainer(self._config, self._model_path, rank=0, world_size=1, rendezvous="")
+        self._arena = Arena(trainer.parameter_specs())
         try:
-            await self._make_versions()
-            for keeps in (True, False):
-                if not self._replies_file(keeps).exists():
-                    await self._sample_across_updates(keeps)
+            if not self._version_file(self._updates).exists():
+                await self._make_versions(trainer)
+            for keeps in missing:
+                await self._sample_across_updates(keeps)
         finally:
             await self._engine.shutdown()
-            self._loop.arena.close()
+            trainer.close()
+            self._arena.close()
 
-    async def _make_versions(self) -> None:
-        if self._version_file(self._updates).exists():
-            return
-        sampler = TaskSampler(self._loop.spec.tasks(), 0)
-        group_ids = count(1)
+    async def _make_versions(self, trainer: FsdpTrainer) -> None:
+        tasks = iter(load_environment(self._config.env, self._config.reward).tasks())
         for version in range(self._updates + 1):
-            parameters = {name: each.detach() for name, each in self._loop.model.named_parameters()}
-            await self._load(version, parameters)
+            parameters = {name: each.detach().clone() for name, each in trainer.full_parameters()}
             save_file(parameters, self._version_file(version))
             if version < self._updates:
-                group = await self._loop.play(next(group_ids), sampler.next()[0])
-                while len(set(group.rewards)) == 1:  # nothing to learn
-                    group = await self._loop.play(next(group_ids), sampler.next()[0])
-                update = self._loop.update(version, [group])
-                print(f"version {version + 1}: reward {update.reward:.2f}", file=sys.stderr, flush=True)
+                await self._load(version, parameters)
+                groups = [await self._informative(tasks) for _ in range(GROUPS_PER_STEP)]
+                trainer.version = version
+                trainer.accumulate([groups])
+                assert trainer.step().applied, "the gradient is finite"
+                print(f"version {version + 1}", file=sys.stderr, flush=True)
+
+    async def _informative(self, tasks: Iterator[Task]) -> list[TrainSample]:
+        """A group of the next task that has right and wrong replies."""
+        while True:
+            task = next(tasks)
+            replies = await asyncio.gather(*(self._reply(task.prompt, seed, 8) for seed in range(GROUP_SIZE)))
+            texts = [str(self._tokenizer.decode(reply.ids, skip_special_tokens=True)) for reply in replies]
+            rewards = np.array([is_right(task, text) for text in texts], np.float64)
+            if rewards.std():
+                advantages = (rewards - rewards.mean()) / rewards.std(ddof=1)
+                return [
+                    TrainSample(sample=reply.sample(), advantage=float(advantage))
+                    for reply, advantage in zip(replies, advantages, strict=True)
+                ]
 
     async def _sample_across_updates(self, keeps: bool) -> None:
-        """Replies of one way; version v of the weights is version v + `base` of the engine, which only goes up."""
-        self._loop.config.rollout.keep_cache = keeps
-        base = 1000 * (1 + (not keeps))
+        """Replies of one way. Version v of the weights is `base` + v of the engine, whose versions only go up."""
+        self._config.rollout.keep_cache = keeps
+        base = 1000 if keeps else 2000
         await self._load(base, load_file(self._version_file(0)))
-        counts, replies, seeds = self._engine.counts, [], count()
-        is_over = False
+        counts, replies, seeds, is_over = self._engine.counts, list[Reply](), count(), False
 
         async def keep_sampling() -> None:
             while not is_over:
-                replies.append(await self._reply(next(seeds), base))
+                seed = next(seeds)
+                prompt = Message(role="user", content=QUESTION.format(2 + seed % 7, 3 + seed % 5))
+                replies.append(await self._reply([prompt], seed, REPLY_TOKENS, base))
 
         sampling = [asyncio.create_task(keep_sampling()) for _ in range(LIVE)]
         await counts.until_sampled(counts.sampled + TOKENS_PER_UPDATE)
@@ -158,22 +195,18 @@ class Benchmark:
         for version in range(1, self._updates + 1):
             await self._load(base + version, load_file(self._version_file(version)))
             await counts.until_sampled(sampled + version * TOKENS_PER_UPDATE)
-            print(f"{'kept' if keeps else 'recomputed'}: update {version}", file=sys.stderr, flush=True)
-        speed = (counts.sampled - sampled) / (time.perf_counter() - started)
-        found = {
-            "tokens_per_s": speed,
-            "recomputed": counts.recomputed - recomputed,
-            "sampled": counts.sampled - sampled,
-        }
+            print(f"keep_cache={keeps}, update {version}", file=sys.stderr, flush=True)
+        seconds, sampled = time.perf_counter() - started, counts.sampled - sampled
+        found = {"seconds": seconds, "sampled": sampled, "recomputed": counts.recomputed - recomputed}
         is_over = True
         await asyncio.gather(*sampling)
-        self._replies_file(keeps).write_text(json.dumps({**found, "replies": [asdict(reply) for reply in replies]}))
+        self._replies_file(keeps).write_text(json.dumps(found | {"replies": [asdict(reply) for reply in replies]}))
 
-    async def _reply(self, seed: int, base: int) -> Reply:
-        conversation = [{"role": "user", "content": QUESTION.format(2 + seed % 7, 3 + seed % 5)}]
-        text = self._loop.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
-        prompt_ids = self._loop.tokenizer.encode(str(text), add_special_tokens=False)
-        request = GenerateRequest(prompt_ids=prompt_ids, seed=seed, max_new_tokens=REPLY_TOKENS, prefix_key=None)
+    async def _reply(self, prompt: Sequence[Message], seed: int, max_new_tokens: int, base: int = 0) -> Reply:
+        conversation = [{"role": each["role"], "content": each["content"]} for each in prompt]
+        text = self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        prompt_ids = self._tokenizer.encode(str(text), add_special_tokens=False)
+        request = GenerateRequest(prompt_ids=prompt_ids, seed=seed, max_new_tokens=max_new_tokens, prefix_key=None)
         reply = await self._engine.generate(request)
         return Reply(
             prompt_ids=prompt_ids,
@@ -183,46 +216,38 @@ class Benchmark:
             cache_versions=[version - base for version in reply.cache_versions],
         )
 
-    async def _load(self, version: int, parameters: dict[str, torch.Tensor]) -> None:
-        ordered = ((name, parameters[name]) for name, _ in self._loop.model.named_parameters())
-        await self._engine.load_weights(self._loop.arena.stage(version, ordered))
+    async def _load(self, version: int, parameters: Parameters) -> None:
+        staged = await asyncio.to_thread(self._arena.stage, version, parameters.items())
+        await self._engine.load_weights(staged)
 
     def figures(self) -> str:
-        """The last stage: a table."""
-        both = {keeps: json.loads(self._replies_file(keeps).read_text()) for keeps in (True, False)}
-        replies = {keeps: _spread([Reply(**each) for each in both[keeps]["replies"]]) for keeps in both}
-        own: dict[bool, dict[int, list[float]]] = {keeps: defaultdict(list) for keeps in both}
-        later: dict[int, list[float]] = defaultdict(list)
+        """The last stage: a table, the 99th percentile in brackets."""
+        model = AutoModelForCausalLM.from_pretrained(self._model_path, dtype=torch.float32)
+        found = {keeps: json.loads(self._replies_file(keeps).read_text()) for keeps in (True, False)}
+        replies = {keeps: _spread([Reply(**each) for each in found[keeps]["replies"]]) for keeps in found}
+        kept, recomputed, later = Gaps(list), Gaps(list), Gaps(list)
         for version in range(self._updates + 1):
-            self._loop.model.load_state_dict(load_file(self._version_file(version)), strict=False)
-            for keeps in both:
-                for reply in replies[keeps]:
-                    self._add(keeps, version, reply, own[keeps], later)
-            print(f"figures: version {version}", file=sys.stderr, flush=True)
-        lines = ["| versions | kept | recomputed | of later versions | tokens |", "|---|---|---|---|---|"]
+            model.load_state_dict(load_file(self._version_file(version)), strict=False)
+            for reply, now in _with_tokens_of(range(version, version + 1), replies[True]):
+                for token, gap in _gaps(model, reply, now):
+                    kept[version - reply.cache_versions[token]].append(gap)
+            for reply, now in _with_tokens_of(range(version - AGES[-1], version + 1), replies[False]):
+                for token, gap in _gaps(model, reply, now):
+                    later[version - reply.versions[token]].append(gap)
+                    if reply.versions[token] == version:
+                        recomputed[version - reply.versions[0]].append(gap)
+            print(f"figures of version {version}", file=sys.stderr, flush=True)
+        columns = {"kept": kept, "recomputed": recomputed, "later": later}
+        lines = [f"| versions | {' | '.join(columns)} | tokens |", "|---|---|---|---|---|"]
         for age in AGES:
-            columns = (own[True][age], own[False][age], later[age])
-            cells = [f"{np.mean(each):.2g} ({np.quantile(each, 0.99):.2g})" if each else "-" for each in columns]
-            lines.append(f"| {age} | {' | '.join(cells)} | {', '.join(str(len(each)) for each in columns)} |")
-        for keeps, found in both.items():
-            rest = (
-                f"{found['tokens_per_s']:.1f} tokens/s, {found['recomputed']} recomputed for {found['sampled']} sampled"
-            )
-            lines.append(f"{'kept' if keeps else 'recomputed'}: {rest}")
+            gaps = [column[age] for column in columns.values()]
+            cells = [f"{np.mean(each):.2g} ({np.quantile(each, 0.99):.2g})" if each else "-" for each in gaps]
+            lines.append(f"| {age} | {' | '.join(cells)} | {', '.join(str(len(each)) for each in gaps)} |")
+        for keeps, each in found.items():
+            sampled, recomputed_tokens = each["sampled"], each["recomputed"]
+            speed = f"{sampled / each['seconds']:.1f} tokens/s"
+            lines.append(f"keep_cache={keeps}: {speed}, {recomputed_tokens} recomputed for {sampled} sampled")
         return "\n".join(lines)
-
-    def _add(
-        self, keeps: bool, version: int, reply: Reply, own: dict[int, list[float]], later: dict[int, list[float]]
-    ) -> None:
-        """The differences of a reply to the model, which holds `version`."""
-        ages = [version - sampled for sampled in reply.versions]
-        if not any(age == 0 or (age in AGES and not keeps) for age in ages):
-            return
-        for token, gap in enumerate(_gaps(self._loop.model, reply)):
-            if ages[token] == 0:
-                own[version - (reply.cache_versions[token] if keeps else reply.versions[0])].append(gap)
-            if ages[token] in AGES and not keeps:
-                later[ages[token]].append(gap)
 
     def _version_file(self, version: int) -> Path:
         return self._folder / f"version_{version}.safetensors"
@@ -236,14 +261,22 @@ def _spread(replies: Sequence[Reply]) -> list[Reply]:
     return [replies[int(index)] for index in np.linspace(0, len(replies) - 1, EVALUATED)]
 
 
-def _gaps(model: PreTrainedModel, reply: Reply) -> list[float]:
-    """|log-probability under the model - what the engine recorded| of each token."""
+def _with_tokens_of(versions: range, replies: Sequence[Reply]) -> Iterator[tuple[Reply, list[int]]]:
+    """The replies with tokens that these versions sampled, and which tokens these are."""
+    for reply in replies:
+        if tokens := [index for index, version in enumerate(reply.versions) if version in versions]:
+            yield reply, tokens
+
+
+def _gaps(model: PreTrainedModel, reply: Reply, tokens: Sequence[int]) -> Iterator[tuple[int, float]]:
+    """Each of the tokens, and |its log-probability under the model - what the engine recorded|."""
     start = len(reply.prompt_ids)
-    ids = torch.tensor([reply.prompt_ids + reply.ids])
+    ids = torch.tensor([reply.prompt_ids + reply.ids[: tokens[-1] + 1]])
     with torch.no_grad():
         logits = model(ids[:, :-1]).logits[0, start - 1 :]
-    found = logits.log_softmax(-1).gather(-1, ids[0, start:, None])[:, 0]
-    return (found - torch.tensor(reply.logprobs)).abs().tolist()
+    logprobs = logits.log_softmax(-1).gather(-1, ids[0, start:, None])[:, 0].tolist()
+    for token in tokens:
+        yield token, abs(logprobs[token] - reply.logprobs[token])
 
 
 def main() -> None:

@@ -191,6 +191,7 @@ class Chat:
             logprobs=completion.logprobs,
             versions=completion.versions,
             cache_versions=completion.cache_versions,
+            support=completion.support,
             finish_reason=completion.finish_reason,
             continues=parent.index if parent is not None and trainable else None,
             anchor=anchor_of(messages[len(parent.messages) :] if parent is not None else messages),

@@ -38,3 +38,5 @@ class Completion:
     versions: list[int]  # [num_tokens], policy version that sampled each token
     cache_versions: list[int]  # [num_tokens], the oldest version that computed any of its context
     finish_reason: FinishReason
+    support: list[list[int]] | None = None
+    """[num_tokens], the tokens that each was chosen among; None without top_k, where it was among all."""

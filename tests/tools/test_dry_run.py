@@ -457,7 +457,7 @@ Worked out from the settings and config.json; nothing was started.
 
 GPUs: 2 (without any, the same processes share the machine's memory)
           0  102.84 MiB of each: a GPU of 16 GB or more; engine 0
-          1    8.99 MiB of each: a GPU of 16 GB or more; trainer rank 0
+          1    9.43 MiB of each: a GPU of 16 GB or more; trainer rank 0
   A GPU is taken to hold what fits into 90% of it; CUDA and vLLM's graphs need the rest.
   Ray chooses the machines; the GPUs of one engine are of one machine.
 
@@ -470,9 +470,10 @@ Trainer rank, with micro-batches of up to 512 tokens
     0.44 MiB  parameters (float32)
     0.44 MiB  gradients (float32)
     0.88 MiB  moments of AdamW (float32)
+    0.44 MiB  weights for the engines (float32)
     5.40 MiB  activations (trainer.gradient_checkpointing=false; 3.14 MiB if true)
     1.83 MiB  output layer (logits of 512 tokens at once, gradient in float32)
-    8.99 MiB  in all
+    9.43 MiB  in all
 
 A step
   2 groups of 4: 8 episodes, at most 2,048 tokens
@@ -481,7 +482,8 @@ A step
   an engine's cache holds 409 sequences of 256 tokens, and more of shorter ones; rollout.max_running=64
 
 A new version of the weights
-    0.44 MiB  in /dev/shm of each machine with ranks of the trainer; engines read it there
+    0.44 MiB  sent to each engine: what its workers hold, by the ranks that have it
+  weights.transport=p2p: GPUs send each other weights faster than through the CPU's memory
     0.44 MiB  of main memory for each trainer rank, once, to load the model in float32
 """
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.config import Config, Transport
-from rlflow.runtime.derived import transport_of
 from rlflow.tools.dry_run.estimate import USABLE, Estimate, estimate, smallest_gpu
 from rlflow.tools.dry_run.memory import ProcessMemory, size
 
@@ -42,7 +41,7 @@ def dry_run(config: Config, *, json_wanted: bool) -> int:
     from rlflow.models.resolve import REWARD, check_gives_score, resolve_config
     from rlflow.tools.dry_run.model import read_model, read_reward_model  # imports torch and transformers
     from rlflow.workers.engine.setup import check_engine
-    from rlflow.workers.trainer.policy import MAX_LOGITS
+    from rlflow.workers.trainer.token_logprobs import MAX_LOGITS
 
     check_functions(config)
     folder = resolve_config(config.model.path)
@@ -75,7 +74,8 @@ def as_text(found: Estimate, config: Config) -> str:
         _step(found, config),
         [
             "A new version of the weights",
-            f"  {size(weights.staged):>10}  {_WHERE[transport_of(config)]}",
+            f"  {size(weights.staged):>10}  {_WHERE[weights.transport]}",
+            *([f"  weights.transport={weights.transport.value}: {weights.reason}"] if weights.reason else []),
             *([f"  {size(weights.gathered):>10}  gathered by the ranks; {largest}"] if weights.gathered else []),
             f"  {size(weights.loaded):>10}  of main memory for each trainer rank, once, to load the model in float32",
         ],

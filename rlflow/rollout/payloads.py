@@ -63,8 +63,15 @@ def load_payloads(path: Path) -> tuple[EpisodePayload, ...]:
     prompts = _split(path, arrays["prompt_ids"], arrays["prompt_lengths"])
     columns = {name: _split(path, arrays[name], arrays["completion_lengths"]) for name in _COMPLETION_FIELDS}
     samples = [
-        Sample(prompt_ids=prompt, completion_ids=ids, loss_mask=mask, logprobs=logprobs, versions=versions)
-        for prompt, ids, mask, logprobs, versions in zip(prompts, *columns.values(), strict=True)
+        Sample(
+            prompt_ids=prompt,
+            completion_ids=ids,
+            loss_mask=mask,
+            logprobs=logprobs,
+            versions=versions,
+            cache_versions=cache_versions,
+        )
+        for prompt, ids, mask, logprobs, versions, cache_versions in zip(prompts, *columns.values(), strict=True)
     ]
     if "support_counts" in arrays:
         counts = _split(path, arrays["support_counts"], arrays["completion_lengths"])

@@ -44,14 +44,14 @@ from rlflow.weights.shm.arena import Arena
 from rlflow.workers.engine.engine import RolloutEngine
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 
-GROUPS_PER_STEP, GROUP_SIZE = 2, 8
+GROUPS_PER_STEP, GROUP_SIZE = 1, 8
 LIVE = 8
 """Replies that are sampled at the same time."""
 REPLY_TOKENS = 80
 TOKENS_PER_UPDATE = 16 * LIVE
 """Between two updates, so that a reply meets four or five."""
 AGES = range(5)
-EVALUATED = 8
+EVALUATED = 6
 """Replies of each way that the trainer computes."""
 QUESTION = "Explain in detail and step by step how to add {} and {}, with an example from daily life for each step."
 

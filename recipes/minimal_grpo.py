@@ -126,11 +126,20 @@ class MinimalGrpo:
             )
             for index in range(self.config.algorithm.group_size)
         ]
-        completions = await asyncio.gather(*(self.engine.generate(request) for request in requests))
+        completions = await asyncio.gather(*map(self.reply, requests))
         texts = [str(self.tokenizer.decode(each.ids, skip_special_tokens=True)) for each in completions]
         rewards = [cast(float, self.reward(task=task, completion=text)) for text in texts]
         assert all(reward is not None for reward in rewards), "the minimal loop needs a reward for every reply"
         return Group(prompt_ids=prompt_ids, completions=completions, rewards=rewards)
+
+    async def reply(self, request: GenerateRequest) -> Completion:
+        """A whole reply, which the engine returns in parts."""
+        part = reply = await self.engine.generate(request)
+        while part.reply:
+            part = await self.engine.go_on(part.reply)
+            reply.ids += part.ids
+            reply.logprobs += part.logprobs
+        return reply
 
     def update(self, step: int, groups: Sequence[Group]) -> Update:
         """One optimiser step on the mean over all sampled tokens of the clipped policy-gradient loss."""

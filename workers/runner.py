@@ -47,7 +47,7 @@ class _UnderWay:
 
     order: GroupOrder
     oldest_version: int | None = None
-    """Of any token, whose age is that of its cache, by whole slices; None before the first slice."""
+    """Of any token, whose age is that of its cache, by whole parts; None before the first part."""
     too_old: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no update may use the group any more."""
 
@@ -116,7 +116,7 @@ class EpisodeRunner:
     async def cancel_stale(self, oldest_version: int) -> None:
         """End the groups under way with a token older than `oldest_version`: their `play` raises StaleGroup.
 
-        Groups pinned to an engine go on. The tokens of a slice count when the engine has returned it.
+        Groups pinned to an engine go on. The tokens of a part count when the engine has returned it.
         """
         for group in self._under_way:
             is_pinned = group.order.engine is not None

@@ -1,13 +1,13 @@
-"""Which engine samples a reply, in how many calls, and what happens when an engine is lost.
+"""Which engine samples a reply, and what happens when an engine is lost.
 
-    GenerateRequest -> slices of SLICE_TOKENS, one engine call each -> Completion
+    GenerateRequest -> generate at one engine, then go_on for part after part -> Completion
 
-Rules: the slices of a reply follow each other, each prompt being the tokens so far, so a lost engine costs one slice
-and never a token that was returned. Requests with the same prefix key share an engine. A request that names an engine
-is answered by that engine or fails.
+Rules: a reply stays at its engine, in one request that keeps its cache. When the engine is lost or gives it back,
+another one goes on after the tokens that came; so a lost engine costs one part and never a token that was returned.
+Requests with the same prefix key share an engine. A request that names an engine is answered by that engine or fails.
 
 Example: a reply of 600 tokens is three calls (256, 256, 88). If the engine dies in the second call, another engine
-samples that slice again after the first 256 tokens.
+samples on after the first 256 tokens.
 """
 
 import asyncio
@@ -24,9 +24,6 @@ MAX_KEYS = 4096
 """Prefix keys remembered; the least recently used is forgotten first."""
 MAX_LEAD = 8
 """A key moves to another engine when its own has more requests than this beyond twice those of the least loaded one."""
-SLICE_TOKENS = 256
-"""Most tokens of one engine call. This bounds what a lost engine costs, and how long an engine needs to drain. vLLM's
-prefix cache holds the earlier slices, so a further call costs only one step."""
 MAX_LOSSES = 5
 """A reply fails after this many engine calls in a row without a token."""
 
@@ -35,11 +32,18 @@ class _RemoteGenerate(Protocol):
     def remote(self, request: GenerateRequest, /) -> Awaitable[Completion]: ...
 
 
+class _RemoteGoOn(Protocol):
+    def remote(self, reply: str, /) -> Awaitable[Completion]: ...
+
+
 class EngineHandle(Protocol):
     """A Ray actor handle of an engine, or anything shaped like it."""
 
     @property
     def generate(self) -> _RemoteGenerate: ...
+
+    @property
+    def go_on(self) -> _RemoteGoOn: ...
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -52,22 +56,14 @@ class RemoteCalls:
     """True when this failure means that the engine is gone, so another engine may be tried."""
 
 
-def slice_seed(seed: int, num_sampled: int) -> int:
-    """The seed of the slice that starts after `num_sampled` tokens of a reply; 31 bits. The first slice uses `seed`.
-
-    Example: slice_seed(7, 0) == 7; slice_seed(7, 256) == 7 * 69069 + 256
-    """
-    return (seed * 69069 + num_sampled) & 0x7FFFFFFF if num_sampled else seed
-
-
-def next_slice(request: GenerateRequest, reply: Completion) -> GenerateRequest:
-    """The request for the slice that follows the tokens of `reply`."""
+def rest_of(request: GenerateRequest, reply: Completion) -> GenerateRequest:
+    """The request for what follows the tokens of `reply`."""
     num_sampled = len(reply.ids)
     return replace(
         request,
         prompt_ids=request.prompt_ids + reply.ids,
-        seed=None if request.seed is None else slice_seed(request.seed, num_sampled),
-        max_new_tokens=min(SLICE_TOKENS, request.max_new_tokens - num_sampled),
+        num_sampled=num_sampled,
+        max_new_tokens=request.max_new_tokens - num_sampled,
     )
 
 
@@ -109,17 +105,23 @@ class EngineClient:
     async def generate(
         self, request: GenerateRequest, sampled: Callable[[Completion], None] | None = None
     ) -> Completion:
-        """Sample one reply; `sampled` is called with each slice as it arrives.
+        """Sample one reply; `sampled` is called with each part as it arrives.
 
-        A lost engine costs only the slice under way. Raises EngineLost when the engine that the request names is lost,
+        A lost engine costs only the part under way. Raises EngineLost when the engine that the request names is lost,
         RunError when MAX_LOSSES calls in a row gave no token, DeadlineError when no engine serves for `patience_s`, and
         whatever an engine raises.
         """
         reply = Completion(ids=[], logprobs=[], versions=[], cache_versions=[], finish_reason="length")
-        losses, last = 0, None
+        losses, home, name = 0, None, ""
         while True:
-            last = await self._route(request, last)
-            part = await self._call(last, request, next_slice(request, reply))
+            if name:
+                assert home is not None
+                call = self._engines[home].go_on.remote(name)
+            else:
+                home = await self._route(request, home)
+                call = self._engines[home].generate.remote(rest_of(request, reply) if reply.ids else request)
+            part = await self._answer(home, request, call)
+            name = "" if part is None else part.reply
             if part is None or (part.finish_reason == "abort" and not part.ids):
                 losses += 1
                 if losses == MAX_LOSSES:
@@ -128,21 +130,17 @@ class EngineClient:
             losses = 0
             if sampled is not None:
                 sampled(part)
-            asked = min(SLICE_TOKENS, request.max_new_tokens - len(reply.ids))
             reply.ids += part.ids
             reply.logprobs += part.logprobs
             reply.versions += part.versions
             reply.cache_versions += part.cache_versions
-            # An engine that returns fewer tokens than it was asked for has no room left.
-            is_cut_off = part.finish_reason == "length" and len(part.ids) < asked
-            if part.finish_reason == "stop" or is_cut_off or len(reply.ids) >= request.max_new_tokens:
+            if part.finish_reason in ("stop", "length") or len(reply.ids) >= request.max_new_tokens:
                 reply.finish_reason = "stop" if part.finish_reason == "stop" else "length"
                 return reply
 
-    async def _call(self, index: int, request: GenerateRequest, asked: GenerateRequest) -> Completion | None:
-        """One engine call; None when the engine was lost and another engine may be tried."""
+    async def _answer(self, index: int, request: GenerateRequest, call: Awaitable[Completion]) -> Completion | None:
+        """What a call to an engine gives; None when the engine was lost and another engine may be tried."""
         self.outstanding[index] += 1
-        call = self._engines[index].generate.remote(asked)
         try:
             return await call
         except asyncio.CancelledError:
@@ -161,7 +159,7 @@ class EngineClient:
             self.outstanding[index] -= 1
 
     async def _route(self, request: GenerateRequest, last: int | None) -> int:
-        """The engine for the next slice; `last` is the engine of the slice before, if there was one."""
+        """The engine that begins the reply, or goes on with it after `last` could not."""
         if request.engine is not None:
             return request.engine
         while not self._serving:

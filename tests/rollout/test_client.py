@@ -1,16 +1,26 @@
 """Routing over engines, with engines that answer when told to."""
 
 import asyncio
-from collections.abc import Awaitable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 import pytest
 
 from rlflow.errors import DeadlineError, EngineLost, RunError
-from rlflow.rollout.client import MAX_KEYS, MAX_LOSSES, EngineClient, RemoteCalls, next_slice, slice_seed
-from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
+from rlflow.rollout.client import MAX_KEYS, MAX_LOSSES, EngineClient, RemoteCalls
+from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest, part_seed
 
+Asked = TypeVar("Asked")
 DONE = Completion(ids=[1], logprobs=[-0.5], versions=[0], cache_versions=[0], finish_reason="stop")
+
+
+@dataclass
+class Remote(Generic[Asked]):
+    call: Callable[[Asked], Awaitable[Completion]]
+
+    def remote(self, asked: Asked, /) -> Awaitable[Completion]:
+        return self.call(asked)
 
 
 @dataclass
@@ -20,13 +30,26 @@ class FakeEngine:
     calls: list[asyncio.Future[Completion]] = field(default_factory=list)
     requests: list[GenerateRequest] = field(default_factory=list)
 
-    @property
-    def generate(self) -> "FakeEngine":
-        return self
+    asked_to_go_on: list[str] = field(default_factory=list)
 
-    def remote(self, request: GenerateRequest) -> Awaitable[Completion]:
-        self.calls.append(asyncio.get_running_loop().create_future())
+    @property
+    def generate(self) -> Remote[GenerateRequest]:
+        return Remote(self._generate)
+
+    @property
+    def go_on(self) -> Remote[str]:
+        return Remote(self._go_on)
+
+    def _generate(self, request: GenerateRequest) -> Awaitable[Completion]:
         self.requests.append(request)
+        return self._call()
+
+    def _go_on(self, reply: str) -> Awaitable[Completion]:
+        self.asked_to_go_on.append(reply)
+        return self._call()
+
+    def _call(self) -> Awaitable[Completion]:
+        self.calls.append(asyncio.get_running_loop().create_future())
         return self.calls[-1]
 
     async def answer(self, completion: Completion) -> None:
@@ -67,6 +90,7 @@ def part(first: int, count: int, version: int, finish_reason: FinishReason) -> C
         versions=[version] * count,
         cache_versions=[version] * count,
         finish_reason=finish_reason,
+        reply="reply 1" if finish_reason == "part" else "",
     )
 
 
@@ -140,12 +164,8 @@ def test_no_engine_is_an_error() -> None:
         client_of([])
 
 
-def test_only_the_first_slice_keeps_the_seed_of_the_reply() -> None:
-    assert (slice_seed(7, 0), slice_seed(7, 256), slice_seed(2**31 - 1, 1)) == (7, 483739, 2147414580)
-    so_far = part(100, 256, version=0, finish_reason="length")
-    asked = next_slice(request(max_new_tokens=300), so_far)
-    assert asked.prompt_ids == [7, *range(100, 356)]
-    assert (asked.seed, asked.max_new_tokens) == (slice_seed(3, 256), 44)
+def test_only_the_first_part_keeps_the_seed_of_the_reply() -> None:
+    assert (part_seed(7, 0), part_seed(7, 256), part_seed(2**31 - 1, 1)) == (7, 483739, 2147414580)
 
 
 async def test_a_short_reply_is_one_call_as_it_was_asked_for() -> None:
@@ -154,29 +174,32 @@ async def test_a_short_reply_is_one_call_as_it_was_asked_for() -> None:
     await engine.answer(part(10, 256, version=1, finish_reason="length"))
     assert await task == part(10, 256, version=1, finish_reason="length")
     assert engine.requests == [request(max_new_tokens=256)]
+    assert engine.asked_to_go_on == []
 
 
-async def test_a_long_reply_is_sampled_in_slices_that_stay_on_their_engine() -> None:
+async def test_a_long_reply_is_one_request_that_arrives_in_parts() -> None:
     engines = [FakeEngine(), FakeEngine()]
     client = client_of(engines)
     task = await send_one(client, request(max_new_tokens=600))
-    await engines[0].answer(part(0, 256, version=1, finish_reason="length"))
-    await engines[0].answer(part(256, 256, version=2, finish_reason="length"))
+    await engines[0].answer(part(0, 256, version=1, finish_reason="part"))
+    client.set_serving([1])  # its engine takes new weights, and keeps it
+    await engines[0].answer(part(256, 256, version=2, finish_reason="part"))
+    assert client.outstanding == [1, 0]
     await engines[0].answer(part(512, 3, version=2, finish_reason="stop"))
     reply = await task
     assert reply.ids == list(range(515))
     assert reply.logprobs == [-token / 1000 for token in range(515)]
     assert reply.versions == [1] * 256 + [2] * 259
-    assert reply.finish_reason == "stop"
-    assert [asked.max_new_tokens for asked in engines[0].requests] == [256, 256, 88]
-    assert [len(asked.prompt_ids) for asked in engines[0].requests] == [1, 257, 513]
+    assert (reply.finish_reason, reply.reply) == ("stop", "")
+    assert engines[0].requests == [request(max_new_tokens=600)]
+    assert engines[0].asked_to_go_on == ["reply 1", "reply 1"]
     assert engines[1].requests == []
 
 
 async def test_a_long_reply_ends_at_its_limit() -> None:
     engine = FakeEngine()
     task = await send_one(client_of([engine]), request(max_new_tokens=300))
-    await engine.answer(part(0, 256, version=1, finish_reason="length"))
+    await engine.answer(part(0, 256, version=1, finish_reason="part"))
     await engine.answer(part(256, 44, version=1, finish_reason="length"))
     assert await task == part(0, 300, version=1, finish_reason="length")
 
@@ -188,28 +211,37 @@ async def test_an_engine_without_room_ends_the_reply() -> None:
     assert await task == part(0, 20, version=1, finish_reason="length")
 
 
+async def test_a_reply_that_was_given_up_is_asked_for_again() -> None:
+    engine = FakeEngine()
+    task = await send_one(client_of([engine]), request(max_new_tokens=300))
+    await engine.answer(part(0, 256, version=1, finish_reason="part"))
+    await engine.answer(part(256, 0, version=1, finish_reason="abort"))
+    assert [asked.num_sampled for asked in engine.requests] == [0, 256]
+    await engine.answer(part(256, 1, version=1, finish_reason="stop"))
+    assert (await task).ids == list(range(257))
+
+
 async def test_what_an_engine_gave_back_is_kept_and_continued() -> None:
     engine = FakeEngine()
     task = await send_one(client_of([engine]), request(max_new_tokens=30))
     await engine.answer(part(0, 20, version=1, finish_reason="abort"))
-    assert engine.requests[1].prompt_ids == [7, *range(20)]
-    assert (engine.requests[1].seed, engine.requests[1].max_new_tokens) == (slice_seed(3, 20), 10)
+    goes_on = replace(request(max_new_tokens=10), prompt_ids=[7, *range(20)], num_sampled=20)
+    assert engine.requests[1] == goes_on
     await engine.answer(part(20, 5, version=2, finish_reason="stop"))
     assert (await task).versions == [1] * 20 + [2] * 5
 
 
-async def test_a_lost_engine_costs_its_slice_only_and_gets_nothing_until_it_serves_again() -> None:
+async def test_a_lost_engine_costs_its_part_only_and_gets_nothing_until_it_serves_again() -> None:
     engines = [FakeEngine(), FakeEngine()]
     client = client_of(engines)
     seen: list[Completion] = []
     task = asyncio.create_task(client.generate(request("key", max_new_tokens=600), seen.append))
     await settle()
-    await engines[0].answer(part(0, 256, version=1, finish_reason="length"))
+    await engines[0].answer(part(0, 256, version=1, finish_reason="part"))
     await engines[0].die()
     assert client.outstanding == [0, 1]
-    assert engines[1].requests[0] == next_slice(
-        request("key", max_new_tokens=600), part(0, 256, version=1, finish_reason="length")
-    )
+    goes_on = replace(request("key", max_new_tokens=344), prompt_ids=[7, *range(256)], num_sampled=256)
+    assert engines[1].requests == [goes_on]
     await engines[1].answer(part(256, 4, version=1, finish_reason="stop"))
     assert (await task).ids == list(range(260))
     assert [len(each.ids) for each in seen] == [256, 4]
@@ -220,7 +252,7 @@ async def test_a_lost_engine_costs_its_slice_only_and_gets_nothing_until_it_serv
     assert client.outstanding == [1, 3]
 
 
-async def test_a_lost_first_slice_is_sent_again_with_its_seed() -> None:
+async def test_a_lost_first_part_is_sent_again_with_its_seed() -> None:
     engines = [FakeEngine(), FakeEngine()]
     task = await send_one(client_of(engines), request())
     await engines[0].die()

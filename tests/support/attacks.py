@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import misbehaving
@@ -210,6 +210,10 @@ class _Engine:
             cache_versions=[0] * len(ids),
             finish_reason="stop",
         )
+
+    @property
+    def go_on(self) -> NoReturn:
+        raise AssertionError("every reply is one part")
 
 
 class _Scorer:

@@ -70,6 +70,17 @@ async def sample(engine: RolloutEngine, requests: Iterable[GenerateRequest]) -> 
     return await asyncio.gather(*[engine.generate(each) for each in requests])
 
 
+async def whole_reply(engine: RolloutEngine, request: GenerateRequest) -> Completion:
+    part = reply = await engine.generate(request)
+    while part.reply:
+        part = await engine.go_on(part.reply)
+        reply.ids += part.ids
+        reply.logprobs += part.logprobs
+        reply.versions += part.versions
+        reply.finish_reason = part.finish_reason
+    return reply
+
+
 def differences(model: PreTrainedModel, completion: Completion, prompt_ids: list[int] = PROMPT) -> torch.Tensor:
     """|engine's log-probability - transformers'| of each sampled token."""
     with torch.no_grad():

@@ -1,6 +1,6 @@
 """The rollout engine: one vLLM AsyncLLM that samples, and takes new weights while requests run.
 
-GenerateRequest -> gate -> vLLM -> Completion;  StagedWeights -> prepare -> pause -> load -> compare -> resume
+GenerateRequest -> gate -> vLLM -> Reply -> parts;  StagedWeights -> prepare -> pause -> load -> compare -> resume
 
 It samples under complete versions only: an update that fails stops it until a complete one. A plain class; a run wraps
 it in a Ray actor with many concurrent calls, a test calls it directly.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-import uuid
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,9 +29,11 @@ from rlflow.runtime.gpus import has_gpu
 from rlflow.weights.engine.messages import ADAPTER_ID, WeightReport
 from rlflow.workers.engine.admission import Gate, RunningLimit, pressure_gauge
 from rlflow.workers.engine.loading import Loading
+from rlflow.workers.engine.replies import Replies, Reply
 from rlflow.workers.engine.setup import cache_shape, check_engine, engine_arguments, set_environment, stop_token_ids
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -43,9 +44,9 @@ T = TypeVar("T")
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EngineStats:
     running: int
-    """Requests that were accepted and are not answered yet."""
+    """Replies under way, or waiting to begin."""
     tokens: int
-    """Tokens sampled since the start, in answered requests."""
+    """Tokens sampled since the start, in the parts that were returned."""
     busy_s: float
     """Seconds since the start in which at least one request ran."""
     limit: int
@@ -70,6 +71,8 @@ class RolloutEngine:
         self._loading = asyncio.Lock()
         self._is_asleep = False
         self._load = _Load()
+        self._replies = Replies()
+        self._is_draining = False
         self._gate = Gate(RunningLimit(config.rollout.max_running))
         self._has_answered = asyncio.Event()
         set_environment(config, threads, self._on_gpu)
@@ -126,7 +129,7 @@ class RolloutEngine:
         await self._has_answered.wait()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one reply, or one slice of it. Cancelling the call aborts the request.
+        """Sample a reply, and return its first part; `go_on` returns the next one. Cancelling the call ends the reply.
 
         Raises EngineLost before the first complete version or when vLLM has died, RunError when vLLM fails, ValueError
         for a prompt that leaves no room within model.max_length, DeadlineError after env.episode_timeout_s.
@@ -138,62 +141,106 @@ class RolloutEngine:
                 f"the prompt must be shorter than model.max_length ({self._config.model.max_length}); "
                 f"got {len(request.prompt_ids)} tokens"
             )
-        with self._load.one_more():
-            completion = await self._within("reply", self._config.env.episode_timeout_s, self._sample(request))
-        self._load.tokens += len(completion.ids)
+        reply = Reply(request, self._config.model.max_length)
+        self._replies.add(reply)
+        reply.start(asyncio.create_task(self._sample(reply)))
+        return await self._next_part(reply)
+
+    async def go_on(self, name: str) -> Completion:
+        """The next part of the reply that has this name. Cancelling the call ends the reply.
+
+        Raises what `generate` does. A reply that was given up, because nobody asked for this part in time, ends with
+        `abort` and no token.
+        """
+        reply = self._replies.take(name)
+        if reply is None:
+            return Completion(ids=[], logprobs=[], versions=[], cache_versions=[], finish_reason="abort")
+        return await self._next_part(reply)
+
+    async def _next_part(self, reply: Reply) -> Completion:
+        try:
+            part = await self._within("reply", self._config.env.episode_timeout_s, reply.take_part())
+        except BaseException:
+            self._replies.remove(reply)
+            await reply.stop()
+            raise
+        if part.reply:
+            self._replies.leave(reply)
+        else:
+            self._replies.remove(reply)
+        self._load.tokens += len(part.ids)
         self._has_answered.set()
-        return completion
+        return part
 
-    async def _sample(self, request: GenerateRequest) -> Completion:
+    async def _sample(self, reply: Reply) -> FinishReason:
+        """Let vLLM sample a whole reply. Returns why no more tokens come; `abort` if the engine is being drained."""
+        with self._load.one_more():
+            async with self._gate.admitted():
+                while True:
+                    reply.begin(self._version, self._cache_version if keeps_cache(self._config) else None)
+                    finish_reason = await self._run(reply, self._sampling(reply))
+                    if finish_reason != "length" or reply.num_left == 0:
+                        return finish_reason
+                    if self._is_draining:
+                        return "abort"
+
+    def _sampling(self, reply: Reply) -> SamplingParams:
+        """How vLLM goes on with a reply."""
         from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        sampling = SamplingParams(
-            temperature=0.0 if request.is_greedy else self._config.rollout.temperature,
-            max_tokens=request.max_new_tokens,
-            seed=request.seed if self._config.rollout.seeded else None,
+        return SamplingParams(
+            temperature=0.0 if reply.request.is_greedy else self._config.rollout.temperature,
+            max_tokens=reply.num_left if reply.seed is None else reply.num_left_of_part,
+            seed=reply.seed,
             stop_token_ids=self._stop_token_ids,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.DELTA,
         )
+
+    async def _run(self, reply: Reply, sampling: SamplingParams) -> FinishReason:
+        """One request to vLLM, which goes on with the reply."""
+        from vllm.inputs import TokensPrompt
+        from vllm.lora.request import LoRARequest
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        prompt = TokensPrompt(prompt_token_ids=reply.request.prompt_ids + reply.ids)
+        if reply.cache_version is not None:  # vLLM shares blocks among requests of one salt only
+            prompt["cache_salt"] = str(reply.cache_version)
         # vLLM would read the path only if it had no such adapter, which cannot be.
         adapter = LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path="sent by the trainer")
-        last: CompletionOutput | None = None
-        async with self._gate.admitted():
-            # Requests of a group share their prompt: vLLM finds cached blocks even of a request in the same step.
-            cache_version = self._cache_version
-            prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
-            if keeps_cache(self._config):  # requests share blocks of one salt only
-                prompt["cache_salt"] = str(cache_version)
-            stream = self._engine.generate(
-                prompt,
-                sampling,
-                uuid.uuid4().hex,
-                lora_request=adapter if self._has_adapters else None,
-            )
-            try:
-                async for output in stream:
-                    last = output.outputs[0]
-            except EngineDeadError as error:
-                raise self._lost(f"vLLM died; {log_hint()}") from error
-            except EngineGenerateError as error:
-                raise RunError(f"vLLM failed in rollout engine {self._index}; {log_hint()}: {error!r}") from error
-        assert last is not None, "vLLM ended a request without an output"
-        return _completion_of(last, cache_version if keeps_cache(self._config) else None)
+        # Requests of a group share their prompt: vLLM finds cached blocks even of a request in the same step.
+        stream = self._engine.generate(
+            prompt,
+            sampling,
+            reply.vllm_name,
+            lora_request=adapter if self._has_adapters else None,
+        )
+        output: CompletionOutput | None = None
+        try:
+            async for delivered in stream:
+                output = delivered.outputs[0]
+                logprobs: Any = output.logprobs
+                reply.add(output.token_ids, logprobs.logprobs)
+                if self._is_draining and not delivered.finished:
+                    await self._engine.abort(reply.vllm_name)  # what was sampled still comes
+        except EngineDeadError as error:
+            raise self._lost(f"vLLM died; {log_hint()}") from error
+        except EngineGenerateError as error:
+            raise RunError(f"vLLM failed in rollout engine {self._index}; {log_hint()}: {error!r}") from error
+        assert output is not None, "vLLM ended a request without an output"
+        return _finish_reason_of(output, reply)
 
     async def load_weights(self, staged: StagedWeights) -> float:
         """Put a complete version in, and return the seconds in which nothing was sampled.
 
-        Running requests are kept and go on under the new version, with their cache or after it is computed again
-        (rollout.keep_cache); with rollout.drain they are finished first. When the update fails it is undone as far as
-        the next one needs, and the engine stays paused: it samples again only after a complete update. Raises
-        WeightsOvertaken when the trainer rewrote the weights meanwhile, EngineLost when vLLM died, RunError for other
-        failures.
+        Replies under way are kept and go on under the new version, with their cache or after it is computed again
+        (rollout.keep_cache); with rollout.drain they are given back at the end of their part instead. When the update
+        fails it is undone as far as the next one needs, and the engine stays paused: it samples again only after a
+        complete update. Raises WeightsOvertaken when the trainer rewrote the weights meanwhile, EngineLost when vLLM
+        died, RunError for other failures.
         """
         async with self._loading:
             loading = Loading(self._engine, self._config, self._index, staged)
@@ -205,6 +252,8 @@ class RolloutEngine:
                 await self._give_up(loading, staged, error)
                 raise
             self._version, self._is_asleep = staged.version, False
+            # Nothing is sampled now, and all that was has been delivered.
+            self._replies.mark(staged.version, self._num_sampled())
             await self._engine.resume_generation()
             return time.perf_counter() - paused_at_s
 
@@ -251,12 +300,24 @@ class RolloutEngine:
         if self._is_asleep:
             return asked_at_s
         if self._config.rollout.drain:
-            await self._engine.pause_generation(mode="wait", clear_cache=True)
+            self._is_draining = True
+            try:
+                await self._engine.pause_generation(mode="wait", clear_cache=True)
+            finally:
+                self._is_draining = False
+            # vLLM does not wait for those that it has preempted.
+            begun = [name for name, num_tokens in self._num_sampled().items() if num_tokens]
+            await self._engine.abort(begun)
             return time.perf_counter()
         if not keeps:
             self._gate.forgive()
         await self._engine.pause_generation(mode="keep", clear_cache=not keeps)
         return asked_at_s
+
+    def _num_sampled(self) -> dict[str, int]:
+        """How many tokens vLLM has sampled for each of its requests, by the name that we gave it."""
+        states = self._engine.output_processor.request_states.values()
+        return {each.external_req_id: each.detokenizer.num_output_tokens() for each in states if each.detokenizer}
 
     async def sleep(self) -> None:
         """Sample nothing until the next `load_weights`; requests under way are kept and go on then.
@@ -303,6 +364,7 @@ class RolloutEngine:
         engine, self._llm, self._version = self._llm, None, None
         if engine is not None:
             engine.shutdown()
+            await self._replies.stop()
 
     @property
     def _frees_memory(self) -> bool:
@@ -347,25 +409,15 @@ class _Load:
         return self._busy_before_s + (time.perf_counter() - self._busy_since if self.running else 0.0)
 
 
-def _completion_of(output: CompletionOutput, cache_version: int | None) -> Completion:
-    """Translate vLLM's final output; `cache_version` is the oldest of its cache, None if it is every token's own.
-
-    Raises RunError when vLLM failed on the request.
-    """
+def _finish_reason_of(output: CompletionOutput, reply: Reply) -> FinishReason:
+    """Why vLLM ended a request, of which `output` is the last. Raises RunError when vLLM failed on the request."""
     reasons: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
     if output.finish_reason not in reasons:
         raise RunError(f"vLLM ended a request with {output.finish_reason!r} instead of a reply")
-    ids = list(output.token_ids)
-    logprobs: Any = output.logprobs
-    versions = [int(span.version) for span in output.weight_versions or () for _ in range(span.start, span.end)]
-    assert len(logprobs.logprobs) == len(ids) == len(versions), "vLLM must tag every token"
-    return Completion(
-        ids=ids,
-        logprobs=list(logprobs.logprobs),
-        versions=versions,
-        cache_versions=[version if cache_version is None else min(cache_version, version) for version in versions],
-        finish_reason=reasons[output.finish_reason],
-    )
+    if output.weight_versions is not None:
+        spans = [int(span.version) for span in output.weight_versions for _ in range(span.start, span.end)]
+        assert spans == reply.versions_of_request, "vLLM says that other versions sampled these tokens"
+    return reasons[output.finish_reason]
 
 
 def log_hint() -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlflow.config import ADAPTER_RANKS, Config, Dtype, Placement, Transport
 from rlflow.errors import ConfigError
+from rlflow.rollout.requests import PART_TOKENS
 from rlflow.runtime.derived import sends_adapters, transport_of
 from rlflow.runtime.environment import share_cpu
 
@@ -92,6 +93,8 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_extension_cls": "rlflow.weights.extension.WorkerExtension",
+        # Tokens are delivered part by part: at each step, a task for each request would take more than vLLM's own loop.
+        "stream_interval": PART_TOKENS,
     }
     if sends_adapters(config):
         assert config.lora.rank is not None

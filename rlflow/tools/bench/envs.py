@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from rlflow.config import Config
 from rlflow.environments.pool import EnvironmentPool
@@ -78,6 +78,10 @@ class _Engine:
         ids = [5 + number % 50 for number in range(REPLY_TOKENS)]
         logprobs, versions = [-1.0] * REPLY_TOKENS, [0] * REPLY_TOKENS
         return Completion(ids=ids, logprobs=logprobs, versions=versions, cache_versions=versions, finish_reason="stop")
+
+    @property
+    def go_on(self) -> NoReturn:
+        raise AssertionError("every reply is one part")
 
 
 class _Scorer:

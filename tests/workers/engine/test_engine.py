@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from engines import PROMPT, differences, request, sample, tiny_config, tiny_llama, tiny_mixture, until_sampling
+from engines import (
+    PROMPT,
+    differences,
+    request,
+    sample,
+    tiny_config,
+    tiny_llama,
+    tiny_mixture,
+    until_sampling,
+    whole_reply,
+)
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from rlflow.config import Placement, Send
@@ -256,6 +266,53 @@ def test_a_full_cache_lowers_the_number_of_requests_that_run(tmp_path: Path) -> 
         print(f"a cache for 6 long replies: at most {stats.limit} of 64 requests at a time")
         assert len(completions) == 64
         assert 1 <= stats.limit < 32
+
+    asyncio.run(scenario())
+    arena.close()
+
+
+@pytest.mark.slow
+def test_a_long_reply_arrives_in_parts_and_outlives_an_update_a_drain_and_a_move(tmp_path: Path) -> None:
+    old, new = tiny_llama(seed=1), tiny_llama(seed=2)
+    old.config.eos_token_id = old.generation_config.eos_token_id = None  # replies run to their end
+    old.save_pretrained(tmp_path)
+    arena = arena_for(old)
+    first, last = (request(seed, max_new_tokens=400) for seed in (0, 1))
+    unseeded = replace(first, seed=None)
+
+    async def scenario() -> None:
+        engine = RolloutEngine(tiny_config(max_length=480), str(tmp_path), index=0, threads=1)
+        await engine.start()
+        try:
+            await engine.load_weights(arena.stage(1, old.named_parameters()))
+            one, two = await asyncio.gather(whole_reply(engine, first), whole_reply(engine, last))
+            assert (len(one.ids), one.finish_reason, one.versions) == (400, "length", [1] * 400)
+            assert differences(old, one).mean() <= 1e-4
+            # Another engine would go on after the first part with the same tokens.
+            moved = replace(first, prompt_ids=PROMPT + one.ids[:256], num_sampled=256, max_new_tokens=144)
+            assert (await engine.generate(moved)).ids == one.ids[256:]
+            assert one.ids != two.ids
+
+            running = [asyncio.create_task(whole_reply(engine, unseeded)) for _ in range(8)]
+            await until_sampling(engine)
+            await engine.load_weights(arena.stage(2, new.named_parameters()))
+            for reply in await asyncio.gather(*running):
+                assert (len(reply.ids), len(reply.logprobs), set(reply.versions)) == (400, 400, {1, 2})
+                split = reply.versions.index(2)
+                assert differences(old, reply)[:split].mean() <= 1e-4
+                assert differences(new, reply)[split:].mean() <= 1e-4
+
+            engine._config.rollout.drain = True
+            parts = [asyncio.create_task(engine.generate(each)) for each in (unseeded, first)]
+            await until_sampling(engine)
+            await engine.load_weights(arena.stage(3, old.named_parameters()))
+            for part in await asyncio.gather(*parts):
+                # What vLLM sampled while it was told to stop is not thrown away.
+                assert (part.finish_reason, part.reply, set(part.versions)) == ("abort", "", {2})
+                assert 256 <= len(part.ids) < 400
+            assert list(engine._replies) == []
+        finally:
+            await engine.shutdown()
 
     asyncio.run(scenario())
     arena.close()

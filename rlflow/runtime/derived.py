@@ -65,7 +65,7 @@ def samples_while_loading(config: Config) -> bool:
 
 def keeps_cache(config: Config) -> bool:
     """True when requests under way keep their key-value cache while an engine takes new weights."""
-    return samples_while_loading(config) and not config.rollout.drain and config.rollout.keep_cache is not False
+    return samples_while_loading(config) and not config.rollout.drain and config.rollout.keep_cache
 
 
 def object_store_bytes(config: Config) -> int:

@@ -288,7 +288,8 @@ class RolloutEngine:
         if self._frees_memory and self._is_asleep:
             await self._engine.wake_up(tags=["weights"])
         await loading.load()
-        await self._verify(staged)
+        if loading.is_comparable:
+            await self._verify(staged)
         await self._engine.update_weight_version(str(staged.version))
         if self._frees_memory and self._is_asleep:
             await self._engine.wake_up(tags=["kv_cache"])

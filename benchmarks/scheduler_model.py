@@ -174,9 +174,7 @@ class Engine:
         for each in itertools.chain.from_iterable(outputs.outputs for outputs in ended.values()):
             if each.finish_reason is not None:
                 self.finish(each.request_id)
-        self.limit.step(
-            len(self.scheduler.running), self.scheduler.kv_cache_manager.usage, preempted
-        )
+        self.limit.step(len(self.scheduler.running), self.scheduler.kv_cache_manager.usage, preempted)
         total = self.total
         total.seconds += step_seconds(sum(scheduled.num_scheduled_tokens.values()), cached)
         total.decoded += decoded

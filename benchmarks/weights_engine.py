@@ -72,7 +72,7 @@ class MeasuredEngine(RolloutEngine):
     async def reload(self, file: Path) -> float:
         """Load the weights from a file, and return the seconds in which nothing was sampled."""
         async with self._loading:
-            paused_at_s = await self._pause(0)
+            paused_at_s = await self._pause()
             await self._engine.collective_rpc("bench_reload", args=(str(file),))
             await self._engine.resume_generation()
             return time.perf_counter() - paused_at_s

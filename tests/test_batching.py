@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -42,6 +43,14 @@ def train_sample(
 
 def plan(*pieces: tuple[int, tuple[int, ...]]) -> MicroBatchPlan:
     return MicroBatchPlan(pieces=tuple(BatchPiece(group=group, episodes=episodes) for group, episodes in pieces))
+
+
+def test_a_token_whose_context_an_older_version_computed_is_marked() -> None:
+    one = train_sample([1], [2, 3, 4, 5], [1, 1, 0, 1], 1.0)
+    versions, cache_versions = np.array([3, 4, -1, 4], np.int32), np.array([3, 3, -1, 4], np.int32)
+    packed = pack([[replace(one, sample=replace(one.sample, versions=versions, cache_versions=cache_versions))]])
+    assert packed.versions.tolist() == [3, 4, 4]
+    assert packed.is_on_older_cache.tolist() == [False, True, False]
 
 
 def test_plan_keeps_groups_whole_and_fills_micro_batches() -> None:

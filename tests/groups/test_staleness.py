@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fakes import make_episode
@@ -106,3 +108,5 @@ def test_old_tokens_leave_the_loss_and_stay_as_context() -> None:
     assert masked.loss_mask.tolist() == [False, True, False, True]
     assert masked.completion_ids.tolist() == [1, 2, 3, 4]
     assert sample.loss_mask.tolist() == [True, True, False, True]
+    on_older_cache = replace(sample, cache_versions=np.array([2, 2, -1, 4], dtype=np.int32))
+    assert without_old_tokens(on_older_cache, 3).loss_mask.tolist() == [False, False, False, True]

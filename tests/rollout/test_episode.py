@@ -76,6 +76,8 @@ class ScriptedEngine:
 
     replies: list[str]
     finish_reason: FinishReason = "stop"
+    cache_lag: int = 0
+    """Versions by which the cache is older than what samples."""
     requests: list[GenerateRequest] = field(default_factory=list)
 
     async def __call__(self, request: GenerateRequest, /) -> Completion:
@@ -84,7 +86,11 @@ class ScriptedEngine:
         ids = ids_of(self.replies[number])
         logprobs, versions = [-1.0 - number] * len(ids), [5 + number] * len(ids)
         return Completion(
-            ids=ids, logprobs=logprobs, versions=versions, cache_versions=versions, finish_reason=self.finish_reason
+            ids=ids,
+            logprobs=logprobs,
+            versions=versions,
+            cache_versions=[version - self.cache_lag for version in versions],
+            finish_reason=self.finish_reason,
         )
 
 
@@ -184,6 +190,15 @@ async def test_a_broken_prefix_forks_into_a_second_sample() -> None:
     summary = summarize(played, Verdict(reward=0.5))
     assert (summary.num_prompt_tokens, summary.num_completion_tokens, summary.num_loss_tokens) == (4 + 8, 4, 4)
     assert (summary.oldest_version, summary.newest_version) == (5, 6)
+
+
+async def test_an_episode_is_as_old_as_the_oldest_cache_of_its_tokens() -> None:
+    played = await play(ScriptedEnvironment(says=["d"]), ScriptedEngine(["c.", "e."], cache_lag=2))
+    (sample,) = played.payload.samples
+    assert sample.versions.tolist() == [5, 5, -1, -1, -1, 6, 6]
+    assert sample.cache_versions.tolist() == [3, 3, -1, -1, -1, 4, 4]
+    summary = summarize(played, Verdict(reward=0.5))
+    assert (summary.oldest_version, summary.newest_version) == (3, 4)
 
 
 def turn(prompt: str, output: str, continues: int | None = None) -> Turn:

@@ -181,6 +181,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "request is under way when weights are loaded; leave it false",
     ),
     (
+        {"rollout.keep_cache": True},
+        "rollout.keep_cache has no effect with staleness.max_versions=0, with cluster.placement=colocated or with "
+        "rollout.drain=true, where no request is under way when weights are loaded; leave it false",
+    ),
+    (
+        {"staleness.max_versions": 2, "rollout.drain": True, "rollout.keep_cache": True},
+        "rollout.keep_cache has no effect with staleness.max_versions=0, with cluster.placement=colocated or "
+        "with rollout.drain=true, where no request is under way when weights are loaded; leave it false",
+    ),
+    (
         {"reward.model": "mine", "reward.function": "my.py:score"},
         "reward.function=my.py:score contradicts reward.model=mine: a reply has one reward; set one of them to null",
     ),

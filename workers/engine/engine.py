@@ -22,7 +22,7 @@ from rlflow.errors import EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
 from rlflow.runtime.deadlines import within
-from rlflow.runtime.derived import keeps_cache, sends_adapters
+from rlflow.runtime.derived import sends_adapters
 from rlflow.runtime.disk import TEMPORARY
 from rlflow.runtime.environment import variables
 from rlflow.runtime.gpus import has_gpu
@@ -180,7 +180,7 @@ class RolloutEngine:
             # A reply keeps its place, also from one request of a seeded reply to the next.
             async with self._places:
                 while True:
-                    reply.begin(self._version, self._cache_version if keeps_cache(self._config) else None)
+                    reply.begin(self._version, self._cache_version if self._config.rollout.keep_cache else None)
                     finish_reason = await self._run(reply, self._sampling(reply))
                     if finish_reason != "length" or reply.num_left == 0:
                         return finish_reason
@@ -209,12 +209,12 @@ class RolloutEngine:
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+        prompt = TokensPrompt(prompt_token_ids=reply.request.prompt_ids + reply.ids)
+        if reply.cache_version is not None:  # vLLM shares blocks among requests of one salt only
+            prompt["cache_salt"] = str(reply.cache_version)
         # vLLM would read the path only if it had no such adapter, which cannot be.
         adapter = LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path="sent by the trainer")
         # Requests of a group share their prompt: vLLM finds cached blocks even of a request in the same step.
-        prompt = TokensPrompt(prompt_token_ids=reply.request.prompt_ids + reply.ids)
-        if keeps_cache(self._config):  # requests share blocks of one salt only
-            prompt["cache_salt"] = str(self._cache_version)
         stream = self._engine.generate(
             prompt,
             sampling,
@@ -285,7 +285,9 @@ class RolloutEngine:
     async def _replace_weights(self, loading: Loading, staged: StagedWeights) -> float:
         """When sampling stopped, by `time.perf_counter`. It is still paused on return."""
         await loading.prepare()
-        paused_at_s = await self._pause(staged.version)
+        # After a failed update nothing is kept: `_version` is None.
+        keeps = self._config.rollout.keep_cache and self._version is not None and staged.version > self._version
+        paused_at_s = await self._pause(keeps)
         self._cache_version = staged.version
         if self._frees_memory and self._is_asleep:
             await self._engine.wake_up(tags=["weights"])
@@ -298,11 +300,8 @@ class RolloutEngine:
             await self._engine.wake_up(tags=["kv_cache"])
         return paused_at_s
 
-    async def _pause(self, version: int) -> float:
-        """Stop sampling, and forget the cache of the old weights unless it is kept.
-
-        Returns when sampling stopped, by `time.perf_counter`. After a failed update nothing is kept.
-        """
+    async def _pause(self, keeps: bool = False) -> float:
+        """Stop sampling, and forget the cache of the old weights if it is not kept; when, by `time.perf_counter`."""
         asked_at_s = time.perf_counter()
         if self._is_asleep:
             return asked_at_s
@@ -316,7 +315,6 @@ class RolloutEngine:
             begun = [name for name, num_tokens in self._num_sampled().items() if num_tokens]
             await self._engine.abort(begun)
             return time.perf_counter()
-        keeps = keeps_cache(self._config) and self._version is not None and version > self._version
         await self._engine.pause_generation(mode="keep", clear_cache=not keeps)
         return asked_at_s
 

@@ -36,7 +36,8 @@ class Reply:
         """Tokens that were delivered before that request."""
         self._starts: list[tuple[int, int | None]] = []
         """Of that request: its first token under a version, and the version."""
-        self._cache_version: int | None = None
+        self.cache_version: int | None = None
+        """Nothing older computes the cache of that request; None if the cache is never kept."""
         self._num_taken = 0
         self._sampling: asyncio.Task[FinishReason]
         self._changed = asyncio.Event()
@@ -65,10 +66,10 @@ class Reply:
     def begin(self, version: int | None, cache_version: int | None) -> None:
         """A new vLLM request goes on with the reply; `version` None if there are no complete weights now.
 
-        `cache_version` is the oldest version of its cache, None if the cache of each token is of the token's version.
+        `cache_version` is the oldest version of its cache, None if the cache is never kept.
         """
         self.vllm_name, self._first, self._starts = uuid.uuid4().hex, len(self.ids), [(0, version)]
-        self._cache_version = cache_version
+        self.cache_version = cache_version
 
     def mark(self, version: int, num_tokens: int) -> None:
         """What vLLM samples after the first `num_tokens` tokens of its request, it samples under `version`."""
@@ -82,7 +83,7 @@ class Reply:
         self.ids += ids
         self.logprobs += logprobs
         self.support += support
-        versions, oldest = versions_between(self._starts, first, first + len(ids)), self._cache_version
+        versions, oldest = versions_between(self._starts, first, first + len(ids)), self.cache_version
         self.versions += versions
         self.cache_versions += versions if oldest is None else [min(oldest, version) for version in versions]
         self._changed.set()

@@ -76,6 +76,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     old.save_pretrained(path)
     config = tiny_config()
     config.staleness.max_versions = 4
+    config.rollout.keep_cache = True
     engine = RolloutEngine(config, str(path), index=0, threads=1)
     arena = Arena([(name, value.dtype, tuple(value.shape)) for name, value in old.named_parameters()])
     with asyncio.Runner() as runner:
@@ -141,10 +142,10 @@ def test_a_request_that_waited_for_the_update_has_a_cache_of_the_new_version(ben
     """64 run at a time; the others come in after the update."""
     before = bench.load(bench.old)
     replies = bench.sample_during_update(80, bench.new)
-    waited = [reply for reply in replies if before not in reply.versions]
+    waited = [reply for reply in replies if before not in reply.cache_versions]
     assert waited
     for reply in waited:
-        assert reply.cache_versions == [before + 1] * len(reply.ids)
+        assert reply.cache_versions == reply.versions == [before + 1] * len(reply.ids)
         assert differences(bench.new, reply).mean() <= 1e-4
 
 
@@ -156,7 +157,7 @@ def test_without_it_the_cache_is_computed_again(bench: Bench) -> None:
     try:
         replies = bench.sample_during_update(16, bench.new)
     finally:
-        bench.engine._config.rollout.keep_cache = None
+        bench.engine._config.rollout.keep_cache = True
     both = [reply for reply in replies if set(reply.versions) == {before, before + 1}]
     assert bench.counts.recomputed > len(both) * (len(PROMPT) - BLOCK_TOKENS)
     for reply in both:

@@ -106,6 +106,19 @@ async def test_a_reply_that_goes_on_here_keeps_the_boundaries_and_the_seeds_of_i
     assert reply_of(seed=None).seed is None
 
 
+async def test_each_request_to_vllm_has_a_cache_of_its_own() -> None:
+    reply = reply_of()
+    sampling(reply)
+    reply.begin(3, cache_version=3)
+    deliver(reply, 2)
+    reply.mark(4, 3)
+    deliver(reply, 254)
+    reply.begin(4, cache_version=4)
+    deliver(reply, 256)
+    assert reply.versions == [3] * 3 + [4] * 509
+    assert (await reply.take_part()).cache_versions == [3] * 256 + [4] * 256
+
+
 def test_a_reply_ends_where_the_model_has_no_room() -> None:
     assert reply_of(max_new_tokens=5000).num_left == 990
 

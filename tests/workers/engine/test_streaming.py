@@ -110,7 +110,7 @@ def request(max_new_tokens: int, seed: int | None) -> GenerateRequest:
 
 
 async def update(engine: RolloutEngine, core: Core, version: int) -> None:
-    await engine._pause(version)
+    await engine._pause(keeps=False)
     core.version = engine._version = version
     engine._replies.mark(version, engine._num_sampled())
     await core.resume_generation()

@@ -124,6 +124,34 @@ def test_metrics_are_means_over_loss_tokens(model_path: str) -> None:
     assert 0 < (metrics["entropy"].value or 0) < math.log(67)
 
 
+def test_tokens_on_an_older_cache_have_a_difference_of_their_own(model_path: str) -> None:
+    config = tiny_config()
+    config.staleness.max_versions = 1
+    config.rollout.keep_cache = True
+    trainer = one_rank(config, model_path)
+    groups = tiny_groups()
+    samples = [sample for group in groups for sample in group]
+    for index, each in enumerate(samples):
+        mask, is_older = each.sample.loss_mask, index % 3 == 0
+        versions, cache_versions = np.where(mask, 1, -1), np.where(mask, 0 if is_older else 1, -1)
+        each.sample = replace(each.sample, versions=versions, cache_versions=cache_versions)
+    (current,) = trainer.per_token([groups])
+    gaps = [
+        np.abs(row - each.sample.logprobs)[each.sample.loss_mask] for row, each in zip(current, samples, strict=True)
+    ]
+    older = np.concatenate([gap for index, gap in enumerate(gaps) if index % 3 == 0])
+    fresh = np.concatenate([gap for index, gap in enumerate(gaps) if index % 3])
+    trainer.accumulate([groups])
+    metrics = trainer.step().metrics
+    share, difference = metrics["sampling/older_cache_share"], metrics["sampling/older_cache_logp_difference_mean"]
+    assert (share.total, share.count) == (len(older), len(older) + len(fresh))
+    assert difference.count == len(older)
+    assert difference.value == pytest.approx(older.mean(), rel=1e-4)
+    assert metrics["sampling/logp_difference_mean"].count == len(fresh)
+    assert metrics["sampling/logp_difference_mean"].value == pytest.approx(fresh.mean(), rel=1e-4)
+    assert metrics["sampling/logp_difference_max"].value == pytest.approx(fresh.max(), rel=1e-4)
+
+
 def test_metrics_without_a_meaning_are_left_out(model_path: str) -> None:
     trainer = one_rank(tiny_config(), model_path)
     trainer.accumulate([tiny_groups()])

@@ -41,7 +41,7 @@ def dry_run(config: Config, *, json_wanted: bool) -> int:
     from rlflow.models.resolve import REWARD, check_gives_score, resolve_config
     from rlflow.tools.dry_run.model import read_model, read_reward_model  # imports torch and transformers
     from rlflow.workers.engine.setup import check_engine
-    from rlflow.workers.trainer.policy import MAX_LOGITS
+    from rlflow.workers.trainer.token_logprobs import MAX_LOGITS
 
     check_functions(config)
     folder = resolve_config(config.model.path)

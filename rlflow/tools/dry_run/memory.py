@@ -22,6 +22,7 @@ from rlflow.workers.engine.setup import (
 )
 
 FLOAT32 = 4
+STAGED = "weights for the engines"
 OUTPUT_LAYER = "output layer"
 LOGIT_BYTES = 3 * FLOAT32
 """What one logit takes: itself, its log-softmax and its gradient, all float32."""
@@ -168,7 +169,7 @@ def trainer_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logit
     if facts.adapters:
         items.insert(0, Item(name="frozen parameters", num_bytes=frozen, note=narrow))
     if transport_of(config) in (Transport.p2p, Transport.ipc):
-        items.append(Item(name="weights for the engines", num_bytes=frozen, note=narrow))
+        items.append(Item(name=STAGED, num_bytes=frozen, note=narrow))
     is_on = config.trainer.gradient_checkpointing
     num_bytes = activation_bytes(facts, num_tokens, with_checkpointing=is_on)
     other = size(activation_bytes(facts, num_tokens, with_checkpointing=not is_on))

@@ -386,7 +386,12 @@ def test_colocated_processes_take_turns() -> None:
     assert [(each.first, each.last, each.holds) for each in found.gpus] == [
         (0, 1, "engines 0 to 1 and trainer ranks 0 to 1, in turn")
     ]
-    assert found.gpus[0].num_bytes == max(engine.total, trainer.total)
+    # What was staged stays beside the engine, which may be started again.
+    staged = sizes(trainer)["weights for the engines"]
+    assert found.gpus[0].num_bytes == max(engine.total + staged, trainer.total)
+    assert "weights for the engines" not in sizes(
+        small_estimate(**settings, algorithm__advantage="gae").processes["critic"]
+    )
     assert found.batch.micro_batches_one_by_one is None
     with pytest.raises(ConfigError, match="rollout.engines equal to trainer.ranks; got 1, 2 and 3"):
         small_estimate(**{**settings, "trainer__ranks": 3})
@@ -409,7 +414,8 @@ def test_what_shares_a_gpu_adds_up_there() -> None:
     ]
     asked.cluster.placement = Placement.colocated
     found = estimate(asked, SMALL, max_logits=20, reward_model=CLASSIFIER)
-    in_turn = max(memory["engine"], memory["trainer"] + memory["critic"])
+    staged = sizes(found.processes["trainer"])["weights for the engines"]
+    in_turn = max(memory["engine"] + staged, memory["trainer"] + memory["critic"])
     beside = memory["reward_model"] + memory["reference"]
     assert (found.gpus[0].first, found.gpus[-1].last) == (0, 2)
     assert found.gpus[0].holds == "engine 0 and trainer rank 0, critic rank 0, in turn; reference; reward model 0"

@@ -218,6 +218,26 @@ def test_experts_that_the_kernel_takes_as_they_are_loaded_are_filled(tmp_path: P
         assert torch.equal(found[name], parameter), name
 
 
+def test_a_quantised_engine_is_reloaded(tmp_path: Path) -> None:
+    """Whatever its method does with weights, nothing of it has to be known."""
+    from types import SimpleNamespace
+
+    from engine_layout import as_rank, build_model
+
+    from rlflow.weights.engine.reload import ReloadedModel
+    from rlflow.weights.extension import WorkerExtension
+
+    path, shapes = save_config("llama", tmp_path)
+    with as_rank(0, 1), torch.device("meta"):
+        config, model = build_model(path, "float32", 1)
+    worker: Any = WorkerExtension()
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+    worker.vllm_config = SimpleNamespace(quant_config=object(), model_config=config.model_config)
+    destination = worker._rlflow_destination(shapes)
+    assert isinstance(destination, ReloadedModel)
+    assert destination.landings.keys() == shapes.keys()
+
+
 def test_vllm_s_groups_are_as_they_were(tmp_path: Path) -> None:
     from engine_layout import engine_layout
     from vllm.distributed import parallel_state

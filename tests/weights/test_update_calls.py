@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from layouts import engine_layout_by_hand
-from rank_tensors import Targets, landings_of, tensors_of
+from rank_tensors import Targets, landings_of, opening, tensors_of
 from test_ipc import MODEL as SMALL
 from test_ipc import Alone
 
@@ -152,9 +152,24 @@ def test_a_group_that_one_side_gives_up_ends_for_the_other() -> None:
     assert not waiting.is_alive()
     assert len(errors) == 1
     # The other side has been told, and begins nothing more.
-    for thread in threading.enumerate():
-        if thread.name == "group 1/2":
-            thread.join(60)
+    found[1]._watching.join(60)
     assert found[1].is_broken
     with pytest.raises(RuntimeError, match="given up"):
         found[1].send([(received, 0)])
+
+
+def test_a_process_that_takes_an_engine_s_place_ends_what_the_last_one_left() -> None:
+    """The one before it hangs: it neither takes what is sent nor gives up."""
+    with sent_in(600, is_beside=True) as (_, destination, hanging, staged):
+        assert hanging.open(opening(1, transfer=1)) == 5
+        assert hanging.receive(0) is None
+        group = hanging._group
+        assert group is not None
+        worker = Worker(engine=0, rank=0, num_ranks=1, device=CPU)
+        receiver = PeerReceiver(destination, TrainerStore(staged.path, 60.0), worker)
+        assert {receiver.receive(bucket) for bucket in range(receiver.open(opening(1, transfer=2)))} == {None}
+        group._watching.join(60)
+        assert group.is_broken
+        # Should it go on after all, it comes back with a group of its own.
+        assert {hanging.receive(bucket) for bucket in range(hanging.open(opening(1, transfer=3)))} == {None}
+        receiver.shutdown()

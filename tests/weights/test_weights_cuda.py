@@ -16,15 +16,19 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 
 from rlflow.weights.ipc.receiver import SharedReceiver, device_id
 from rlflow.weights.ipc.sender import SharedSender
+from rlflow.weights.p2p.exchange import MessageStamp, check, cut_messages, digest, pack, seal, unpack
 from rlflow.weights.p2p.receiver import PeerReceiver, Worker
 from rlflow.weights.p2p.rendezvous import TrainerStore
 from rlflow.weights.p2p.sender import PeerSender
-from rlflow.weights.shape.layout import Layout, fsdp_layout
+from rlflow.weights.shape.layout import EngineLayout, Layout, fsdp_layout
+from rlflow.weights.shape.plan import plan
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: one for each process")
 
 MODEL = Model(layers=2, hidden=64, intermediate=96, heads=4, key_value_heads=2, head_dim=16, vocabulary=300)
 
@@ -58,8 +62,9 @@ def assert_filled(targets: dict[str, Tensor], wanted: Layout) -> None:
         assert torch.equal(targets[name].cpu(), each), name
 
 
-def share_until_read(rank: int, addresses: Any, done: Any) -> None:
-    device = torch.device("cuda", 0)
+def share_until_read(rank: int, gpu: int, addresses: Any, done: Any) -> None:
+    device = torch.device("cuda", gpu)
+    torch.cuda.set_device(device)
     sender = SharedSender(Alone(device), 0, "", 60.0, device)  # pyright: ignore[reportArgumentType]
     staged = sender.stage(1)
     assert staged is not None
@@ -68,10 +73,11 @@ def share_until_read(rank: int, addresses: Any, done: Any) -> None:
     sender.close()
 
 
-def test_a_worker_reads_the_memory_of_a_trainer_on_its_gpu() -> None:
+@pytest.mark.parametrize("gpu", [0, pytest.param(1, marks=needs_two)])
+def test_a_worker_reads_the_memory_of_a_trainer(gpu: int) -> None:
     context = torch.multiprocessing.get_context("spawn")
     addresses, done = context.Queue(), context.Event()
-    ranks = start_ranks(1, share_until_read, addresses, done)
+    ranks = start_ranks(1, share_until_read, gpu, addresses, done)
     device, wanted = torch.device("cuda", 0), engine_layout_by_hand(MODEL, 1)
     try:
         trainer = TrainerStore(addresses.get(timeout=100), 60.0)
@@ -110,9 +116,47 @@ def send_or_receive(rank: int, folder: Path) -> None:
         assert num_buckets > 4
         assert {receiver.receive(bucket) for bucket in range(num_buckets)} == {None}
         assert_filled(targets, wanted)
+    # What is gone is noticed when the last bucket has come, before anything is committed.
+    num_buckets = receiver.open(opening(7, 3))
+    assert [receiver.receive(bucket) for bucket in range(num_buckets)][-1] == 1
+    # Half a transfer: giving it up ends the sends and receives that are queued on both GPUs, and the next one works.
+    receiver.open(opening(1, 4))
+    receiver.receive(0)
+    receiver.abort()
+    torch.cuda.synchronize(device)
+    for each in targets.values():
+        each.zero_()
+    num_buckets = receiver.open(opening(1, 5))
+    assert {receiver.receive(bucket) for bucket in range(num_buckets)} == {None}
+    assert_filled(targets, wanted)
+    receiver.shutdown()
     script.set("done", "")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL takes one process for each")
+@needs_two
 def test_a_worker_is_sent_what_a_trainer_on_another_gpu_holds(tmp_path: Path) -> None:
     spawn_ranks(2, send_or_receive, tmp_path)
+
+
+def test_a_message_is_packed_and_checked_without_a_word_from_the_gpu() -> None:
+    """Nothing between packing and the last check may wait for the device."""
+    device = torch.device("cuda", 0)
+    wanted = engine_layout_by_hand(MODEL, 1)
+    made = plan(Alone(device).layout(), [EngineLayout(layout=wanted)], 1 << 20)
+    held = {name: tensor.to(device) for name, tensor in Alone(device).held()}
+    targets, version = blank_targets(wanted, device), torch.full((1,), 3, device=device)
+    (messages,) = cut_messages(made.moves_from(0), made.num_buckets)
+    stamp, digests = MessageStamp(transfer=5, version=3, bucket=0), []
+    memory = [torch.zeros(message.num_bytes, dtype=torch.uint8, device=device) for message in messages]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for message, packed in zip(messages, memory, strict=True):
+            pack(message, held, packed)
+            seal(packed, stamp, version)
+            digests.append(digest(packed))
+            unpack(message, packed, targets)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [check(each, stamp) for each in torch.stack(digests).tolist()] == [3]
+    assert_filled(targets, wanted)

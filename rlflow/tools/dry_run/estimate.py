@@ -14,6 +14,7 @@ from rlflow.runtime.derived import num_shares, sends_adapters, transport_of, tra
 from rlflow.tools.dry_run.memory import (
     FLOAT32,
     OUTPUT_LAYER,
+    STAGED,
     ModelFacts,
     ProcessMemory,
     RewardModelFacts,
@@ -140,8 +141,8 @@ def estimate(
         ProcessKind.trainer: trainer_memory(config, facts, num_tokens, max_logits),
     }
     if ProcessKind.critic in plan.counts:
-        # The same model, with a head of one number instead of logits.
-        items = (item for item in processes[ProcessKind.trainer].items if item.name != OUTPUT_LAYER)
+        # The same model, with a head of one number instead of logits; it is sent to nobody.
+        items = (item for item in processes[ProcessKind.trainer].items if item.name not in (OUTPUT_LAYER, STAGED))
         processes[ProcessKind.critic] = ProcessMemory(items=tuple(items))
     if ProcessKind.reference in plan.counts:
         processes[ProcessKind.reference] = reference_memory(config, facts, num_tokens, max_logits)
@@ -195,12 +196,13 @@ def _gpus(config: Config, plan: GpuPlan, processes: dict[ProcessKind, ProcessMem
 def _most(kinds: Sequence[ProcessKind], processes: dict[ProcessKind, ProcessMemory]) -> int:
     """Bytes of one GPU that these processes need together.
 
-    An engine sleeps while trainer and critic work, and these leave the GPU while it works; the others may work at any
-    time.
+    An engine sleeps while trainer and critic work, and these leave the GPU while it works, except for what was staged;
+    the others may work at any time.
     """
     trained = sum(processes[kind].total for kind in kinds if kind in (ProcessKind.trainer, ProcessKind.critic))
     others = sum(processes[kind].total for kind in kinds if kind in (ProcessKind.reference, ProcessKind.reward_model))
-    engine = processes[ProcessKind.engine].total if ProcessKind.engine in kinds else 0
+    staged = sum(item.num_bytes for item in processes[ProcessKind.trainer].items if item.name == STAGED)
+    engine = processes[ProcessKind.engine].total + staged if ProcessKind.engine in kinds else 0
     return max(engine, trained) + others
 
 

@@ -22,6 +22,7 @@ from rlflow.workers.engine.setup import (
 )
 
 FLOAT32 = 4
+STAGED = "weights for the engines"
 SCALED_ELEMENTS = 256
 """Elements of an 8-bit moment that share a float32 scale."""
 OUTPUT_LAYER = "output layer"
@@ -173,7 +174,7 @@ def trainer_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logit
     if facts.adapters:
         items.insert(0, Item(name="frozen parameters", num_bytes=frozen, note=narrow))
     if transport_of(config) in (Transport.p2p, Transport.ipc):
-        items.append(Item(name="weights for the engines", num_bytes=frozen, note=narrow))
+        items.append(Item(name=STAGED, num_bytes=frozen, note=narrow))
     is_on = config.trainer.gradient_checkpointing
     num_bytes = activation_bytes(facts, num_tokens, with_checkpointing=is_on)
     other = size(activation_bytes(facts, num_tokens, with_checkpointing=not is_on))

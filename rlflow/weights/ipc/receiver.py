@@ -1,9 +1,15 @@
 """The transport on one GPU, and between those of one machine, in an engine's worker: it reads the trainer's memory.
 
 handles from the store -> plan, for this worker alone -> copies out of one rank's memory after the other -> targets
+
+CUDA opens a context on each GPU whose memory a process reads. So only those are opened that hold what the worker keeps
+and its own GPU does not: with FSDP2 all of them, with ranks that hold copies none. To do without, the ranks would have
+to send each other buckets while the engines load: memory of two buckets instead of a context (about half a GB) for each
+GPU, but then an engine that hangs holds up the others.
 """
 
 from collections.abc import Callable
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -22,6 +28,15 @@ from rlflow.weights.shape.plan import Move, plan
 def device_id(device: torch.device) -> str:
     """The UUID of a GPU, which is the same in all processes."""
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def near(held: Tensor, device: torch.device) -> Tensor:
+    """What another GPU holds, whole, on this one, if it is a GPU that it goes to.
+
+    One plain copy is the work of a copy engine. Strided copies would be kernels on the other GPU, which runs those of
+    different processes one after another, and each process would load them there.
+    """
+    return held.to(device) if held.is_cuda and device.type == "cuda" else held
 
 
 class SharedReceiver(Receiver):
@@ -67,8 +82,11 @@ class SharedReceiver(Receiver):
             return part.version
         memory = self._open_memory(part.handle)
         tensors, targets = tensors_in(part, memory), self._destination.targets
-        for move in moves:
-            target_view(targets[move.tensor], move).copy_(source_view(tensors[move.source_tensor], move))
+        device = next(iter(targets.values())).device
+        for name, group in groupby(moves, key=lambda move: move.source_tensor):
+            held = near(tensors[name], device)
+            for move in group:
+                target_view(targets[move.tensor], move).copy_(source_view(held, move))
         if memory.device.type == "cuda":
             # Both devices: a copy between two may wait on either.
             torch.cuda.synchronize(memory.device)
@@ -86,6 +104,6 @@ class SharedReceiver(Receiver):
         # In one bucket, because there are no messages whose size would have to be bounded.
         made = plan(source, [EngineLayout(layout=wanted, devices=devices)], bucket_bytes=2**62)
         moves: dict[int, list[Move]] = {}
-        for move in sorted(made.moves(), key=lambda move: (not move.is_local, move.source)):
+        for move in sorted(made.moves(), key=lambda move: (not move.is_local, move.source, move.source_tensor)):
             moves.setdefault(move.source, []).append(move)
         return moves

@@ -146,7 +146,8 @@ class PeerGroup:
         own = PrefixStore(f"group/{name}", home.connect())
         _await_all(own, rank, size, home.timeout_s)
         self._group: Any = build_group(own, rank, size, device, home)
-        threading.Thread(target=self._watch, name=f"group {name}", daemon=True).start()
+        self._watching = threading.Thread(target=self._watch, name=f"group {name}", daemon=True)
+        self._watching.start()
         if device.type == "cuda":
             # All must be there when the connections are made, even a rank that has nothing to send in the first bucket.
             self._group.allreduce([torch.zeros(1, device=device)]).wait()
@@ -171,6 +172,7 @@ class PeerGroup:
         if self._abort():
             with suppress(RuntimeError):  # without a store there is no trainer, so that nobody waits for it
                 self._home.connect(_TELL_S).set(self._broken, "")
+            self._watching.join(_TELL_S)  # so that it is not met by the end of the interpreter
 
     def _unbroken(self) -> Any:
         if self._group is None:

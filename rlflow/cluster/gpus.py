@@ -59,6 +59,8 @@ def check_gpus(config: Config, found: int) -> None:
     if not found:
         if transport is Transport.ipc:
             raise ConfigError("weights.transport=ipc needs GPUs, and the cluster has none; set weights.transport=shm")
+        if config.rollout.quantization is not None:
+            raise ConfigError("rollout.quantization=fp8 needs GPUs, and the cluster has none; set it to null")
         return
     if transport is Transport.p2p and is_colocated:
         raise ConfigError(

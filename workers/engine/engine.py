@@ -23,7 +23,7 @@ from rlflow.errors import EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
 from rlflow.runtime.deadlines import within
-from rlflow.runtime.derived import sends_adapters
+from rlflow.runtime.derived import is_seeded, max_running, sends_adapters
 from rlflow.runtime.disk import TEMPORARY
 from rlflow.runtime.environment import variables
 from rlflow.weights.engine.messages import ADAPTER_ID, WeightReport
@@ -69,7 +69,7 @@ class RolloutEngine:
         self._loading = asyncio.Lock()
         self._is_asleep = False
         self._load = _Load()
-        self._gate = Gate(RunningLimit(config.rollout.max_running))
+        self._gate = Gate(RunningLimit(max_running(config)))
         self._has_answered = asyncio.Event()
         set_environment(config, threads, self._on_gpu)
 
@@ -152,7 +152,7 @@ class RolloutEngine:
         sampling = SamplingParams(
             temperature=0.0 if request.is_greedy else self._config.rollout.temperature,
             max_tokens=request.max_new_tokens,
-            seed=request.seed if self._config.rollout.seeded else None,
+            seed=request.seed if is_seeded(self._config) else None,
             stop_token_ids=self._stop_token_ids,
             logprobs=0,
             flat_logprobs=True,

@@ -16,6 +16,13 @@ class RolloutConfig:
     max_new_tokens: int = 256
     """Sampled tokens of one reply."""
     temperature: float = 1.0
+    top_k: int | None = None
+    """Sample from this many of the likeliest tokens; null: from all. The engines report what each token was chosen
+    among, and the trainer computes log-probabilities among the same. Needs GPUs, like top_p and min_p."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens that together have this probability. Needs top_k, which bounds the report."""
+    min_p: float = 0.0
+    """Sample from tokens that have at least this share of the likeliest token's probability. Needs top_k."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a reply, beside the model's own stop tokens; the reply keeps the text that ended it."""
     max_running: int | None = None

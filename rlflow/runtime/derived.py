@@ -1,6 +1,6 @@
 """What follows from several settings together: pure questions to a Config, asked on every floor."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rlflow.config import Config, Dtype, Placement, Send, TrainerConfig, Transport
 
@@ -40,6 +40,12 @@ def is_seeded(config: Config) -> bool:
     return config.rollout.seeded is not False
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TransportChoice:
+    transport: Transport
+    reason: str
+
+
 def num_shares(trainer: TrainerConfig) -> int:
     """The number of shares of a batch; the ranks of a tensor group, which are neighbours, have the same one."""
     return trainer.ranks // trainer.tensor_parallel
@@ -63,6 +69,28 @@ def sends_adapters(config: Config) -> bool:
 def transport_of(config: Config) -> Transport:
     """The transport in use: `weights.transport`, or shm when it is null. (Placement may already have replaced null.)"""
     return config.weights.transport or Transport.shm
+
+
+def transports_for(config: Config, *, on_gpus: bool) -> tuple[TransportChoice, ...]:
+    """What weights.transport may become if it is null, the best one first; which of them fit depends on the machines.
+
+    Example: four engines on the GPUs of four ranks -> ipc; shm, in case the GPUs are on two machines.
+    """
+    through_memory = TransportChoice(transport=Transport.shm, reason="the memory of one machine reaches all engines")
+    between_ranks = TransportChoice(transport=Transport.p2p, reason="trainer and engines are on several machines")
+    if sends_adapters(config):
+        return (through_memory,)
+    if config.lora.rank is not None:
+        merged = "no rank has a part of merged adapters, which p2p and ipc would send"
+        return (replace(through_memory, reason=merged),)
+    is_colocated = config.cluster.placement is Placement.colocated
+    if not on_gpus:
+        return (through_memory,) if is_colocated else (through_memory, between_ranks)
+    if not is_colocated:
+        return (replace(between_ranks, reason="GPUs send each other weights faster than through the CPU's memory"),)
+    shared = TransportChoice(transport=Transport.ipc, reason="engines can read the memory of the trainer's GPUs")
+    scattered = "the GPUs are on several machines, and ipc reaches one; NCCL takes one process for each GPU"
+    return (shared, replace(through_memory, reason=scattered))
 
 
 def samples_while_loading(config: Config) -> bool:

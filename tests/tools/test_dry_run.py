@@ -459,7 +459,7 @@ Chosen for the machines: model.dtype=bfloat16, rollout.max_running=512, rollout.
 
 GPUs: 2 (without any, the same processes share the machine's memory)
           0  102.62 MiB of each: a GPU of 16 GB or more; engine 0
-          1    6.99 MiB of each: a GPU of 16 GB or more; trainer rank 0
+          1    7.21 MiB of each: a GPU of 16 GB or more; trainer rank 0
   A GPU is taken to hold what fits into 90% of it; CUDA and vLLM's graphs need the rest.
   Ray chooses the machines; the GPUs of one engine are of one machine.
 
@@ -472,11 +472,12 @@ Trainer rank, with micro-batches of up to 512 tokens
     0.44 MiB  parameters (float32)
     0.44 MiB  gradients (float32)
     0.88 MiB  moments of AdamW (float32)
+    0.22 MiB  weights for the engines (bfloat16)
     0.22 MiB  gathered parameters (bfloat16: embedding, output layer and 2 layers)
     0.28 MiB  gradients to be scattered (bfloat16, and their sum in float32)
     3.03 MiB  activations (trainer.gradient_checkpointing=false; 1.77 MiB if true)
     1.71 MiB  output layer (logits of 512 tokens at once, gradient in float32)
-    6.99 MiB  in all
+    7.21 MiB  in all
 
 A step
   2 groups of 4: 8 episodes, at most 2,048 tokens
@@ -485,7 +486,8 @@ A step
   an engine's cache holds 819 sequences of 256 tokens, and more of shorter ones; rollout.max_running=512
 
 A new version of the weights
-    0.22 MiB  in /dev/shm of each machine with ranks of the trainer; engines read it there
+    0.22 MiB  sent to each engine: what its workers hold, by the ranks that have it
+  weights.transport=p2p: GPUs send each other weights faster than through the CPU's memory
     0.44 MiB  of main memory for each trainer rank, once, to load the model in float32
 """
 

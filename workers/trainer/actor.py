@@ -18,6 +18,7 @@ from rlflow.roles import StagedWeights, StepOutcome
 from rlflow.runtime.derived import num_shares
 from rlflow.runtime.disk import disk_errors
 from rlflow.runtime.environment import keep_memory, share_cpu
+from rlflow.runtime.gpus import has_gpu
 from rlflow.types import FloatArray, ReadyGroup, Span, TrainSample
 from rlflow.workers.trainer.fetch import Fetcher, moments_of, whiten_all
 
@@ -183,11 +184,9 @@ def build_backend(
     Raises ConfigError for settings without effect on this machine, a package that is missing, or a model that cannot be
     trained.
     """
-    # Each back end is imported only when it is chosen.
-    import torch
-
-    check_offload(config, torch.cuda.is_available())
+    check_offload(config, has_gpu())
     if config.trainer.backend is Backend.deepspeed:
+        # Each back end is imported only when it is chosen.
         from rlflow.workers.trainer.deepspeed import DeepSpeedTrainer
 
         return DeepSpeedTrainer(config, model_path, rank, world_size, rendezvous, is_critic)

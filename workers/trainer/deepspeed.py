@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from rlflow.config import Config, Dtype, Offload
 from rlflow.errors import ConfigError
 from rlflow.weights.shape.layout import Layout, runs_layout
-from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend, adamw, fresh_moments, state_tensors
+from rlflow.workers.trainer.optimizers import adamw, fresh_moments, state_tensors
+from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader
 from rlflow.workers.trainer.zero import PartitionedOptimizer, PartitionedParameters
 
@@ -37,7 +38,7 @@ class DeepSpeedTrainer(TrainerBackend):
         super().__init__(config, model_path, rank, world_size, rendezvous, is_critic, is_distributed=True)
         self._deepspeed = _import_deepspeed(self._device)
         self._parameters = dict(self._policy.model.named_parameters())
-        self._optimizer = adamw(config, [each for each in self._parameters.values() if each.requires_grad])
+        self._optimizer = adamw(config.trainer, [each for each in self._parameters.values() if each.requires_grad])
         self._optimizer.register_step_pre_hook(self._before_update)
         vectors = [parameter.numel() for parameter in self._parameters.values() if parameter.dim() < 2]
         self._engine: Any = self._deepspeed.initialize(

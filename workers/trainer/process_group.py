@@ -12,14 +12,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from rlflow.runtime.gpus import has_gpu
 from rlflow.weights.p2p.rendezvous import own_address
 
 LOOPBACK = "127.0.0.1"
 
 
 def choose_device(rank: int) -> torch.device:
-    """The process's own GPU, or one of the visible GPUs by rank; the CPU if there is none."""
-    if not torch.cuda.is_available():
+    """The process's own GPU, or one of the visible GPUs by rank; the CPU if there is none.
+
+    Raises ConfigError for GPUs that torch cannot use.
+    """
+    if not has_gpu():
         return torch.device("cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)

@@ -16,6 +16,7 @@ from rlflow.batching import Conversation, pack_conversations
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.models.resolve import REWARD
+from rlflow.runtime.gpus import has_gpu
 from rlflow.types import EpisodeEnd, Message, Transcript, Verdict
 from rlflow.workers.trainer.attention import attention_window
 from rlflow.workers.trainer.policy import load_packed, torch_dtype
@@ -45,7 +46,7 @@ class RewardModel:
                 f"reward.model names a {type(model).__name__} with {model.config.num_labels} labels, whose score is "
                 "not one number at the last token; take one such as LlamaForSequenceClassification with one label"
             )
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device("cuda" if has_gpu() else "cpu")
         self._model = ValueModel(model).to(device, torch_dtype(config)).requires_grad_(False).eval()
 
     def encode(self, transcript: Transcript) -> Conversation | Verdict:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlflow.cluster.slots import machines_of
 from rlflow.config import Config, Transport
-from rlflow.runtime.derived import by_device, max_running, transport_of
+from rlflow.runtime.derived import by_device, max_running
 from rlflow.settings.checks import check
 from rlflow.tools.dry_run.estimate import USABLE, Estimate, estimate, smallest_gpu
 from rlflow.tools.dry_run.memory import ProcessMemory, size
@@ -45,7 +45,7 @@ def dry_run(config: Config, *, json_wanted: bool) -> int:
     from rlflow.models.resolve import REWARD, check_gives_score, resolve_config
     from rlflow.tools.dry_run.model import read_model, read_reward_model  # imports torch and transformers
     from rlflow.workers.engine.setup import check_engine
-    from rlflow.workers.trainer.policy import MAX_LOGITS
+    from rlflow.workers.trainer.token_logprobs import MAX_LOGITS
 
     check_functions(config)
     machines = machines_of(config.cluster.pools)
@@ -87,7 +87,8 @@ def as_text(found: Estimate, config: Config, asked: Config) -> str:
         _step(found, config),
         [
             "A new version of the weights",
-            f"  {size(weights.staged):>10}  {_WHERE[transport_of(config)]}",
+            f"  {size(weights.staged):>10}  {_WHERE[weights.transport]}",
+            *([f"  weights.transport={weights.transport.value}: {weights.reason}"] if weights.reason else []),
             *([f"  {size(weights.gathered):>10}  gathered by the ranks; {largest}"] if weights.gathered else []),
             f"  {size(weights.loaded):>10}  of main memory for each trainer rank, once, to load the model in float32",
         ],

@@ -155,7 +155,10 @@ class RolloutEngine:
             stop_token_ids=self._stop_token_ids,
             logprobs=0,
             flat_logprobs=True,
-            detokenize=False,
+            stop=self._config.rollout.stop,
+            # Without it the tokens of the text would stay and the text would go.
+            include_stop_str_in_output=True,
+            detokenize=bool(self._config.rollout.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         # vLLM would read the path only if it had no such adapter, which cannot be.

@@ -73,6 +73,7 @@ def _sample(prompt: np.ndarray, completion: np.ndarray, logprobs: np.ndarray, ad
         loss_mask=np.ones(len(completion), np.bool_),
         logprobs=logprobs,
         versions=np.zeros(len(completion), np.int32),
+        cache_versions=np.zeros(len(completion), np.int32),
     )
     return TrainSample(sample=sample, advantage=float(advantage))
 

@@ -19,7 +19,7 @@
 
 Rules (numbers as in docs/architecture.md, "What always holds"):
  1. Every admitted group ends exactly once: trained, or dropped with a reason. The ledger counts them.
- 2. An update of version v uses no token that was sampled before version v - staleness.max_versions, unless
+ 2. An update of version v uses no token older than version v - staleness.max_versions (nor is its cache), unless
     staleness.late=train asks for it.
  3. Synchronous training is max_versions 0 in this same loop: no group is admitted before the engines have the version.
  9. Every wait has a name and a deadline.

@@ -24,7 +24,8 @@ from rlflow.config import Backend, Config, Dtype, Offload
 from rlflow.roles import StepOutcome
 from rlflow.types import TrainSample
 from rlflow.workers.trainer.actor import build_backend
-from rlflow.workers.trainer.packed import Parked, TrainerBackend, park, unpark
+from rlflow.workers.trainer.packed import TrainerBackend
+from rlflow.workers.trainer.parking import ParkingSpace
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, ShardReader
 
 needs_deepspeed = pytest.mark.skipif(
@@ -146,15 +147,15 @@ def disturb(trainer: TrainerBackend, rank: int, layout: Layout) -> None:
     trainer.offload()
     trainer.reload()
     # On the CPU that does nothing, so here is what it does elsewhere.
-    parked: list[Parked] = []
-    park(trainer._resident(), torch.device("cpu"), parked)
+    parking = ParkingSpace(torch.device("cpu"), chunk_bytes=2**16)
+    parking.park(trainer._resident())
     num_elements = sum(tensor.numel() for tensor in before.values())
     num_trained = sum(math.prod(shape) for shape in trainer._shapes.values())
     # Parameters, and two moments of what is trained, in float32; the ranks' shares differ a little.
     num_elements += 2 * num_trained
-    assert sum(contents.nbytes() for _, contents in parked) > 0.9 * 4 * num_elements / layout.ranks
-    assert all(storage.nbytes() == 0 for storage, _ in parked)
-    unpark(parked)
+    assert parking.num_bytes > 0.9 * 4 * num_elements / layout.ranks
+    assert all(storage.nbytes() == 0 for storage, _, _ in parking._parked)
+    parking.unpark()
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.full_parameters())
 
 

@@ -13,14 +13,13 @@ scales them down if their norm exceeds `trainer.max_grad_norm`.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 
 from rlflow.algorithms.schedules import learning_rate
 from rlflow.batching import PackedBatch, pack
@@ -32,6 +31,7 @@ from rlflow.weights.shape.layout import Layout
 from rlflow.weights.source import Specs
 from rlflow.workers.trainer.lora import add_adapters, is_adapter, merged, parts_of, peft_name, without_adapters
 from rlflow.workers.trainer.objective import Objective, PolicyObjective
+from rlflow.workers.trainer.parking import ParkingSpace
 from rlflow.workers.trainer.policy import load_policy, split_logprobs, torch_dtype
 from rlflow.workers.trainer.process_group import choose_device, join
 from rlflow.workers.trainer.shards import Shard, ShardReader, Snapshot
@@ -39,13 +39,6 @@ from rlflow.workers.trainer.value import ValueObjective, load_value_model
 
 MicroBatch = Sequence[Sequence[TrainSample]]
 """What goes through the model at once: pieces of groups, each with its samples."""
-
-
-class Parked(NamedTuple):
-    """An emptied storage, and its bytes in the memory of the CPU."""
-
-    storage: UntypedStorage
-    contents: UntypedStorage
 
 
 class TrainerBackend(ABC):
@@ -91,7 +84,7 @@ class TrainerBackend(ABC):
         self._parts = parts_of(named)
         dtype = torch_dtype(config)
         self._specs = [(name, dtype, tuple(named[parts[0]].shape)) for name, parts in self._parts.items()]
-        self._parked: list[Parked] = []
+        self._parking = ParkingSpace(self._device)
         self._updates = 0
         self._sums = torch.zeros(self._objective.num_sums, dtype=torch.float64, device=self._device)
         self._largest = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -292,13 +285,12 @@ class TrainerBackend(ABC):
 
         Between `offload` and `reload` nothing but `close` is called; a second `offload` does nothing.
         """
-        if self._device.type != "cpu" and not self._parked:
-            park(self._resident(), self._device, self._parked)
+        if self._device.type != "cpu" and not self._parking.num_bytes:
+            self._parking.park(self._resident())
 
     def reload(self) -> None:
         """Undo `offload`, if there was one; training goes on as if it had not happened."""
-        unpark(self._parked)
-        self._parked = []
+        self._parking.unpark()
 
     def close(self) -> None:
         """Leave the process group."""
@@ -324,29 +316,3 @@ class TrainerBackend(ABC):
         if self._is_distributed:
             dist.all_reduce(total, operation)
         return total
-
-
-def park(tensors: Iterable[Tensor], device: torch.device, into: list[Parked]) -> None:
-    """Empty the storages of those tensors that lie on `device`. They must not be used until `unpark`.
-
-    Tensors stay views of their storages, so nothing that holds a tensor needs to know. Each storage is added to `into`
-    as it is emptied, so that running out of memory half-way can be undone.
-    """
-    storages: dict[int, UntypedStorage] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if tensor.device.type == device.type and storage.nbytes():
-            storages[storage.data_ptr()] = storage
-    for storage in storages.values():
-        contents = UntypedStorage(storage.nbytes(), device="cpu")
-        contents.copy_(storage, non_blocking=False)
-        into.append(Parked(storage=storage, contents=contents))
-        storage.resize_(0)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def unpark(parked: Iterable[Parked]) -> None:
-    for storage, contents in parked:
-        storage.resize_(contents.nbytes())
-        storage.copy_(contents, non_blocking=False)

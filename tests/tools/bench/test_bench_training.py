@@ -55,6 +55,7 @@ def test_operations_are_counted_where_they_are_done() -> None:
         loss_mask=np.ones(3, np.bool_),
         logprobs=np.zeros(3, np.float32),
         versions=np.zeros(3, np.int32),
+        cache_versions=np.zeros(3, np.int32),
     )
     row = pack([[TrainSample(sample=sample, advantage=1.0)] * 2])
     shapes = {"embed_tokens": (11, 4), "q_proj": (4, 4), "norm": (4,)}

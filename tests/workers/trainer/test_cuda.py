@@ -11,6 +11,7 @@ from training import largest_relative_difference, save_model, tiny_config, tiny_
 
 from rlflow.config import Config, Dtype, Offload
 from rlflow.workers.trainer.fsdp import FsdpTrainer
+from rlflow.workers.trainer.parking import ParkingSpace
 from rlflow.workers.trainer.policy import load_policy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -81,3 +82,17 @@ def test_a_sleeping_trainer_gives_its_memory_back(tmp_path: Path) -> None:
     trainer.reload()
     assert all(torch.equal(tensor.cpu(), before[name]) for name, tensor in trainer.full_parameters())
     trainer.close()
+
+
+def test_what_leaves_the_gpu_waits_in_the_same_pinned_memory() -> None:
+    device = torch.device("cuda", 0)
+    tensors = [torch.arange(5000.0, device=device), torch.arange(300, device=device)]
+    expected = [each.cpu() for each in tensors]
+    space, places = ParkingSpace(device, chunk_bytes=2**12), []
+    for _ in range(2):
+        space.park(tensors)
+        assert all(chunk.is_pinned() for chunk in space._chunks)
+        places.append([chunk.data_ptr() for chunk in space._chunks])
+        space.unpark()
+        assert all(torch.equal(each.cpu(), there) for each, there in zip(tensors, expected, strict=True))
+    assert places[0] == places[1]

@@ -328,6 +328,12 @@ class ReadyGroup:
     def newest_version(self) -> int:
         return max(episode.newest_version for episode in self.episodes)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that go through the model, the prompt once."""
+        prompt = max(episode.num_prompt_tokens for episode in self.episodes)
+        return prompt + sum(episode.num_completion_tokens for episode in self.episodes)
+
 
 @dataclass(kw_only=True, slots=True)
 class CriticTargets:

@@ -30,6 +30,8 @@ from rlflow.runtime.derived import needs_reference, samples_while_loading, sends
 from rlflow.settings.cluster_checks import check_cluster
 from rlflow.settings.engine_args import check_engine_args
 
+MAX_PROFILED = 5
+"""Steps; the profile of a step of a large model is some hundred MB on each rank."""
 _POSITIVE = {
     "run": ("steps", "keep_checkpoints", "show_samples_every"),
     "model": ("max_length",),
@@ -45,7 +47,7 @@ _POSITIVE = {
     "algorithm": ("groups_per_step",),
     "rollout": ("engines", "tensor_parallel", "max_new_tokens", "temperature", "max_running", "kv_cache_gb"),
     "eval": ("episodes",),
-    "trainer": ("ranks", "tensor_parallel", "learning_rate", "max_grad_norm", "micro_batch_tokens"),
+    "trainer": ("ranks", "tensor_parallel", "replicas", "learning_rate", "max_grad_norm", "micro_batch_tokens"),
     "lora": ("alpha",),
     "critic": ("learning_rate",),
     "staleness": ("max_ready_mb",),
@@ -170,6 +172,11 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         "with trainer.backend=deepspeed; set it to 1, or trainer.backend=fsdp",
     ),
     (
+        "trainer.replicas",
+        lambda c: c.trainer.backend is Backend.deepspeed,
+        "with trainer.backend=deepspeed; set it to 1, or trainer.backend=fsdp",
+    ),
+    (
         "trainer.nvme_path",
         lambda c: c.trainer.zero_stage != 3,
         "without trainer.backend=deepspeed and trainer.zero_stage=3; set these, or trainer.nvme_path to null",
@@ -189,6 +196,7 @@ def check(config: Config) -> None:
             continue
         shown = {True: "", False: "=false"}[value] if isinstance(value, bool) else f"={value}"
         raise ConfigError(f"{key}{shown} has no effect {why.format(**vars(config))}")
+    _check_profile(config)
     _check_contradictions(config)
     _check_reward(config)
     _check_algorithm(config)
@@ -226,6 +234,17 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError(f"critic.value_clip must be positive, or null for no clip; got {value_clip}")
     if rank is not None and rank < 1:
         raise ConfigError(f"lora.rank must be at least 1, or null to train the whole model; got {rank}")
+
+
+def _check_profile(config: Config) -> None:
+    steps = config.run.profile_steps
+    if steps is None:
+        return
+    if len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= config.run.steps or steps[1] - steps[0] >= MAX_PROFILED:
+        raise ConfigError(
+            f"run.profile_steps must be the first and the last of at most {MAX_PROFILED} steps, from 1 to run.steps "
+            f"({config.run.steps}); got {steps}"
+        )
 
 
 def _check_contradictions(config: Config) -> None:
@@ -337,6 +356,11 @@ def _check_trainer(config: Config) -> None:
     if trainer.ranks % trainer.tensor_parallel:
         raise ConfigError(
             f"trainer.tensor_parallel must divide trainer.ranks ({trainer.ranks}); got {trainer.tensor_parallel}"
+        )
+    if trainer.ranks % (trainer.replicas * trainer.tensor_parallel):
+        raise ConfigError(
+            f"trainer.replicas times trainer.tensor_parallel must divide trainer.ranks ({trainer.ranks}); got "
+            f"{trainer.replicas} x {trainer.tensor_parallel}"
         )
     if trainer.optimizer is not Optimizer.adamw and trainer.backend is Backend.deepspeed:
         raise ConfigError(

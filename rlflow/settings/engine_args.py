@@ -30,6 +30,7 @@ DECIDED = {
     "max_lora_rank": "lora.rank",
     "lora_target_modules": "lora.rank",
     "enable_sleep_mode": "cluster.placement",
+    "profiler_config": "run.profile_steps",
 }
 """Argument -> the setting that decides it."""
 RELIED_ON = frozenset(

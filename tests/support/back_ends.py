@@ -42,6 +42,7 @@ class Layout:
     zero_stage: int | None = None
     ranks: int = 2
     tensor_parallel: int = 1
+    replicas: int = 1
     micro_batch_tokens: int = 64
     seed: int | None = None
     """Of a shuffle of the samples; None for the order in which they were made."""
@@ -59,6 +60,7 @@ class Layout:
         config.model.dtype = dtype
         config.trainer.backend, config.trainer.zero_stage = self.backend, self.zero_stage
         config.trainer.ranks, config.trainer.tensor_parallel = self.ranks, self.tensor_parallel
+        config.trainer.replicas = self.replicas
         config.trainer.learning_rate, config.trainer.warmup_steps = 1e-3, 2
         config.trainer.max_grad_norm = 0.25
         config.trainer.weight_decay = 0.1
@@ -153,7 +155,7 @@ def disturb(trainer: TrainerBackend, rank: int, layout: Layout) -> None:
     num_trained = sum(math.prod(shape) for shape in trainer._shapes.values())
     # Parameters, and two moments of what is trained, in float32; the ranks' shares differ a little.
     num_elements += 2 * num_trained
-    assert parking.num_bytes > 0.9 * 4 * num_elements / layout.ranks
+    assert parking.num_bytes > 0.9 * 4 * num_elements * layout.replicas / layout.ranks
     assert all(storage.nbytes() == 0 for storage, _, _ in parking._parked)
     parking.unpark()
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.full_parameters())

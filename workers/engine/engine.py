@@ -242,7 +242,8 @@ class RolloutEngine:
         await loading.load()
         if loading.is_comparable:
             await self._verify(staged)
-        await self._engine.update_weight_version(str(staged.version))
+        if hasattr(self._engine, "update_weight_version"):  # vLLM 0.32; 0.26 tags no tokens
+            await self._engine.update_weight_version(str(staged.version))
         if self._frees_memory and self._is_asleep:
             await self._engine.wake_up(tags=["kv_cache"])
         return paused_at_s
@@ -295,6 +296,12 @@ class RolloutEngine:
         """Compare what the engine computes with, to `staged`, bit for bit."""
         comparing = Loading(self._engine, self._config, self._index, staged).compare(verify)
         return await self._within("weight check", self._config.deadlines.weights_s, comparing)
+
+    async def profile(self, is_on: bool) -> None:
+        """Begin vLLM's profile, or end it and write it; needs run.profile_steps. Does nothing before `start`."""
+        if self._llm is not None:
+            profiling = self._llm.start_profile() if is_on else self._llm.stop_profile()
+            await self._within("profile", self._config.deadlines.train_s, profiling)
 
     async def stats(self) -> EngineStats:
         return EngineStats(

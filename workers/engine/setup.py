@@ -24,17 +24,19 @@ CPU_STEP_TOKENS = 4096
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's CPU attention has kernels for; others fail at the first request only."""
 GPU_STEP_TOKENS = 8192
-"""Tokens of one step on a GPU, as vLLM chooses for its server on an H100. For an engine inside a program it would choose
+"""Tokens of one step on a GPU, as vLLM chooses for its server on an H100. Inside a program it would choose
 2,048 (0.32, `EngineArgs.get_batch_defaults`)."""
 COLOCATED_FREE_SHARE = 0.1
 """Share of a GPU that must be free when an engine starts beside the trainer with a cache of a given size."""
 SEPARATE_SHARE, COLOCATED_SHARE, SHARED_SHARE = 0.9, 0.7, 0.5
 """Share of a GPU that an engine fills with weights, activations and as much cache as there is room for: alone; beside a
 trainer that has moved out, but keeps its context, its communicators and the copy that it sends (a whole one on a single
-GPU); and beside a reference or a reward model too, which stay. Of these vLLM knows nothing: it measures only itself (0.32,
-`Worker.determine_available_memory`). The rest of a GPU alone is for CUDA graphs and for weights that arrive."""
+GPU); and beside a reference or a reward model too, which stay. Of these vLLM knows nothing: it measures only itself
+(0.32, `Worker.determine_available_memory`). The rest of a GPU alone is for CUDA graphs and for weights that arrive."""
 NGRAM_DRAFT, NGRAM_TOKENS = 5, (2, 4)
 """Tokens that `rollout.speculative=ngram` guesses, and how many last tokens (from, to) it looks for."""
+PROFILED_ITERATIONS = 200
+"""Steps of an engine that a profile holds at most; some hundred KB each, compressed."""
 BYTES_PER_ELEMENT = {Dtype.float32: 4, Dtype.bfloat16: 2}
 
 
@@ -106,6 +108,14 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
         "use_tqdm_on_load": False,
         "worker_extension_cls": "rlflow.weights.extension.WorkerExtension",
     }
+    if config.run.profile_steps is not None and config.run.dir is not None:
+        arguments["profiler_config"] = {
+            "profiler": "torch",
+            "torch_profiler_dir": str(Path(config.run.dir).absolute() / "profile" / f"engine_{index}"),
+            "torch_profiler_with_stack": False,
+            "ignore_frontend": True,
+            "max_iterations": PROFILED_ITERATIONS,
+        }
     if sends_adapters(config):
         assert config.lora.rank is not None
         arguments.update(
@@ -138,8 +148,8 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
     given = config.rollout.engine_args
     for name in given.keys() & arguments.keys():  # the others were refused when the settings were checked
         raise ConfigError(
-            f"rollout.engine_args.{name}={given[name]} has no effect without GPUs, where rlflow sets {arguments[name]}; "
-            "leave it out"
+            f"rollout.engine_args.{name}={given[name]} has no effect without GPUs, where rlflow sets {arguments[name]}"
+            "; leave it out"
         )
     return {"max_num_batched_tokens": GPU_STEP_TOKENS, **arguments, **given}
 
@@ -243,8 +253,8 @@ def check_engine(config: Config, shape: CacheShape, model_path: str, on_gpu: boo
         )
     if config.rollout.expert_parallel and not _is_mixture(model_path):
         raise ConfigError(
-            f"rollout.expert_parallel has no effect on the model in {model_path}, which is no mixture of experts; leave "
-            "it false"
+            f"rollout.expert_parallel has no effect on the model in {model_path}, which is no mixture of experts; "
+            "leave it false"
         )
     _check_cache(config, shape, on_gpu=on_gpu)
 
@@ -266,7 +276,10 @@ def _check_cache(config: Config, shape: CacheShape, *, on_gpu: bool) -> None:
     num_bytes = cache_bytes(config, on_gpu=on_gpu)
     if num_bytes is None:
         return  # vLLM compares with what it finds
-    needed, given = smallest_cache(config, shape), f"rollout.kv_cache_gb ({config.rollout.kv_cache_gb or CPU_CACHE_GB:g})"
+    needed, given = (
+        smallest_cache(config, shape),
+        f"rollout.kv_cache_gb ({config.rollout.kv_cache_gb or CPU_CACHE_GB:g})",
+    )
     if needed > num_bytes:
         raise ConfigError(
             f"{given} does not hold one sequence of model.max_length ({config.model.max_length}) tokens, which takes "

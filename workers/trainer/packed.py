@@ -26,10 +26,11 @@ from rlflow.algorithms.schedules import learning_rate
 from rlflow.batching import PackedBatch, pack
 from rlflow.config import Config
 from rlflow.errors import RunError
-from rlflow.roles import StepOutcome
+from rlflow.roles import StepOutcome, TrainWork
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import Layout
 from rlflow.weights.source import Specs
+from rlflow.workers.trainer.flops import flops, packed_sizes, padded_sizes, sizes_of
 from rlflow.workers.trainer.lora import (
     add_adapters,
     first_adapter,
@@ -100,6 +101,9 @@ class TrainerBackend(ABC):
         self._parts = parts_of(named)
         dtype = torch_dtype(config)
         self._specs = [(name, dtype, tuple(named[parts[0]].shape)) for name, parts in self._parts.items()]
+        self._model_sizes = sizes_of(self._policy.model)
+        self._work = torch.zeros(3, dtype=torch.float64)
+        """Tokens, operations and operations of a padded batch, since the last step."""
         self._parking = ParkingSpace(self._device)
         self._updates = 0
         self._sums = torch.zeros(self._objective.num_sums, dtype=torch.float64, device=self._device)
@@ -170,10 +174,16 @@ class TrainerBackend(ABC):
     def _loss(self, micro_batch: MicroBatch) -> Tensor:
         """The loss of a micro-batch, a weighted sum over its loss tokens; counts its figures."""
         packed = self._lay_out(micro_batch)
+        self._count_work(packed, [sample for group in micro_batch for sample in group])
         row = self._objective(self._forward(packed), packed, self.version)
         self._sums += row.sums
         self._largest = torch.maximum(self._largest, row.largest)
         return row.loss
+
+    def _count_work(self, packed: PackedBatch, samples: Sequence[TrainSample]) -> None:
+        own, padded = packed_sizes(packed), padded_sizes(samples)
+        costs = [flops(self._model_sizes, sizes, with_backward=torch.is_grad_enabled()) for sizes in (own, padded)]
+        self._work += torch.tensor([own.tokens, *costs], dtype=torch.float64)
 
     def _lay_out(self, micro_batch: MicroBatch) -> PackedBatch:
         """One row; the benchmark of the layout puts another in its place."""
@@ -203,12 +213,30 @@ class TrainerBackend(ABC):
         largest = self._all_reduce(self._largest, dist.ReduceOp.MAX)
         self._sums.zero_()
         self._largest.zero_()
+        tokens, *costs = self._add_up_data(self._work).tolist()
+        self._work.zero_()
         return StepOutcome(
             applied=is_finite,
             grad_norm=grad_norm,
             learning_rate=rate,
             metrics=self._objective.metrics(sums, largest),
+            work=TrainWork(
+                tokens=round(tokens),
+                flops=costs[0],
+                padded_flops=costs[1],
+                num_ranks=self._world_size,
+                device=torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
+            ),
+            memory_peaks=self._memory_peaks(),
         )
+
+    def _memory_peaks(self) -> list[int]:
+        """This rank's peak since the last step; nothing on a CPU."""
+        if self._device.type != "cuda":
+            return []
+        peak = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return [peak]
 
     def add_up(self, values: Sequence[float]) -> list[float]:
         """Each number summed over the ranks."""
@@ -314,14 +342,14 @@ class TrainerBackend(ABC):
             dist.destroy_process_group()
 
     def _norm(self, gradients: Sequence[Tensor]) -> float:
-        """Euclidean norm over these tensors of all ranks; each element is held by one rank."""
+        """Euclidean norm over these tensors of all ranks; each element is held by one rank of every replica."""
         dtypes = [torch.promote_types(gradient.dtype, torch.float32) for gradient in gradients]
         norms = [
             torch.linalg.vector_norm(gradient, dtype=dtype).double()
             for gradient, dtype in zip(gradients, dtypes, strict=True)
         ]
         squares = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
-        return float(self._all_reduce(squares).sqrt())
+        return float((self._all_reduce(squares) / self._config.trainer.replicas).sqrt())
 
     def _add_up_data(self, values: Tensor) -> Tensor:
         """The sum over the ranks; what all ranks of a tensor group have counts once."""

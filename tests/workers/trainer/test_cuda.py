@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +11,12 @@ import pytest
 import torch
 from training import largest_relative_difference, save_model, tiny_config, tiny_groups, tiny_llama
 
-from rlflow.config import Config, Dtype, Offload
+from rlflow.config import Config, Dtype, Offload, Optimizer, TrainerConfig
 from rlflow.workers.trainer.fsdp import FsdpTrainer
+from rlflow.workers.trainer.optimizers import ShardGroup, ShardOptimizer
 from rlflow.workers.trainer.parking import ParkingSpace
 from rlflow.workers.trainer.policy import load_policy
+from rlflow.workers.trainer.profile import RankProfile
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -82,6 +86,51 @@ def test_a_sleeping_trainer_gives_its_memory_back(tmp_path: Path) -> None:
     trainer.reload()
     assert all(torch.equal(tensor.cpu(), before[name]) for name, tensor in trainer.full_parameters())
     trainer.close()
+
+
+@pytest.mark.parametrize("kind", Optimizer)
+def test_every_optimiser_steps_as_on_the_cpu(kind: Optimizer) -> None:
+    """Muon orthogonalises in bfloat16 there."""
+    if kind is Optimizer.adamw8bit:
+        pytest.importorskip("torchao")
+    shapes, rate = {"hidden": (64, 128), "embedding": (32, 128)}, 1e-3
+    torch.manual_seed(0)
+    gradients = [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(2)]
+    found = []
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        optimizer = ShardOptimizer(
+            TrainerConfig(optimizer=kind), shapes, frozenset({"hidden"}), ShardGroup(device=device)
+        )
+        shards = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
+        for step in gradients:
+            optimizer.step(shards, {name: gradient.to(device) for name, gradient in step.items()}, rate)
+        found.append({name: shard.cpu() for name, shard in shards.items()})
+    for name in shapes:
+        assert (found[0][name] - found[1][name]).abs().mean() < 0.05 * found[0][name].abs().mean()
+
+
+def test_a_step_tells_its_gpu_and_the_peak_of_its_memory(tmp_path: Path) -> None:
+    model = save_model(tiny_llama(**SIZES), tmp_path / "model")
+    trainer = FsdpTrainer(tiny_config(), model, 0, 1, f"file://{tmp_path / 'rendezvous'}")
+    trainer.accumulate([tiny_groups(num_groups=2)])
+    outcome = trainer.step()
+    assert outcome.work is not None
+    assert outcome.work.device == torch.cuda.get_device_name()
+    (peak,) = outcome.memory_peaks
+    assert peak >= torch.cuda.memory_allocated() > 0
+    trainer.close()
+
+
+def test_a_profile_holds_kernels_and_allocations(tmp_path: Path) -> None:
+    profile = RankProfile()
+    matrix = torch.ones(256, 256, device="cuda")
+    torch.mm(matrix, matrix)
+    torch.cuda.synchronize()
+    profile.write(tmp_path, "rank")
+    with gzip.open(tmp_path / "rank.trace.json.gz", "rt") as file:
+        categories = {event.get("cat") for event in json.load(file)["traceEvents"]}
+    assert {"cpu_op", "kernel"} <= categories
+    assert (tmp_path / "rank.memory.pickle").stat().st_size > 0
 
 
 def test_what_leaves_the_gpu_waits_in_the_same_pinned_memory() -> None:

@@ -34,8 +34,8 @@ class RolloutConfig:
     read. They sample from another policy than the one that is trained, which needs a correction."""
     speculative: Speculative = Speculative.off
     """Guess tokens ahead and check them in one step, on GPUs; distribution and log-probabilities stay those of `off`.
-    `ngram`: what followed the last few tokens before, in the prompt and the reply. `suffix`: also in other replies; needs
-    the package arctic-inference. It pays when replies repeat themselves or each other, and few requests run."""
+    `ngram`: what followed the last few tokens before, in the prompt and the reply. `suffix`: also in other replies;
+    needs the package arctic-inference. It pays when replies repeat themselves or each other, and few requests run."""
     update: Update = Update.rolling
     """`rolling`: a quarter of the engines load new weights while the others sample; `all`: all at once."""
     drain: bool = False

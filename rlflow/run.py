@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.algorithms.registry import check_functions
-from rlflow.cluster.devices import wait_until_there_is_room
+from rlflow.cluster.devices import has_gpus, wait_until_there_is_room
 from rlflow.cluster.start import Fleet, ray_cluster, run_unless_lost, start_fleet
 from rlflow.config import Config
 from rlflow.driver import Driver
@@ -28,6 +28,7 @@ from rlflow.models.resolve import resolve_model, resolve_reward_model
 from rlflow.rundir.directory import RunDir, claim, rewound
 from rlflow.rundir.restarts import MAX_RESTARTS, Restarts, Setback, larger_setback
 from rlflow.rundir.store import RunState, read_state
+from rlflow.runtime.derived import by_device
 from rlflow.runtime.signals import Stopper
 from rlflow.settings.checks import check
 from rlflow.telemetry.observer import RunObserver
@@ -82,6 +83,8 @@ def train(config: Config) -> int:
             state=state,
         )
         with ray_cluster(config):
+            run = replace(run, config=by_device(run.config, on_gpus=has_gpus()))
+            check(run.config)  # what null has become may be refused
             ended_by = asyncio.run(_train(run))
     return 0 if ended_by is None else 128 + ended_by
 

@@ -24,6 +24,7 @@ from rlflow.rollout.episode import EnvironmentSource, ProgramGateway, play_episo
 from rlflow.rollout.render import ChatRenderer, Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.runtime.concurrency import all_or_none
+from rlflow.runtime.derived import is_seeded
 from rlflow.runtime.disk import disk_errors
 from rlflow.types import EpisodeEnd, EpisodePayload, EpisodeSummary, GroupOrder, Message, PlayedGroup, Span
 
@@ -170,7 +171,7 @@ class EpisodeRunner:
             generate,
             self._renderer,
             self._config,
-            seed=episode_seed(order.seed, index) if self._config.rollout.seeded else None,
+            seed=episode_seed(order.seed, index) if is_seeded(self._config) else None,
             prefix_key=str(order.group_id),
             executor=self._rendering,
         )

@@ -177,6 +177,12 @@ def check_functions(config: Config) -> None:
             f"algorithm.loss={algorithm.loss} does already; take algorithm.loss=reinforce, or "
             "algorithm.proximal=interpolated, or leave the correction out"
         )
+    if config.rollout.quantization is not None and not (weights or has_ratio):
+        raise ConfigError(
+            f"rollout.quantization={config.rollout.quantization} samples from another policy than the one that is "
+            "trained, and nothing here weighs by the ratio of the two; take algorithm=tis, or set rollout.quantization "
+            "to null"
+        )
     if config.staleness.late is Late.train and not (weights or loss.is_corrected):
         raise ConfigError(
             "staleness.late=train trains on tokens of any age, which needs a correction; take algorithm=tis, or set "

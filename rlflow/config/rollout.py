@@ -1,14 +1,18 @@
 """Settings of the engines that sample."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from rlflow.config.choices import Update
+from rlflow.config.choices import Quantization, Speculative, Update
 
 
 @dataclass
 class RolloutConfig:
     engines: int = 1
     tensor_parallel: int = 1
+    """GPUs of one engine."""
+    expert_parallel: bool = False
+    """The GPUs of an engine share out whole experts of a mixture, instead of a slice of each expert."""
     max_new_tokens: int = 256
     """Sampled tokens of one reply."""
     temperature: float = 1.0
@@ -19,9 +23,19 @@ class RolloutConfig:
     """Sample from the likeliest tokens that together have this probability. Needs top_k, which bounds the report."""
     min_p: float = 0.0
     """Sample from tokens that have at least this share of the likeliest token's probability. Needs top_k."""
-    max_running: int = 64
-    """Requests that one engine decodes at the same time."""
-    kv_cache_gb: float = 0.5
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a reply, beside the model's own stop tokens; the reply keeps the text that ended it."""
+    max_running: int | None = None
+    """Requests that one engine decodes at the same time, if its cache holds them. null: 512 on a GPU, else 64."""
+    kv_cache_gb: float | None = None
+    """Of each GPU of an engine. null: what its GPU has left; without GPUs 0.5."""
+    quantization: Quantization | None = None
+    """`fp8`: engines round each version of the weights to 8 bits, for about twice the speed where weights are what is
+    read. They sample from another policy than the one that is trained, which needs a correction."""
+    speculative: Speculative = Speculative.off
+    """Guess tokens ahead and check them in one step, on GPUs; distribution and log-probabilities stay those of `off`.
+    `ngram`: what followed the last few tokens before, in the prompt and the reply. `suffix`: also in other replies;
+    needs the package arctic-inference. It pays when replies repeat themselves or each other, and few requests run."""
     update: Update = Update.rolling
     """`rolling`: a quarter of the engines load new weights while the others sample; `all`: all at once."""
     drain: bool = False
@@ -29,5 +43,8 @@ class RolloutConfig:
     keep_cache: bool = False
     """Replies under way keep the keys and values that older weights computed, instead of computing them again. Their
     tokens count as that old."""
-    seeded: bool = True
-    """Seed each request, so that a synchronous run repeats token for token. Costs decode speed on a GPU."""
+    seeded: bool | None = None
+    """Seed each request, so that a synchronous run repeats token for token. null: not on GPUs, where kernels round by
+    what else is in a batch, so that seeds repeat nothing and cost speed."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """More arguments of vLLM's AsyncEngineArgs, by name; those that follow from other settings are refused."""

@@ -2,7 +2,42 @@
 
 from dataclasses import dataclass, replace
 
-from rlflow.config import Backend, Config, Placement, Send, TrainerConfig, Transport
+from rlflow.config import Backend, Config, Dtype, Placement, Send, TrainerConfig, Transport
+
+CPU_RUNNING, GPU_RUNNING = 64, 512
+"""Default of rollout.max_running. A GPU reads its weights once a step, for however many requests: an H100 needs about
+300 until its arithmetic is the limit (989 TFLOP/s by 3.35 TB/s), and 512 is the largest step of which vLLM 0.32 keeps a
+CUDA graph (config/compilation.py). Fewer run when the cache holds fewer."""
+CPU_CACHE_GB = 0.5
+"""Default of rollout.kv_cache_gb without GPUs."""
+
+
+def by_device(config: Config, *, on_gpus: bool) -> Config:
+    """The settings with a value where null means that the machines decide; `on_gpus` is whether any of them has GPUs.
+
+    The head may have none while others have: so this is asked once, of all machines, before any process starts. One
+    null stays: rollout.kv_cache_gb on GPUs, where each engine takes what it finds.
+    """
+    model, rollout = config.model, config.rollout
+    rollout = replace(rollout, seeded=not on_gpus if rollout.seeded is None else rollout.seeded)
+    rollout.max_running = rollout.max_running or (GPU_RUNNING if on_gpus else CPU_RUNNING)
+    if not on_gpus:
+        rollout.kv_cache_gb = rollout.kv_cache_gb or CPU_CACHE_GB
+    dtype = model.dtype or (Dtype.bfloat16 if on_gpus else Dtype.float32)
+    return replace(config, model=replace(model, dtype=dtype), rollout=rollout)
+
+
+def dtype_of(config: Config) -> Dtype:
+    """`model.dtype`. (`by_device` has replaced null in every run; elsewhere it is that of a CPU, as below.)"""
+    return config.model.dtype or Dtype.float32
+
+
+def max_running(config: Config) -> int:
+    return config.rollout.max_running or CPU_RUNNING
+
+
+def is_seeded(config: Config) -> bool:
+    return config.rollout.seeded is not False
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -28,6 +28,7 @@ from rlflow.curriculum.registry import check_curriculum
 from rlflow.errors import ConfigError
 from rlflow.runtime.derived import can_compile, needs_reference, samples_while_loading, sends_adapters
 from rlflow.settings.cluster_checks import check_cluster
+from rlflow.settings.engine_args import check_engine_args
 
 MAX_PROFILED = 5
 """Steps; the profile of a step of a large model is some hundred MB on each rank."""
@@ -138,6 +139,12 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         "are loaded; leave it false",
     ),
     (
+        "rollout.expert_parallel",
+        lambda c: c.rollout.tensor_parallel == 1,
+        "with rollout.tensor_parallel=1, where one GPU has all experts; raise rollout.tensor_parallel, or leave it "
+        "false",
+    ),
+    (
         "rollout.keep_cache",
         lambda c: c.rollout.drain or not samples_while_loading(c),
         "with staleness.max_versions=0, with cluster.placement=colocated or with rollout.drain=true, where no request "
@@ -199,6 +206,7 @@ def check(config: Config) -> None:
     _check_reward(config)
     _check_algorithm(config)
     _check_trainer(config)
+    _check_rollout(config)
     check_cluster(config)
 
 
@@ -211,6 +219,8 @@ def _check_ranges(config: Config) -> None:
         for section, names in keys.items():
             for name in names:
                 value = getattr(getattr(config, section), name)
+                if value is None:
+                    continue
                 if not math.isfinite(value):
                     raise ConfigError(f"{section}.{name} must be a finite number; got {value}")
                 if not is_right(value):
@@ -280,6 +290,26 @@ def _check_contradictions(config: Config) -> None:
         raise ConfigError(
             f"trainer.micro_batch_tokens ({config.trainer.micro_batch_tokens}) must hold at least one sequence of "
             f"model.max_length ({max_length}) tokens"
+        )
+
+
+def _check_rollout(config: Config) -> None:
+    rollout, lora = config.rollout, config.lora
+    if rollout.engine_args:
+        check_engine_args(config)
+    if "" in rollout.stop:
+        raise ConfigError("rollout.stop has an empty text, which would end every reply at once; leave it out")
+    if rollout.quantization is None:
+        return
+    if config.model.dtype is Dtype.float32:
+        raise ConfigError(
+            f"rollout.quantization={rollout.quantization} does not go with model.dtype=float32, because vLLM rounds "
+            "from 16 bits only; set model.dtype=bfloat16, or leave it null"
+        )
+    if lora.rank is not None and lora.send is Send.adapters:
+        raise ConfigError(
+            f"rollout.quantization={rollout.quantization} rounds each version as it comes, and with lora.send=adapters "
+            "only adapters do; set lora.send=merged, or rollout.quantization to null"
         )
 
 

@@ -14,6 +14,7 @@ from rlflow.rundir.directory import RunDir, plain
 from rlflow.rundir.restarts import Setback
 from rlflow.rundir.store import RunState
 from rlflow.runtime.deadlines import within
+from rlflow.runtime.derived import dtype_of
 from rlflow.telemetry import metrics, samples
 from rlflow.telemetry.console import Console
 from rlflow.telemetry.metrics import MetricsFile, StepRecord
@@ -141,7 +142,7 @@ class RunObserver:
         if not report.outcome.applied:
             self._console.alarm(f"step {report.step}: the gradient was not finite; the update was skipped")
         difference = record["sampling/logp_difference_mean"]
-        limit = MISMATCH_ALARM[self._config.model.dtype.value]
+        limit = MISMATCH_ALARM[dtype_of(self._config).value]
         if difference is not None and difference > limit and record["staleness/max"] == 0:
             self._console.alarm(
                 f"step {report.step}: engine and trainer disagree at the same version: mean |log-probability "

@@ -13,7 +13,7 @@ from rlflow.cluster.devices import Devices
 from rlflow.cluster.gpus import check_gpus, gpu_plan
 from rlflow.cluster.placement import fit
 from rlflow.cluster.slots import Machine
-from rlflow.config import Config, ModelPlacement, Placement, ProcessKind, Transport
+from rlflow.config import Config, ModelPlacement, Placement, ProcessKind, Quantization, Speculative, Transport
 from rlflow.errors import ConfigError
 
 ENGINE, TRAINER, CRITIC, REFERENCE, REWARD_MODEL, *_ = ProcessKind
@@ -174,3 +174,15 @@ def test_ray_puts_each_process_on_the_gpu_of_its_rank(monkeypatch: pytest.Monkey
     first, second = colocated[TRAINER, 0], colocated[TRAINER, 1]
     assert colocated[ENGINE, 0] == colocated[REWARD_MODEL, 0] == first
     assert colocated[ENGINE, 1] == second != first
+
+
+def test_what_needs_gpus_is_refused_without() -> None:
+    asked = config(1, 1)
+    asked.rollout.quantization = Quantization.fp8
+    with pytest.raises(ConfigError, match="rollout.quantization=fp8 needs GPUs, and the cluster has none"):
+        check_gpus(asked, 0)
+    check_gpus(asked, 2)
+    asked.rollout.speculative = Speculative.ngram
+    with pytest.raises(ConfigError, match="rollout.speculative=ngram needs GPUs: on a CPU vLLM reports wrong"):
+        check_gpus(asked, 0)
+    check_gpus(asked, 2)

@@ -21,6 +21,7 @@ from rlflow.config import (
     Order,
     Placement,
     Proximal,
+    Quantization,
     Schedule,
     Send,
     Transport,
@@ -42,6 +43,46 @@ def config_with(settings: dict[str, Any]) -> Config:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"run.steps": 0}, "run.steps must be positive; got 0"),
+    ({"rollout.max_running": 0}, "rollout.max_running must be positive; got 0"),
+    ({"rollout.stop": ["\n", ""]}, "rollout.stop has an empty text, which would end every reply at once; leave it out"),
+    (
+        {"rollout.engine_args": {"dtype": "half"}},
+        "rollout.engine_args.dtype follows from model.dtype; set that instead",
+    ),
+    (
+        {"rollout.engine_args": {"gpu_memory_utilization": 0.5}},
+        "rollout.engine_args.gpu_memory_utilization follows from rollout.kv_cache_gb; set that instead",
+    ),
+    (
+        {"rollout.engine_args": {"logprobs_mode": "raw_logprobs"}},
+        "rollout.engine_args.logprobs_mode cannot be chosen, because rlflow relies on the value that it sets; leave it "
+        "out",
+    ),
+    (
+        {"rollout.engine_args": {"data_parallel_rank": 1}},
+        "rollout.engine_args.data_parallel_rank cannot be chosen, because rlflow relies on the value that it sets; "
+        "leave it out",
+    ),
+    (
+        {"rollout.engine_args": {"kv_cache_dtypes": "fp8"}},
+        "rollout.engine_args.kv_cache_dtypes is not an argument of vLLM's AsyncEngineArgs; did you mean "
+        "kv_cache_dtype?",
+    ),
+    (
+        {"rollout.expert_parallel": True},
+        "rollout.expert_parallel has no effect with rollout.tensor_parallel=1, where one GPU has all experts; raise "
+        "rollout.tensor_parallel, or leave it false",
+    ),
+    (
+        {"rollout.quantization": Quantization.fp8, "model.dtype": Dtype.float32},
+        "rollout.quantization=fp8 does not go with model.dtype=float32, because vLLM rounds from 16 bits only; set "
+        "model.dtype=bfloat16, or leave it null",
+    ),
+    (
+        {"rollout.quantization": Quantization.fp8, "lora.rank": 4},
+        "rollout.quantization=fp8 rounds each version as it comes, and with lora.send=adapters only adapters do; set "
+        "lora.send=merged, or rollout.quantization to null",
+    ),
     ({"trainer.learning_rate": math.nan}, "trainer.learning_rate must be a finite number; got nan"),
     ({"rollout.temperature": math.inf}, "rollout.temperature must be a finite number; got inf"),
     ({"staleness.max_versions": -1}, "staleness.max_versions must not be negative; got -1"),

@@ -13,7 +13,7 @@ import pytest
 from transformers import Qwen3MoeConfig
 
 from rlflow.cli import main
-from rlflow.config import Config, Dtype, ModelPlacement, Optimizer, Placement, Send, Transport
+from rlflow.config import Config, Dtype, ModelPlacement, Optimizer, Placement, Quantization, Send, Transport
 from rlflow.errors import ConfigError
 from rlflow.tools.dry_run.estimate import Estimate, estimate, smallest_gpu
 from rlflow.tools.dry_run.memory import (
@@ -331,9 +331,8 @@ def test_sequences_that_a_cache_holds(parallel: int, max_length: int, sequences:
         model__dtype=Dtype.bfloat16,
         model__max_length=max_length,
         rollout__tensor_parallel=parallel,
-        rollout__kv_cache_gb=1 / 1024,
     )
-    assert cached_sequences(asked, SMALL) == sequences
+    assert cached_sequences(asked, SMALL, cache=2**20) == sequences
 
 
 def test_memory_of_the_reference() -> None:
@@ -381,6 +380,7 @@ def test_gpus_are_counted_in_the_order_of_the_processes() -> None:
 
 def test_colocated_processes_take_turns() -> None:
     settings = {"rollout__engines": 2, "trainer__ranks": 2, "cluster__placement": Placement.colocated}
+    settings |= {"rollout__kv_cache_gb": 0.5}
     found = small_estimate(**settings)
     engine, trainer = found.processes["engine"], found.processes["trainer"]
     assert [(each.first, each.last, each.holds) for each in found.gpus] == [
@@ -400,6 +400,7 @@ def test_colocated_processes_take_turns() -> None:
 def test_what_shares_a_gpu_adds_up_there() -> None:
     settings = {"rollout__engines": 3, "trainer__ranks": 3, "algorithm__advantage": "gae"}
     settings |= {"algorithm__kl_coefficient": 0.1, "reward__model": "mine", "reward__model_replicas": 2}
+    settings |= {"rollout__kv_cache_gb": 0.5}
     asked = config(**settings, cluster__roles=ModelPlacement.shared)
     found = estimate(asked, SMALL, max_logits=20, reward_model=CLASSIFIER)
     memory = {name: each.total for name, each in found.processes.items()}
@@ -496,37 +497,40 @@ def dry_run(
 
 
 GOLDEN = """\
-smoke: llama, 2 layers, 115,200 parameters, float32
+smoke: llama, 2 layers, 115,200 parameters, bfloat16
 Worked out from the settings and config.json; nothing was started.
+Chosen for the machines: model.dtype=bfloat16, rollout.max_running=512, rollout.seeded=false.
 
 GPUs: 2 (without any, the same processes share the machine's memory)
-          0  102.84 MiB of each: a GPU of 16 GB or more; engine 0
-          1    9.43 MiB of each: a GPU of 16 GB or more; trainer rank 0
+          0  102.62 MiB of each: a GPU of 16 GB or more; engine 0
+          1    7.21 MiB of each: a GPU of 16 GB or more; trainer rank 0
   A GPU is taken to hold what fits into 90% of it; CUDA and vLLM's graphs need the rest.
   Ray chooses the machines; the GPUs of one engine are of one machine.
 
 Engine, on each of its GPUs
-    0.44 MiB  weights (float32)
+    0.22 MiB  weights (bfloat16)
   102.40 MiB  key-value cache (rollout.kv_cache_gb)
-  102.84 MiB  in all
+  102.62 MiB  in all
 
 Trainer rank, with micro-batches of up to 512 tokens
     0.44 MiB  parameters (float32)
     0.44 MiB  gradients (float32)
     0.88 MiB  moments of AdamW (float32)
-    0.44 MiB  weights for the engines (float32)
-    5.40 MiB  activations (trainer.gradient_checkpointing=false; 3.14 MiB if true)
-    1.83 MiB  output layer (logits of 512 tokens at once, gradient in float32)
-    9.43 MiB  in all
+    0.22 MiB  weights for the engines (bfloat16)
+    0.22 MiB  gathered parameters (bfloat16: embedding, output layer and 2 layers)
+    0.28 MiB  gradients to be scattered (bfloat16, and their sum in float32)
+    3.03 MiB  activations (trainer.gradient_checkpointing=false; 1.77 MiB if true)
+    1.71 MiB  output layer (logits of 512 tokens at once, gradient in float32)
+    7.21 MiB  in all
 
 A step
   2 groups of 4: 8 episodes, at most 2,048 tokens
   at most 4 micro-batches a rank when its groups come together, 4 when one by one
-  at most 2 groups (8 episodes) live under staleness.max_versions=0; the engines decode at most 64 at once
-  an engine's cache holds 409 sequences of 256 tokens, and more of shorter ones; rollout.max_running=64
+  at most 2 groups (8 episodes) live under staleness.max_versions=0; the engines decode at most 512 at once
+  an engine's cache holds 819 sequences of 256 tokens, and more of shorter ones; rollout.max_running=512
 
 A new version of the weights
-    0.44 MiB  sent to each engine: what its workers hold, by the ranks that have it
+    0.22 MiB  sent to each engine: what its workers hold, by the ranks that have it
   weights.transport=p2p: GPUs send each other weights faster than through the CPU's memory
 
 Main memory while a trainer starts, beside the cache of files
@@ -563,6 +567,21 @@ def test_large_recipes_fit_their_gpus(
     assert [each["gpu_size"] for each in found["gpus"]] == [80, 80]
     assert found["weights"]["staged"] == 2 * parameters
     assert found["processes"]["engine"]["total"] == found["gpus"][0]["num_bytes"]
+
+
+def test_a_cache_of_what_is_left_grows_with_the_gpu_that_the_run_needs() -> None:
+    found = small_estimate(model__dtype=Dtype.bfloat16)
+    assert found.gpus[0].gpu_size == found.gpus[1].gpu_size == 16
+    assert sizes(found.processes["engine"]) == {"weights": 2 * 92, "key-value cache": int(0.9 * 16 * GIB) - 2 * 92}
+    # A token takes 2 x 2 layers x 2 heads x 8 x 2 bytes: 4 KiB a block of 32; one block is vLLM's.
+    assert found.batch.cached_sequences == ((int(0.9 * 16 * GIB) - 2 * 92) // 4096 - 1) // (1024 // 32)
+    found = small_estimate(model__dtype=Dtype.bfloat16, cluster__placement=Placement.colocated)
+    assert found.processes["engine"].total == int(0.7 * 16 * GIB)
+
+
+def test_an_engine_in_fp8_holds_its_layers_in_one_byte() -> None:
+    asked = config(model__dtype=Dtype.bfloat16, rollout__quantization=Quantization.fp8)
+    assert sizes(engine_memory(asked, SMALL))["weights"] == 24 + 28 + 2 * 40
 
 
 def test_a_model_that_fits_no_gpu_is_told_so(

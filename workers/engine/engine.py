@@ -22,7 +22,7 @@ from rlflow.errors import EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
 from rlflow.runtime.deadlines import within
-from rlflow.runtime.derived import sends_adapters
+from rlflow.runtime.derived import max_running, sends_adapters
 from rlflow.runtime.disk import TEMPORARY
 from rlflow.runtime.environment import variables
 from rlflow.runtime.gpus import has_gpu
@@ -73,7 +73,7 @@ class RolloutEngine:
         self._load = _Load()
         self._replies = Replies()
         self._is_draining = False
-        self._places = asyncio.Semaphore(config.rollout.max_running)
+        self._places = asyncio.Semaphore(max_running(config))
         self._pressure = Pressure()
         self._has_answered = asyncio.Event()
         set_environment(config, threads, self._on_gpu)
@@ -197,9 +197,12 @@ class RolloutEngine:
             max_tokens=reply.num_left if reply.seed is None else reply.num_left_of_part,
             seed=reply.seed,
             stop_token_ids=self._stop_token_ids,
+            stop=self._config.rollout.stop,
+            # Without it the tokens of the text would stay and the text would go.
+            include_stop_str_in_output=True,
+            detokenize=bool(self._config.rollout.stop),
             logprobs=0,
             flat_logprobs=True,
-            detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
 

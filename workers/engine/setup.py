@@ -7,14 +7,15 @@ here.
 import json
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlflow.config import ADAPTER_RANKS, Config, Dtype, Placement, Transport
+from rlflow.config import ADAPTER_RANKS, Config, Dtype, ModelPlacement, Placement, Quantization, Speculative, Transport
 from rlflow.errors import ConfigError
 from rlflow.rollout.requests import PART_TOKENS
-from rlflow.runtime.derived import sends_adapters, transport_of
+from rlflow.runtime.derived import CPU_CACHE_GB, dtype_of, max_running, needs_reference, sends_adapters, transport_of
 from rlflow.runtime.environment import share_cpu
 
 CPU_BLOCK_TOKENS = 32
@@ -23,7 +24,18 @@ CPU_STEP_TOKENS = 4096
 """Prompt tokens that a CPU takes in one step; vLLM's own default."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's CPU attention has kernels for; others fail at the first request only."""
+GPU_STEP_TOKENS = 8192
+"""Tokens of one step on a GPU, as vLLM chooses for its server on an H100. Inside a program it would choose
+2,048 (0.32, `EngineArgs.get_batch_defaults`)."""
 COLOCATED_FREE_SHARE = 0.1
+"""Share of a GPU that must be free when an engine starts beside the trainer with a cache of a given size."""
+SEPARATE_SHARE, COLOCATED_SHARE, SHARED_SHARE = 0.9, 0.7, 0.5
+"""Share of a GPU that an engine fills with weights, activations and as much cache as there is room for: alone; beside a
+trainer that has moved out, but keeps its context, its communicators and the copy that it sends (a whole one on a single
+GPU); and beside a reference or a reward model too, which stay. Of these vLLM knows nothing: it measures only itself
+(0.32, `Worker.determine_available_memory`). The rest of a GPU alone is for CUDA graphs and for weights that arrive."""
+NGRAM_DRAFT, NGRAM_TOKENS = 5, (2, 4)
+"""Tokens that `rollout.speculative=ngram` guesses, and how many last tokens (from, to) it looks for."""
 PROFILED_ITERATIONS = 200
 """Steps of an engine that a profile holds at most; some hundred KB each, compressed."""
 BYTES_PER_ELEMENT = {Dtype.float32: 4, Dtype.bfloat16: 2}
@@ -81,16 +93,17 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
     """Keyword arguments of vLLM's AsyncEngineArgs."""
     arguments: dict[str, Any] = {
         "model": model_path,
-        "skip_tokenizer_init": True,
-        "dtype": config.model.dtype.value,
+        # Only texts that end a reply are looked for in text.
+        "skip_tokenizer_init": not config.rollout.stop,
+        "dtype": dtype_of(config).value,
         "seed": config.run.seed + index,
         "max_model_len": config.model.max_length,
-        "max_num_seqs": config.rollout.max_running,
-        "kv_cache_memory_bytes": cache_bytes(config),
+        "max_num_seqs": max_running(config),
         "enable_prefix_caching": True,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "tensor_parallel_size": config.rollout.tensor_parallel,
+        "enable_expert_parallel": config.rollout.expert_parallel,
         "distributed_executor_backend": "mp" if config.rollout.tensor_parallel > 1 else "uni",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -119,6 +132,13 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
     else:
         # The first weight update fills every parameter and fails if one is left out; nothing of a checkpoint is needed.
         arguments["load_format"] = "dummy"
+    if config.rollout.speculative is not Speculative.off:
+        arguments["speculative_config"] = _speculation(config.rollout.speculative, on_gpu=on_gpu)
+    if config.rollout.quantization is Quantization.fp8:
+        # One scale for each output channel, and one for each token, found on the way: neither needs a calibration, and
+        # each version that arrives is rounded anew.
+        arguments["quantization"] = "fp8_per_channel"
+    arguments |= _memory(config, on_gpu=on_gpu)
     if not on_gpu:
         arguments.update(
             enforce_eager=True,
@@ -128,11 +148,51 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
             enable_chunked_prefill=False,
             max_num_batched_tokens=max(CPU_STEP_TOKENS, config.model.max_length),
         )
-    elif config.cluster.placement is Placement.colocated:
-        # The cache's size is given, so that the share of memory is only what must be free at the start: the trainer
-        # may be there already.
-        arguments.update(enable_sleep_mode=True, gpu_memory_utilization=COLOCATED_FREE_SHARE)
+    given = config.rollout.engine_args
+    for name in given.keys() & arguments.keys():  # the others were refused when the settings were checked
+        raise ConfigError(
+            f"rollout.engine_args.{name}={given[name]} has no effect without GPUs, where rlflow sets {arguments[name]}"
+            "; leave it out"
+        )
+    return {"max_num_batched_tokens": GPU_STEP_TOKENS, **arguments, **given}
+
+
+def _memory(config: Config, *, on_gpu: bool) -> dict[str, Any]:
+    """How large the cache becomes, and whether it can be given back."""
+    is_colocated = on_gpu and config.cluster.placement is Placement.colocated
+    arguments: dict[str, Any] = {"enable_sleep_mode": True} if is_colocated else {}
+    if (num_bytes := cache_bytes(config, on_gpu=on_gpu)) is None:
+        return arguments | {"gpu_memory_utilization": memory_share(config)}
+    arguments["kv_cache_memory_bytes"] = num_bytes
+    if is_colocated:
+        arguments["gpu_memory_utilization"] = COLOCATED_FREE_SHARE
     return arguments
+
+
+def memory_share(config: Config) -> float:
+    """The share of a GPU that an engine may take when rollout.kv_cache_gb does not say how large its cache is."""
+    if config.cluster.placement is not Placement.colocated:
+        return SEPARATE_SHARE
+    stays = needs_reference(config) or config.reward.model is not None
+    return SHARED_SHARE if stays and config.cluster.roles is ModelPlacement.shared else COLOCATED_SHARE
+
+
+def _speculation(method: Speculative, *, on_gpu: bool) -> dict[str, Any]:
+    """vLLM's speculative_config. Both draft without a model, so that no other weights must be kept up to date."""
+    if method is Speculative.suffix:
+        if find_spec("arctic_inference") is None:
+            raise ConfigError(
+                "rollout.speculative=suffix needs the package arctic-inference where engines run; install it "
+                "(pip install arctic-inference), or set rollout.speculative=ngram"
+            )
+        return {"method": "suffix"}
+    return {
+        # The one on the GPU lets the next step be scheduled while this one runs.
+        "method": "ngram_gpu" if on_gpu else "ngram",
+        "num_speculative_tokens": NGRAM_DRAFT,
+        "prompt_lookup_min": NGRAM_TOKENS[0],
+        "prompt_lookup_max": NGRAM_TOKENS[1],
+    }
 
 
 def largest_rank(rank: int) -> int:
@@ -151,8 +211,10 @@ def adapted_layers(model_path: str) -> list[str]:
         return linear_layers(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path)))
 
 
-def cache_bytes(config: Config) -> int:
-    return int(config.rollout.kv_cache_gb * 2**30)
+def cache_bytes(config: Config, *, on_gpu: bool) -> int | None:
+    """Of each GPU of an engine, or of the machine's memory; None: as much as a GPU has left."""
+    gigabytes = config.rollout.kv_cache_gb or (None if on_gpu else CPU_CACHE_GB)
+    return None if gigabytes is None else int(gigabytes * 2**30)
 
 
 def stop_token_ids(model_path: str) -> list[int]:
@@ -187,32 +249,48 @@ def check_engine(config: Config, shape: CacheShape, model_path: str, on_gpu: boo
             f"the model in {model_path} has head_dim {shape.head_dim}, which vLLM cannot run on a CPU; take a "
             f"model whose head_dim is one of {', '.join(map(str, CPU_HEAD_DIMS))}"
         )
-    if not on_gpu and sends_adapters(config):
-        from transformers import AutoConfig
-
-        text = AutoConfig.from_pretrained(model_path).get_text_config()
-        if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-            raise ConfigError(
-                f"the model in {model_path} is a mixture of experts, which vLLM cannot run with adapters on a CPU; set "
-                "lora.send=merged"
-            )
-    per_rank = max(1, shape.num_key_value_heads // config.rollout.tensor_parallel)
-    local = CacheShape(num_layers=shape.num_layers, num_key_value_heads=per_rank, head_dim=shape.head_dim)
-    # vLLM keeps one block for itself.
-    num_tokens = config.model.max_length + CPU_BLOCK_TOKENS
-    needed = local.num_bytes(num_tokens, BYTES_PER_ELEMENT[config.model.dtype])
-    if needed > cache_bytes(config):
+    if not on_gpu and sends_adapters(config) and _is_mixture(model_path):
         raise ConfigError(
-            f"rollout.kv_cache_gb ({config.rollout.kv_cache_gb:g}) does not hold one sequence of model.max_length "
-            f"({config.model.max_length}) tokens, which takes {needed / 2**30:.3g} GB; raise the first or "
-            "lower the second"
+            f"the model in {model_path} is a mixture of experts, which vLLM cannot run with adapters on a CPU; set "
+            "lora.send=merged"
+        )
+    if config.rollout.expert_parallel and not _is_mixture(model_path):
+        raise ConfigError(
+            f"rollout.expert_parallel has no effect on the model in {model_path}, which is no mixture of experts; "
+            "leave it false"
+        )
+    _check_cache(config, shape, on_gpu=on_gpu)
+
+
+def _is_mixture(model_path: str) -> bool:
+    from transformers import AutoConfig
+
+    text = AutoConfig.from_pretrained(model_path).get_text_config()
+    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def smallest_cache(config: Config, shape: CacheShape) -> int:
+    """Bytes of one GPU that hold one sequence of model.max_length, beside the block that vLLM keeps for itself."""
+    local = replace(shape, num_key_value_heads=max(1, shape.num_key_value_heads // config.rollout.tensor_parallel))
+    return local.num_bytes(config.model.max_length + CPU_BLOCK_TOKENS, BYTES_PER_ELEMENT[dtype_of(config)])
+
+
+def _check_cache(config: Config, shape: CacheShape, *, on_gpu: bool) -> None:
+    num_bytes = cache_bytes(config, on_gpu=on_gpu)
+    if num_bytes is None:
+        return  # vLLM compares with what it finds
+    needed, given = (
+        smallest_cache(config, shape),
+        f"rollout.kv_cache_gb ({config.rollout.kv_cache_gb or CPU_CACHE_GB:g})",
+    )
+    if needed > num_bytes:
+        raise ConfigError(
+            f"{given} does not hold one sequence of model.max_length ({config.model.max_length}) tokens, which takes "
+            f"{needed / 2**30:.3g} GB; raise the first or lower the second"
         )
     if on_gpu:
         return
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(memory["MemAvailable"].split()[0]) * 1024  # without swapping
-    if cache_bytes(config) > free:
-        raise ConfigError(
-            f"rollout.kv_cache_gb ({config.rollout.kv_cache_gb:g}) is more than the memory that is free "
-            f"({free / 2**30:.3g} GB); lower it"
-        )
+    if num_bytes > free:
+        raise ConfigError(f"{given} is more than the memory that is free ({free / 2**30:.3g} GB); lower it")

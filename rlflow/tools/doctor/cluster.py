@@ -24,6 +24,7 @@ from rlflow.cluster.devices import nodes_there
 from rlflow.cluster.start import ray_cluster
 from rlflow.config import Config
 from rlflow.errors import ConfigError
+from rlflow.runtime.derived import by_device
 from rlflow.tools.doctor.findings import Finding, error, in_order, of_config_error, ok, warning
 from rlflow.tools.doctor.here import Here, existing
 from rlflow.tools.doctor.machine import check_machine, needs_of
@@ -129,6 +130,7 @@ def examine_cluster(config: Config, run_dir: Path, *, is_run: bool) -> dict[str,
 
 def _examine(config: Config, run_dir: Path, *, is_run: bool) -> dict[str, list[Finding]]:
     nodes = nodes_there()
+    config = by_device(config, on_gpus=any(node["Resources"].get("GPU", 0) for node in nodes.values()))
     computes = {
         name: any(node["Resources"].get(kind, 0) > 0 for kind in ("CPU", "GPU")) for name, node in nodes.items()
     }

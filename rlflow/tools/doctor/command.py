@@ -9,6 +9,7 @@ from pathlib import Path
 from rlflow.cluster.placement import machines_taken
 from rlflow.config import Config
 from rlflow.errors import ConfigError
+from rlflow.runtime.derived import by_device
 from rlflow.tools.doctor.findings import Finding, as_json, as_text, check_placement, in_order
 from rlflow.tools.doctor.machine import check_machine, needs_of
 from rlflow.tools.doctor.trials import look
@@ -36,6 +37,7 @@ def doctor(config: Config, *, is_run: bool, cluster: bool, json_wanted: bool) ->
     else:
         computes = not is_for_pods  # a machine that hands a job in does not run it
         here, tried = look(config, run_dir, os.environ, is_run=is_run, computes=computes, with_ray=computes)
+        config = by_device(config, on_gpus=here.num_gpus > 0)
         findings = [*tried, *check_machine(here, needs_of(config, here.size, is_run=is_run))]
         findings += check_placement(partial(machines_taken, config)) if is_for_pods else ()
         places: dict[str, list[Finding]] = {"this machine": in_order(findings)}

@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 from rlflow.algorithms.registry import needs_critic
 from rlflow.cluster.gpus import gpu_plan
 from rlflow.config import Backend, Config, Optimizer, Placement, Transport
-from rlflow.runtime.derived import object_store_bytes, sends_adapters, transport_of
+from rlflow.runtime.derived import dtype_of, object_store_bytes, sends_adapters, transport_of
 from rlflow.runtime.gpus import hides_gpus
 from rlflow.tools.doctor.findings import Finding, error, ok, warning
 from rlflow.tools.doctor.here import Here, ModelSize
@@ -67,7 +67,7 @@ def needs_of(config: Config, model: ModelSize | None, *, is_run: bool) -> Needs:
     """What this run needs; if the model's size is not known, or no run was named, what any run needs."""
     weights = checkpoints = memory = 0
     if transport_of(config) is Transport.shm and not sends_adapters(config):
-        weights = SMALLEST_WEIGHTS if model is None else model.num_parameters * BYTES_PER_ELEMENT[config.model.dtype]
+        weights = SMALLEST_WEIGHTS if model is None else model.num_parameters * BYTES_PER_ELEMENT[dtype_of(config)]
     if model is not None:
         # Those that are kept, and the next one, which is complete before the oldest is removed.
         num_checkpoints = (1 + needs_critic(config.algorithm)) * (config.run.keep_checkpoints + 1)

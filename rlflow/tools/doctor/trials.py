@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from rlflow.config import Config
 from rlflow.errors import ConfigError, DeadlineError, describe_failure
 from rlflow.processes.pool import CLUSTER_KEYS, Call, CallFailed, HostedCode, HostedProcess, ProcessLost, payload_of
+from rlflow.runtime.derived import by_device
 from rlflow.tools.doctor.findings import Finding, error, of_config_error, warning
 from rlflow.tools.doctor.here import Here, look_around
 from rlflow.tools.doctor.machine import Check, Needs, needs_of
@@ -65,6 +66,7 @@ def look(
     """
     ahead = time.time() - time.monotonic()
     here = look_around(run_dir, environment, computes=computes)
+    config = by_device(config, on_gpus=here.num_gpus > 0)
     here, findings = asyncio.run(_try_all(here, needs_of(config, None, is_run=is_run), with_ray=with_ray))
     here.clock_moved = time.time() - time.monotonic() - ahead
     return here, findings

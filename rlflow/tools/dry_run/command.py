@@ -5,10 +5,14 @@ Starts nothing, and reads no weights.
 
 import json
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from rlflow.cluster.slots import machines_of
 from rlflow.config import Config, Transport
+from rlflow.runtime.derived import by_device, max_running
+from rlflow.settings.checks import check
 from rlflow.tools.dry_run.estimate import USABLE, Estimate, estimate, smallest_gpu
 from rlflow.tools.dry_run.memory import ProcessMemory, size
 
@@ -20,7 +24,7 @@ _TITLES = {
     "reward_model": "Reward model, of which each replica is whole",
 }
 _CURES = {
-    "engine": "lower rollout.kv_cache_gb or raise rollout.tensor_parallel",
+    "engine": "raise rollout.tensor_parallel, or lower rollout.kv_cache_gb if it is set",
     "trainer": "raise trainer.ranks, lower trainer.micro_batch_tokens, set trainer.gradient_checkpointing=true, or "
     "raise trainer.tensor_parallel",
     "critic": "as for the trainer",
@@ -44,16 +48,20 @@ def dry_run(config: Config, *, json_wanted: bool) -> int:
     from rlflow.workers.trainer.token_logprobs import MAX_LOGITS
 
     check_functions(config)
+    machines = machines_of(config.cluster.pools)
+    asked, on_gpus = config, machines is None or any(machine.gpus for machine in machines)
+    config = by_device(config, on_gpus=on_gpus)
+    check(config)  # what null has become may be refused
     folder = resolve_config(config.model.path)
     facts = read_model(config, folder)
-    check_engine(config, facts.cache, folder, on_gpu=True)
+    check_engine(config, facts.cache, folder, on_gpu=on_gpus)
     scorer = None
     if config.reward.model is not None:
         scorer_folder = resolve_config(config.reward.model, REWARD)
         check_gives_score(Path(scorer_folder))
         scorer = read_reward_model(config, scorer_folder)
     found = estimate(config, facts, MAX_LOGITS, scorer)
-    print(json.dumps(as_json(found)) if json_wanted else as_text(found, config))
+    print(json.dumps(as_json(found)) if json_wanted else as_text(found, config, asked))
     return 0
 
 
@@ -63,11 +71,16 @@ def as_json(found: Estimate) -> dict[str, Any]:
     return {**asdict(found), "processes": totals, "num_gpus": found.gpus[-1].last + 1}
 
 
-def as_text(found: Estimate, config: Config) -> str:
+def as_text(found: Estimate, config: Config, asked: Config) -> str:
+    """`asked` is the settings as they were given, with null where the machines decide."""
     model = f"{found.model_type}, {found.num_layers} layers, {found.num_parameters:,} parameters, {found.dtype}"
     weights, largest = found.weights, f"the largest tensor {size(found.weights.largest)} in float32"
     sections = [
-        [f"{found.recipe}: {model}", "Worked out from the settings and config.json; nothing was started."],
+        [
+            f"{found.recipe}: {model}",
+            "Worked out from the settings and config.json; nothing was started.",
+            *_by_device(asked, config),
+        ],
         _gpus(found),
         *([["Machines", *(f"  {line}" for line in found.machines)]] if found.machines else []),
         *(_process(name, memory, found.micro_batch_tokens) for name, memory in found.processes.items()),
@@ -81,6 +94,15 @@ def as_text(found: Estimate, config: Config) -> str:
         _start(found),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def _by_device(asked: Config, config: Config) -> list[str]:
+    """One line with the settings that the machines decide, if any is left to them."""
+    keys = ("model.dtype", "rollout.max_running", "rollout.seeded", "rollout.kv_cache_gb")
+    chosen = {key: attrgetter(key)(config) for key in keys if attrgetter(key)(asked) is None}
+    words = {None: "what is left", True: "true", False: "false"}
+    shown = ", ".join(f"{key}={words.get(value, value)}" for key, value in chosen.items())
+    return [f"Chosen for the machines: {shown}."] if shown else []
 
 
 def _start(found: Estimate) -> list[str]:
@@ -128,7 +150,7 @@ def _step(found: Estimate, config: Config) -> list[str]:
         f"staleness.max_versions={bound}; the engines decode at most {batch.decoding:,} at once",
         f"  an engine's cache holds {_count(batch.cached_sequences, 'sequence')} of "
         f"{config.model.max_length:,} tokens, and more of shorter ones; rollout.max_running="
-        f"{config.rollout.max_running}",
+        f"{max_running(config)}",
     ]
 
 

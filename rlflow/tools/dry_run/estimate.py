@@ -10,8 +10,16 @@ from rlflow.cluster.placement import describe, fit
 from rlflow.cluster.slots import machines_of
 from rlflow.config import Backend, Config, Dtype, Offload, Placement, ProcessKind, Transport
 from rlflow.errors import ConfigError
-from rlflow.runtime.derived import num_shares, sends_adapters, transport_of, transports_for
+from rlflow.runtime.derived import (
+    dtype_of,
+    max_running,
+    num_shares,
+    sends_adapters,
+    transport_of,
+    transports_for,
+)
 from rlflow.tools.dry_run.memory import (
+    CACHE,
     FLOAT32,
     OUTPUT_LAYER,
     STAGED,
@@ -26,7 +34,7 @@ from rlflow.tools.dry_run.memory import (
     trainer_memory,
 )
 from rlflow.types import EpisodeEnd, EpisodeSummary
-from rlflow.workers.engine.setup import BYTES_PER_ELEMENT
+from rlflow.workers.engine.setup import BYTES_PER_ELEMENT, memory_share
 
 GPU_SIZES = (16, 24, 32, 40, 48, 80, 96, 141, 180, 288)
 """GB of the GPUs that are on sale; each has about as many GiB."""
@@ -134,8 +142,7 @@ def estimate(
         config = replace(config, weights=replace(config.weights, transport=way.transport))
     plan = gpu_plan(config)
     check_gpus(config, plan.total)
-    batch = _batch(config, facts)
-    num_tokens = min(config.trainer.micro_batch_tokens, batch.tokens)
+    num_tokens = min(config.trainer.micro_batch_tokens, _tokens_of_step(config))
     processes = {
         ProcessKind.engine: engine_memory(config, facts),
         ProcessKind.trainer: trainer_memory(config, facts, num_tokens, max_logits),
@@ -148,17 +155,20 @@ def estimate(
         processes[ProcessKind.reference] = reference_memory(config, facts, num_tokens, max_logits)
     if reward_model is not None:
         processes[ProcessKind.reward_model] = reward_model_memory(config, reward_model)
+    gpu = _gpu_of_run(config, plan, processes)
+    engine = processes[ProcessKind.engine] = engine_memory(config, facts, gpu)
+    cache = next(item.num_bytes for item in engine.items if item.name == CACHE)
     return Estimate(
         recipe=config.run.name,
         model_type=facts.model_type,
         num_parameters=facts.num_parameters,
         num_layers=facts.num_layers,
-        dtype=config.model.dtype.value,
+        dtype=dtype_of(config).value,
         micro_batch_tokens=num_tokens,
         gpus=tuple(_gpus(config, plan, processes)),
         machines=tuple(lines),
         processes={kind.value: memory for kind, memory in processes.items()},
-        batch=batch,
+        batch=_batch(config, facts, cache),
         weights=_weights(config, facts, None if way is None or sends_adapters(config) else way.reason),
         start=StartMemory(rank=FLOAT32 * largest_shard(config, facts), converted=facts.converted),
     )
@@ -167,6 +177,13 @@ def estimate(
 def smallest_gpu(num_bytes: int) -> int | None:
     """GB of the smallest usual GPU whose usable share holds that many bytes."""
     return next((size for size in GPU_SIZES if num_bytes <= USABLE * size * 2**30), None)
+
+
+def _gpu_of_run(config: Config, plan: GpuPlan, processes: dict[ProcessKind, ProcessMemory]) -> int | None:
+    """GB of the smallest usual GPU on which each process has room, an engine within its share; None: no GPU is."""
+    most, engine = max(each.num_bytes for each in _gpus(config, plan, processes)), processes[ProcessKind.engine].total
+    share = memory_share(config)
+    return next((gpu for gpu in GPU_SIZES if most <= USABLE * gpu * 2**30 and engine <= share * gpu * 2**30), None)
 
 
 def _gpus(config: Config, plan: GpuPlan, processes: dict[ProcessKind, ProcessMemory]) -> Iterator[GpuRange]:
@@ -214,7 +231,11 @@ def _numbered(kind: ProcessKind, first: int, stop: int) -> str:
     return f"{name} {first}" if stop - first == 1 else f"{name}s {first} to {stop - 1}"
 
 
-def _batch(config: Config, facts: ModelFacts) -> Batch:
+def _tokens_of_step(config: Config) -> int:
+    return config.algorithm.groups_per_step * config.algorithm.group_size * config.model.max_length
+
+
+def _batch(config: Config, facts: ModelFacts, cache: int) -> Batch:
     groups, size, max_length = config.algorithm.groups_per_step, config.algorithm.group_size, config.model.max_length
     live_groups = min(1 + config.staleness.max_versions, config.run.steps) * groups
     # A prompt of one token, because all of it can be shared.
@@ -235,20 +256,20 @@ def _batch(config: Config, facts: ModelFacts) -> Batch:
     return Batch(
         groups=groups,
         episodes=groups * size,
-        tokens=groups * size * max_length,
+        tokens=_tokens_of_step(config),
         live_groups=live_groups,
         live_episodes=live_groups * size,
-        decoding=config.rollout.engines * config.rollout.max_running,
-        cached_sequences=cached_sequences(config, facts),
+        decoding=config.rollout.engines * max_running(config),
+        cached_sequences=cached_sequences(config, facts, cache),
         micro_batches=len(plan_micro_batches([group] * groups, shares, max_tokens)[0]),
         micro_batches_one_by_one=one_by_one,
     )
 
 
 def _weights(config: Config, facts: ModelFacts, reason: str | None) -> WeightUpdate:
-    whole, width = FLOAT32 * facts.num_parameters, BYTES_PER_ELEMENT[config.model.dtype]
+    whole, width = FLOAT32 * facts.num_parameters, BYTES_PER_ELEMENT[dtype_of(config)]
     num_adapters = sum(weight.size for weight in facts.adapters)
-    is_sharded = config.trainer.ranks > 1 or config.model.dtype is not Dtype.float32
+    is_sharded = config.trainer.ranks > 1 or dtype_of(config) is not Dtype.float32
     if sends_adapters(config):
         sent, staged, held = facts.adapters, width * num_adapters, FLOAT32 * num_adapters
     else:

@@ -11,21 +11,23 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rlflow.config import Config, Dtype, Optimizer, Transport
-from rlflow.runtime.derived import num_shards, sends_adapters, transport_of
+from rlflow.config import Config, Dtype, Optimizer, Quantization, Transport
+from rlflow.runtime.derived import dtype_of, num_shards, sends_adapters, transport_of
 from rlflow.workers.engine.setup import (
     BYTES_PER_ELEMENT,
     CPU_BLOCK_TOKENS,
     CacheShape,
     cache_bytes,
     largest_rank,
+    memory_share,
+    smallest_cache,
 )
 
 FLOAT32 = 4
 STAGED = "weights for the engines"
 SCALED_ELEMENTS = 256
 """Elements of an 8-bit moment that share a float32 scale."""
-OUTPUT_LAYER = "output layer"
+OUTPUT_LAYER, CACHE = "output layer", "key-value cache"
 LOGIT_BYTES = 3 * FLOAT32
 """What one logit takes: itself, its log-softmax and its gradient, all float32."""
 GATHERED_LAYERS = 2
@@ -159,10 +161,10 @@ def trainer_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logit
     layer stay whole between forward and backward. A single float32 rank has nothing to gather. With adapters all that
     is theirs alone, and the frozen model is sharded in model.dtype.
     """
-    width, parallel = BYTES_PER_ELEMENT[config.model.dtype], config.trainer.tensor_parallel
+    width, parallel = BYTES_PER_ELEMENT[dtype_of(config)], config.trainer.tensor_parallel
     ranks = num_shards(config.trainer)
     share = f", a share of {ranks}" if ranks > 1 else ""
-    wide, narrow = f"float32{share}", f"{config.model.dtype.value}{share}"
+    wide, narrow = f"float32{share}", f"{dtype_of(config).value}{share}"
     trained = [(weight, shard_size(weight, ranks, parallel)) for weight in facts.adapters or facts.weights]
     shard = FLOAT32 * sum(size for _, size in trained)
     frozen = width * sum(shard_size(weight, ranks, parallel) for weight in facts.weights)
@@ -186,9 +188,7 @@ def trainer_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logit
     gradient = 0 if facts.adapters else width * facts.vocabulary_size * facts.hidden_size
     num_bytes = LOGIT_BYTES * rows * facts.vocabulary_size + gradient
     num_bytes += (width + FLOAT32) * num_tokens * facts.hidden_size
-    note = f"logits of {rows:,} tokens at once" + (
-        "" if facts.adapters else f", gradient in {config.model.dtype.value}"
-    )
+    note = f"logits of {rows:,} tokens at once" + ("" if facts.adapters else f", gradient in {dtype_of(config).value}")
     items.append(Item(name=OUTPUT_LAYER, num_bytes=num_bytes, note=note, is_kept=False))
     return ProcessMemory(items=tuple(items))
 
@@ -207,10 +207,10 @@ def _moments(optimizer: Optimizer, trained: Sequence[tuple[Weight, int]], share:
 
 
 def _gathered(config: Config, facts: ModelFacts) -> list[Item]:
-    if config.trainer.ranks == 1 and config.model.dtype is Dtype.float32:
+    if config.trainer.ranks == 1 and dtype_of(config) is Dtype.float32:
         return []
-    dtype, parallel = config.model.dtype.value, config.trainer.tensor_parallel
-    width, layer = BYTES_PER_ELEMENT[config.model.dtype], facts.largest_layer(parallel)
+    dtype, parallel = dtype_of(config).value, config.trainer.tensor_parallel
+    width, layer = BYTES_PER_ELEMENT[dtype_of(config)], facts.largest_layer(parallel)
     whole = facts.outside_layers + GATHERED_LAYERS * (layer + facts.largest_adapters)
     largest = facts.largest_adapters or max(facts.outside_layers, layer)
     layers = f"{GATHERED_LAYERS} layers" if parallel == 1 else f"a slice of {parallel} of {GATHERED_LAYERS} layers"
@@ -265,37 +265,47 @@ def reward_model_memory(config: Config, facts: RewardModelFacts) -> ProcessMemor
 
 
 def _frozen(config: Config, num_parameters: int, name: str, passing: int, num_tokens: int) -> ProcessMemory:
-    kept = BYTES_PER_ELEMENT[config.model.dtype] * num_parameters
+    kept = BYTES_PER_ELEMENT[dtype_of(config)] * num_parameters
     return ProcessMemory(
         items=(
-            Item(name="parameters", num_bytes=kept, note=config.model.dtype.value),
+            Item(name="parameters", num_bytes=kept, note=dtype_of(config).value),
             Item(name=name, num_bytes=passing, note=f"{num_tokens:,} tokens", is_kept=False),
         )
     )
 
 
-def engine_memory(config: Config, facts: ModelFacts) -> ProcessMemory:
-    """Each GPU of one engine: its slice of the weights, and the cache; and adapters, of which not all are cut."""
-    width, parallel = BYTES_PER_ELEMENT[config.model.dtype], config.rollout.tensor_parallel
-    share = f"{config.model.dtype.value}, a share of {parallel}" if parallel > 1 else config.model.dtype.value
-    items = [
-        Item(name="weights", num_bytes=-(-width * facts.num_parameters // parallel), note=share),
-        Item(name="key-value cache", num_bytes=cache_bytes(config), note="rollout.kv_cache_gb"),
-    ]
+def engine_memory(config: Config, facts: ModelFacts, gpu: int | None = None) -> ProcessMemory:
+    """Each GPU of one engine: its slice of the weights, and the cache; and adapters, of which not all are cut.
+
+    If rollout.kv_cache_gb is null, the cache is what a GPU of `gpu` GB has left, or, without it, the least that serves.
+    """
+    width, parallel = BYTES_PER_ELEMENT[dtype_of(config)], config.rollout.tensor_parallel
+    held, note = width * facts.num_parameters, dtype_of(config).value
+    if config.rollout.quantization is Quantization.fp8:
+        held, note = facts.num_parameters + (width - 1) * facts.outside_layers, "float8 in the layers"
+    share = f"{note}, a share of {parallel}" if parallel > 1 else note
+    items = [Item(name="weights", num_bytes=-(-held // parallel), note=share)]
     if sends_adapters(config):
         assert config.lora.rank is not None
         rank = largest_rank(config.lora.rank)
         adapters = width * sum(weight.size for weight in facts.adapters) * rank // config.lora.rank
         items.append(Item(name="adapters", num_bytes=adapters, note=f"as of rank {rank}"))
-    return ProcessMemory(items=tuple(items))
+    cache, note = cache_bytes(config, on_gpu=True), "rollout.kv_cache_gb"
+    if cache is None and gpu is None:
+        cache, note = smallest_cache(config, facts.cache), "at least"
+    elif cache is None and gpu is not None:
+        cache = int(memory_share(config) * gpu * 2**30) - sum(item.num_bytes for item in items)
+        note = f"what a GPU of {gpu} GB has left of {memory_share(config):.0%}"
+    assert cache is not None
+    return ProcessMemory(items=(*items, Item(name=CACHE, num_bytes=cache, note=note)))
 
 
-def cached_sequences(config: Config, facts: ModelFacts) -> int:
-    """Sequences of model.max_length that one engine's cache holds, if they share nothing.
+def cached_sequences(config: Config, facts: ModelFacts, cache: int) -> int:
+    """Sequences of model.max_length that a cache of so many bytes holds, if they share nothing.
 
     In blocks of the size that a CPU takes, so that on a GPU it may be a few more; vLLM keeps one block for itself.
     """
     heads = max(1, facts.cache.num_key_value_heads // config.rollout.tensor_parallel)
     per_gpu = replace(facts.cache, num_key_value_heads=heads)
-    block = per_gpu.num_bytes(CPU_BLOCK_TOKENS, BYTES_PER_ELEMENT[config.model.dtype])
-    return (cache_bytes(config) // block - 1) // -(-config.model.max_length // CPU_BLOCK_TOKENS)
+    block = per_gpu.num_bytes(CPU_BLOCK_TOKENS, BYTES_PER_ELEMENT[dtype_of(config)])
+    return (cache // block - 1) // -(-config.model.max_length // CPU_BLOCK_TOKENS)

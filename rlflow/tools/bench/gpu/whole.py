@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rlflow.errors import RunError
+from rlflow.runtime.derived import dtype_of
 from rlflow.telemetry import metrics
 from rlflow.tools.bench.gpu.plan import Plan, Report, Skipped
 from rlflow.tools.bench.gpu.trainer import samples
@@ -94,8 +95,8 @@ def _model_words(plan: Plan, model: str) -> list[str]:
     config = plan.config()
     return [
         f"model.path={model}",
-        f"model.dtype={config.model.dtype.value}",
-        f"rollout.kv_cache_gb={config.rollout.kv_cache_gb:g}",
+        f"model.dtype={dtype_of(config).value}",
+        f"rollout.kv_cache_gb={config.rollout.kv_cache_gb}",
         "run.on_exists=fresh",
         "run.checkpoint_every=0",
         "run.show_samples_every=0",

@@ -1,0 +1,117 @@
+"""The arguments that vLLM is started with, by device, and the settings that null becomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlflow.config import Config, Dtype, ModelPlacement, Placement, Quantization, Speculative
+from rlflow.errors import ConfigError
+from rlflow.runtime.derived import by_device
+from rlflow.settings.engine_args import DECIDED, RELIED_ON, known_arguments
+from rlflow.workers.engine.setup import _memory, engine_arguments
+
+
+def arguments(*, on_gpu: bool, **rollout: object) -> dict[str, Any]:
+    config = by_device(with_rollout(Config(), **rollout), on_gpus=on_gpu)
+    return engine_arguments(config, "folder", index=1, on_gpu=on_gpu)
+
+
+def with_rollout(config: Config, **settings: object) -> Config:
+    for name, value in settings.items():
+        setattr(config.rollout, name, value)
+    return config
+
+
+def test_null_is_decided_by_the_machines() -> None:
+    asked = Config()
+    on_gpus, without = by_device(asked, on_gpus=True), by_device(asked, on_gpus=False)
+    assert (on_gpus.model.dtype, without.model.dtype) == (Dtype.bfloat16, Dtype.float32)
+    assert (on_gpus.rollout.max_running, without.rollout.max_running) == (512, 64)
+    assert (on_gpus.rollout.seeded, without.rollout.seeded) == (False, True)
+    assert (on_gpus.rollout.kv_cache_gb, without.rollout.kv_cache_gb) == (None, 0.5)
+    assert asked == Config(), "the settings as they were given stay"
+    for found, other in ((on_gpus, False), (without, True)):
+        found.rollout.kv_cache_gb = 1.0
+        assert by_device(found, on_gpus=other) == found, "what is decided once stays, wherever it is asked again"
+
+
+def test_what_is_given_is_not_changed_by_the_machines() -> None:
+    asked = with_rollout(Config(), max_running=7, seeded=False, kv_cache_gb=2.0)
+    asked.model.dtype = Dtype.bfloat16
+    assert by_device(asked, on_gpus=False) == asked
+    asked.model.dtype, asked.rollout.seeded = Dtype.float32, True
+    assert by_device(asked, on_gpus=True) == asked
+
+
+def test_an_engine_on_a_gpu_fills_it() -> None:
+    found = arguments(on_gpu=True)
+    assert (found["dtype"], found["max_num_seqs"], found["max_num_batched_tokens"]) == ("bfloat16", 512, 8192)
+    assert found["gpu_memory_utilization"] == 0.9
+    assert not {"kv_cache_memory_bytes", "enforce_eager", "block_size", "enable_sleep_mode"} & found.keys()
+    assert arguments(on_gpu=True, kv_cache_gb=2.0)["kv_cache_memory_bytes"] == 2 * 2**30
+    assert "gpu_memory_utilization" not in arguments(on_gpu=True, kv_cache_gb=2.0)
+
+
+def test_an_engine_without_a_gpu_is_small() -> None:
+    found = arguments(on_gpu=False)
+    assert (found["dtype"], found["max_num_seqs"], found["max_num_batched_tokens"]) == ("float32", 64, 4096)
+    assert found["kv_cache_memory_bytes"] == 2**29
+    assert found["enforce_eager"] and not found["enable_chunked_prefill"]
+
+
+@pytest.mark.parametrize(
+    ("roles", "reward_model", "share"),
+    [
+        (ModelPlacement.separate, None, 0.7),
+        (ModelPlacement.separate, "mine", 0.7),
+        (ModelPlacement.shared, "mine", 0.5),  # the reward model stays beside the engine
+    ],
+)
+def test_a_colocated_engine_leaves_room(roles: ModelPlacement, reward_model: str | None, share: float) -> None:
+    config = Config()
+    config.cluster.placement, config.cluster.roles, config.reward.model = Placement.colocated, roles, reward_model
+    found = engine_arguments(by_device(config, on_gpus=True), "folder", index=0, on_gpu=True)
+    assert (found["enable_sleep_mode"], found["gpu_memory_utilization"]) == (True, share)
+    config.rollout.kv_cache_gb = 4.0
+    found = engine_arguments(by_device(config, on_gpus=True), "folder", index=0, on_gpu=True)
+    assert (found["kv_cache_memory_bytes"], found["gpu_memory_utilization"]) == (4 * 2**30, 0.1)
+
+
+def test_whatever_an_engine_is_given_cannot_be_given_again() -> None:
+    """But for the size of a step, which on a GPU is a default, and what vLLM on a CPU cannot do otherwise."""
+    everything = {"speculative": Speculative.ngram, "quantization": Quantization.fp8, "kv_cache_gb": 1.0}
+    with_adapters = Config()
+    with_adapters.lora.rank, with_adapters.cluster.placement = 4, Placement.colocated
+    names = arguments(on_gpu=True, **everything).keys() | _memory(with_adapters, on_gpu=True).keys()
+    assert names - DECIDED.keys() - RELIED_ON == {"max_num_batched_tokens"}
+    assert (DECIDED.keys() | RELIED_ON) <= set(known_arguments() or ())
+
+
+def test_arguments_of_ones_own_come_last() -> None:
+    given = {"max_num_batched_tokens": 16384, "kv_cache_dtype": "fp8"}
+    found = arguments(on_gpu=True, engine_args=given)
+    assert (found["max_num_batched_tokens"], found["kv_cache_dtype"]) == (16384, "fp8")
+    with pytest.raises(ConfigError, match="engine_args.max_num_batched_tokens=16384 has no effect without GPUs"):
+        arguments(on_gpu=False, engine_args={"max_num_batched_tokens": 16384})
+
+
+def test_guesses_are_made_without_a_model() -> None:
+    assert "speculative_config" not in arguments(on_gpu=True)
+    ngram = {"num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    found = {on_gpu: arguments(on_gpu=on_gpu, speculative=Speculative.ngram) for on_gpu in (False, True)}
+    assert found[False]["speculative_config"] == {"method": "ngram", **ngram}
+    assert found[True]["speculative_config"] == {"method": "ngram_gpu", **ngram}
+    with pytest.raises(ConfigError, match="rollout.speculative=suffix needs the package arctic-inference"):
+        arguments(on_gpu=False, speculative=Speculative.suffix)
+
+
+def test_texts_that_end_a_reply_need_a_tokenizer() -> None:
+    assert arguments(on_gpu=False)["skip_tokenizer_init"]
+    assert not arguments(on_gpu=False, stop=["</answer>"])["skip_tokenizer_init"]
+
+
+def test_quantised_engines_round_what_arrives() -> None:
+    assert "quantization" not in arguments(on_gpu=True)
+    assert arguments(on_gpu=True, quantization=Quantization.fp8)["quantization"] == "fp8_per_channel"

@@ -153,10 +153,10 @@ def _padded(config: Config, groups: Sequence[Group], model_path: str) -> Step:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rlflow.workers.trainer.packed import adamw
+    from rlflow.workers.trainer.optimizers import adamw
 
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    optimizer = adamw(config, list(model.parameters()))
+    optimizer = adamw(config.trainer, list(model.parameters()))
     num_tokens = sum(len(one.sample.completion_ids) for group in groups for one in group)
 
     def accumulate(group: Group) -> None:

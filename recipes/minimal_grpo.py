@@ -19,6 +19,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from rlflow.algorithms.schedules import learning_rate
 from rlflow.config import AlgorithmConfig, Config, CurriculumConfig, RewardConfig
 from rlflow.environments.find import load_environment
 from rlflow.envs.base import EnvironmentSpec, RewardFunction
@@ -144,7 +145,7 @@ class MinimalGrpo:
         trainer = self.config.trainer
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), trainer.max_grad_norm)
         for parameters in self.optimizer.param_groups:
-            parameters["lr"] = trainer.learning_rate * min(1.0, (step + 1) / max(1, trainer.warmup_steps))
+            parameters["lr"] = learning_rate(trainer, step, self.config.run.steps)
         self.optimizer.step()
         self.optimizer.zero_grad()
         rewards = [reward for group in groups for reward in group.rewards]

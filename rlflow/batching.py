@@ -85,6 +85,8 @@ class PackedBatch:
     returns: FloatArray | None  # [N]
     sequence_of: IndexArray  # [N], the target's sample, counting samples with loss tokens only
     num_sequences: int
+    support_ids: IndexArray  # [K], the tokens that targets were chosen among; see types.Support
+    support_of: IndexArray  # [K], index of the target; a target that has none was chosen among all tokens
 
     @property
     def num_loss_tokens(self) -> int:
@@ -311,6 +313,9 @@ class _Row:
                 f"{len(references)} of {len(samples)}"
             )
 
+        first = np.cumsum([0, *(mask.sum() for mask in masks)])
+        supports = [_support(one.sample, start) for one, start in zip(samples, first, strict=False)]
+
         def of_loss(rows: Iterable[NDArray[Any]]) -> list[NDArray[Any]]:
             return [row[mask] for row, mask in zip(rows, masks, strict=True)]
 
@@ -333,6 +338,8 @@ class _Row:
             returns=_join_floats(of_loss(target.returns for target in targets)) if targets else None,
             sequence_of=np.repeat(np.arange(len(samples)), [int(mask.sum()) for mask in masks]),
             num_sequences=len(samples),
+            support_ids=_join(ids for ids, _ in supports),
+            support_of=_join(of for _, of in supports),
         )
 
     def _append(self, ids: NDArray[np.integer], position: int) -> int:
@@ -343,7 +350,16 @@ class _Row:
         return start
 
 
-def _join(parts: Sequence[NDArray[np.integer]]) -> IndexArray:
+def _support(sample: Sample, first: int) -> tuple[IntArray, IndexArray]:
+    """ids [K] and, counting the sample's loss tokens from `first`, the token of each [K]."""
+    if sample.support is None:
+        return np.zeros(0, np.int32), np.zeros(0, np.int64)
+    places = np.repeat(np.arange(len(sample.loss_mask)), sample.support.counts)
+    is_loss = sample.loss_mask[places]
+    return sample.support.ids[is_loss], first + np.cumsum(sample.loss_mask)[places[is_loss]] - 1
+
+
+def _join(parts: Iterable[NDArray[np.integer]]) -> IndexArray:
     return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
 

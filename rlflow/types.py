@@ -121,10 +121,22 @@ class Turn:
     versions: list[int]  # [num_output_tokens], policy version that sampled each token
     finish_reason: str
     """"stop" or "length"."""
+    support: list[list[int]] | None = None  # [num_output_tokens], the tokens that each one was chosen among; None: all
     continues: int | None = None
     """Index of the earlier turn whose prompt and output `prompt_ids` begins with; None when there is none."""
     anchor: str = ""
     """Names what the policy was told since `continues`; see TurnSummary."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Support:
+    """The tokens that each token of a completion was chosen among, when top_k, top_p or min_p leave others out.
+
+    Example: the first token was 7 or 9, the second was observed, the third 5: ids [7 9 5], counts [2 0 1].
+    """
+
+    ids: IntArray  # [K], place after place
+    counts: IntArray  # [L], 0 where the token was chosen among all, or was not sampled
 
 
 @dataclass(kw_only=True, slots=True)
@@ -144,6 +156,8 @@ class Sample:
     loss_mask: BoolArray  # [L], True where the policy sampled the token
     logprobs: FloatArray  # [L], behaviour policy; 0 where loss_mask is False
     versions: IntArray  # [L], -1 where loss_mask is False
+    support: Support | None = None
+    """None if every token was chosen among all."""
 
     @property
     def num_tokens(self) -> int:

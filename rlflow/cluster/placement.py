@@ -11,8 +11,9 @@ from itertools import groupby
 
 from rlflow.cluster.fit_errors import check_sizes, check_sums, too_scattered
 from rlflow.cluster.slots import Machine, Slot, SlotBlock, blocks_of, cpus_of, machines_of, needs_one_machine, slots_of
-from rlflow.config import Config, Placement, ProcessKind, Transport
+from rlflow.config import Config, ProcessKind
 from rlflow.errors import ConfigError
+from rlflow.runtime.derived import TransportChoice, sends_adapters, transports_for
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -25,22 +26,26 @@ class Placed:
     others may be anywhere in their pool, and may move when their machine is lost."""
     config: Config
     """The settings of the run, with weights.transport decided."""
+    way: TransportChoice | None = None
+    """Why it was decided so; None if the settings name it."""
 
 
 def fit(config: Config, machines: Sequence[Machine]) -> Placed:
     """Where everything goes. Raises ConfigError, with the arithmetic, when it does not fit."""
     if config.weights.transport is not None:
         return _fit(config, machines)
-    ways = (Transport.shm, Transport.p2p)
-    shm, p2p = (replace(config, weights=replace(config.weights, transport=way)) for way in ways)
-    try:
-        return _fit(shm, machines)
-    except ConfigError:
-        # p2p sends each rank's part, and no rank holds a part of merged adapters; two processes on one GPU cannot talk
-        # through NCCL.
-        if config.lora.rank is not None or config.cluster.placement is Placement.colocated:
-            raise
-        return _fit(p2p, machines)
+    *others, last = transports_for(config, on_gpus=any(machine.gpus for machine in machines))
+    for way in others:
+        try:
+            return _fit_by(way, config, machines)
+        except ConfigError:
+            continue  # the run does not fit in this way; the last one says why it fits in none
+    return _fit_by(last, config, machines)
+
+
+def _fit_by(way: TransportChoice, config: Config, machines: Sequence[Machine]) -> Placed:
+    chosen = replace(config, weights=replace(config.weights, transport=way.transport))
+    return replace(_fit(chosen, machines), way=way)
 
 
 def _fit(config: Config, machines: Sequence[Machine]) -> Placed:
@@ -90,6 +95,13 @@ def describe(placed: Placed, machines: Sequence[Machine]) -> list[str]:
         processes = [f"{kind.value.replace('_', ' ')} {_ranges(found)}" for kind, found in numbers.items()]
         lines.append(f"{machine.name}: {share}; {', '.join(processes)}")
     return lines
+
+
+def describe_way(placed: Placed) -> list[str]:
+    """How weights travel, and why; [] if the settings say it, or adapters are sent alone."""
+    if placed.way is None or sends_adapters(placed.config):
+        return []
+    return [f"weights.transport={placed.way.transport.value}: {placed.way.reason}"]
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -15,10 +15,12 @@ from rlflow.config.choices import (
     ModelPlacement,
     Offload,
     OnExists,
+    Optimizer,
     Order,
     Placement,
     ProcessKind,
     Proximal,
+    Schedule,
     Scheduler,
     Send,
     Transport,
@@ -50,6 +52,7 @@ __all__ = [
     "ModelPlacement",
     "Offload",
     "OnExists",
+    "Optimizer",
     "Order",
     "Placement",
     "PoolConfig",
@@ -58,6 +61,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
+    "Schedule",
     "Scheduler",
     "Send",
     "StalenessConfig",
@@ -206,7 +210,8 @@ class WeightsConfig:
     """`shm`: through the memory of each engine's machine, where a rank of the trainer must be too. `p2p`: each engine's
     rank receives what it holds from the trainer's ranks, through NCCL on GPUs. `ipc`: engines read the memory of the
     trainer's GPUs (cluster.placement=colocated on one machine). `disk`: through run.dir, which all machines see; in
-    bfloat16 mostly what changed. null: shm where it can be, else p2p."""
+    bfloat16 mostly what changed. null: on GPUs ipc or p2p, elsewhere shm where it can be, else p2p; the dry run says
+    which, and why."""
     verify: Verify = Verify.sample
     """Before an engine samples under a version, compare its weights with what the trainer staged, bit for bit: some
     columns of a few parameters, others each time (`sample`), or everything (`full`: seconds on a large model)."""

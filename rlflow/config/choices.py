@@ -89,6 +89,18 @@ class Offload(StrEnum):
     cpu = "cpu"
 
 
+class Optimizer(StrEnum):
+    adamw = "adamw"
+    adamw8bit = "adamw8bit"
+    muon = "muon"
+
+
+class Schedule(StrEnum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
 class Send(StrEnum):
     merged = "merged"
     adapters = "adapters"

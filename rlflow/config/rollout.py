@@ -12,6 +12,13 @@ class RolloutConfig:
     max_new_tokens: int = 256
     """Sampled tokens of one reply."""
     temperature: float = 1.0
+    top_k: int | None = None
+    """Sample from this many of the likeliest tokens; null: from all. The engines report what each token was chosen
+    among, and the trainer computes log-probabilities among the same. Needs GPUs, like top_p and min_p."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens that together have this probability. Needs top_k, which bounds the report."""
+    min_p: float = 0.0
+    """Sample from tokens that have at least this share of the likeliest token's probability. Needs top_k."""
     max_running: int = 64
     """Requests that one engine decodes at the same time."""
     kv_cache_gb: float = 0.5

@@ -1,8 +1,9 @@
 """Settings of the models that are trained."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from rlflow.config.choices import Backend, Offload, Send
+from rlflow.config.choices import Backend, Offload, Optimizer, Schedule, Send
 
 
 @dataclass
@@ -21,8 +22,18 @@ class TrainerConfig:
     that one GPU cannot hold, on GPUs of one machine; `fsdp` only."""
     learning_rate: float = 1e-6
     warmup_steps: int = 0
+    """Updates over which the learning rate rises linearly to `learning_rate`."""
+    schedule: Schedule = Schedule.constant
+    """How it goes on after the warm-up. `linear`, `cosine`: it falls until `run.steps`."""
+    schedule_args: dict[str, Any] = field(default_factory=dict)
+    """`floor`: the share of `learning_rate` at which it ends (0)."""
+    optimizer: Optimizer = Optimizer.adamw
+    """`adamw8bit`: AdamW with moments of a byte each, which saves 6 of the 16 bytes a parameter; needs the extra
+    `optim8bit`. `muon`: steps of equal size in all directions for the matrices of the decoder layers, AdamW for the
+    rest (arXiv:2502.16982). Both with `fsdp` only."""
     weight_decay: float = 0.0
     beta1: float = 0.9
+    """The decay of the gradient's mean, and of Muon's momentum (0.95 is usual there)."""
     beta2: float = 0.99
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 4096

@@ -188,6 +188,7 @@ class Chat:
             output_ids=completion.ids,
             logprobs=completion.logprobs,
             versions=completion.versions,
+            support=completion.support,
             finish_reason=completion.finish_reason,
             continues=parent.index if parent is not None and trainable else None,
             anchor=anchor_of(messages[len(parent.messages) :] if parent is not None else messages),

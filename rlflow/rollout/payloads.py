@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from rlflow.types import EpisodePayload, Sample
+from rlflow.types import EpisodePayload, Sample, Support
 
 _COMPLETION_FIELDS = {"completion_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
 
@@ -18,7 +18,9 @@ _COMPLETION_FIELDS = {"completion_ids": np.int32, "loss_mask": np.bool_, "logpro
 def payload_bytes(payload: EpisodePayload) -> int:
     """The size of a payload's arrays in bytes."""
     return sum(
-        sample.prompt_ids.nbytes + sum(getattr(sample, name).nbytes for name in _COMPLETION_FIELDS)
+        sample.prompt_ids.nbytes
+        + sum(getattr(sample, name).nbytes for name in _COMPLETION_FIELDS)
+        + (sample.support.ids.nbytes + sample.support.counts.nbytes if sample.support is not None else 0)
         for sample in payload.samples
     )
 
@@ -36,6 +38,10 @@ def save_payloads(path: Path, payloads: Sequence[EpisodePayload]) -> None:
     }
     for name, dtype in _COMPLETION_FIELDS.items():
         arrays[name] = _join([getattr(sample, name) for sample in samples], dtype)
+    if any(sample.support is not None for sample in samples):
+        supports = [sample.support or _no_support(sample) for sample in samples]
+        arrays["support_ids"] = _join([support.ids for support in supports], np.int32)
+        arrays["support_counts"] = _join([support.counts for support in supports], np.int32)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     save_file(arrays, partial)
@@ -51,20 +57,29 @@ def load_payloads(path: Path) -> tuple[EpisodePayload, ...]:
     prompts = _split(path, arrays["prompt_ids"], arrays["prompt_lengths"])
     columns = {name: _split(path, arrays[name], arrays["completion_lengths"]) for name in _COMPLETION_FIELDS}
     samples = [
-        Sample(prompt_ids=prompt, **{name: column[index] for name, column in columns.items()})
-        for index, prompt in enumerate(prompts)
+        Sample(prompt_ids=prompt, completion_ids=ids, loss_mask=mask, logprobs=logprobs, versions=versions)
+        for prompt, ids, mask, logprobs, versions in zip(prompts, *columns.values(), strict=True)
     ]
-    counts = arrays["samples_per_payload"].tolist()
-    if sum(counts) != len(samples) or len(counts) != len(messages):
+    if "support_counts" in arrays:
+        counts = _split(path, arrays["support_counts"], arrays["completion_lengths"])
+        ids = _split(path, arrays["support_ids"], np.array([each.sum() for each in counts], np.int64))
+        for sample, own_ids, own_counts in zip(samples, ids, counts, strict=True):
+            sample.support = Support(ids=own_ids, counts=own_counts) if len(own_ids) else None
+    sizes = arrays["samples_per_payload"].tolist()
+    if sum(sizes) != len(samples) or len(sizes) != len(messages):
         raise ValueError(
-            f"{path} is damaged: {len(counts)} payloads of {sum(counts)} samples announced, {len(messages)} "
+            f"{path} is damaged: {len(sizes)} payloads of {sum(sizes)} samples announced, {len(messages)} "
             f"conversations and {len(samples)} samples found; delete the checkpoint that it belongs to"
         )
     remaining = iter(samples)
     return tuple(
         EpisodePayload(samples=[next(remaining) for _ in range(count)], messages=conversation)
-        for count, conversation in zip(counts, messages, strict=True)
+        for count, conversation in zip(sizes, messages, strict=True)
     )
+
+
+def _no_support(sample: Sample) -> Support:
+    return Support(ids=np.zeros(0, np.int32), counts=np.zeros_like(sample.completion_ids))
 
 
 def _join(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:

@@ -37,3 +37,5 @@ class Completion:
     logprobs: list[float]  # [num_tokens], of the sampling distribution, temperature applied
     versions: list[int]  # [num_tokens], policy version that sampled each token
     finish_reason: FinishReason
+    support: list[list[int]] | None = None
+    """[num_tokens], the tokens that each was chosen among; None without top_k, where it was among all."""

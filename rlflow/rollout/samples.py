@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlflow.types import Sample, Turn
+from rlflow.types import Sample, Support, Turn
 
 NO_VERSION = -1
 
@@ -45,6 +45,7 @@ def sample_of(chain: Sequence[Turn]) -> Sample:
     loss_mask: list[bool] = []
     logprobs: list[float] = []
     versions: list[int] = []
+    support: list[list[int]] = []
     num_prompt_tokens = len(chain[0].prompt_ids)
     for turn in chain:
         held = num_prompt_tokens + len(ids)
@@ -54,10 +55,22 @@ def sample_of(chain: Sequence[Turn]) -> Sample:
         loss_mask += [False] * len(observed) + [True] * len(turn.output_ids)
         logprobs += [0.0] * len(observed) + turn.logprobs
         versions += [NO_VERSION] * len(observed) + turn.versions
+        support += [[]] * len(observed) + (turn.support or [[]] * len(turn.output_ids))
     return Sample(
         prompt_ids=np.array(chain[0].prompt_ids, dtype=np.int32),
         completion_ids=np.array(ids, dtype=np.int32),
         loss_mask=np.array(loss_mask, dtype=np.bool_),
         logprobs=np.array(logprobs, dtype=np.float32),
         versions=np.array(versions, dtype=np.int32),
+        support=support_of(support),
+    )
+
+
+def support_of(places: Sequence[Sequence[int]]) -> Support | None:
+    """From the tokens at each place, [] where it was all of them; None if it was everywhere."""
+    if not any(places):
+        return None
+    return Support(
+        ids=np.array([token for place in places for token in place], dtype=np.int32),
+        counts=np.array([len(place) for place in places], dtype=np.int32),
     )

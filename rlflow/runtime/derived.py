@@ -1,6 +1,14 @@
 """What follows from several settings together: pure questions to a Config, asked on every floor."""
 
-from rlflow.config import Config, Placement, Send, TrainerConfig, Transport
+from dataclasses import dataclass, replace
+
+from rlflow.config import Config, ModelPlacement, Placement, Send, TrainerConfig, Transport
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TransportChoice:
+    transport: Transport
+    reason: str
 
 
 def num_shares(trainer: TrainerConfig) -> int:
@@ -14,8 +22,16 @@ def policy_is_reference(config: Config) -> bool:
 
 
 def needs_reference(config: Config) -> bool:
-    """True when a process of its own holds the KL reference."""
+    """True when processes of their own hold the KL reference."""
     return config.algorithm.kl_coefficient > 0 and not policy_is_reference(config)
+
+
+def reference_ranks(config: Config) -> int:
+    """Processes that hold the KL reference together; 0 without one."""
+    if not needs_reference(config):
+        return 0
+    is_shared = config.cluster.roles is ModelPlacement.shared
+    return config.trainer.ranks if is_shared else config.cluster.reference_ranks
 
 
 def sends_adapters(config: Config) -> bool:
@@ -26,6 +42,28 @@ def sends_adapters(config: Config) -> bool:
 def transport_of(config: Config) -> Transport:
     """The transport in use: `weights.transport`, or shm when it is null. (Placement may already have replaced null.)"""
     return config.weights.transport or Transport.shm
+
+
+def transports_for(config: Config, *, on_gpus: bool) -> tuple[TransportChoice, ...]:
+    """What weights.transport may become if it is null, the best one first; which of them fit depends on the machines.
+
+    Example: four engines on the GPUs of four ranks -> ipc; shm, in case the GPUs are on two machines.
+    """
+    through_memory = TransportChoice(transport=Transport.shm, reason="the memory of one machine reaches all engines")
+    between_ranks = TransportChoice(transport=Transport.p2p, reason="trainer and engines are on several machines")
+    if sends_adapters(config):
+        return (through_memory,)
+    if config.lora.rank is not None:
+        merged = "no rank has a part of merged adapters, which p2p and ipc would send"
+        return (replace(through_memory, reason=merged),)
+    is_colocated = config.cluster.placement is Placement.colocated
+    if not on_gpus:
+        return (through_memory,) if is_colocated else (through_memory, between_ranks)
+    if not is_colocated:
+        return (replace(between_ranks, reason="GPUs send each other weights faster than through the CPU's memory"),)
+    shared = TransportChoice(transport=Transport.ipc, reason="engines can read the memory of the trainer's GPUs")
+    scattered = "the GPUs are on several machines, and ipc reaches one; NCCL takes one process for each GPU"
+    return (shared, replace(through_memory, reason=scattered))
 
 
 def samples_while_loading(config: Config) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from rlflow.algorithms.registry import needs_critic
+from rlflow.algorithms.schedules import check_schedule
 from rlflow.config import (
     ADAPTER_RANKS,
     Backend,
@@ -16,8 +17,10 @@ from rlflow.config import (
     Dtype,
     ModelPlacement,
     Offload,
+    Optimizer,
     Order,
     Placement,
+    Schedule,
     Send,
     Transport,
 )
@@ -44,6 +47,7 @@ _POSITIVE = {
     "trainer": ("ranks", "tensor_parallel", "learning_rate", "max_grad_norm", "micro_batch_tokens"),
     "lora": ("alpha",),
     "critic": ("learning_rate",),
+    "cluster": ("reference_ranks",),
     "staleness": ("max_ready_mb",),
     "deadlines": ("start_s", "group_s", "train_s", "weights_s", "checkpoint_s"),
 }
@@ -54,7 +58,7 @@ _NOT_NEGATIVE = {
     "staleness": ("max_versions",),
     "eval": ("every",),
 }
-_SHARES = {"trainer": ("beta1", "beta2")}
+_SHARES = {"trainer": ("beta1", "beta2"), "rollout": ("min_p",)}
 
 _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     (
@@ -74,6 +78,16 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         lambda c: c.reward.model is None and not needs_reference(c) and not needs_critic(c.algorithm),
         "without a critic, a reference or a reward model (with lora.rank the policy is its own reference); set it to "
         "separate",
+    ),
+    (
+        "cluster.reference_ranks",
+        lambda c: not needs_reference(c),
+        "without processes for a reference (algorithm.kl_coefficient=0, or lora.rank is set); leave it at 1",
+    ),
+    (
+        "cluster.reference_ranks",
+        lambda c: c.cluster.roles is ModelPlacement.shared,
+        "with cluster.roles=shared, which puts one on each GPU of the trainer; leave it at 1",
     ),
     (
         "algorithm.kl_target",
@@ -139,6 +153,11 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         "on adapters, which are sent alone; leave it at shm, or set lora.send=merged",
     ),
     (
+        "trainer.schedule_args",
+        lambda c: c.trainer.schedule is Schedule.constant,
+        "with trainer.schedule=constant; leave it out, or set trainer.schedule to linear or cosine",
+    ),
+    (
         "trainer.zero_stage",
         lambda c: c.trainer.backend is not Backend.deepspeed,
         "with trainer.backend={trainer.backend}; set it to null, or trainer.backend=deepspeed",
@@ -192,6 +211,11 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError(
             f"algorithm.group_size must be at least 2, to have something to compare; got {config.algorithm.group_size}"
         )
+    top_k, top_p = config.rollout.top_k, config.rollout.top_p
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"rollout.top_k must be at least 1, or null for all tokens; got {top_k}")
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"rollout.top_p must be in (0, 1]; got {top_p}")
     value_clip, rank = config.critic.value_clip, config.lora.rank
     if value_clip is not None and value_clip <= 0:
         raise ConfigError(f"critic.value_clip must be positive, or null for no clip; got {value_clip}")
@@ -200,6 +224,12 @@ def _check_ranges(config: Config) -> None:
 
 
 def _check_contradictions(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.top_k is None and (rollout.top_p, rollout.min_p) != (1, 0):
+        raise ConfigError(
+            f"rollout.top_p={rollout.top_p:g} with rollout.min_p={rollout.min_p:g} needs a rollout.top_k, which bounds "
+            "how many tokens engines report for each choice; set it to 1024, which leaves out next to nothing more"
+        )
     lora, transport = config.lora, config.weights.transport
     if lora.rank is not None and lora.rank > ADAPTER_RANKS[-1] and lora.send is Send.adapters:
         raise ConfigError(
@@ -275,12 +305,23 @@ def _check_algorithm(config: Config) -> None:
 
 def _check_trainer(config: Config) -> None:
     trainer = config.trainer
+    check_schedule(trainer, config.run.steps)
     if trainer.backend is Backend.deepspeed and trainer.zero_stage not in (1, 2, 3):
         found = "null" if trainer.zero_stage is None else trainer.zero_stage
         raise ConfigError(f"trainer.zero_stage must be 1, 2 or 3 with trainer.backend=deepspeed; got {found}")
     if trainer.ranks % trainer.tensor_parallel:
         raise ConfigError(
             f"trainer.tensor_parallel must divide trainer.ranks ({trainer.ranks}); got {trainer.tensor_parallel}"
+        )
+    if trainer.optimizer is not Optimizer.adamw and trainer.backend is Backend.deepspeed:
+        raise ConfigError(
+            f"trainer.optimizer={trainer.optimizer} does not go with trainer.backend=deepspeed, whose flat buffers "
+            "hold neither whole matrices nor moments of a byte; set trainer.optimizer=adamw, or trainer.backend=fsdp"
+        )
+    if trainer.optimizer is Optimizer.muon and trainer.tensor_parallel > 1:
+        raise ConfigError(
+            f"trainer.optimizer=muon does not go with trainer.tensor_parallel={trainer.tensor_parallel}, which cuts "
+            "the matrices that Muon needs whole; set one of them back"
         )
     if trainer.zero_stage == 1 and config.model.dtype is Dtype.bfloat16:
         raise ConfigError(

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlflow.cluster.fit_errors import check_counts
-from rlflow.cluster.placement import Placed, describe, fit
+from rlflow.cluster.placement import Placed, describe, describe_way, fit
 from rlflow.cluster.slots import Machine, machines_of
 from rlflow.config import Config, Placement, PoolConfig, ProcessKind, Send, Transport
 from rlflow.errors import ConfigError
+from rlflow.runtime.derived import transports_for
 
 SPLIT = {
     "rollout": PoolConfig(
@@ -105,7 +106,6 @@ def test_shared_memory_means_one_machine() -> None:
 
 def test_weights_cross_the_network_where_they_must() -> None:
     asked = config(2, 2, transport=None)
-    assert fit(asked, machines(4, 4)).config.weights.transport is Transport.shm
     assert fit(asked, machines(3, 3)).config.weights.transport is Transport.p2p
     assert asked.weights.transport is None
     with pytest.raises(ConfigError, match="the run needs 4 GPUs"):
@@ -192,8 +192,8 @@ def test_a_run_may_go_on_with_fewer_machines_than_it_began_with() -> None:
 
 def test_a_pool_that_is_too_small() -> None:
     message = (
-        r"what runs in cluster.pools.training needs 7 GPUs \(trainer.ranks = 6, reference = 1\); it has 6; lower one "
-        r"of them, or set cluster.roles=shared$"
+        r"what runs in cluster.pools.training needs 7 GPUs \(trainer.ranks = 6, cluster.reference_ranks = 1\); it has "
+        r"6; lower one of them, or set cluster.roles=shared$"
     )
     there = machines_of(SPLIT)
     assert there is not None
@@ -263,3 +263,56 @@ def test_what_is_placed_fits(
         assert len({*trainers, *where(placed, ProcessKind.engine)}) == 1
     for first in range(0, len(trainers), ranks[1]):
         assert len(set(trainers[first : first + ranks[1]])) == 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "colocated", "lora", "machine_sizes", "expected"),
+    [
+        # On GPUs nothing goes through the memory of the CPU that can go another way.
+        (True, True, None, (2,), Transport.ipc),
+        (True, True, None, (1, 1), Transport.shm),
+        (True, True, Send.merged, (2,), Transport.shm),
+        (True, True, Send.adapters, (2,), Transport.shm),
+        (True, False, None, (4,), Transport.p2p),
+        (True, False, None, (3, 3), Transport.p2p),
+        (True, False, Send.merged, (4,), Transport.shm),
+        (True, False, Send.adapters, (4,), Transport.shm),
+        (False, True, None, (0,), Transport.shm),
+        (False, False, None, (0,), Transport.shm),
+        (False, False, Send.merged, (0,), Transport.shm),
+    ],
+)
+def test_how_weights_travel_if_the_settings_do_not_say(
+    gpus: bool, colocated: bool, lora: Send | None, machine_sizes: tuple[int, ...], expected: Transport
+) -> None:
+    asked = config(2, 2, transport=None)
+    if colocated:
+        asked.cluster.placement = Placement.colocated
+    if lora is not None:
+        asked.lora.rank, asked.lora.send = 4, lora
+    there = machines(*machine_sizes)
+    placed = fit(asked, there)
+    assert placed.config.weights.transport is expected
+    assert placed.way in transports_for(asked, on_gpus=gpus)
+    assert placed.way is not None
+    line = f"weights.transport={expected.value}: {placed.way.reason}"
+    assert describe_way(placed) == ([] if lora is Send.adapters else [line])
+
+
+def test_what_cannot_be_sent_from_gpu_to_gpu_is_explained() -> None:
+    asked = config(2, 2, transport=None)
+    asked.lora.rank, asked.lora.send = 4, Send.merged
+    assert describe_way(fit(asked, machines(4))) == [
+        "weights.transport=shm: no rank has a part of merged adapters, which p2p and ipc would send"
+    ]
+    with pytest.raises(ConfigError, match="needs the trainer and all engines on one machine"):
+        fit(asked, machines(2, 2))
+
+
+def test_weights_cross_the_network_between_cpus_where_they_must() -> None:
+    small = [Machine(name=f"m{index}", cpus=4, gpus=0, pool=None) for index in range(2)]
+    placed = fit(config(3, 2, transport=None), small)
+    assert placed.config.weights.transport is Transport.p2p
+    assert describe_way(placed) == ["weights.transport=p2p: trainer and engines are on several machines"]
+    asked = config(3, 2)
+    assert describe_way(fit(asked, small)) == []

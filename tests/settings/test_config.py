@@ -17,9 +17,11 @@ from rlflow.config import (
     Late,
     ModelPlacement,
     Offload,
+    Optimizer,
     Order,
     Placement,
     Proximal,
+    Schedule,
     Send,
     Transport,
     Update,
@@ -44,6 +46,34 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rollout.temperature": math.inf}, "rollout.temperature must be a finite number; got inf"),
     ({"staleness.max_versions": -1}, "staleness.max_versions must not be negative; got -1"),
     ({"trainer.beta2": 1.0}, "trainer.beta2 must be in [0, 1); got 1.0"),
+    (
+        {"trainer.schedule_args": {"floor": 0.1}},
+        "trainer.schedule_args={'floor': 0.1} has no effect with trainer.schedule=constant; leave it out, or set "
+        "trainer.schedule to linear or cosine",
+    ),
+    (
+        {"trainer.schedule": Schedule.cosine, "trainer.schedule_args": {"flor": 0.1}},
+        "trainer.schedule_args takes floor; got flor",
+    ),
+    (
+        {"trainer.schedule": Schedule.cosine, "trainer.schedule_args": {"floor": 1}},
+        "trainer.schedule_args.floor must be a share of trainer.learning_rate in [0, 1); got 1",
+    ),
+    (
+        {"trainer.schedule": Schedule.linear, "trainer.warmup_steps": 100},
+        "trainer.schedule=linear has no effect with trainer.warmup_steps=100, because run.steps=100; lower "
+        "trainer.warmup_steps, or set trainer.schedule=constant",
+    ),
+    (
+        {"trainer.optimizer": Optimizer.adamw8bit, "trainer.backend": Backend.deepspeed, "trainer.zero_stage": 2},
+        "trainer.optimizer=adamw8bit does not go with trainer.backend=deepspeed, whose flat buffers hold neither whole "
+        "matrices nor moments of a byte; set trainer.optimizer=adamw, or trainer.backend=fsdp",
+    ),
+    (
+        {"trainer.optimizer": Optimizer.muon, "trainer.ranks": 2, "trainer.tensor_parallel": 2},
+        "trainer.optimizer=muon does not go with trainer.tensor_parallel=2, which cuts the matrices that Muon needs "
+        "whole; set one of them back",
+    ),
     ({"cluster.cpu_threads": 0}, "cluster.cpu_threads must be at least 1, or null; got 0"),
     ({"algorithm.group_size": 1}, "algorithm.group_size must be at least 2, to have something to compare; got 1"),
     (

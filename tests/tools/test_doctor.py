@@ -348,6 +348,14 @@ ON_GPUS = {"gpu_devices": 2, "vllm": "vllm", "driver": "590.44.01"}
             "driver for CUDA 13.0 or later (here is 590.44.01)",
         ),
         (
+            {**ON_GPUS, "driver": "535.183.06"},
+            {"torch": replace(CUDA, gpus=(), cuda_problem="The NVIDIA driver on your system is too old")},
+            "error",
+            "GPUs",
+            "CUDA 13.0 needs driver R580 or later, and the driver here is 535.183.06",
+            "update the driver",
+        ),
+        (
             {},
             {"torch": replace(CUDA, gpus=(), cuda_problem="no driver")},
             "error",

@@ -319,6 +319,17 @@ def test_memory_of_the_reference() -> None:
     assert sizes(found) == {"parameters": 2 * 92, "one layer and the logits": 5 * 600 + 12 * 2 * 10}
 
 
+def test_memory_of_a_rank_of_the_reference() -> None:
+    asked = config(model__dtype=Dtype.bfloat16, algorithm__kl_coefficient=0.1, cluster__reference_ranks=4)
+    found = reference_memory(asked, SMALL, num_tokens=5, max_logits=20)
+    # Of 10, 6, 6 and 4 rows the largest of 4 parts have 3, 2, 2 and 1; two layers of up to 28 are whole at a time.
+    assert sizes(found) == {
+        "parameters": 2 * (3 * 4 + 2 * 4 + 2 * 4 + 1),
+        "one layer and the logits": 5 * 600 + 12 * 2 * 10,
+        "gathered parameters": 2 * (40 + 2 * 28),
+    }
+
+
 def test_memory_of_a_reward_model() -> None:
     asked = config(model__dtype=Dtype.bfloat16, trainer__micro_batch_tokens=7)
     assert sizes(reward_model_memory(asked, CLASSIFIER)) == {"parameters": 2 * 50, "one layer": 7 * 300}
@@ -347,12 +358,16 @@ def small_estimate(**settings: object) -> Estimate:
 
 def test_gpus_are_counted_in_the_order_of_the_processes() -> None:
     found = small_estimate(
-        rollout__engines=3, rollout__tensor_parallel=2, trainer__ranks=4, algorithm__kl_coefficient=0.1
+        rollout__engines=3,
+        rollout__tensor_parallel=2,
+        trainer__ranks=4,
+        algorithm__kl_coefficient=0.1,
+        cluster__reference_ranks=2,
     )
     assert [(each.first, each.last, each.holds) for each in found.gpus] == [
         (0, 5, "engines 0 to 2 on 2 GPUs each"),
         (6, 9, "trainer ranks 0 to 3"),
-        (10, 10, "reference"),
+        (10, 11, "reference ranks 0 to 1"),
     ]
     assert [each.num_bytes for each in found.gpus] == [found.processes[name].total for name in found.processes]
 
@@ -376,21 +391,20 @@ def test_what_shares_a_gpu_adds_up_there() -> None:
     asked = config(**settings, cluster__roles=ModelPlacement.shared)
     found = estimate(asked, SMALL, max_logits=20, reward_model=CLASSIFIER)
     memory = {name: each.total for name, each in found.processes.items()}
-    third = memory["trainer"] + memory["critic"]
-    second = third + memory["reward_model"]
-    first = second + memory["reference"]
+    last = memory["trainer"] + memory["critic"] + memory["reference"]
+    first = last + memory["reward_model"]
     assert [(each.first, each.last, each.holds, each.num_bytes) for each in found.gpus] == [
         (0, 2, "engines 0 to 2", memory["engine"]),
-        (3, 3, "trainer rank 0; critic rank 0; reference; reward model 0", first),
-        (4, 4, "trainer rank 1; critic rank 1; reward model 1", second),
-        (5, 5, "trainer rank 2; critic rank 2", third),
+        (3, 4, "trainer ranks 0 to 1; critic ranks 0 to 1; reference ranks 0 to 1; reward models 0 to 1", first),
+        (5, 5, "trainer rank 2; critic rank 2; reference rank 2", last),
     ]
     asked.cluster.placement = Placement.colocated
     found = estimate(asked, SMALL, max_logits=20, reward_model=CLASSIFIER)
     in_turn = max(memory["engine"], memory["trainer"] + memory["critic"])
     beside = memory["reward_model"] + memory["reference"]
     assert (found.gpus[0].first, found.gpus[-1].last) == (0, 2)
-    assert found.gpus[0].holds == "engine 0 and trainer rank 0, critic rank 0, in turn; reference; reward model 0"
+    names = "engines 0 to 1 and trainer ranks 0 to 1, critic ranks 0 to 1, in turn"
+    assert found.gpus[0].holds == f"{names}; reference ranks 0 to 1; reward models 0 to 1"
     assert found.gpus[0].num_bytes == in_turn + beside
 
 
@@ -443,7 +457,7 @@ def test_a_rank_starts_with_its_part_of_one_parameter_at_a_time() -> None:
 def test_rank_0_converts_a_mixture_of_experts(tmp_path: Path) -> None:
     experts = Qwen3MoeConfig(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, dtype="bfloat16")
     experts.save_pretrained(tmp_path)
-    facts = read_model(config(), str(tmp_path))
+    facts = read_model(config(model__dtype=Dtype.bfloat16), str(tmp_path))
     assert facts.converted == 2 * facts.num_parameters
     assert read_model(config(), QWEN2_7B).converted == 0
     assert estimate(config(), replace(SMALL, converted=184), max_logits=20).start.converted == 184
@@ -473,7 +487,7 @@ Worked out from the settings and config.json; nothing was started.
 
 GPUs: 2 (without any, the same processes share the machine's memory)
           0  102.84 MiB of each: a GPU of 16 GB or more; engine 0
-          1    8.99 MiB of each: a GPU of 16 GB or more; trainer rank 0
+          1    9.43 MiB of each: a GPU of 16 GB or more; trainer rank 0
   A GPU is taken to hold what fits into 90% of it; CUDA and vLLM's graphs need the rest.
   Ray chooses the machines; the GPUs of one engine are of one machine.
 
@@ -486,9 +500,10 @@ Trainer rank, with micro-batches of up to 512 tokens
     0.44 MiB  parameters (float32)
     0.44 MiB  gradients (float32)
     0.88 MiB  moments of AdamW (float32)
+    0.44 MiB  weights for the engines (float32)
     5.40 MiB  activations (trainer.gradient_checkpointing=false; 3.14 MiB if true)
     1.83 MiB  output layer (logits of 512 tokens at once, gradient in float32)
-    8.99 MiB  in all
+    9.43 MiB  in all
 
 A step
   2 groups of 4: 8 episodes, at most 2,048 tokens
@@ -497,7 +512,8 @@ A step
   an engine's cache holds 409 sequences of 256 tokens, and more of shorter ones; rollout.max_running=64
 
 A new version of the weights
-    0.44 MiB  in /dev/shm of each machine with ranks of the trainer; engines read it there
+    0.44 MiB  sent to each engine: what its workers hold, by the ranks that have it
+  weights.transport=p2p: GPUs send each other weights faster than through the CPU's memory
 
 Main memory while a trainer starts, beside the cache of files
     0.06 MiB  for each rank, which reads the parts that it keeps one by one

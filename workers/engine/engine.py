@@ -26,6 +26,7 @@ from rlflow.runtime.deadlines import within
 from rlflow.runtime.derived import sends_adapters
 from rlflow.runtime.disk import TEMPORARY
 from rlflow.runtime.environment import variables
+from rlflow.runtime.gpus import has_gpu
 from rlflow.weights.engine.messages import ADAPTER_ID, WeightReport
 from rlflow.workers.engine.admission import Gate, RunningLimit, pressure_gauge
 from rlflow.workers.engine.loading import Loading
@@ -56,12 +57,10 @@ class RolloutEngine:
 
     def __init__(self, config: Config, model_path: str, index: int, threads: int) -> None:
         """`threads` are the OpenMP threads on a machine without a GPU. Sets this process's environment for vLLM."""
-        import torch  # its users are workers; importing this module must stay cheap
-
         self._config = config
         self._model_path = model_path
         self._index = index
-        self._on_gpu = torch.cuda.is_available()
+        self._on_gpu = has_gpu()
         self._version: int | None = None
         self._llm: AsyncLLM | None = None
         self._has_adapters = sends_adapters(config)

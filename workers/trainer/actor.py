@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from rlflow.roles import StagedWeights, StepOutcome
 from rlflow.runtime.derived import num_shares
 from rlflow.runtime.disk import disk_errors
 from rlflow.runtime.environment import keep_memory, share_cpu
+from rlflow.runtime.gpus import has_gpu
 from rlflow.types import FloatArray, ReadyGroup, Span, TrainSample
 from rlflow.workers.trainer.fetch import Fetcher, moments_of, whiten_all
 
@@ -46,12 +46,9 @@ class TrainerWorker:
 
     def rendezvous(self) -> str:
         """An address for the ranks to meet at; loopback unless they are on several machines."""
-        import ray
+        from rlflow.workers.trainer.process_group import new_rendezvous
 
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+        return new_rendezvous()
 
     def start(self, rendezvous: str) -> None:
         from rlflow.weights.senders import build_sender
@@ -183,11 +180,9 @@ def build_backend(
     Raises ConfigError for settings without effect on this machine, a package that is missing, or a model that cannot be
     trained.
     """
-    # Each back end is imported only when it is chosen.
-    import torch
-
-    check_offload(config, torch.cuda.is_available())
+    check_offload(config, has_gpu())
     if config.trainer.backend is Backend.deepspeed:
+        # Each back end is imported only when it is chosen.
         from rlflow.workers.trainer.deepspeed import DeepSpeedTrainer
 
         return DeepSpeedTrainer(config, model_path, rank, world_size, rendezvous, is_critic)

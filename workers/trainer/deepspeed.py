@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from rlflow.config import Config, Dtype, Offload
 from rlflow.errors import ConfigError
 from rlflow.weights.shape.layout import Layout, runs_layout
-from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend, adamw, fresh_moments, state_tensors
+from rlflow.workers.trainer.optimizers import adamw, fresh_moments, state_tensors
+from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend
 from rlflow.workers.trainer.policy import torch_dtype
 from rlflow.workers.trainer.pretrained import move_buffers, with_memory
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader
@@ -42,7 +43,7 @@ class DeepSpeedTrainer(TrainerBackend):
         settings = zero_settings(config, max(vectors, default=0))
         self._fill_first(settings)
         self._parameters = dict(self._policy.model.named_parameters())
-        self._optimizer = adamw(config, [each for each in self._parameters.values() if each.requires_grad])
+        self._optimizer = adamw(config.trainer, [each for each in self._parameters.values() if each.requires_grad])
         self._optimizer.register_step_pre_hook(self._before_update)
         self._engine: Any = self._deepspeed.initialize(
             model=self._policy,

@@ -8,22 +8,26 @@ A single float32 rank that keeps everything on its device has nothing to shard o
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from rlflow.config import Config, Offload
+from rlflow.errors import ConfigError
 from rlflow.weights.shape.layout import Layout, chunk_of, fsdp_layout
-from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend, adamw, fresh_moments, state_tensors
+from rlflow.workers.trainer.optimizers import ShardGroup, ShardOptimizer
+from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend
 from rlflow.workers.trainer.policy import Policy, torch_dtype
 from rlflow.workers.trainer.pretrained import CPU, move_buffers, with_memory
 from rlflow.workers.trainer.process_group import join_subgroup
-from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader
+from rlflow.workers.trainer.shards import PARAMETER, Shard, ShardReader
 from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
 
 
@@ -48,7 +52,12 @@ class FsdpTrainer(TrainerBackend):
         self._parameters = dict(self._policy.model.named_parameters())
         self._fill_first()
         self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
-        self._optimizer = adamw(config, list(self._trained.values()))
+        layers = {id(parameter) for parameter in _layers(self._policy.model).parameters()}
+        hidden = frozenset(name for name, parameter in self._trained.items() if id(parameter) in layers)
+        group = ShardGroup(rank=rank, size=world_size, process_group=dist.group.WORLD, device=self._device)
+        if not is_sharded:
+            group = ShardGroup(device=self._device)
+        self._optimizer = ShardOptimizer(config.trainer, self._shapes, hidden, group)
 
     def _fill_first(self) -> None:
         """Fill what this rank keeps of every parameter with its first values."""
@@ -79,16 +88,12 @@ class FsdpTrainer(TrainerBackend):
         if self._is_offloaded:
             offload = CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
         slices = {parameter for name, parameter in self._policy.model.named_parameters() if name in self._cut}
-        among_data = None
-        if data_mesh is not None:
-            among_data = ShardPlacementResult(placement=None, mesh_info=FSDPMeshInfo(mesh=data_mesh, shard_mesh_dim=0))
+        among_data = None if data_mesh is None else _sharded_over(data_mesh)
 
-        def placement(parameter: nn.Parameter) -> ShardPlacementResult | None:
+        def placement(parameter: nn.Parameter) -> Any:
             return among_data if parameter in slices else None
 
-        layers = self._policy.model.base_model.layers
-        assert isinstance(layers, nn.ModuleList)
-        for module in (*layers, self._policy):
+        for module in (*_layers(self._policy.model), self._policy):
             fully_shard(module, mesh=mesh, shard_placement_fn=placement, mp_policy=precision, offload_policy=offload)
         for module in self._policy.modules():
             if isinstance(module, FSDPModule):
@@ -109,23 +114,27 @@ class FsdpTrainer(TrainerBackend):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _gradients(self) -> list[Tensor]:
-        return [_local(parameter.grad) for parameter in self._trained.values() if parameter.grad is not None]
+    def _gradients(self) -> dict[str, Tensor]:
+        grads = {name: parameter.grad for name, parameter in self._trained.items()}
+        return {name: _local(gradient) for name, gradient in grads.items() if gradient is not None}
 
     def _gradient_norm(self) -> float:
-        return self._norm(self._gradients())
+        return self._norm(list(self._gradients().values()))
 
     def _update(self, scale: float, learning_rate: float) -> None:
-        for gradient in self._gradients():
+        gradients = self._gradients()
+        for gradient in gradients.values():
             gradient.mul_(scale)
-        for options in self._optimizer.param_groups:
-            options["lr"] = learning_rate
         self._reshard()
-        self._optimizer.step()
+        self._optimizer.step(self._rows_of_trained(), gradients, learning_rate)
         self._discard_gradients()
 
     def _discard_gradients(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
+        for parameter in self._trained.values():
+            parameter.grad = None
+
+    def _rows_of_trained(self) -> dict[str, Tensor]:
+        return {name: _local(parameter.detach()) for name, parameter in self._trained.items()}
 
     def _whole(self, names: Sequence[str]) -> AbstractContextManager[list[Tensor]]:
         return nullcontext([self._gathered(name) for name in names])
@@ -144,17 +153,15 @@ class FsdpTrainer(TrainerBackend):
 
     def _shards(self) -> Iterator[Shard]:
         for name, parameter in self._trained.items():
-            tensors = {PARAMETER: parameter.detach()}
+            tensors = {PARAMETER: _local(parameter.detach())}
             if self._config.trainer.save_optimizer:
-                state = self._optimizer.state.get(parameter) or fresh_moments(parameter, self._updates)
-                tensors |= {kind: state[kind] for kind in MOMENTS}
+                tensors |= self._optimizer.moments(name, tensors[PARAMETER])
             (start, stop), own = self._rows(name), slice(0, None)
             if self._cut.get(name) == 1:
                 # Ranks that hold the same rows divide them, and each saves all columns of its own.
                 own = slice(*chunk_of(stop - start, self._group.rank, self._group.size))
             found: dict[str, Tensor] = {}
-            for kind, tensor in tensors.items():
-                rows = _local(tensor)
+            for kind, rows in tensors.items():
                 assert len(rows) == stop - start, f"{name} is cut another way than FSDP2 does"
                 if self._cut.get(name) == 1:
                     rows = self._group.join(rows.to(self._device), 1)[own]
@@ -164,19 +171,15 @@ class FsdpTrainer(TrainerBackend):
 
     def _load_shards(self, reader: ShardReader) -> None:
         self._reshard()
-        for name, parameter in self._trained.items():
-            self._fill(parameter.detach(), reader, PARAMETER, name)
-            self._optimizer.state.pop(parameter, None)
-            if reader.has_optimizer:
-                state = fresh_moments(parameter.detach(), self._updates)
-                for kind in MOMENTS:
-                    self._fill(state[kind], reader, kind, name)
-                self._optimizer.state[parameter] = state
+        for name, shard in self._rows_of_trained().items():
+            fill = partial(self._fill, reader, name)
+            fill(PARAMETER, shard)
+            self._optimizer.load(name, shard, fill if reader.has_optimizer else None, self._updates)
 
-    def _fill(self, tensor: Tensor, reader: ShardReader, kind: str, name: str) -> None:
+    def _fill(self, reader: ShardReader, name: str, kind: str, shard: Tensor) -> None:
         (start, stop), row = self._rows(name), self._shapes[name][1:]
         rows = reader.read(kind, name, start * math.prod(row), stop * math.prod(row)).view(stop - start, *row)
-        _local(tensor).copy_(self._group.slice(rows, 1) if self._cut.get(name) == 1 else rows)
+        shard.copy_(self._group.slice(rows, 1) if self._cut.get(name) == 1 else rows)
 
     def _reshard(self) -> None:
         """A root that stays gathered after a forward without backward would show the next forward old values."""
@@ -196,11 +199,33 @@ class FsdpTrainer(TrainerBackend):
 
     def _resident(self) -> Iterator[Tensor]:
         self._reshard()
-        for tensor in (*self._parameters.values(), *state_tensors(self._optimizer)):
-            yield _local(tensor.detach())
+        yield from self._optimizer.resident()
+        for parameter in self._parameters.values():
+            yield _local(parameter.detach())
         for parameter in self._parameters.values():
             if parameter.grad is not None:
                 yield _local(parameter.grad)
+
+
+def _layers(model: PreTrainedModel) -> nn.ModuleList:
+    layers = model.base_model.layers
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
+def _sharded_over(mesh: DeviceMesh) -> object:
+    """What tells `fully_shard` to shard a parameter over other ranks than the rest.
+
+    Raises ConfigError if torch is too old for that.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+
+    if not hasattr(common, "ShardPlacementResult"):
+        raise ConfigError(
+            f"trainer.tensor_parallel above 1 needs torch 2.13; this is {torch.__version__}; install torch 2.13, or "
+            "set trainer.tensor_parallel=1"
+        )
+    return common.ShardPlacementResult(placement=None, mesh_info=common.FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
 
+from rlflow.algorithms.schedules import learning_rate
 from rlflow.batching import PackedBatch, pack
 from rlflow.config import Config
 from rlflow.errors import RunError
@@ -42,7 +43,7 @@ from rlflow.workers.trainer.lora import (
 from rlflow.workers.trainer.objective import Objective, PolicyObjective
 from rlflow.workers.trainer.policy import empty_policy, split_logprobs, torch_dtype
 from rlflow.workers.trainer.process_group import choose_device, join
-from rlflow.workers.trainer.shards import MOMENTS, Shard, ShardReader, Snapshot
+from rlflow.workers.trainer.shards import Shard, ShardReader, Snapshot
 from rlflow.workers.trainer.value import ValueObjective, empty_value_model
 
 MicroBatch = Sequence[Sequence[TrainSample]]
@@ -196,13 +197,12 @@ class TrainerBackend(ABC):
         if count == 0:
             raise ValueError("a step needs at least one accumulated loss token; got none")
         grad_norm = self._gradient_norm() / count
-        # Linear warm-up over the first `warmup_steps` updates, then constant.
         trainer = self._config.trainer
-        learning_rate = trainer.learning_rate * min(1.0, (self._updates + 1) / max(1, trainer.warmup_steps))
+        rate = learning_rate(trainer, self._updates, self._config.run.steps)
         is_finite = math.isfinite(grad_norm)
         if is_finite:
             clip = min(1.0, trainer.max_grad_norm / (grad_norm + 1e-6))
-            self._update(clip / count, learning_rate)
+            self._update(clip / count, rate)
             self._updates += 1
             self._objective.end_step(sums)
         else:
@@ -213,7 +213,7 @@ class TrainerBackend(ABC):
         return StepOutcome(
             applied=is_finite,
             grad_norm=grad_norm,
-            learning_rate=learning_rate,
+            learning_rate=rate,
             metrics=self._objective.metrics(sums, largest),
         )
 
@@ -282,15 +282,17 @@ class TrainerBackend(ABC):
             updates=self._updates,
             objective=self._objective.state(),
             lora=self._config.lora,
+            optimizer=self._config.trainer.optimizer,
         )
 
     def load(self, folder: Path) -> None:
         """Read a checkpoint written on any number of ranks.
 
-        Raises RunError if it is incomplete, or belongs to another model or other adapters.
+        Raises RunError if it is incomplete, or belongs to another model, other adapters or another optimiser.
         """
         reader = ShardReader(folder)
         reader.check_adapters(self._config.lora)
+        reader.check_optimizer(self._config.trainer.optimizer)
         if reader.shapes != self._shapes:
             wrong = sorted(set(reader.shapes.items()) ^ set(self._shapes.items()))[0]
             raise RunError(
@@ -338,29 +340,6 @@ class TrainerBackend(ABC):
         if self._is_distributed:
             dist.all_reduce(total, operation)
         return total
-
-
-def adamw(config: Config, parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
-    """The optimiser of every back end."""
-    trainer = config.trainer
-    return torch.optim.AdamW(
-        parameters,
-        lr=trainer.learning_rate,
-        betas=(trainer.beta1, trainer.beta2),
-        weight_decay=trainer.weight_decay,
-        fused=True,
-    )
-
-
-def fresh_moments(like: Tensor, updates: int) -> dict[str, Tensor]:
-    """AdamW's state of one tensor after `updates` steps, moments still to be filled in."""
-    step = torch.tensor(float(updates), device=like.device)
-    return {"step": step} | {kind: torch.zeros_like(like) for kind in MOMENTS}
-
-
-def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def park(tensors: Iterable[Tensor], device: torch.device, into: list[Parked]) -> None:

@@ -3,17 +3,15 @@
 Shape letters: T tokens of the row, N loss tokens.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rlflow.batching import PackedBatch, pack
+from rlflow.batching import PackedBatch
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.types import FloatArray, TrainSample
@@ -21,9 +19,7 @@ from rlflow.weights.shape.layout import chunk_of
 from rlflow.workers.trainer.attention import attention_layout
 from rlflow.workers.trainer.pretrained import CPU, FirstValues, empty_model, load_packed
 from rlflow.workers.trainer.tensor_parallel import TensorGroup
-
-MAX_LOGITS = 2**26
-"""Logits that exist at once (256 MiB in float32); more loss tokens go through the head in chunks."""
+from rlflow.workers.trainer.token_logprobs import MAX_LOGITS, TokenLogprobs, among_support
 
 
 class Policy(nn.Module):
@@ -57,16 +53,21 @@ class Policy(nn.Module):
         positions, row_of = (
             torch.from_numpy(part).to(device) for part in np.unique(packed.loss_positions, return_inverse=True)
         )
-        targets = torch.from_numpy(packed.targets).to(device)
+        targets, support_ids, support_of = (
+            torch.from_numpy(part).to(device) for part in (packed.targets, packed.support_ids, packed.support_of)
+        )
+        # What a token was chosen among are further targets in its row.
+        row_of, targets = torch.cat([row_of, row_of[support_of]]), torch.cat([targets, support_ids])
         start, stop = chunk_of(len(positions), self._group.rank, self._group.size)
         tokens = torch.nonzero((row_of >= start) & (row_of < stop))[:, 0]
         # An embedding gathers rows, because its backward is deterministic on the CPU.
         predictive = F.embedding(positions[start:stop], hidden)
-        own: tuple[Tensor, Tensor] = _TokenLogprobs.apply(
+        own: tuple[Tensor, Tensor] = TokenLogprobs.apply(
             predictive, head.weight, row_of[tokens] - start, targets[tokens], self._temperature, self._max_logits
         )  # pyright: ignore[reportAssignmentType]
         logprobs, entropies = (of_own.new_zeros(len(targets)).index_copy(0, tokens, of_own) for of_own in own)
-        return self._group.add_up(logprobs), self._group.add_up(entropies)
+        logprobs, entropies = self._group.add_up(logprobs), self._group.add_up(entropies)
+        return among_support(logprobs, entropies, support_of) if len(support_of) else (logprobs, entropies)
 
 
 def hidden_states(model: PreTrainedModel, packed: PackedBatch) -> Tensor:
@@ -78,67 +79,6 @@ def hidden_states(model: PreTrainedModel, packed: PackedBatch) -> Tensor:
         use_cache=False,
         layout=attention_layout(packed, device, use_flex=device.type == "cuda"),
     ).last_hidden_state[0]
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    """log softmax(hidden weight^T / temperature)[row_of, targets], with at most `max_logits` logits in memory.
-
-    If everything fits into one chunk, its probabilities are kept; otherwise backward computes each chunk again.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, row_of: Tensor, targets: Tensor, temperature: float, max_logits: int
-    ) -> tuple[Tensor, Tensor]:
-        chunk = max(1, max_logits // len(weight))
-        logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
-        entropies = hidden.new_empty(len(hidden), dtype=torch.float32)
-        probabilities = None
-        for rows, tokens in _chunks(len(hidden), chunk, row_of):
-            log_softmax = _log_softmax(hidden[rows], weight, temperature)
-            logprobs[tokens] = log_softmax[row_of[tokens] - rows.start, targets[tokens]]
-            probabilities = log_softmax.exp()
-            entropies[rows] = -torch.linalg.vecdot(probabilities, log_softmax)
-        ctx.save_for_backward(hidden, weight, row_of, targets, probabilities if len(hidden) <= chunk else None)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        entropies = entropies[row_of]
-        ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        hidden, weight, row_of, targets, kept = ctx.saved_tensors
-        scaled = gradients[0] / ctx.temperature
-        hidden_gradient = torch.empty_like(hidden)
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for rows, tokens in _chunks(len(hidden), ctx.chunk, row_of):
-            probabilities = _log_softmax(hidden[rows], weight, ctx.temperature).exp_() if kept is None else kept
-            own_rows = row_of[tokens] - rows.start
-            of_row = scaled.new_zeros(len(probabilities)).index_add_(0, own_rows, scaled[tokens])
-            by_logit = probabilities * -of_row[:, None]
-            by_logit.view(-1).index_add_(0, own_rows * len(weight) + targets[tokens], scaled[tokens])
-            by_logit = by_logit.to(hidden.dtype)
-            hidden_gradient[rows] = by_logit @ weight
-            if weight_gradient is not None:
-                weight_gradient += by_logit.T @ hidden[rows]
-        whole = None if weight_gradient is None else weight_gradient.to(weight.dtype)
-        return hidden_gradient, whole, None, None, None, None
-
-
-def _chunks(num_rows: int, chunk: int, row_of: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Runs of at most `chunk` rows, each with the tokens that belong to them."""
-    for start in range(0, num_rows, chunk):
-        yield slice(start, start + chunk), torch.nonzero((row_of >= start) & (row_of < start + chunk))[:, 0]
-
-
-def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    logits = F.linear(hidden, weight).float()
-    if temperature != 1:
-        logits = logits.div_(temperature)
-    return logits.log_softmax(dim=-1)
 
 
 def empty_policy(config: Config, model_path: str) -> tuple[Policy, FirstValues]:
@@ -171,36 +111,6 @@ def split_logprobs(logprobs: Tensor, samples: Sequence[TrainSample]) -> list[Flo
         found.append(row)
         start = end
     return found
-
-
-class FrozenPolicy:
-    """A policy that never changes, whole in one process."""
-
-    def __init__(self, config: Config, model_path: str) -> None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._policy = load_policy(config, model_path, device, torch_dtype(config)).requires_grad_(False).eval()
-        self._max_tokens = config.trainer.micro_batch_tokens
-
-    def logprobs(self, groups: Sequence[Sequence[TrainSample]]) -> list[FloatArray]:
-        """[L] for each sample, groups laid end to end; 0 where there is no loss."""
-        found: list[FloatArray] = []
-        for samples in self._runs([sample for group in groups for sample in group]):
-            with torch.no_grad():
-                logprobs, _ = self._policy(pack([samples]))
-            found.extend(split_logprobs(logprobs, samples))
-        return found
-
-    def _runs(self, samples: Sequence[TrainSample]) -> Iterator[list[TrainSample]]:
-        run: list[TrainSample] = []
-        room = self._max_tokens
-        for sample in samples:
-            if run and sample.sample.num_tokens > room:
-                yield run
-                run, room = [], self._max_tokens
-            run.append(sample)
-            room -= sample.sample.num_tokens
-        if run:
-            yield run
 
 
 def torch_dtype(config: Config) -> torch.dtype:

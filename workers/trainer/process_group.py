@@ -12,18 +12,32 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from rlflow.runtime.gpus import has_gpu
 from rlflow.weights.p2p.rendezvous import own_address
 
 LOOPBACK = "127.0.0.1"
 
 
 def choose_device(rank: int) -> torch.device:
-    """The process's own GPU, or one of the visible GPUs by rank; the CPU if there is none."""
-    if not torch.cuda.is_available():
+    """The process's own GPU, or one of the visible GPUs by rank; the CPU if there is none.
+
+    Raises ConfigError for GPUs that torch cannot use.
+    """
+    if not has_gpu():
         return torch.device("cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def new_rendezvous() -> str:
+    """An address of this machine, as Ray knows it, for ranks to meet at."""
+    import ray
+
+    host = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return f"tcp://{host}:{probe.getsockname()[1]}"
 
 
 def join(rendezvous: str, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:

@@ -16,6 +16,7 @@ from rlflow.batching import Conversation, pack_conversations
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.models.resolve import REWARD
+from rlflow.runtime.gpus import has_gpu
 from rlflow.types import EpisodeEnd, Message, Transcript, Verdict
 from rlflow.workers.trainer.attention import attention_window
 from rlflow.workers.trainer.policy import torch_dtype
@@ -40,7 +41,7 @@ class RewardModel:
         self._max_tokens = positions if window is None else min(positions, window)
         self._padding = text.pad_token_id
         own = replace(config, model=replace(config.model, max_length=self._max_tokens))
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device("cuda" if has_gpu() else "cpu")
         model = load_packed(AutoModelForSequenceClassification, own, folder, REWARD, device, torch_dtype(config))
         if not isinstance(model, GenericForSequenceClassification) or model.num_labels != 1:
             raise ConfigError(

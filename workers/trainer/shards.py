@@ -1,11 +1,12 @@
 """Checkpoints of sharded tensors, without pickle: each rank writes what it holds, and any layout can read it.
 
-    manifest.json         ranks, updates, state of the objective, kinds of tensors, settings of the adapters if any
+    manifest.json         ranks, updates, state of the objective, kinds of tensors, optimiser, settings of the adapters
     rank_R.json           name -> global shape, dtype, elements that rank R holds
     rank_R.safetensors    "<kind>/<name>" -> those elements
 
 A shard is a run of elements in row-major order, so rows of a parameter and pieces of a flat buffer are the same thing.
-Kinds are `parameter` and, with the optimiser, `exp_avg` and `exp_avg_sq`.
+Kinds are `parameter` and, with the optimiser, `exp_avg` and `exp_avg_sq`, always float32. What Muon trains lacks the
+last one.
 """
 
 import json
@@ -20,12 +21,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlflow.config import LoraConfig
+from rlflow.config import LoraConfig, Optimizer
 from rlflow.errors import RunError
 
 PARAMETER = "parameter"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_FORMAT = 3
+_FORMAT = 4
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,6 +56,7 @@ class Snapshot:
     """The state that the objective must remember."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """If its `rank` is set, the parameters are those of adapters."""
+    optimizer: Optimizer = Optimizer.adamw
 
     def write(self, folder: Path) -> None:
         """Write this rank's files, and on rank 0 the manifest; from any thread."""
@@ -74,7 +76,8 @@ class Snapshot:
                 "format": _FORMAT,
                 "num_ranks": self.num_ranks,
                 "updates": self.updates,
-                "kinds": list(self.shards[0].tensors),
+                "kinds": sorted({kind for shard in self.shards for kind in shard.tensors}),
+                "optimizer": self.optimizer.value,
                 "objective": dict(self.objective),
                 "lora": asdict(self.lora),
             }
@@ -98,6 +101,7 @@ class ShardReader:
         self.updates: int = manifest["updates"]
         self.objective: dict[str, float] = manifest["objective"]
         self.kinds: list[str] = manifest["kinds"]
+        self.optimizer = Optimizer(manifest["optimizer"])
         self.lora = LoraConfig(**manifest["lora"])
         self._layouts = [self._read_json(f"rank_{rank}.json") for rank in range(manifest["num_ranks"])]
         self._files = [self._open(f"rank_{rank}.safetensors") for rank in range(manifest["num_ranks"])]
@@ -115,7 +119,7 @@ class ShardReader:
 
     @property
     def has_optimizer(self) -> bool:
-        return set(MOMENTS) <= set(self.kinds)
+        return MOMENTS[0] in self.kinds
 
     def check_adapters(self, lora: LoraConfig) -> None:
         """Raise RunError if the checkpoint has other adapters than these."""
@@ -123,6 +127,15 @@ class ShardReader:
             raise RunError(
                 f"checkpoint {self._folder} was saved with {_adapters(self.lora)}, but the run has {_adapters(lora)}; "
                 "set lora.rank and lora.alpha to what the run began with, or start anew with run.on_exists=fresh"
+            )
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise RunError if the moments are Muon's and the run's are AdamW's, or the other way round."""
+        if self.has_optimizer and (self.optimizer is Optimizer.muon) != (optimizer is Optimizer.muon):
+            raise RunError(
+                f"checkpoint {self._folder} was saved with trainer.optimizer={self.optimizer}, whose moments mean "
+                f"nothing to {optimizer}; set trainer.optimizer to what the run began with, or start anew with "
+                "run.on_exists=fresh"
             )
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:

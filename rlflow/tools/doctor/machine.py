@@ -14,6 +14,7 @@ from rlflow.algorithms.registry import needs_critic
 from rlflow.cluster.gpus import gpu_plan
 from rlflow.config import Backend, Config, Placement, Transport
 from rlflow.runtime.derived import object_store_bytes, sends_adapters, transport_of
+from rlflow.runtime.gpus import hides_gpus
 from rlflow.tools.doctor.findings import Finding, error, ok, warning
 from rlflow.tools.doctor.here import Here, ModelSize
 from rlflow.tools.dry_run.memory import size
@@ -248,9 +249,8 @@ def check_environment(here: Here, needs: Needs) -> Iterator[Finding]:
     """Variables that break a run, or that it does not follow."""
     name, environment = "environment", here.environment
     found: list[Finding] = []
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if here.gpu_devices and visible is not None and visible.strip() in ("", "-1"):
-        text = f"CUDA_VISIBLE_DEVICES={visible!r} hides all {here.gpu_devices} GPUs"
+    if here.gpu_devices and hides_gpus(environment):
+        text = f"CUDA_VISIBLE_DEVICES={environment['CUDA_VISIBLE_DEVICES']!r} hides all {here.gpu_devices} GPUs"
         found.append(warning(name, text, "unset CUDA_VISIBLE_DEVICES"))
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         value = environment.get(variable, "")

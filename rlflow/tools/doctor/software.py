@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 from rlflow.cluster.fit_errors import check_counts
 from rlflow.cluster.gpus import check_gpus
 from rlflow.cluster.placement import describe as describe_places
-from rlflow.cluster.placement import fit
+from rlflow.cluster.placement import describe_way, fit
 from rlflow.config import Config
 from rlflow.errors import ConfigError, DeadlineError, SandboxError
 from rlflow.models.resolve import resolve_config, resolve_model, resolve_reward_model
 from rlflow.processes.sandbox.run import describe
 from rlflow.runtime.deadlines import within
+from rlflow.runtime.gpus import GPU_BUILD, driver_problem
 from rlflow.tools.doctor.findings import Finding, check_placement, error, of_config_error, ok, warning
 from rlflow.tools.doctor.here import Here, ModelSize
 from rlflow.tools.doctor.machine import SMALLEST_WEIGHTS, Needs, is_in_range
@@ -97,8 +98,9 @@ def check_torch(here: Here, needs: Needs, load: Callable[[], Torch] = load_torch
     elif not here.gpu_devices:
         yield ok(name, "none: runs on the CPU")
     elif not torch.cuda:
-        cure = "pip install rlflow[gpu] in a virtual environment of its own"
-        yield error(name, f"{here.gpu_devices} are here, but this torch is built for the CPU", cure)
+        yield error(name, f"{here.gpu_devices} are here, but this torch is built for the CPU", GPU_BUILD)
+    elif problem := driver_problem(torch.cuda, here.driver):
+        yield error(name, problem, "update the driver")
     elif torch.cuda_problem:
         cure = "look at nvidia-smi and dmesg; another program may hold the GPU"
         if "driver" in torch.cuda_problem.lower():
@@ -143,7 +145,7 @@ def load_size(config: Config) -> ModelSize:
     """From config.json alone. Raises ConfigError."""
     from rlflow.config import Backend, Offload
     from rlflow.tools.dry_run.model import read_model
-    from rlflow.workers.trainer.policy import MAX_LOGITS
+    from rlflow.workers.trainer.token_logprobs import MAX_LOGITS
 
     facts = read_model(config, resolve_config(config.model.path))
     memory, fullest = dict[str, int](), 0
@@ -286,7 +288,10 @@ def check_joined_ray(here: Here, needs: Needs) -> Iterator[Finding]:
         num_gpus = sum(machine.gpus for machine in machines)
         check_gpus(config, num_gpus)
         check_counts(config.cluster.pools, machines)
-        return describe_places(fit(config, machines), machines) if is_joined or num_gpus else ()
+        if not is_joined and not num_gpus:
+            return ()
+        placed = fit(config, machines)
+        return [*describe_places(placed, machines), *describe_way(placed)]
 
     if needs.is_run:
         yield from check_placement(place)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.config import Config, Transport
-from rlflow.runtime.derived import transport_of
 from rlflow.tools.dry_run.estimate import USABLE, Estimate, estimate, smallest_gpu
 from rlflow.tools.dry_run.memory import ProcessMemory, size
 
@@ -17,7 +16,7 @@ _TITLES = {
     "engine": "Engine, on each of its GPUs",
     "trainer": "Trainer rank, with micro-batches of up to {tokens:,} tokens",
     "critic": "Critic rank, with the same micro-batches",
-    "reference": "Reference",
+    "reference": "Reference rank",
     "reward_model": "Reward model, of which each replica is whole",
 }
 _CURES = {
@@ -25,7 +24,7 @@ _CURES = {
     "trainer": "raise trainer.ranks, lower trainer.micro_batch_tokens, set trainer.gradient_checkpointing=true, or "
     "raise trainer.tensor_parallel",
     "critic": "as for the trainer",
-    "reference": "take a smaller model or algorithm.kl_coefficient=0",
+    "reference": "raise cluster.reference_ranks, take a smaller model or algorithm.kl_coefficient=0",
     "reward_model": "take a smaller reward.model",
 }
 _WHERE = {
@@ -42,7 +41,7 @@ def dry_run(config: Config, *, json_wanted: bool) -> int:
     from rlflow.models.resolve import REWARD, check_gives_score, resolve_config
     from rlflow.tools.dry_run.model import read_model, read_reward_model  # imports torch and transformers
     from rlflow.workers.engine.setup import check_engine
-    from rlflow.workers.trainer.policy import MAX_LOGITS
+    from rlflow.workers.trainer.token_logprobs import MAX_LOGITS
 
     check_functions(config)
     folder = resolve_config(config.model.path)
@@ -75,7 +74,8 @@ def as_text(found: Estimate, config: Config) -> str:
         _step(found, config),
         [
             "A new version of the weights",
-            f"  {size(weights.staged):>10}  {_WHERE[transport_of(config)]}",
+            f"  {size(weights.staged):>10}  {_WHERE[weights.transport]}",
+            *([f"  weights.transport={weights.transport.value}: {weights.reason}"] if weights.reason else []),
             *([f"  {size(weights.gathered):>10}  gathered by the ranks; {largest}"] if weights.gathered else []),
         ],
         _start(found),

@@ -1,16 +1,16 @@
 """Which process gets which GPU and how much of it, how large a step is, what a new version costs. Pure arithmetic."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from rlflow.batching import plan_micro_batches
 from rlflow.cluster.gpus import GpuPlan, check_gpus, gpu_plan
 from rlflow.cluster.placement import describe, fit
 from rlflow.cluster.slots import machines_of
-from rlflow.config import Backend, Config, Dtype, Offload, Placement, ProcessKind
+from rlflow.config import Backend, Config, Dtype, Offload, Placement, ProcessKind, Transport
 from rlflow.errors import ConfigError
-from rlflow.runtime.derived import num_shares, sends_adapters
+from rlflow.runtime.derived import num_shares, sends_adapters, transport_of, transports_for
 from rlflow.tools.dry_run.memory import (
     FLOAT32,
     OUTPUT_LAYER,
@@ -69,8 +69,11 @@ class Batch:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class WeightUpdate:
-    """Bytes that one new version takes."""
+    """How a new version gets to the engines, and the bytes that it takes."""
 
+    transport: Transport
+    reason: str | None
+    """Why it is this one; None if the settings name it, or adapters are sent alone."""
     staged: int
     """As the engines hold it."""
     gathered: int
@@ -122,9 +125,12 @@ def estimate(
         )
     machines = machines_of(config.cluster.pools)
     lines: list[str] = []
+    way = transports_for(config, on_gpus=True)[0] if config.weights.transport is None else None
     if machines is not None:
         placed = fit(config, machines)
-        config, lines = placed.config, describe(placed, machines)
+        config, lines, way = placed.config, describe(placed, machines), placed.way
+    elif way is not None:
+        config = replace(config, weights=replace(config.weights, transport=way.transport))
     plan = gpu_plan(config)
     check_gpus(config, plan.total)
     batch = _batch(config, facts)
@@ -152,7 +158,7 @@ def estimate(
         machines=tuple(lines),
         processes={kind.value: memory for kind, memory in processes.items()},
         batch=batch,
-        weights=_weights(config, facts),
+        weights=_weights(config, facts, None if way is None or sends_adapters(config) else way.reason),
         start=StartMemory(rank=FLOAT32 * largest_shard(config, facts), converted=facts.converted),
     )
 
@@ -199,10 +205,8 @@ def _most(kinds: Sequence[ProcessKind], processes: dict[ProcessKind, ProcessMemo
 
 
 def _numbered(kind: ProcessKind, first: int, stop: int) -> str:
-    is_rank = kind in (ProcessKind.trainer, ProcessKind.critic)
+    is_rank = kind in (ProcessKind.trainer, ProcessKind.critic, ProcessKind.reference)
     name = f"{kind.value} rank" if is_rank else kind.value.replace("_", " ")
-    if kind is ProcessKind.reference:
-        return name
     return f"{name} {first}" if stop - first == 1 else f"{name}s {first} to {stop - 1}"
 
 
@@ -237,7 +241,7 @@ def _batch(config: Config, facts: ModelFacts) -> Batch:
     )
 
 
-def _weights(config: Config, facts: ModelFacts) -> WeightUpdate:
+def _weights(config: Config, facts: ModelFacts, reason: str | None) -> WeightUpdate:
     whole, width = FLOAT32 * facts.num_parameters, BYTES_PER_ELEMENT[config.model.dtype]
     num_adapters = sum(weight.size for weight in facts.adapters)
     is_sharded = config.trainer.ranks > 1 or config.model.dtype is not Dtype.float32
@@ -247,6 +251,8 @@ def _weights(config: Config, facts: ModelFacts) -> WeightUpdate:
         sent, staged = facts.weights, width * facts.num_parameters
         held = staged + FLOAT32 * num_adapters if facts.adapters else whole
     return WeightUpdate(
+        transport=transport_of(config),
+        reason=reason,
         staged=staged,
         gathered=held if facts.adapters and is_sharded else 0,
         largest=FLOAT32 * max(weight.size for weight in sent),

@@ -30,7 +30,7 @@ from training import (
 )
 from transformers import AutoModelForCausalLM
 
-from rlflow.config import Config, Dtype
+from rlflow.config import Config, Dtype, Schedule
 from rlflow.errors import RunError
 from rlflow.roles import StepOutcome
 from rlflow.types import TrainSample
@@ -182,7 +182,7 @@ def test_parameters_have_hugging_face_names_and_tied_ones_come_once(model_path: 
 
 def test_a_loaded_trainer_goes_on_where_the_saved_one_stopped(model_path: str, tmp_path: Path) -> None:
     config = tiny_config()
-    config.trainer.warmup_steps = 3
+    config.trainer.schedule, config.run.steps = Schedule.cosine, 3
     trainer = one_rank(config, model_path)
     trainer.accumulate([tiny_groups()])
     trainer.step()
@@ -194,6 +194,7 @@ def test_a_loaded_trainer_goes_on_where_the_saved_one_stopped(model_path: str, t
         one.accumulate([tiny_groups()])
         outcomes.append(one.step())
     assert outcomes[0] == outcomes[1]
+    assert outcomes[1].learning_rate == pytest.approx(0.75 * config.trainer.learning_rate)
     expected = parameters(trainer)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.full_parameters())
 

@@ -1,0 +1,50 @@
+"""The learning rate of each update: a warm-up, then a schedule that ends at the last step of the run. Pure."""
+
+import math
+
+from rlflow.config import Schedule, TrainerConfig
+from rlflow.errors import ConfigError
+
+
+def learning_rate(trainer: TrainerConfig, update: int, num_steps: int) -> float:
+    """The rate of the update after `update` others, in a run of `num_steps` steps.
+
+    It depends on nothing else, so a resumed run goes on exactly. With another run.steps, what is left of the schedule
+    changes. A step whose gradient is not finite is no update, so the schedule may end before the floor.
+
+    Example: learning_rate=1, warmup_steps=2, schedule=linear, floor=0.2 and 6 steps: 0.5, 1, 1, 0.8, 0.6, 0.4
+    """
+    if update < trainer.warmup_steps:
+        return trainer.learning_rate * ((update + 1) / trainer.warmup_steps)
+    decay_steps = max(1, num_steps - trainer.warmup_steps)
+    progress = min(1.0, (update - trainer.warmup_steps) / decay_steps)
+    return trainer.learning_rate * _share_at(trainer.schedule, progress, **trainer.schedule_args)
+
+
+def _share_at(schedule: Schedule, progress: float, *, floor: float = 0.0) -> float:
+    """The share of the full rate when `progress` [0, 1] of the updates after the warm-up are done."""
+    match schedule:
+        case Schedule.constant:
+            return 1.0
+        case Schedule.linear:
+            left = 1.0 - progress
+        case Schedule.cosine:
+            left = (1.0 + math.cos(math.pi * progress)) / 2
+    return floor + (1.0 - floor) * left
+
+
+def check_schedule(trainer: TrainerConfig, num_steps: int) -> None:
+    """Raise ConfigError for options that `trainer.schedule` does not take, or a warm-up that leaves it no step."""
+    unknown = sorted(trainer.schedule_args.keys() - {"floor"})
+    if unknown:
+        raise ConfigError(f"trainer.schedule_args takes floor; got {', '.join(unknown)}")
+    floor = trainer.schedule_args.get("floor", 0.0)
+    if isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 <= floor < 1:
+        raise ConfigError(
+            f"trainer.schedule_args.floor must be a share of trainer.learning_rate in [0, 1); got {floor}"
+        )
+    if trainer.schedule is not Schedule.constant and trainer.warmup_steps >= num_steps:
+        raise ConfigError(
+            f"trainer.schedule={trainer.schedule} has no effect with trainer.warmup_steps={trainer.warmup_steps}, "
+            f"because run.steps={num_steps}; lower trainer.warmup_steps, or set trainer.schedule=constant"
+        )

@@ -201,7 +201,8 @@ def test_two_ranks_of_a_reference_say_what_one_says(model: PreTrainedConfig, tmp
             found = np.load(tmp_path / f"reference_{rank}_{call}.npz")
             rows = [found[f"arr_{index}"] for index in range(len(found.files))]
             for row, expected in zip(rows, alone.logprobs(brought), strict=True):
-                np.testing.assert_array_equal(row, expected)
+                assert expected.any()
+                np.testing.assert_allclose(row, expected, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 from training import largest_relative_difference, save_model, tiny_config, tiny_groups, tiny_llama
 
 from rlflow.config import Config, Dtype, Offload
+from rlflow.workers.trainer.frozen import FrozenPolicy
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.policy import load_policy
 
@@ -81,3 +82,16 @@ def test_a_sleeping_trainer_gives_its_memory_back(tmp_path: Path) -> None:
     trainer.reload()
     assert all(torch.equal(tensor.cpu(), before[name]) for name, tensor in trainer.full_parameters())
     trainer.close()
+
+
+def test_a_frozen_model_in_bfloat16_keeps_its_frequencies(tmp_path: Path) -> None:
+    model = save_model(tiny_llama(**SIZES), tmp_path / "model")
+    config = tiny_config()
+    config.model.dtype = Dtype.bfloat16
+    reference = FrozenPolicy(config, model)
+    assert {parameter.device.type for parameter in reference._policy.parameters()} == {"cuda"}
+    expected = dict(load_policy(config, model).model.named_buffers())
+    for name, buffer in reference._policy.model.named_buffers():
+        assert torch.equal(buffer.cpu(), expected[name]), name
+    found = np.concatenate(reference.logprobs(tiny_groups(num_groups=2)))
+    np.testing.assert_allclose(found, on_cpu(tiny_config(), model), atol=0.2)

@@ -43,10 +43,10 @@ class MeasuredEngine(RolloutEngine):
     def _arguments(self) -> dict[str, Any]:
         return {**super()._arguments(), "worker_extension_cls": "weights_worker.MeasuredWorker"}
 
-    async def _pause(self) -> float:
+    async def _pause(self, version: int) -> float:
         started = time.perf_counter()
         try:
-            return await super()._pause()
+            return await super()._pause(version)
         finally:
             self._vllm_s = time.perf_counter() - started
 
@@ -72,7 +72,7 @@ class MeasuredEngine(RolloutEngine):
     async def reload(self, file: Path) -> float:
         """Load the weights from a file, and return the seconds in which nothing was sampled."""
         async with self._loading:
-            paused_at_s = await self._pause()
+            paused_at_s = await self._pause(0)
             await self._engine.collective_rpc("bench_reload", args=(str(file),))
             await self._engine.resume_generation()
             return time.perf_counter() - paused_at_s

@@ -215,6 +215,7 @@ class _Sides:
                     loss_mask=np.ones(len(reply.ids), np.bool_),
                     logprobs=np.array(reply.logprobs, np.float32),
                     versions=np.array(reply.versions, np.int32),
+                    cache_versions=np.array(reply.cache_versions, np.int32),
                 ),
             )
             for index, reply in enumerate(replies)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.types import EpisodeSummary, FloatArray, IntArray, Sample, TrainSample
+from rlflow.types import BoolArray, EpisodeSummary, FloatArray, IntArray, Sample, TrainSample
 
 IndexArray = NDArray[np.int64]
 
@@ -79,6 +79,7 @@ class PackedBatch:
     targets: IndexArray  # [N]
     behaviour_logprobs: FloatArray  # [N]
     versions: IndexArray  # [N], that sampled the target
+    is_on_older_cache: BoolArray  # [N], whether an older version computed some of the target's context
     advantages: FloatArray  # [N]
     reference_logprobs: FloatArray | None  # [N]
     values: FloatArray | None  # [N], the critic's before the update; None unless the critic learns
@@ -244,6 +245,7 @@ def pack_conversations(conversations: Sequence[Conversation]) -> PackedBatch:
             loss_mask=np.arange(length) == length - 1,
             logprobs=np.zeros(length, np.float32),
             versions=np.zeros(length, np.int32),
+            cache_versions=np.zeros(length, np.int32),
         )
         samples.append(TrainSample(sample=sample, advantage=0.0))
     return pack([samples])
@@ -319,6 +321,7 @@ class _Row:
         def of_loss(rows: Iterable[NDArray[Any]]) -> list[NDArray[Any]]:
             return [row[mask] for row, mask in zip(rows, masks, strict=True)]
 
+        versions = _join(of_loss(one.sample.versions for one in samples))
         advantages = (np.broadcast_to(one.advantage, mask.shape) for one, mask in zip(samples, masks, strict=True))
         return PackedBatch(
             input_ids=_join(self._input_ids),
@@ -331,7 +334,8 @@ class _Row:
             loss_positions=_join(self._loss_positions),
             targets=_join(of_loss(one.sample.completion_ids for one in samples)),
             behaviour_logprobs=_join_floats(of_loss(one.sample.logprobs for one in samples)),
-            versions=_join(of_loss(one.sample.versions for one in samples)),
+            versions=versions,
+            is_on_older_cache=_join(of_loss(one.sample.cache_versions for one in samples)) < versions,
             advantages=_join_floats(of_loss(advantages)),
             reference_logprobs=_join_floats(of_loss(references)) if references else None,
             values=_join_floats(of_loss(target.values for target in targets)) if targets else None,

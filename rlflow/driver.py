@@ -19,7 +19,7 @@
 
 Rules (numbers as in docs/architecture.md, "What always holds"):
  1. Every admitted group ends exactly once: trained, or dropped with a reason. The ledger counts them.
- 2. An update of version v uses no token that was sampled before version v - staleness.max_versions, unless
+ 2. An update of version v uses no token older than version v - staleness.max_versions (nor is its cache), unless
     staleness.late=train asks for it.
  3. Synchronous training is max_versions 0 in this same loop: no group is admitted before the engines have the version.
  9. Every wait has a name and a deadline.
@@ -43,6 +43,7 @@ from rlflow.publisher import Publisher, PublishListener
 from rlflow.roles import StepOutcome, Workers
 from rlflow.rundir.store import CheckpointStore, RunState
 from rlflow.runtime.deadlines import within
+from rlflow.runtime.derived import least_streamed_tokens
 from rlflow.saver import SaveListener, Saver
 from rlflow.types import EpisodeSummary, PayloadRef, ReadyGroup, Span, Task
 
@@ -119,6 +120,7 @@ class Driver:
         self._spans: list[Span] = []
         """Since the last report."""
         self._skipped_in_a_row = 0
+        self._is_profiled = False
         self._is_updating = False
         """True from the order to update until the step is counted."""
         self._publisher = Publisher(
@@ -181,6 +183,8 @@ class Driver:
     # -- from the ready queue into the weights
 
     async def _train_one_step(self) -> None:
+        first, last = self._config.run.profile_steps or (0, 0)
+        await self._profile(first <= self._progress.step + 1 <= last)
         start_s, trained_version = self._now(), self._progress.version
         began_s = asyncio.get_running_loop().time()
         groups = await self._accumulate_step()
@@ -210,17 +214,21 @@ class Driver:
             self._intake.admit()
 
     async def _accumulate_step(self) -> list[ReadyGroup]:
-        """One step's groups, with their gradients accumulated: as they come, or all at the end."""
+        """One step's groups, with their gradients accumulated: as enough of them come, or all at the end."""
         grader = self._intake.grader
         together = self._is_colocated or not self._config.trainer.streaming or grader.needs_batch
         size = self._config.algorithm.groups_per_step
         groups: list[ReadyGroup] = []
+        waiting: list[ReadyGroup] = []
         while len(groups) < size:
             self._observer.phase("waiting for episodes" if not len(self._intake.ready) else "training")
             taken = await self._intake.take(size - len(groups))
             groups += taken
-            if not together:
-                await self._accumulate(taken)
+            waiting += taken
+            is_worth_it = sum(group.num_tokens for group in waiting) >= least_streamed_tokens(self._config.trainer)
+            if not together and (is_worth_it or len(groups) == size):
+                await self._accumulate(waiting)
+                waiting = []
         await self._wake_trainer()
         if together:
             grader.assign(groups)
@@ -257,6 +265,12 @@ class Driver:
             deadline = self._config.deadlines.weights_s
             await within("putting the engines to sleep", deadline, self._workers.engines.sleep())
             await within("bringing the trainer back to its devices", deadline, self._workers.trainer.reload())
+
+    async def _profile(self, is_on: bool) -> None:
+        """Begin or end the profile of run.profile_steps, unless that was done before."""
+        if is_on != self._is_profiled:
+            self._is_profiled = is_on
+            await within("profiling", self._config.deadlines.train_s, self._workers.profile(is_on))
 
     # -- evaluation and report
 
@@ -325,6 +339,7 @@ class Driver:
     # -- the end
 
     async def _finish(self) -> None:
+        await self._profile(False)
         await self._wait_until_evaluated()
         await self._publisher.wait_until_loaded()
         await self._cancel_unfinished()

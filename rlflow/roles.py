@@ -7,7 +7,7 @@ The driver awaits every method under a named deadline. All arguments and results
 weights stay with the workers, and what crosses here are handles to them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -33,6 +33,21 @@ class Mean:
         return self.total / self.count if self.count else None
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrainWork:
+    """What the ranks of a trainer computed for one step, all of them together."""
+
+    tokens: int
+    """Tokens that went through the model; a shared prompt counts once."""
+    flops: float
+    """Floating-point operations that these need, forward and backward."""
+    padded_flops: float
+    """The same if every sample had its own prompt and were padded to the longest of its micro-batch."""
+    num_ranks: int
+    device: str
+    """torch's name of rank 0's GPU, or `cpu`."""
+
+
 @dataclass(kw_only=True, slots=True)
 class StepOutcome:
     """What an optimiser step did."""
@@ -44,6 +59,9 @@ class StepOutcome:
     metrics: dict[str, Mean]
     """Means over everything accumulated since the last step: loss, entropy, kl, sampling/logp_difference_mean, ..."""
     spans: list[Span] = field(default_factory=list)
+    work: TrainWork | None = None
+    memory_peaks: list[int] = field(default_factory=list)
+    """By rank: the most bytes of its GPU that were allocated at once since the last step; empty without GPUs."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -184,6 +202,10 @@ class Reference(Protocol):
         ...
 
 
+async def _nothing_to_profile(is_on: bool) -> None:
+    del is_on
+
+
 @dataclass(kw_only=True, slots=True)
 class Workers:
     """Everything that the driver steers."""
@@ -194,3 +216,5 @@ class Workers:
     reference: Reference | None
     open_calls: Callable[[], list[str]] = list
     """One line for each kind of call that is being waited for; for the message when a run stalls."""
+    profile: Callable[[bool], Awaitable[None]] = _nothing_to_profile
+    """Between two steps: begins a profile of what computes, or ends it and writes it to run.dir."""

@@ -111,7 +111,7 @@ class Turn:
     """One reply of the policy: what it saw, what it sampled, under which version each token was sampled.
 
     Example, the second reply: Turn(prompt_ids=[7, 8, 41, 42, 51], output_ids=[43], logprobs=[-0.2], versions=[4],
-        finish_reason="stop", continues=0)
+        cache_versions=[4], finish_reason="stop", continues=0)
     """
 
     prompt_ids: list[int]
@@ -119,6 +119,7 @@ class Turn:
     output_ids: list[int]  # [num_output_tokens]
     logprobs: list[float]  # [num_output_tokens], behaviour policy, temperature applied
     versions: list[int]  # [num_output_tokens], policy version that sampled each token
+    cache_versions: list[int]  # [num_output_tokens], the oldest version that computed any of its context
     finish_reason: str
     """"stop" or "length"."""
     support: list[list[int]] | None = None  # [num_output_tokens], the tokens that each one was chosen among; None: all
@@ -149,6 +150,7 @@ class Sample:
         loss_mask      [   1    1    0    1]
         logprobs       [-0.1 -0.7  0.0 -0.2]
         versions       [   3    3   -1    4]
+        cache_versions [   3    3   -1    4]
     """
 
     prompt_ids: IntArray  # [P]
@@ -156,6 +158,9 @@ class Sample:
     loss_mask: BoolArray  # [L], True where the policy sampled the token
     logprobs: FloatArray  # [L], behaviour policy; 0 where loss_mask is False
     versions: IntArray  # [L], -1 where loss_mask is False
+    cache_versions: IntArray  # [L], at most `versions`
+    """The oldest version that computed any of the keys and values the token was sampled with: older than `versions` for
+    the tokens after an update, if the engine kept its cache (rollout.keep_cache). -1 where loss_mask is False."""
     support: Support | None = None
     """None if every token was chosen among all."""
 
@@ -248,6 +253,7 @@ class EpisodeSummary:
     """Tokens after the prompt, observations included."""
     num_loss_tokens: int
     oldest_version: int
+    """Of any token; a token is as old as its cache."""
     newest_version: int
     detail: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -321,6 +327,12 @@ class ReadyGroup:
     @property
     def newest_version(self) -> int:
         return max(episode.newest_version for episode in self.episodes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that go through the model, the prompt once."""
+        prompt = max(episode.num_prompt_tokens for episode in self.episodes)
+        return prompt + sum(episode.num_completion_tokens for episode in self.episodes)
 
 
 @dataclass(kw_only=True, slots=True)

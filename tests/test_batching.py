@@ -34,6 +34,7 @@ def train_sample(
         loss_mask=np.array(mask, np.bool_),
         logprobs=np.array([-0.5 * bit * (index + 1) for index, bit in enumerate(mask)], np.float32),
         versions=np.array([0 if bit else -1 for bit in mask], np.int32),
+        cache_versions=np.array([0 if bit else -1 for bit in mask], np.int32),
     )
     references = None if reference is None else np.array(reference, np.float32)
     return TrainSample(sample=sample, advantage=advantage, reference_logprobs=references)

@@ -61,6 +61,55 @@ def test_one_version_of_staleness_overlaps_and_keeps_the_bound(tmp_path: Path) -
     assert world.ledger.num_live == 0
 
 
+def test_a_profile_begins_and_ends_between_steps(tmp_path: Path) -> None:
+    """Also one of the last steps, and one whose run is stopped in its middle."""
+    for number, (steps, stop_at, expected) in enumerate(
+        (
+            ([2, 3], None, [(True, 1), (False, 3)]),
+            ([4, 4], None, [(True, 3), (False, 4)]),
+            ([2, 4], 2, [(True, 1), (False, 2)]),
+        )
+    ):
+        world = make_world(tmp_path / str(number), steps=4)
+        world.config.run.profile_steps = steps
+        seen: list[tuple[bool, int]] = []
+
+        async def profile(is_on: bool, world: World = world, seen: list[tuple[bool, int]] = seen) -> None:
+            seen.append((is_on, world.trainer.steps))
+
+        world.driver._workers.profile = profile
+        world.observer.on_step = lambda report, world=world, stop_at=stop_at: (
+            world.driver.request_stop() if report.step == stop_at else None
+        )
+        run_virtually(world.driver.run())
+        assert seen == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_batch_tokens", "passes"),
+    [
+        (2, 1000, [1, 1, 1]),  # as they come
+        (4, 22, [2, 1]),  # 22 tokens are worth it: two groups of 11
+        (4, 1000, [3]),  # all of the step
+    ],
+)
+def test_groups_wait_until_a_pass_over_many_ranks_pays(
+    ranks: int, micro_batch_tokens: int, passes: list[int], tmp_path: Path
+) -> None:
+    world = make_world(tmp_path, steps=1)
+    world.config.trainer.ranks, world.config.trainer.micro_batch_tokens = ranks, micro_batch_tokens
+    accumulate, sizes = world.trainer.accumulate, list[int]()
+
+    async def counted(groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
+        assert all(group.num_tokens == 11 for group in groups)
+        sizes.append(len(groups))
+        return await accumulate(groups, oldest_version)
+
+    world.trainer.accumulate = counted
+    run_virtually(world.driver.run())
+    assert sizes == passes
+
+
 def test_each_task_is_trained_once_a_pass(tmp_path: Path) -> None:
     world = make_world(tmp_path, steps=8, num_tasks=12)
     run_virtually(world.driver.run())

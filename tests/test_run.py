@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import signal
@@ -84,13 +85,23 @@ def test_the_reward_rises(tmp_path: Path) -> None:
     assert all(torch.equal(parameters[name], weights[name]) for name in parameters)
 
 
+def operations(trace: Path) -> set[str]:
+    with gzip.open(trace, "rt") as file:
+        return {event["name"] for event in json.load(file)["traceEvents"]}
+
+
 def test_adapters_are_trained_beside_a_reference_and_a_critic_without_one_more_process(tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = ["lora.rank=4", "trainer.learning_rate=1e-2", "algorithm.advantage=gae", "critic.learning_rate=1e-2"]
     settings += ["algorithm.kl_coefficient=0.05", "algorithm.kl_in_reward=true"]
-    train(run, "run.steps=4", *settings)
+    train(run, "run.steps=4", "run.profile_steps=[2,3]", *settings)
+    assert operations(run / "profile" / "trainer_rank_0.trace.json.gz") & {"aten::mm", "aten::addmm"}
+    assert operations(run / "profile" / "critic_rank_0.trace.json.gz") & {"aten::mm", "aten::addmm"}
+    (of_engine,) = (run / "profile" / "engine_0").glob("*.pt.trace.json.gz")
+    assert operations(of_engine) & {"aten::mm", "aten::addmm", "aten::linear"}
     records = metrics.read(run / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert all(record["throughput/train_tflops_rank"] > 0 for record in records)
     assert records[0]["kl"] < 1e-6  # adapters add nothing at first
     assert records[3]["kl"] > 1e-6
     assert max(record["sampling/logp_difference_mean"] for record in records) < 1e-4

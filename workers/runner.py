@@ -47,13 +47,13 @@ class _UnderWay:
 
     order: GroupOrder
     oldest_version: int | None = None
-    """The oldest version that sampled any of its tokens, by whole slices; None before the first slice."""
+    """Of any token, whose age is that of its cache, by whole slices; None before the first slice."""
     too_old: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no update may use the group any more."""
 
     def note(self, part: Completion) -> None:
         known = [] if self.oldest_version is None else [self.oldest_version]
-        self.oldest_version = min((*known, *part.versions), default=None)
+        self.oldest_version = min((*known, *part.cache_versions), default=None)
 
 
 class EpisodeRunner:
@@ -114,7 +114,7 @@ class EpisodeRunner:
         return (played, *(episode.payload for episode in episodes))
 
     async def cancel_stale(self, oldest_version: int) -> None:
-        """End the groups under way with a token sampled before `oldest_version`: their `play` raises StaleGroup.
+        """End the groups under way with a token older than `oldest_version`: their `play` raises StaleGroup.
 
         Groups pinned to an engine go on. The tokens of a slice count when the engine has returned it.
         """

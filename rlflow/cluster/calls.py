@@ -164,6 +164,7 @@ class RayTrainer:
         outcomes = await self._all("step")
         first: StepOutcome = outcomes[0]
         first.spans = [span for outcome in outcomes for span in outcome.spans]
+        first.memory_peaks = [peak for outcome in outcomes for peak in outcome.memory_peaks]
         return first
 
     async def stage_weights(self, version: int) -> StagedWeights:

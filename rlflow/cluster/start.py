@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import ray
@@ -28,6 +29,7 @@ from rlflow.cluster.calls import (
 )
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
+from rlflow.cluster.profile import profile
 from rlflow.cluster.ray import join_ray, private_ray
 from rlflow.cluster.rewards import start_rewards
 from rlflow.cluster.runners import RayRunners, start_runners
@@ -153,9 +155,9 @@ async def start_fleet(
     engine_fleet = EngineFleet(config, processes, membership.tell, alarm)
     policy = RayTrainer(trainers, config.trainer, policy_is_reference=policy_is_reference(config))
     critic = RayTrainer(critics, config.trainer, name="critic") if critics else None
-    vital = {f"trainer rank {rank}": actor for rank, actor in enumerate(trainers)}
-    vital |= {f"critic rank {rank}": actor for rank, actor in enumerate(critics)}
-    vital |= {f"reference rank {rank}": actor for rank, actor in enumerate(references)}
+    ranks = {f"trainer rank {rank}": actor for rank, actor in enumerate(trainers)}
+    ranks |= {f"critic rank {rank}": actor for rank, actor in enumerate(critics)}
+    vital = ranks | {f"reference rank {rank}": actor for rank, actor in enumerate(references)}
     is_joined = config.cluster.address is not None
     fleet = Fleet(
         workers=Workers(
@@ -164,6 +166,7 @@ async def start_fleet(
             trainer=RayActorCritic(policy, critic) if critic else policy,
             reference=RayReference(references) if references else None,
             open_calls=open_calls,
+            profile=partial(profile, ranks, list(engines.values())),
         ),
         runners=runners,
         engines=list(engines.values()),

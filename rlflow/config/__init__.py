@@ -89,6 +89,8 @@ class RunConfig:
     keep_checkpoints: int = 2
     show_samples_every: int = 10
     """Steps between two looks at the best and the worst episode."""
+    profile_steps: list[int] | None = None
+    """First and last of at most 5 steps whose profile every rank and engine writes to run.dir/profile. null: none."""
 
 
 @dataclass

@@ -26,5 +26,8 @@ class RolloutConfig:
     """`rolling`: a quarter of the engines load new weights while the others sample; `all`: all at once."""
     drain: bool = False
     """An engine finishes its requests before it takes new weights, instead of pausing them half-way."""
+    keep_cache: bool | None = None
+    """Replies under way keep the keys and values that older weights computed, instead of computing them again. Their
+    tokens count as that old. null: wherever replies are under way when weights are loaded."""
     seeded: bool = True
     """Seed each request, so that a synchronous run repeats token for token. Costs decode speed on a GPU."""

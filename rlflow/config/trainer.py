@@ -20,6 +20,9 @@ class TrainerConfig:
     tensor_parallel: int = 1
     """Ranks that share a micro-batch, each with a slice of every decoder layer; it divides `ranks`. For activations
     that one GPU cannot hold, on GPUs of one machine; `fsdp` only."""
+    replicas: int = 1
+    """Copies of the model, parameters and moments, that the ranks hold together; it divides `ranks`, and `fsdp` only.
+    With one for each machine, layers are gathered within a machine, and gradients cross the network once a step."""
     learning_rate: float = 1e-6
     warmup_steps: int = 0
     """Updates over which the learning rate rises linearly to `learning_rate`."""

@@ -3,8 +3,9 @@
     counts -> admission_budget, next_target -> how many groups start
     versions -> is_too_late -> trained or dropped
 
-Rule: an update of version v uses no token that was sampled before version v - staleness.max_versions, unless
-staleness.late=train asks for it. The budget starts no more groups than there are places in the updates that may use
+Rule: an update of version v uses no token older than version v - staleness.max_versions, unless staleness.late=train
+asks for it. A token is as old as the oldest weights that had a part in it: those that sampled it, or that computed its
+context. The budget starts no more groups than there are places in the updates that may use
 them; `ready.py` decides which ready group goes first; `is_too_late` is the last gate.
 """
 
@@ -61,5 +62,5 @@ def is_too_late(group: ReadyGroup, *, oldest: int, late: Late) -> bool:
 
 
 def without_old_tokens(sample: Sample, oldest: int) -> Sample:
-    """The sample with the tokens sampled before version `oldest` taken out of the loss; they stay as context."""
-    return replace(sample, loss_mask=sample.loss_mask & (sample.versions >= oldest))
+    """The sample with the tokens older than version `oldest` taken out of the loss; they stay as context."""
+    return replace(sample, loss_mask=sample.loss_mask & (sample.cache_versions >= oldest))

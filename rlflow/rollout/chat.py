@@ -171,7 +171,9 @@ class Chat:
         completion: Completion,
         trainable: bool,
     ) -> Reply:
-        sizes = [len(completion.ids), len(completion.logprobs), len(completion.versions)]
+        sizes = [
+            len(each) for each in (completion.ids, completion.logprobs, completion.versions, completion.cache_versions)
+        ]
         assert len(set(sizes)) == 1, f"numbers of tokens, log-probabilities and versions differ: {sizes}"
         if not completion.ids:
             raise self._refuse(EpisodeEnd.EMPTY_COMPLETION, f"{self.phase} gave no token")
@@ -188,6 +190,7 @@ class Chat:
             output_ids=completion.ids,
             logprobs=completion.logprobs,
             versions=completion.versions,
+            cache_versions=completion.cache_versions,
             support=completion.support,
             finish_reason=completion.finish_reason,
             continues=parent.index if parent is not None and trainable else None,

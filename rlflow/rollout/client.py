@@ -115,7 +115,7 @@ class EngineClient:
         RunError when MAX_LOSSES calls in a row gave no token, DeadlineError when no engine serves for `patience_s`, and
         whatever an engine raises.
         """
-        reply = Completion(ids=[], logprobs=[], versions=[], finish_reason="length")
+        reply = Completion(ids=[], logprobs=[], versions=[], cache_versions=[], finish_reason="length")
         losses, last = 0, None
         while True:
             last = await self._route(request, last)
@@ -132,6 +132,7 @@ class EngineClient:
             reply.ids += part.ids
             reply.logprobs += part.logprobs
             reply.versions += part.versions
+            reply.cache_versions += part.cache_versions
             # An engine that returns fewer tokens than it was asked for has no room left.
             is_cut_off = part.finish_reason == "length" and len(part.ids) < asked
             if part.finish_reason == "stop" or is_cut_off or len(reply.ids) >= request.max_new_tokens:

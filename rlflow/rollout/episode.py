@@ -128,7 +128,7 @@ def summarize(played: PlayedEpisode, verdict: Verdict | None) -> EpisodeSummary:
         end, reward, detail = verdict.end or no_verdict, verdict.reward, verdict.detail or detail
         metrics |= verdict.metrics
     samples = played.payload.samples
-    versions = [int(version) for sample in samples for version in sample.versions[sample.loss_mask]]
+    versions = [int(version) for sample in samples for version in sample.cache_versions[sample.loss_mask]]
     return EpisodeSummary(
         end=end,
         reward=reward,

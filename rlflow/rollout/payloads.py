@@ -12,7 +12,13 @@ from safetensors.numpy import load_file, save_file
 
 from rlflow.types import EpisodePayload, Sample, Support
 
-_COMPLETION_FIELDS = {"completion_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
+_COMPLETION_FIELDS = {
+    "completion_ids": np.int32,
+    "loss_mask": np.bool_,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "cache_versions": np.int32,
+}
 
 
 def payload_bytes(payload: EpisodePayload) -> int:
@@ -57,8 +63,15 @@ def load_payloads(path: Path) -> tuple[EpisodePayload, ...]:
     prompts = _split(path, arrays["prompt_ids"], arrays["prompt_lengths"])
     columns = {name: _split(path, arrays[name], arrays["completion_lengths"]) for name in _COMPLETION_FIELDS}
     samples = [
-        Sample(prompt_ids=prompt, completion_ids=ids, loss_mask=mask, logprobs=logprobs, versions=versions)
-        for prompt, ids, mask, logprobs, versions in zip(prompts, *columns.values(), strict=True)
+        Sample(
+            prompt_ids=prompt,
+            completion_ids=ids,
+            loss_mask=mask,
+            logprobs=logprobs,
+            versions=versions,
+            cache_versions=cache_versions,
+        )
+        for prompt, ids, mask, logprobs, versions, cache_versions in zip(prompts, *columns.values(), strict=True)
     ]
     if "support_counts" in arrays:
         counts = _split(path, arrays["support_counts"], arrays["completion_lengths"])

@@ -30,12 +30,13 @@ class GenerateRequest:
 class Completion:
     """The sampled tokens, with the policy version of each.
 
-    Example: Completion(ids=[9, 2], logprobs=[-0.4, -0.1], versions=[3, 4], finish_reason="stop")
+    Example: Completion(ids=[9, 2], logprobs=[-0.4, -0.1], versions=[3, 4], cache_versions=[3, 3], finish_reason="stop")
     """
 
     ids: list[int]  # [num_tokens], the stop token included
     logprobs: list[float]  # [num_tokens], of the sampling distribution, temperature applied
     versions: list[int]  # [num_tokens], policy version that sampled each token
+    cache_versions: list[int]  # [num_tokens], the oldest version that computed any of its context
     finish_reason: FinishReason
     support: list[list[int]] | None = None
     """[num_tokens], the tokens that each was chosen among; None without top_k, where it was among all."""

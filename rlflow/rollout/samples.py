@@ -3,7 +3,7 @@
     turns -> chains_of: turns that continue each other -> sample_of: one flat sample for each chain
 
 Rules: each sampled token is in exactly one sample, with loss mask 1; a token that was observed has loss mask 0,
-log-probability 0 and version NO_VERSION. What stands before a token in its sample is what the policy saw.
+log-probability 0 and versions NO_VERSION. What stands before a token in its sample is what the policy saw.
 
 Example: turns 0, 1 (continues 0) and 2 (continues 0 too) are two samples: [0, 1] and [2].
 """
@@ -45,6 +45,7 @@ def sample_of(chain: Sequence[Turn]) -> Sample:
     loss_mask: list[bool] = []
     logprobs: list[float] = []
     versions: list[int] = []
+    cache_versions: list[int] = []
     support: list[list[int]] = []
     num_prompt_tokens = len(chain[0].prompt_ids)
     for turn in chain:
@@ -55,6 +56,7 @@ def sample_of(chain: Sequence[Turn]) -> Sample:
         loss_mask += [False] * len(observed) + [True] * len(turn.output_ids)
         logprobs += [0.0] * len(observed) + turn.logprobs
         versions += [NO_VERSION] * len(observed) + turn.versions
+        cache_versions += [NO_VERSION] * len(observed) + turn.cache_versions
         support += [[]] * len(observed) + (turn.support or [[]] * len(turn.output_ids))
     return Sample(
         prompt_ids=np.array(chain[0].prompt_ids, dtype=np.int32),
@@ -62,6 +64,7 @@ def sample_of(chain: Sequence[Turn]) -> Sample:
         loss_mask=np.array(loss_mask, dtype=np.bool_),
         logprobs=np.array(logprobs, dtype=np.float32),
         versions=np.array(versions, dtype=np.int32),
+        cache_versions=np.array(cache_versions, dtype=np.int32),
         support=support_of(support),
     )
 

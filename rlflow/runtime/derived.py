@@ -16,6 +16,20 @@ def num_shares(trainer: TrainerConfig) -> int:
     return trainer.ranks // trainer.tensor_parallel
 
 
+def num_shards(trainer: TrainerConfig) -> int:
+    """The number of neighbouring ranks that hold the model once; the other replicas hold the same."""
+    return trainer.ranks // trainer.replicas
+
+
+def least_streamed_tokens(trainer: TrainerConfig) -> int:
+    """Tokens of ready groups for which a pass through the model pays, before the step is full.
+
+    Every pass gathers and scatters each layer, however few tokens a rank has. With one or two shares that costs little,
+    and a group is trained at once; with many it tends to half a micro-batch for each.
+    """
+    return max(0, num_shares(trainer) - 2) * trainer.micro_batch_tokens // 2
+
+
 def policy_is_reference(config: Config) -> bool:
     """True when the KL reference is the policy with its adapters disabled, so that no process holds a reference."""
     return config.algorithm.kl_coefficient > 0 and config.lora.rank is not None
@@ -69,6 +83,11 @@ def transports_for(config: Config, *, on_gpus: bool) -> tuple[TransportChoice, .
 def samples_while_loading(config: Config) -> bool:
     """True when some engines have requests under way while others take new weights."""
     return config.staleness.max_versions > 0 and config.cluster.placement is Placement.separate
+
+
+def keeps_cache(config: Config) -> bool:
+    """True when requests under way keep their key-value cache while an engine takes new weights."""
+    return samples_while_loading(config) and not config.rollout.drain and config.rollout.keep_cache is not False
 
 
 def object_store_bytes(config: Config) -> int:

@@ -29,6 +29,8 @@ from rlflow.errors import ConfigError
 from rlflow.runtime.derived import needs_reference, samples_while_loading, sends_adapters
 from rlflow.settings.cluster_checks import check_cluster
 
+MAX_PROFILED = 5
+"""Steps; the profile of a step of a large model is some hundred MB on each rank."""
 _POSITIVE = {
     "run": ("steps", "keep_checkpoints", "show_samples_every"),
     "model": ("max_length",),
@@ -44,7 +46,7 @@ _POSITIVE = {
     "algorithm": ("groups_per_step",),
     "rollout": ("engines", "tensor_parallel", "max_new_tokens", "temperature", "max_running", "kv_cache_gb"),
     "eval": ("episodes",),
-    "trainer": ("ranks", "tensor_parallel", "learning_rate", "max_grad_norm", "micro_batch_tokens"),
+    "trainer": ("ranks", "tensor_parallel", "replicas", "learning_rate", "max_grad_norm", "micro_batch_tokens"),
     "lora": ("alpha",),
     "critic": ("learning_rate",),
     "cluster": ("reference_ranks",),
@@ -146,6 +148,12 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         "with staleness.max_versions=0 or with cluster.placement=colocated, where no request is under way when weights "
         "are loaded; leave it false",
     ),
+    (
+        "rollout.keep_cache",
+        lambda c: c.rollout.drain or not samples_while_loading(c),
+        "with staleness.max_versions=0, with cluster.placement=colocated or with rollout.drain=true, where no request "
+        "is under way when weights are loaded; leave it null",
+    ),
     ("eval.episodes", lambda c: not c.eval.every, "with eval.every=0; set eval.every"),
     (
         "weights.transport",
@@ -164,6 +172,11 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     ),
     (
         "trainer.tensor_parallel",
+        lambda c: c.trainer.backend is Backend.deepspeed,
+        "with trainer.backend=deepspeed; set it to 1, or trainer.backend=fsdp",
+    ),
+    (
+        "trainer.replicas",
         lambda c: c.trainer.backend is Backend.deepspeed,
         "with trainer.backend=deepspeed; set it to 1, or trainer.backend=fsdp",
     ),
@@ -187,6 +200,7 @@ def check(config: Config) -> None:
             continue
         shown = {True: "", False: "=false"}[value] if isinstance(value, bool) else f"={value}"
         raise ConfigError(f"{key}{shown} has no effect {why.format(**vars(config))}")
+    _check_profile(config)
     _check_contradictions(config)
     _check_reward(config)
     _check_algorithm(config)
@@ -221,6 +235,17 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError(f"critic.value_clip must be positive, or null for no clip; got {value_clip}")
     if rank is not None and rank < 1:
         raise ConfigError(f"lora.rank must be at least 1, or null to train the whole model; got {rank}")
+
+
+def _check_profile(config: Config) -> None:
+    steps = config.run.profile_steps
+    if steps is None:
+        return
+    if len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= config.run.steps or steps[1] - steps[0] >= MAX_PROFILED:
+        raise ConfigError(
+            f"run.profile_steps must be the first and the last of at most {MAX_PROFILED} steps, from 1 to run.steps "
+            f"({config.run.steps}); got {steps}"
+        )
 
 
 def _check_contradictions(config: Config) -> None:
@@ -312,6 +337,11 @@ def _check_trainer(config: Config) -> None:
     if trainer.ranks % trainer.tensor_parallel:
         raise ConfigError(
             f"trainer.tensor_parallel must divide trainer.ranks ({trainer.ranks}); got {trainer.tensor_parallel}"
+        )
+    if trainer.ranks % (trainer.replicas * trainer.tensor_parallel):
+        raise ConfigError(
+            f"trainer.replicas times trainer.tensor_parallel must divide trainer.ranks ({trainer.ranks}); got "
+            f"{trainer.replicas} x {trainer.tensor_parallel}"
         )
     if trainer.optimizer is not Optimizer.adamw and trainer.backend is Backend.deepspeed:
         raise ConfigError(

@@ -220,6 +220,7 @@ def _figures(record: StepRecord) -> list[tuple[str, str]]:
         ("staleness mean/max", f"{number(record.get('staleness/mean'))} / {number(record.get('staleness/max'))}"),
         ("ready", number(record.get("queue/ready"))),
         ("tokens/s", number(record.get("throughput/tokens_per_s"))),
+        *([("MFU", number(record["throughput/mfu"]))] if record.get("throughput/mfu") is not None else []),
         ("loss", number(record.get("loss"))),
         ("grad norm", number(record.get("grad_norm"))),
     ]

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from rlflow.config import Config
+from rlflow.config import Config, Dtype
 from rlflow.driver import StepReport
 from rlflow.errors import WorkerError
 from rlflow.groups.evaluation import Evaluation
@@ -107,7 +107,12 @@ class RunObserver:
     async def step(self, report: StepReport) -> None:
         self.num_steps = report.step
         since_s = report.start_s if self._since_s is None else self._since_s
-        record = step_record(report, since_s=since_s, num_tokens_before=self._num_tokens)
+        record = step_record(
+            report,
+            since_s=since_s,
+            num_tokens_before=self._num_tokens,
+            is_bfloat16=self._config.model.dtype is Dtype.bfloat16,
+        )
         self._since_s, self._num_tokens = report.end_s, int(record["num_tokens"] or 0)
         self._rewards.append(float(record["reward"] or 0.0))
         self._file.append(record)

@@ -8,15 +8,17 @@ import numpy as np
 from rlflow.driver import StepReport
 from rlflow.groups.ledger import DropReason
 from rlflow.telemetry.metrics import StepRecord
+from rlflow.telemetry.throughput import throughput_of
 from rlflow.types import EpisodeSummary, Span
 
 PHASES = ("rollout", "reward", "train", "weights", "checkpoint")
 
 
-def step_record(report: StepReport, *, since_s: float, num_tokens_before: int) -> StepRecord:
+def step_record(report: StepReport, *, since_s: float, num_tokens_before: int, is_bfloat16: bool = False) -> StepRecord:
     """The record of a step that began when the one before ended, at `since_s` (seconds since the epoch).
 
-    `num_tokens` goes on counting from `num_tokens_before`. Means of the trainer that had nothing to average are None.
+    `num_tokens` goes on counting from `num_tokens_before`. `is_bfloat16`: what the trainer computes in. Means of the
+    trainer that had nothing to average are None.
     """
     trained = [episode for group in report.groups for episode in group.episodes]
     step_time = max(report.end_s - since_s, 1e-9)
@@ -44,6 +46,7 @@ def step_record(report: StepReport, *, since_s: float, num_tokens_before: int) -
         **{f"time/{name}": share * step_time for name, share in shares.items()},
         "throughput/tokens_per_s": num_tokens / step_time,
         "throughput/samples_per_s": len(trained) / step_time,
+        **throughput_of(report.outcome, shares["train"] * step_time, is_bfloat16=is_bfloat16),
         "staleness/mean": float(np.mean(ages)),
         "staleness/max": max(ages),
         "weights/pause_s": report.pause_s,

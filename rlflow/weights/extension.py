@@ -25,6 +25,7 @@ from rlflow.weights.engine.tensors import EngineTensors, learn_landings
 from rlflow.weights.ipc.receiver import SharedReceiver, device_id
 from rlflow.weights.p2p.receiver import PeerReceiver, Worker
 from rlflow.weights.p2p.rendezvous import TrainerStore
+from rlflow.weights.shape.landings import Landings
 from rlflow.weights.shape.layout import Shapes
 from rlflow.weights.shm.arena import map_arena
 from rlflow.weights.shm.receiver import ArenaReceiver
@@ -55,6 +56,15 @@ class WorkerExtension:
         assert self.weight_transfer_engine is not None, "a version is opened before it is committed"
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             self.weight_transfer_engine.commit()
+
+    def rlflow_load(self, num_buckets: int) -> int | None:
+        """All buckets, then commit, in one call: the engine is paused. If the trainer has replaced the version, nothing
+        is committed, and the one that it has now is returned."""
+        found = [self.rlflow_receive(bucket) for bucket in range(num_buckets)]
+        replaced = next((version for version in found if version is not None), None)
+        if replaced is None:
+            self.rlflow_commit()
+        return replaced
 
     def rlflow_compare(self, **message: Any) -> WeightReport:
         assert self.weight_transfer_engine is not None, "a version is loaded before it is compared"
@@ -100,7 +110,10 @@ class WorkerExtension:
         Raises ConfigError when the model does not take these parameters.
         """
         model: nn.Module = self.model_runner.get_model()
-        landings = {}
+        landings: Landings = {}
+        if self.vllm_config.quant_config is not None:
+            # Nothing that is loaded stays as it is, so nothing can be learnt or compared.
+            return ReloadedModel(model, self.vllm_config.model_config, shapes, landings)
         try:
             blank, landings = learn_landings(self.vllm_config, shapes)
             tensors = EngineTensors(model, blank, shapes, landings)

@@ -90,6 +90,7 @@ def test_old_tokens_leave_the_loss_and_stay_as_context() -> None:
         loss_mask=np.array([True, True, False, True]),
         logprobs=np.array([-1, -2, 0, -4], dtype=np.float32),
         versions=np.array([2, 3, -1, 4], dtype=np.int32),
+        cache_versions=np.array([2, 3, -1, 4], dtype=np.int32),
     )
     masked = without_old_tokens(sample, 3)
     assert masked.loss_mask.tolist() == [False, True, False, True]

@@ -10,7 +10,7 @@ from rlflow.errors import DeadlineError, EngineLost, RunError
 from rlflow.rollout.client import MAX_KEYS, MAX_LOSSES, EngineClient, RemoteCalls, next_slice, slice_seed
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
 
-DONE = Completion(ids=[1], logprobs=[-0.5], versions=[0], finish_reason="stop")
+DONE = Completion(ids=[1], logprobs=[-0.5], versions=[0], cache_versions=[0], finish_reason="stop")
 
 
 @dataclass
@@ -62,7 +62,11 @@ def part(first: int, count: int, version: int, finish_reason: FinishReason) -> C
     """`count` tokens whose ids count up from `first`."""
     ids = list(range(first, first + count))
     return Completion(
-        ids=ids, logprobs=[-token / 1000 for token in ids], versions=[version] * count, finish_reason=finish_reason
+        ids=ids,
+        logprobs=[-token / 1000 for token in ids],
+        versions=[version] * count,
+        cache_versions=[version] * count,
+        finish_reason=finish_reason,
     )
 
 

@@ -83,7 +83,9 @@ class ScriptedEngine:
         self.requests.append(request)
         ids = ids_of(self.replies[number])
         logprobs, versions = [-1.0 - number] * len(ids), [5 + number] * len(ids)
-        return Completion(ids=ids, logprobs=logprobs, versions=versions, finish_reason=self.finish_reason)
+        return Completion(
+            ids=ids, logprobs=logprobs, versions=versions, cache_versions=versions, finish_reason=self.finish_reason
+        )
 
 
 @dataclass
@@ -191,6 +193,7 @@ def turn(prompt: str, output: str, continues: int | None = None) -> Turn:
         output_ids=ids_of(output),
         logprobs=logprobs,
         versions=versions,
+        cache_versions=versions,
         finish_reason="stop",
         continues=continues,
     )
@@ -620,7 +623,9 @@ class FakeActors:
         self.requests.append(request)
         if self.fails:
             raise RuntimeError("engine died")
-        return Completion(ids=ids_of("c."), logprobs=[-1.0, -2.0], versions=[3, 4], finish_reason="stop")
+        return Completion(
+            ids=ids_of("c."), logprobs=[-1.0, -2.0], versions=[3, 4], cache_versions=[3, 4], finish_reason="stop"
+        )
 
     async def score(self, transcript: Transcript) -> Verdict:
         return Verdict(reward=float(transcript.text == transcript.task.answer))
@@ -665,7 +670,7 @@ async def test_a_runner_plays_and_scores_a_group() -> None:
     assert group.episodes[2].detail == "build: RuntimeError: no licence"
     assert (group.group_id, group.payloads, len(payloads)) == (12, [], 3)
     assert (group.episodes[0].oldest_version, group.episodes[0].newest_version) == (3, 4)
-    assert group.num_bytes == 2 * (4 * 4 + 2 * (4 + 1 + 4 + 4))
+    assert group.num_bytes == 2 * (4 * 4 + 2 * (4 + 1 + 4 + 4 + 4))
     assert [request.seed for request in actors.requests] == [episode_seed(7, 0), episode_seed(7, 1)]
     assert {request.prefix_key for request in actors.requests} == {"12"}
     assert group.spans[0].name == "rollout"
@@ -718,7 +723,9 @@ class SlicedEngine:
 
     async def give(self, call: int, version: int) -> None:
         """One token, with the reply to go on."""
-        self.calls[call].set_result(Completion(ids=[1], logprobs=[-1.0], versions=[version], finish_reason="abort"))
+        self.calls[call].set_result(
+            Completion(ids=[1], logprobs=[-1.0], versions=[version], cache_versions=[version], finish_reason="abort")
+        )
         for _ in range(10):
             await asyncio.sleep(0)
 

@@ -387,7 +387,13 @@ class SlicingEngine:
         ids, version = ids_of(part), self.version
         self.version += 1
         finish: FinishReason = "stop" if part.endswith(".") else "abort"
-        return Completion(ids=ids, logprobs=[-0.1] * len(ids), versions=[version] * len(ids), finish_reason=finish)
+        return Completion(
+            ids=ids,
+            logprobs=[-0.1] * len(ids),
+            versions=[version] * len(ids),
+            cache_versions=[version] * len(ids),
+            finish_reason=finish,
+        )
 
 
 async def test_a_reply_survives_an_update_and_the_loss_of_its_engine() -> None:

@@ -74,6 +74,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "trainer.optimizer=muon does not go with trainer.tensor_parallel=2, which cuts the matrices that Muon needs "
         "whole; set one of them back",
     ),
+    (
+        {"trainer.ranks": 8, "trainer.replicas": 2, "trainer.tensor_parallel": 8},
+        "trainer.replicas times trainer.tensor_parallel must divide trainer.ranks (8); got 2 x 8",
+    ),
+    (
+        {"trainer.ranks": 2, "trainer.replicas": 2, "trainer.backend": Backend.deepspeed, "trainer.zero_stage": 2},
+        "trainer.replicas=2 has no effect with trainer.backend=deepspeed; set it to 1, or trainer.backend=fsdp",
+    ),
+    *(
+        (
+            {"run.profile_steps": steps},
+            "run.profile_steps must be the first and the last of at most 5 steps, from 1 to run.steps (100); got "
+            f"{steps}",
+        )
+        for steps in ([3], [0, 2], [4, 3], [99, 101], [1, 6])
+    ),
     ({"cluster.cpu_threads": 0}, "cluster.cpu_threads must be at least 1, or null; got 0"),
     ({"algorithm.group_size": 1}, "algorithm.group_size must be at least 2, to have something to compare; got 1"),
     (

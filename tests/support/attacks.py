@@ -203,7 +203,13 @@ class _Engine:
 
     async def remote(self, request: GenerateRequest, /) -> Completion:
         ids = [*map(ord, self.attack if request.seed == self.attacked_seed else self.reply), _STOP]
-        return Completion(ids=ids, logprobs=[-1.0] * len(ids), versions=[0] * len(ids), finish_reason="stop")
+        return Completion(
+            ids=ids,
+            logprobs=[-1.0] * len(ids),
+            versions=[0] * len(ids),
+            cache_versions=[0] * len(ids),
+            finish_reason="stop",
+        )
 
 
 class _Scorer:

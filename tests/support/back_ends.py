@@ -24,7 +24,8 @@ from rlflow.config import Backend, Config, Dtype, Offload
 from rlflow.roles import StepOutcome
 from rlflow.types import TrainSample
 from rlflow.workers.trainer.actor import build_backend
-from rlflow.workers.trainer.packed import Parked, TrainerBackend, park, unpark
+from rlflow.workers.trainer.packed import TrainerBackend
+from rlflow.workers.trainer.parking import ParkingSpace
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, ShardReader
 
 needs_deepspeed = pytest.mark.skipif(
@@ -41,6 +42,7 @@ class Layout:
     zero_stage: int | None = None
     ranks: int = 2
     tensor_parallel: int = 1
+    replicas: int = 1
     micro_batch_tokens: int = 64
     seed: int | None = None
     """Of a shuffle of the samples; None for the order in which they were made."""
@@ -58,6 +60,7 @@ class Layout:
         config.model.dtype = dtype
         config.trainer.backend, config.trainer.zero_stage = self.backend, self.zero_stage
         config.trainer.ranks, config.trainer.tensor_parallel = self.ranks, self.tensor_parallel
+        config.trainer.replicas = self.replicas
         config.trainer.learning_rate, config.trainer.warmup_steps = 1e-3, 2
         config.trainer.max_grad_norm = 0.25
         config.trainer.weight_decay = 0.1
@@ -146,15 +149,15 @@ def disturb(trainer: TrainerBackend, rank: int, layout: Layout) -> None:
     trainer.offload()
     trainer.reload()
     # On the CPU that does nothing, so here is what it does elsewhere.
-    parked: list[Parked] = []
-    park(trainer._resident(), torch.device("cpu"), parked)
+    parking = ParkingSpace(torch.device("cpu"), chunk_bytes=2**16)
+    parking.park(trainer._resident())
     num_elements = sum(tensor.numel() for tensor in before.values())
     num_trained = sum(math.prod(shape) for shape in trainer._shapes.values())
     # Parameters, and two moments of what is trained, in float32; the ranks' shares differ a little.
     num_elements += 2 * num_trained
-    assert sum(contents.nbytes() for _, contents in parked) > 0.9 * 4 * num_elements / layout.ranks
-    assert all(storage.nbytes() == 0 for storage, _ in parked)
-    unpark(parked)
+    assert parking.num_bytes > 0.9 * 4 * num_elements * layout.replicas / layout.ranks
+    assert all(storage.nbytes() == 0 for storage, _, _ in parking._parked)
+    parking.unpark()
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.full_parameters())
 
 

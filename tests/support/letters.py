@@ -64,7 +64,11 @@ class ScriptedEngine:
             raise reply
         ids = ids_of(reply)[: request.max_new_tokens]
         return Completion(
-            ids=ids, logprobs=[-0.5] * len(ids), versions=[number] * len(ids), finish_reason=self.finish_reason
+            ids=ids,
+            logprobs=[-0.5] * len(ids),
+            versions=[number] * len(ids),
+            cache_versions=[number] * len(ids),
+            finish_reason=self.finish_reason,
         )
 
 

@@ -115,6 +115,7 @@ def _sample(random: np.random.Generator, prompt: np.ndarray, with_reference: boo
         loss_mask=mask,
         logprobs=np.where(mask, random.normal(-4, 0.5, length), 0).astype(np.float32),
         versions=np.where(mask, 0, -1).astype(np.int32),
+        cache_versions=np.where(mask, 0, -1).astype(np.int32),
     )
     reference = random.normal(-4, 0.3, length).astype(np.float32) if with_reference else None
     return TrainSample(sample=sample, advantage=float(random.normal()), reference_logprobs=reference)

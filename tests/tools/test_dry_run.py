@@ -13,7 +13,7 @@ import pytest
 from transformers import Qwen3MoeConfig
 
 from rlflow.cli import main
-from rlflow.config import Config, Dtype, ModelPlacement, Placement, Send, Transport
+from rlflow.config import Config, Dtype, ModelPlacement, Optimizer, Placement, Send, Transport
 from rlflow.errors import ConfigError
 from rlflow.tools.dry_run.estimate import Estimate, estimate, smallest_gpu
 from rlflow.tools.dry_run.memory import (
@@ -184,6 +184,28 @@ def test_memory_of_a_rank() -> None:
         "output layer": 12 * 2 * 10 + 4 * 10 * 4 + 2 * 2 * 5 * 4,
     }
     assert (found.kept, found.total) == (4 * shard, 4 * shard + found.passing)
+
+
+def test_memory_of_a_rank_of_a_replica() -> None:
+    of_two, of_eight = (
+        trainer_memory(config(model__dtype=Dtype.bfloat16, **ranks), SMALL, num_tokens=5, max_logits=20)
+        for ranks in ({"trainer__ranks": 2}, {"trainer__ranks": 8, "trainer__replicas": 4})
+    )
+    assert of_eight == of_two
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name", "num_bytes"),
+    [
+        # 92 elements, of which 2 x 24 are of matrices of decoder layers.
+        (Optimizer.adamw, "moments of AdamW", 8 * 92),
+        (Optimizer.adamw8bit, "moments of AdamW", 2 * (92 + 4 * 92 // 256)),
+        (Optimizer.muon, "moments of Muon and AdamW", 4 * (2 * 92 - 48)),
+    ],
+)
+def test_memory_of_each_optimiser(optimizer: Optimizer, name: str, num_bytes: int) -> None:
+    found = sizes(trainer_memory(config(trainer__optimizer=optimizer), SMALL, num_tokens=5, max_logits=20))
+    assert found[name] == num_bytes
 
 
 def test_memory_of_a_rank_of_a_tensor_group() -> None:

@@ -69,7 +69,13 @@ class Policy:
         """One step away from where it is, on tokens that nobody sampled."""
         ids = np.random.default_rng(seed).integers(3, 128, 40).tolist()
         self.train(
-            [Completion(ids=ids, logprobs=[-5.0] * 40, versions=[0] * 40, finish_reason="length")] * 2, seed=seed
+            [
+                Completion(
+                    ids=ids, logprobs=[-5.0] * 40, versions=[0] * 40, cache_versions=[0] * 40, finish_reason="length"
+                )
+            ]
+            * 2,
+            seed=seed,
         )
 
     def logprobs(self, completions: list[Completion]) -> list[np.ndarray]:
@@ -85,6 +91,7 @@ def samples_of(completions: list[Completion]) -> list[TrainSample]:
                 loss_mask=np.ones(len(each.ids), bool),
                 logprobs=np.array(each.logprobs, np.float32),
                 versions=np.array(each.versions, np.int32),
+                cache_versions=np.array(each.cache_versions, np.int32),
             ),
             advantage=0.0,
         )

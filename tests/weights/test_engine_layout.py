@@ -172,6 +172,52 @@ def test_a_plan_to_such_an_engine_loads_it(name: str, tmp_path: Path) -> None:
             np.testing.assert_array_equal(tensors[tensor], array)
 
 
+def test_experts_that_the_kernel_takes_as_they_are_loaded_are_filled(tmp_path: Path) -> None:
+    """As on a GPU with Triton's kernel, which here is only named."""
+    from engine_layout import as_rank, build_model
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    from rlflow.errors import NotACopy
+    from rlflow.weights.engine.tensors import EngineTensors, learn_landings
+
+    path, shapes = save_config("qwen3_moe", tmp_path)
+    random = np.random.default_rng(0)
+    values = {name: torch.from_numpy(random.random(shape, np.float32)) for name, shape in shapes.items()}
+    with as_rank(0, 1), torch.no_grad():
+        config, model = build_model(path, "float32", 1)
+        with set_current_vllm_config(config):
+            blank, landings = learn_landings(config, shapes)
+            methods = [getattr(module, "quant_method", None) for module in model.modules()]
+            experts = [each for each in methods if isinstance(each, UnquantizedFusedMoEMethod)]
+            assert len(experts) == 2
+            with pytest.raises(NotACopy, match="derives what it computes with from its weights"):
+                EngineTensors(model, blank, shapes, landings)
+            for backend in (UnquantizedMoeBackend.FLASHINFER_CUTLASS, UnquantizedMoeBackend.FLASHINFER_TRTLLM):
+                for each in experts:
+                    each.unquantized_backend = backend
+                with pytest.raises(NotACopy):
+                    EngineTensors(model, blank, shapes, landings)
+            for each in experts:
+                each.unquantized_backend = UnquantizedMoeBackend.TRITON
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
+            tensors = EngineTensors(model, blank, shapes, landings)
+            for name, value in values.items():
+                tensors.land(name, value)
+            assert tensors.missing == []
+            tensors.commit()
+            found = {name: parameter.clone() for name, parameter in model.named_parameters()}
+            assert tensors.compare(values.items(), None)["different"] == []
+            experts[0].moe.moe_parallel_config.enable_eplb = True
+            with pytest.raises(NotACopy):
+                EngineTensors(model, blank, shapes, landings)
+            model.load_weights(values.items())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found[name], parameter), name
+
+
 def test_vllm_s_groups_are_as_they_were(tmp_path: Path) -> None:
     from engine_layout import engine_layout
     from vllm.distributed import parallel_state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 
@@ -15,7 +16,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from rlflow.errors import ConfigError
 from rlflow.weights.shape.boxes import run_boxes
-from rlflow.weights.shape.layout import Layout, Mesh, Region, fsdp_layout, mesh_layout
+from rlflow.weights.shape.layout import EngineLayout, Layout, Mesh, Region, fsdp_layout, mesh_layout
+from rlflow.weights.shape.plan import plan
 
 
 def rows(layout: Layout, name: str) -> list[tuple[int, int] | None]:
@@ -32,6 +34,23 @@ def test_slices_over_neighbours_and_the_rest_over_all() -> None:
     assert rows(layout, "norm") == [(0, 2), (2, 4), (4, 6), None]
     assert layout.num_bytes == 4 * (24 + 24 + 6)
     assert [bytes_held(layout, rank) for rank in range(4)] == [4 * 16, 4 * 16, 4 * 12, 4 * 10]
+
+
+def test_replicas_have_all_of_it_and_slices_stay_within_one() -> None:
+    shapes = {"q": (8, 3), "norm": (6,)}
+    layout = fsdp_layout(shapes, "float32", num_ranks=8, tensor_parallel=2, cut={"q": 0}, replicas=2)
+    assert rows(layout, "q") == [(0, 2), (4, 6), (2, 4), (6, 8)] * 2
+    assert rows(layout, "norm") == [(0, 2), (2, 4), (4, 6), None] * 2
+    assert layout.num_bytes == 4 * (24 + 6)
+
+
+def test_of_two_replicas_only_one_sends_an_element() -> None:
+    source = fsdp_layout({"w": (8, 3)}, "float32", num_ranks=4, replicas=2)
+    engine = EngineLayout(layout=mesh_layout({"w": (8, 3)}, "float32", 1, lambda _: ((1, None),)))
+    made = plan(source, [engine], bucket_bytes=1000)
+    sent = [sum(math.prod(move.shape) for move in made.moves_from(rank)) for rank in range(4)]
+    assert sum(sent) == 24
+    assert sent[0] + sent[2] == sent[1] + sent[3] == 12
 
 
 @given(

@@ -23,7 +23,7 @@ from rlflow.errors import EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
 from rlflow.runtime.deadlines import within
-from rlflow.runtime.derived import sends_adapters
+from rlflow.runtime.derived import keeps_cache, sends_adapters
 from rlflow.runtime.disk import TEMPORARY
 from rlflow.runtime.environment import variables
 from rlflow.runtime.gpus import has_gpu
@@ -62,6 +62,8 @@ class RolloutEngine:
         self._index = index
         self._on_gpu = has_gpu()
         self._version: int | None = None
+        self._cache_version = 0
+        """Nothing older computes the cache of a request that vLLM is given now."""
         self._llm: AsyncLLM | None = None
         self._has_adapters = sends_adapters(config)
         self._stop_token_ids: list[int] = []
@@ -144,6 +146,7 @@ class RolloutEngine:
 
     async def _sample(self, request: GenerateRequest) -> Completion:
         from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -163,8 +166,12 @@ class RolloutEngine:
         last: CompletionOutput | None = None
         async with self._gate.admitted():
             # Requests of a group share their prompt: vLLM finds cached blocks even of a request in the same step.
+            cache_version = self._cache_version
+            prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
+            if keeps_cache(self._config):  # requests share blocks of one salt only
+                prompt["cache_salt"] = str(cache_version)
             stream = self._engine.generate(
-                {"prompt_token_ids": request.prompt_ids},
+                prompt,
                 sampling,
                 uuid.uuid4().hex,
                 lora_request=adapter if self._has_adapters else None,
@@ -177,15 +184,16 @@ class RolloutEngine:
             except EngineGenerateError as error:
                 raise RunError(f"vLLM failed in rollout engine {self._index}; {log_hint()}: {error!r}") from error
         assert last is not None, "vLLM ended a request without an output"
-        return _completion_of(last)
+        return _completion_of(last, cache_version if keeps_cache(self._config) else None)
 
     async def load_weights(self, staged: StagedWeights) -> float:
         """Put a complete version in, and return the seconds in which nothing was sampled.
 
-        Running requests are kept, their cache is recomputed, and they go on under the new version; with rollout.drain
-        they are finished first. When the update fails it is undone as far as the next one needs, and the engine stays
-        paused: it samples again only after a complete update. Raises WeightsOvertaken when the trainer rewrote the
-        weights meanwhile, EngineLost when vLLM died, RunError for other failures.
+        Running requests are kept and go on under the new version, with their cache or after it is computed again
+        (rollout.keep_cache); with rollout.drain they are finished first. When the update fails it is undone as far as
+        the next one needs, and the engine stays paused: it samples again only after a complete update. Raises
+        WeightsOvertaken when the trainer rewrote the weights meanwhile, EngineLost when vLLM died, RunError for other
+        failures.
         """
         async with self._loading:
             loading = Loading(self._engine, self._config, self._index, staged)
@@ -224,26 +232,34 @@ class RolloutEngine:
     async def _replace_weights(self, loading: Loading, staged: StagedWeights) -> float:
         """When sampling stopped, by `time.perf_counter`. It is still paused on return."""
         await loading.prepare()
-        paused_at_s = await self._pause()
+        paused_at_s = await self._pause(staged.version)
+        self._cache_version = staged.version
         if self._frees_memory and self._is_asleep:
             await self._engine.wake_up(tags=["weights"])
         await loading.load()
-        await self._verify(staged)
-        await self._engine.update_weight_version(str(staged.version))
+        if loading.is_comparable:
+            await self._verify(staged)
+        if hasattr(self._engine, "update_weight_version"):  # vLLM 0.32; 0.26 tags no tokens
+            await self._engine.update_weight_version(str(staged.version))
         if self._frees_memory and self._is_asleep:
             await self._engine.wake_up(tags=["kv_cache"])
         return paused_at_s
 
-    async def _pause(self) -> float:
-        """Stop sampling, and forget the cache of the old weights; when it stopped, by `time.perf_counter`."""
+    async def _pause(self, version: int) -> float:
+        """Stop sampling, and forget the cache of the old weights unless it is kept.
+
+        Returns when sampling stopped, by `time.perf_counter`. After a failed update nothing is kept.
+        """
         asked_at_s = time.perf_counter()
         if self._is_asleep:
             return asked_at_s
         if self._config.rollout.drain:
             await self._engine.pause_generation(mode="wait", clear_cache=True)
             return time.perf_counter()
-        self._gate.forgive()
-        await self._engine.pause_generation(mode="keep", clear_cache=True)
+        keeps = keeps_cache(self._config) and self._version is not None and version > self._version
+        if not keeps:
+            self._gate.forgive()
+        await self._engine.pause_generation(mode="keep", clear_cache=not keeps)
         return asked_at_s
 
     async def sleep(self) -> None:
@@ -277,6 +293,12 @@ class RolloutEngine:
         """Compare what the engine computes with, to `staged`, bit for bit."""
         comparing = Loading(self._engine, self._config, self._index, staged).compare(verify)
         return await self._within("weight check", self._config.deadlines.weights_s, comparing)
+
+    async def profile(self, is_on: bool) -> None:
+        """Begin vLLM's profile, or end it and write it; needs run.profile_steps. Does nothing before `start`."""
+        if self._llm is not None:
+            profiling = self._llm.start_profile() if is_on else self._llm.stop_profile()
+            await self._within("profile", self._config.deadlines.train_s, profiling)
 
     async def stats(self) -> EngineStats:
         return EngineStats(
@@ -335,8 +357,11 @@ class _Load:
         return self._busy_before_s + (time.perf_counter() - self._busy_since if self.running else 0.0)
 
 
-def _completion_of(output: CompletionOutput) -> Completion:
-    """Translate vLLM's final output. Raises RunError when vLLM failed on the request."""
+def _completion_of(output: CompletionOutput, cache_version: int | None) -> Completion:
+    """Translate vLLM's final output; `cache_version` is the oldest of its cache, None if it is every token's own.
+
+    Raises RunError when vLLM failed on the request.
+    """
     reasons: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
     if output.finish_reason not in reasons:
         raise RunError(f"vLLM ended a request with {output.finish_reason!r} instead of a reply")
@@ -348,6 +373,7 @@ def _completion_of(output: CompletionOutput) -> Completion:
         ids=ids,
         logprobs=list(logprobs.logprobs),
         versions=versions,
+        cache_versions=[version if cache_version is None else min(cache_version, version) for version in versions],
         finish_reason=reasons[output.finish_reason],
     )
 

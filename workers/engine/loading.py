@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlflow.config import Config, Transport, Verify
 from rlflow.errors import WeightsOvertaken
@@ -62,17 +64,25 @@ class Loading:
             adapter=(lora.rank, lora.alpha) if sends_adapters(self._config) and lora.rank is not None else None,
         )
         message = OPENING.dump_python(opening, mode="json")
-        found: list[tuple[bool, int]] = await self._engine.collective_rpc("rlflow_open", kwargs=message)
+        found = await self._call("rlflow_open", **message)
         assert len({is_beside for is_beside, _ in found}) == 1, "all workers of an engine have the same model"
         self._is_beside, self._num_buckets = found[0]
         if self._is_beside:
-            await self._receive()
+            # One by one, so that the engine samples between them.
+            found = [await self._call("rlflow_receive", bucket=bucket) for bucket in range(self._num_buckets)]
+            self._check_found(chain.from_iterable(found))
 
     async def load(self) -> None:
         """Let the workers of a paused engine compute with the version. If it fails, they may hold a half of it."""
-        if not self._is_beside:
-            await self._receive()
-        await self._engine.collective_rpc("rlflow_commit")
+        if self._is_beside:
+            await self._call("rlflow_commit")
+        else:
+            self._check_found(await self._call("rlflow_load", num_buckets=self._num_buckets))
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether there is something left to compare with: what has come into the model's own tensors is not kept."""
+        return self._is_beside or bool(self._staged.slots)
 
     async def compare(self, verify: Verify) -> WeightReport:
         """Compare what the workers compute with to what was staged, bit for bit.
@@ -85,11 +95,11 @@ class Loading:
             columns = Columns(count=VERIFIED_COLUMNS, seed=self._staged.version)
         comparison = Comparison(staged=replace(self._staged, slots=slots, buckets=()), columns=columns)
         message = COMPARISON.dump_python(comparison, mode="json")
-        return merged_reports(await self._engine.collective_rpc("rlflow_compare", kwargs=message))
+        return merged_reports(await self._call("rlflow_compare", **message))
 
     async def give_up(self) -> bool:
         """After a failure, let a complete version be loaded next; whether the trainer has replaced this one."""
-        await self._engine.collective_rpc("rlflow_abort")
+        await self._call("rlflow_abort")
         path, version = self._staged.path, self._staged.version
         if self._staged.slots:
             return await asyncio.to_thread(staged_version, path) != version
@@ -97,11 +107,9 @@ class Loading:
             return not await asyncio.to_thread(version_folder(Path(path), version).exists)
         return False
 
-    async def _receive(self) -> None:
-        """All buckets, one by one, so that the engine samples between them if it is not paused."""
-        is_overtaken = False
-        for bucket in range(self._num_buckets):
-            found = await self._engine.collective_rpc("rlflow_receive", kwargs={"bucket": bucket})
-            is_overtaken |= any(version is not None for version in found)
-        if is_overtaken:
+    async def _call(self, method: str, **arguments: Any) -> list[Any]:
+        return await self._engine.collective_rpc(method, kwargs=arguments)
+
+    def _check_found(self, found: Iterable[int | None]) -> None:
+        if any(version is not None for version in found):
             raise WeightsOvertaken(f"the trainer no longer has version {self._staged.version}")

@@ -23,6 +23,8 @@ CPU_STEP_TOKENS = 4096
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's CPU attention has kernels for; others fail at the first request only."""
 COLOCATED_FREE_SHARE = 0.1
+PROFILED_ITERATIONS = 200
+"""Steps of an engine that a profile holds at most; some hundred KB each, compressed."""
 BYTES_PER_ELEMENT = {Dtype.float32: 4, Dtype.bfloat16: 2}
 
 
@@ -93,6 +95,14 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
         "use_tqdm_on_load": False,
         "worker_extension_cls": "rlflow.weights.extension.WorkerExtension",
     }
+    if config.run.profile_steps is not None and config.run.dir is not None:
+        arguments["profiler_config"] = {
+            "profiler": "torch",
+            "torch_profiler_dir": str(Path(config.run.dir).absolute() / "profile" / f"engine_{index}"),
+            "torch_profiler_with_stack": False,
+            "ignore_frontend": True,
+            "max_iterations": PROFILED_ITERATIONS,
+        }
     if sends_adapters(config):
         assert config.lora.rank is not None
         arguments.update(

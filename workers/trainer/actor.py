@@ -23,6 +23,7 @@ from rlflow.workers.trainer.fetch import Fetcher, moments_of, whiten_all
 
 if TYPE_CHECKING:
     from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend
+    from rlflow.workers.trainer.profile import RankProfile
     from rlflow.workers.trainer.shards import Snapshot
 
 
@@ -43,6 +44,7 @@ class TrainerWorker:
         self._rank = rank
         self._world_size = world_size
         self._snapshot: Snapshot | None = None
+        self._profile: RankProfile | None = None
 
     def rendezvous(self) -> str:
         """An address for the ranks to meet at; loopback unless they are on several machines."""
@@ -167,6 +169,19 @@ class TrainerWorker:
         if self._sender is not None:
             self._sender.close()
         self._backend.close()
+
+    def profile(self, is_on: bool) -> None:
+        """Begin a profile of this rank, or end it and write it to run.dir/profile. Does nothing twice."""
+        from rlflow.workers.trainer.profile import RankProfile
+
+        if is_on and self._profile is None:
+            self._profile = RankProfile()
+        elif not is_on and self._profile is not None:
+            assert self._config.run.dir is not None, "a run has a directory before it has workers"
+            folder, kind = Path(self._config.run.dir) / "profile", "critic" if self._is_critic else "trainer"
+            with disk_errors("a profile", folder):
+                self._profile.write(folder, f"{kind}_rank_{self._rank}")
+            self._profile = None
 
     def _span(self, name: str, start_s: float) -> Span:
         return Span(actor=f"trainer {self._rank}", name=name, start_s=start_s, end_s=time.time())

@@ -10,14 +10,17 @@ Shape letters: T tokens of the row, B segments of a block with up to Q queries a
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 import torch
+import torch.fx.experimental._config as fx_config
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from packaging.version import Version
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
 from rlflow.batching import IndexArray, PackedBatch
@@ -25,6 +28,8 @@ from rlflow.errors import ConfigError
 
 ATTENTION = "rlflow_packed"
 """The `attn_implementation` to load a transformers model with."""
+TILE = 128
+"""Queries and keys of a tile of flex_attention's mask."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -43,6 +48,10 @@ class AttentionLayout:
     blocks: tuple[PaddedBlock, ...] = ()
     slots: Tensor | None = None  # [T], index of each token among the blocks' queries, end to end
     block_mask: BlockMask | None = None
+    num_padding: int = 0
+    """Tokens to append to the row, for `block_mask`. Nothing reads what they become."""
+    has_flash: bool = False
+    """True if flex_attention may take FlashAttention-4."""
 
 
 def check_attention(config: PreTrainedConfig, max_length: int, setting: str = "model.path") -> None:
@@ -81,7 +90,12 @@ def attention_window(text: PreTrainedConfig) -> int | None:
 def attention_layout(packed: PackedBatch, device: torch.device, use_flex: bool) -> AttentionLayout:
     """The layout for the CUDA kernel if `use_flex`, otherwise for SDPA, which runs everywhere."""
     if use_flex:
-        return AttentionLayout(block_mask=_block_mask(packed, device))
+        block_mask = block_mask_of(packed, device)
+        return AttentionLayout(
+            block_mask=block_mask,
+            num_padding=block_mask.shape[-1] - len(packed.input_ids),
+            has_flash=device.type == "cuda" and has_flash(torch.cuda.get_device_capability(device), _flash_release()),
+        )
     tables: list[_Table] = []
     for chosen in _buckets(packed.prompt_lengths):
         rows = _rows(packed.prompt_starts[chosen], packed.prompt_lengths[chosen])
@@ -160,8 +174,7 @@ def packed_attention(
     """
     del module, attention_mask, ignored
     if layout.block_mask is not None:
-        kernel = _compiled_flex() if query.is_cuda else flex_attention
-        output = kernel(query, key, value, block_mask=layout.block_mask, scale=scaling, enable_gqa=True)
+        output = _flex(query, key, value, layout, scaling)
         return output.transpose(1, 2), None
     assert layout.slots is not None
     outputs: list[Tensor] = []  # [B * Q, H * D] of each block
@@ -179,17 +192,36 @@ def packed_attention(
     return F.embedding(layout.slots, torch.cat(outputs)).view(1, len(layout.slots), query.shape[1], -1), None
 
 
+def _flex(query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+    options: Any = None
+    if query.is_cuda:
+        # FlashAttention-4 has tiles of 128 keys, as the mask has them, with heads of these sizes.
+        takes_flash = layout.has_flash and query.dtype == torch.bfloat16 and query.shape[-1] in (64, 96, 128)
+        options = {"BACKEND": "FLASH" if takes_flash else "TRITON"}
+    # In a layer that is compiled, this becomes part of the layer's graph.
+    is_alone = query.is_cuda and not torch.compiler.is_compiling()
+    kernel = _compiled_flex() if is_alone else flex_attention
+    return kernel(query, key, value, block_mask=layout.block_mask, scale=scale, enable_gqa=True, kernel_options=options)
+
+
 def _gather(states: Tensor, rows: Tensor) -> Tensor:
     """[1, H, T, D] at rows [B, K] -> [B, H, K, D]. An embedding's backward is fast and deterministic on CPU."""
     table = states[0].transpose(0, 1).flatten(1)
     return F.embedding(rows, table).unflatten(2, (states.shape[1], states.shape[3])).transpose(1, 2)
 
 
-def _block_mask(packed: PackedBatch, device: torch.device) -> BlockMask:
+def block_mask_of(packed: PackedBatch, device: torch.device) -> BlockMask:
+    """The mask for flex_attention, from the segments: nothing here has T x T entries.
+
+    A tile of queries and keys is left out if no query sees a key, and needs no mask if every query sees every key. The
+    row is padded to two whole tiles or more, because torch compiles lengths of 1 on their own; padding attends to
+    padding.
+    """
     num_tokens = len(packed.input_ids)
+    num_tiles = max(2, -(-num_tokens // TILE))
     # The prompt and the completion that each token belongs to; -1 in a prompt.
-    prompt_of = np.zeros(num_tokens, np.int64)
-    completion_of = np.full(num_tokens, -1)
+    prompt_of = np.full(num_tiles * TILE, len(packed.prompt_starts), np.int32)
+    completion_of = np.full(num_tiles * TILE, -1, np.int32)
     for prompt, start in enumerate(packed.prompt_starts):
         prompt_of[start : start + packed.prompt_lengths[prompt]] = prompt
     for completion, start in enumerate(packed.completion_starts):
@@ -201,12 +233,82 @@ def _block_mask(packed: PackedBatch, device: torch.device) -> BlockMask:
         in_reach = (completions[key] == -1) | (completions[key] == completions[query])
         return (key <= query) & (prompts[key] == prompts[query]) & in_reach
 
-    return create_block_mask(sees, B=None, H=None, Q_LEN=num_tokens, KV_LEN=num_tokens, device=str(device))
+    pairs = torch.from_numpy(_pairs_by_tile(packed, num_tiles)).to(device)[None, None]
+    is_full = pairs == TILE * TILE
+    return BlockMask.from_kv_blocks(
+        *_ordered((pairs > 0) & ~is_full),
+        *_ordered(is_full),
+        BLOCK_SIZE=TILE,
+        mask_mod=sees,
+        seq_lengths=(num_tiles * TILE, num_tiles * TILE),
+    )
+
+
+def _pairs_by_tile(packed: PackedBatch, num_tiles: int) -> NDArray[np.int32]:
+    """[queries' tile, keys' tile]: how many pairs of query and key see each other; 1 on the diagonal, never full."""
+    pairs = np.zeros((num_tiles, num_tiles), np.int32)
+
+    def add(start: int, length: int, keys: tuple[int, NDArray[np.int32]]) -> None:
+        first, sizes = _tiles(start, length)
+        pairs[first : first + len(sizes), keys[0] : keys[0] + len(keys[1])] += sizes[:, None] * keys[1]
+
+    prompts = [_tiles(*segment) for segment in zip(packed.prompt_starts, packed.prompt_lengths, strict=True)]
+    for start, length, keys in zip(packed.prompt_starts, packed.prompt_lengths, prompts, strict=True):
+        add(start, length, keys)
+    for start, length, prompt in zip(
+        packed.completion_starts, packed.completion_lengths, packed.completion_prompts, strict=True
+    ):
+        add(start, length, prompts[prompt])
+        add(start, length, _tiles(start, length))
+    num_tokens = len(packed.input_ids)
+    if num_tokens < num_tiles * TILE:
+        add(num_tokens, num_tiles * TILE - num_tokens, _tiles(num_tokens, num_tiles * TILE - num_tokens))
+    # What was counted above the diagonal are keys of the same segment that come later.
+    return np.tril(pairs, -1) + np.eye(num_tiles, dtype=np.int32)
+
+
+def _tiles(start: int, length: int) -> tuple[int, NDArray[np.int32]]:
+    """The first tile of a segment, and how many of its tokens lie in each tile from there on."""
+    first, last = start // TILE, (start + length - 1) // TILE
+    edges = np.arange(first, last + 2) * TILE
+    return first, np.diff(edges.clip(start, start + length)).astype(np.int32)
+
+
+def _ordered(is_chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many keys' tiles are chosen for each queries' tile, and all tiles, the chosen ones first."""
+    order = torch.argsort(is_chosen.to(torch.uint8), dim=-1, descending=True, stable=True)
+    return is_chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def compile_for_any_length(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
+    """One graph for rows of any length. Past dynamo's limit of graphs it raises; eager flex attention would take T x T
+    scores a head."""
+    # Otherwise a length that happens to equal another size is compiled as that size.
+    fx_config.use_duck_shape = False
+    return torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
 
 
 @cache
 def _compiled_flex() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=True)
+    return compile_for_any_length(flex_attention)
+
+
+def has_flash(capability: tuple[int, int], release: str | None) -> bool:
+    """True if flex attention can run FlashAttention-4 on a GPU of this compute capability, with this release of it.
+
+    Read in torch 2.13 and flash-attn-4 4.0.0b19 to b36: Hopper takes the tiles of this mask, Blackwell only tiles of
+    256 queries. Before b27 the backward pass of a sparse mask read what was not written yet (flash-attention, pull
+    request 2756).
+    """
+    return capability == (9, 0) and release is not None and Version(release) >= Version("4.0.0b27")
+
+
+@cache
+def _flash_release() -> str | None:
+    try:
+        return version("flash-attn-4")
+    except PackageNotFoundError:
+        return None
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

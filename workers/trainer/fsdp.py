@@ -1,7 +1,8 @@
 """The FSDP2 back end, with tensor parallelism: gloo on CPU, NCCL on CUDA.
 
 Trained parameters and their moments are float32 and sharded along their first dimension: whole parameters over all
-ranks, slices of tensor-parallel ones over the ranks that have the same slice. So every element is on exactly one rank.
+ranks, slices of tensor-parallel ones over the ranks that have the same slice. So every element is on exactly one rank
+of each replica: a replica gathers and scatters by itself, and the replicas add up their gradients once a step.
 A single float32 rank that keeps everything on its device has nothing to shard or to cast, so it trains the bare module.
 """
 
@@ -14,13 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rlflow.config import Config, Offload
 from rlflow.errors import ConfigError
+from rlflow.runtime.derived import num_shards
 from rlflow.weights.shape.layout import Layout, chunk_of, fsdp_layout
 from rlflow.workers.trainer.optimizers import ShardGroup, ShardOptimizer
 from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend
@@ -41,6 +43,12 @@ class FsdpTrainer(TrainerBackend):
         is_sharded = world_size > 1 or torch_dtype(config) != torch.float32 or self._is_offloaded
         super().__init__(config, model_path, rank, world_size, rendezvous, is_critic, is_distributed=is_sharded)
         self._group, self._cut = TensorGroup(), dict[str, int]()
+        self._num_shards = num_shards(config.trainer) if is_sharded else 1
+        self._replica, self._shard_rank = divmod(rank, self._num_shards)
+        self._shard_group: dist.ProcessGroup | None = None
+        """The ranks of this replica; None if nothing is sharded."""
+        self._copies: dist.ProcessGroup | None = None
+        """The ranks that hold what this one holds, one of each replica; None if there is one replica."""
         if is_sharded:
             self._shard(self._cut_for_tensor_parallel() if config.trainer.tensor_parallel > 1 else None)
         place = CPU if self._is_offloaded else self._device
@@ -54,9 +62,9 @@ class FsdpTrainer(TrainerBackend):
         self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         layers = {id(parameter) for parameter in _layers(self._policy.model).parameters()}
         hidden = frozenset(name for name, parameter in self._trained.items() if id(parameter) in layers)
-        group = ShardGroup(rank=rank, size=world_size, process_group=dist.group.WORLD, device=self._device)
-        if not is_sharded:
-            group = ShardGroup(device=self._device)
+        group = ShardGroup(
+            rank=self._shard_rank, size=self._num_shards, process_group=self._shard_group, device=self._device
+        )
         self._optimizer = ShardOptimizer(config.trainer, self._shapes, hidden, group)
 
     def _fill_first(self) -> None:
@@ -69,20 +77,26 @@ class FsdpTrainer(TrainerBackend):
     def _cut_for_tensor_parallel(self) -> DeviceMesh:
         """Keep only this rank's slices; returns the ranks that train the same slices on other micro-batches."""
         size, timeout_s = self._config.trainer.tensor_parallel, self._config.deadlines.train_s
-        ranks = torch.arange(self._world_size).view(-1, size)
-        neighbours = join_subgroup(ranks.tolist(), timeout_s)
+        ranks = torch.arange(self._world_size).view(-1, self._num_shards // size, size)
+        neighbours = join_subgroup(ranks.flatten(0, 1).tolist(), timeout_s)
         self._group = TensorGroup(rank=self._rank % size, size=size, process_group=neighbours)
         self._cut = cut_layers(self._policy.model, self._group)
         if isinstance(self._policy, Policy):
             self._policy.share_head(self._group)
-        return DeviceMesh.from_group(join_subgroup(ranks.T.tolist(), timeout_s), self._device.type)
+        return DeviceMesh.from_group(join_subgroup(ranks.mT.flatten(0, 1).tolist(), timeout_s), self._device.type)
 
     def _shard(self, data_mesh: DeviceMesh | None) -> None:
         """Shard each decoder layer, and the rest as the root. Gradients are summed over the ranks, not averaged.
 
-        Parameters that were cut are sharded over `data_mesh`, the others over all ranks.
+        Parameters that were cut are sharded over `data_mesh`, the others over all ranks of the replica.
         """
-        mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
+        ranks, timeout_s = torch.arange(self._world_size).view(-1, self._num_shards), self._config.deadlines.train_s
+        own = dist.group.WORLD
+        if len(ranks) > 1:
+            own = join_subgroup(ranks.tolist(), timeout_s)
+            self._copies = join_subgroup(ranks.T.tolist(), timeout_s)
+        assert own is not None, "the ranks have met"
+        self._shard_group, mesh = own, DeviceMesh.from_group(own, self._device.type)
         precision = MixedPrecisionPolicy(param_dtype=torch_dtype(self._config), reduce_dtype=torch.float32)
         offload = OffloadPolicy()
         if self._is_offloaded:
@@ -109,10 +123,18 @@ class FsdpTrainer(TrainerBackend):
             (self._loss(micro_batch) / self._group.size).backward()
 
     def _finish_gradients(self) -> None:
-        """Give parameters without a gradient a zero one, because the optimiser's momentum must still act."""
+        """Give parameters without a gradient a zero one, because the optimiser's momentum must still act.
+
+        Then add up the replicas' gradients, which cost no traffic between replicas until now.
+        """
         for parameter in self._trained.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        if self._copies is not None:
+            for gradient in self._gradients().values():
+                total = gradient.to(self._device)
+                dist.all_reduce(total, group=self._copies)
+                gradient.copy_(total)
 
     def _gradients(self) -> dict[str, Tensor]:
         grads = {name: parameter.grad for name, parameter in self._trained.items()}
@@ -145,7 +167,8 @@ class FsdpTrainer(TrainerBackend):
         return self._group.join(whole, self._cut[name]) if name in self._cut else whole
 
     def _layout_of_ranks(self) -> Layout:
-        return fsdp_layout(self._shapes, "float32", self._world_size, self._group.size, self._cut)
+        replicas = self._config.trainer.replicas
+        return fsdp_layout(self._shapes, "float32", self._world_size, self._group.size, self._cut, replicas)
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._trained.items():
@@ -156,16 +179,18 @@ class FsdpTrainer(TrainerBackend):
             tensors = {PARAMETER: _local(parameter.detach())}
             if self._config.trainer.save_optimizer:
                 tensors |= self._optimizer.moments(name, tensors[PARAMETER])
-            (start, stop), own = self._rows(name), slice(0, None)
+            start, stop = self._rows(name)
+            # Ranks that hold the same rows, of other columns or in other replicas, divide them for saving.
+            index, count = self._replica, self._config.trainer.replicas
             if self._cut.get(name) == 1:
-                # Ranks that hold the same rows divide them, and each saves all columns of its own.
-                own = slice(*chunk_of(stop - start, self._group.rank, self._group.size))
+                index, count = index * self._group.size + self._group.rank, count * self._group.size
+            own = slice(*chunk_of(stop - start, index, count))
             found: dict[str, Tensor] = {}
             for kind, rows in tensors.items():
                 assert len(rows) == stop - start, f"{name} is cut another way than FSDP2 does"
                 if self._cut.get(name) == 1:
-                    rows = self._group.join(rows.to(self._device), 1)[own]
-                found[kind] = rows.to("cpu", copy=True).flatten()
+                    rows = self._group.join(rows.to(self._device), 1)
+                found[kind] = rows[own].to("cpu", copy=True).flatten()
             first = (start + own.start) * math.prod(self._shapes[name][1:])
             yield Shard(name=name, shape=self._shapes[name], start=first, tensors=found)
 
@@ -190,11 +215,11 @@ class FsdpTrainer(TrainerBackend):
         """The rows of a parameter that this rank holds, either of all columns or of its slice's."""
         num_rows, dim = self._all_shapes[name][0], self._cut.get(name)
         if dim is None:
-            return chunk_of(num_rows, self._rank, self._world_size)
-        data_rank, tensor_rank = divmod(self._rank, self._group.size)
+            return chunk_of(num_rows, self._shard_rank, self._num_shards)
+        data_rank, tensor_rank = divmod(self._shard_rank, self._group.size)
         num_slices, own_slice = (self._group.size, tensor_rank) if dim == 0 else (1, 0)
         slice_rows = num_rows // num_slices
-        start, stop = chunk_of(slice_rows, data_rank, self._world_size // self._group.size)
+        start, stop = chunk_of(slice_rows, data_rank, self._num_shards // self._group.size)
         return own_slice * slice_rows + start, own_slice * slice_rows + stop
 
     def _resident(self) -> Iterator[Tensor]:

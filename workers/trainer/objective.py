@@ -27,6 +27,7 @@ from rlflow.algorithms.tokens import Tokens, clamp_log_ratio
 from rlflow.batching import PackedBatch
 from rlflow.config import Config, Proximal
 from rlflow.roles import Mean
+from rlflow.runtime.derived import keeps_cache
 
 KL_HORIZON = 10_000
 """An adaptive KL coefficient changes by at most about 20 % over this many episodes (arXiv:1909.08593)."""
@@ -38,6 +39,8 @@ _METRICS = (
     "correction/rejected",
     "sampling/logp_difference_mean",
     "ratio/mean",
+    "sampling/older_cache_share",
+    "sampling/older_cache_logp_difference_mean",
 )
 
 
@@ -92,6 +95,7 @@ class PolicyObjective(Objective):
         self._chosen = objective_of(config.algorithm)
         self._kl_coefficient = config.algorithm.kl_coefficient
         self._leaves_out_negatives = False
+        self._keeps_cache = keeps_cache(config)
 
     def __call__(self, outputs: tuple[Tensor, ...], packed: PackedBatch, version: int) -> Row:
         logprobs, entropies = outputs
@@ -128,13 +132,15 @@ class PolicyObjective(Objective):
         total = (loss * token_weights(self._algorithm.aggregation, tokens, self._max_length)).sum()
         difference = (logprobs - behaviour).detach()
         ratio = clamp_log_ratio(difference).exp()
-        columns = [entropies, kl, is_clipped, weights, weights == 0, difference.abs(), ratio]
+        on_older = torch.from_numpy(packed.is_on_older_cache).to(device)
+        gap = difference.abs()
+        columns = [entropies, kl, is_clipped, weights, weights == 0, gap * ~on_older, ratio, on_older, gap * on_older]
         sums = [column.detach().double().sum() for column in columns]
         counts = logprobs.new_tensor([tokens.num_sequences, len(logprobs)], dtype=torch.float64)
         return Row(
             loss=total,
             sums=torch.cat([torch.stack([*sums, total.detach().double()]), counts]),
-            largest=difference.abs().double().amax() if len(difference) else counts.new_zeros(()),
+            largest=(gap * ~on_older).double().amax() if len(gap) else counts.new_zeros(()),
         )
 
     def divisor(self, sums: Tensor) -> float:
@@ -145,10 +151,21 @@ class PolicyObjective(Objective):
         """The metrics that the algorithm has.
 
         `ratio/mean` is the current policy over the one that sampled, before any clip or cap. `num_tokens` counts loss
-        tokens.
+        tokens. Tokens sampled on a cache of an older version have a log-probability difference of their own, because
+        there engine and trainer need not agree.
         """
         *totals, loss, _, num_tokens = sums.tolist()
-        metrics = {name: Mean(total=total, count=num_tokens) for name, total in zip(_METRICS, totals, strict=True)}
+        num_older = totals[_METRICS.index("sampling/older_cache_share")]
+        counts = {
+            "sampling/logp_difference_mean": num_tokens - num_older,
+            "sampling/older_cache_logp_difference_mean": num_older,
+        }
+        metrics = {
+            name: Mean(total=total, count=counts.get(name, num_tokens))
+            for name, total in zip(_METRICS, totals, strict=True)
+        }
+        if not self._keeps_cache:
+            del metrics["sampling/older_cache_share"], metrics["sampling/older_cache_logp_difference_mean"]
         if self._algorithm.kl_coefficient == 0:
             del metrics["kl"]
         if not self._algorithm.corrections:

@@ -92,7 +92,7 @@ class ShardOptimizer:
         if self._adamw is not None:
             for options in self._adamw.param_groups:
                 _set_rate(options, learning_rate)
-            with _eager_on_cpu(self._trainer.optimizer, self._group.device):
+            with _eager_on_cpu(self._trainer.optimizer, next(iter(shards.values())).device):
                 self._adamw.step()
             for stand_in in self._stand_ins.values():
                 stand_in.data, stand_in.grad = torch.empty(0), None

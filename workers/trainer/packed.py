@@ -13,24 +13,24 @@ scales them down if their norm exceeds `trainer.max_grad_norm`.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 
 from rlflow.algorithms.schedules import learning_rate
 from rlflow.batching import PackedBatch, pack
 from rlflow.config import Config
 from rlflow.errors import RunError
-from rlflow.roles import StepOutcome
+from rlflow.roles import StepOutcome, TrainWork
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import Layout
 from rlflow.weights.source import Specs
+from rlflow.workers.trainer.flops import flops, packed_sizes, padded_sizes, sizes_of
 from rlflow.workers.trainer.lora import (
     add_adapters,
     first_adapter,
@@ -41,6 +41,7 @@ from rlflow.workers.trainer.lora import (
     without_adapters,
 )
 from rlflow.workers.trainer.objective import Objective, PolicyObjective
+from rlflow.workers.trainer.parking import ParkingSpace
 from rlflow.workers.trainer.policy import empty_policy, split_logprobs, torch_dtype
 from rlflow.workers.trainer.process_group import choose_device, join
 from rlflow.workers.trainer.shards import Shard, ShardReader, Snapshot
@@ -48,13 +49,6 @@ from rlflow.workers.trainer.value import ValueObjective, empty_value_model
 
 MicroBatch = Sequence[Sequence[TrainSample]]
 """What goes through the model at once: pieces of groups, each with its samples."""
-
-
-class Parked(NamedTuple):
-    """An emptied storage, and its bytes in the memory of the CPU."""
-
-    storage: UntypedStorage
-    contents: UntypedStorage
 
 
 class TrainerBackend(ABC):
@@ -107,7 +101,10 @@ class TrainerBackend(ABC):
         self._parts = parts_of(named)
         dtype = torch_dtype(config)
         self._specs = [(name, dtype, tuple(named[parts[0]].shape)) for name, parts in self._parts.items()]
-        self._parked: list[Parked] = []
+        self._model_sizes = sizes_of(self._policy.model)
+        self._work = torch.zeros(3, dtype=torch.float64)
+        """Tokens, operations and operations of a padded batch, since the last step."""
+        self._parking = ParkingSpace(self._device)
         self._updates = 0
         self._sums = torch.zeros(self._objective.num_sums, dtype=torch.float64, device=self._device)
         self._largest = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -177,10 +174,16 @@ class TrainerBackend(ABC):
     def _loss(self, micro_batch: MicroBatch) -> Tensor:
         """The loss of a micro-batch, a weighted sum over its loss tokens; counts its figures."""
         packed = self._lay_out(micro_batch)
+        self._count_work(packed, [sample for group in micro_batch for sample in group])
         row = self._objective(self._forward(packed), packed, self.version)
         self._sums += row.sums
         self._largest = torch.maximum(self._largest, row.largest)
         return row.loss
+
+    def _count_work(self, packed: PackedBatch, samples: Sequence[TrainSample]) -> None:
+        own, padded = packed_sizes(packed), padded_sizes(samples)
+        costs = [flops(self._model_sizes, sizes, with_backward=torch.is_grad_enabled()) for sizes in (own, padded)]
+        self._work += torch.tensor([own.tokens, *costs], dtype=torch.float64)
 
     def _lay_out(self, micro_batch: MicroBatch) -> PackedBatch:
         """One row; the benchmark of the layout puts another in its place."""
@@ -210,12 +213,30 @@ class TrainerBackend(ABC):
         largest = self._all_reduce(self._largest, dist.ReduceOp.MAX)
         self._sums.zero_()
         self._largest.zero_()
+        tokens, *costs = self._add_up_data(self._work).tolist()
+        self._work.zero_()
         return StepOutcome(
             applied=is_finite,
             grad_norm=grad_norm,
             learning_rate=rate,
             metrics=self._objective.metrics(sums, largest),
+            work=TrainWork(
+                tokens=round(tokens),
+                flops=costs[0],
+                padded_flops=costs[1],
+                num_ranks=self._world_size,
+                device=torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
+            ),
+            memory_peaks=self._memory_peaks(),
         )
+
+    def _memory_peaks(self) -> list[int]:
+        """This rank's peak since the last step; nothing on a CPU."""
+        if self._device.type != "cuda":
+            return []
+        peak = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return [peak]
 
     def add_up(self, values: Sequence[float]) -> list[float]:
         """Each number summed over the ranks."""
@@ -308,13 +329,12 @@ class TrainerBackend(ABC):
 
         Between `offload` and `reload` nothing but `close` is called; a second `offload` does nothing.
         """
-        if self._device.type != "cpu" and not self._parked:
-            park(self._resident(), self._device, self._parked)
+        if self._device.type != "cpu" and not self._parking.num_bytes:
+            self._parking.park(self._resident())
 
     def reload(self) -> None:
         """Undo `offload`, if there was one; training goes on as if it had not happened."""
-        unpark(self._parked)
-        self._parked = []
+        self._parking.unpark()
 
     def close(self) -> None:
         """Leave the process group."""
@@ -322,14 +342,14 @@ class TrainerBackend(ABC):
             dist.destroy_process_group()
 
     def _norm(self, gradients: Sequence[Tensor]) -> float:
-        """Euclidean norm over these tensors of all ranks; each element is held by one rank."""
+        """Euclidean norm over these tensors of all ranks; each element is held by one rank of every replica."""
         dtypes = [torch.promote_types(gradient.dtype, torch.float32) for gradient in gradients]
         norms = [
             torch.linalg.vector_norm(gradient, dtype=dtype).double()
             for gradient, dtype in zip(gradients, dtypes, strict=True)
         ]
         squares = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
-        return float(self._all_reduce(squares).sqrt())
+        return float((self._all_reduce(squares) / self._config.trainer.replicas).sqrt())
 
     def _add_up_data(self, values: Tensor) -> Tensor:
         """The sum over the ranks; what all ranks of a tensor group have counts once."""
@@ -340,29 +360,3 @@ class TrainerBackend(ABC):
         if self._is_distributed:
             dist.all_reduce(total, operation)
         return total
-
-
-def park(tensors: Iterable[Tensor], device: torch.device, into: list[Parked]) -> None:
-    """Empty the storages of those tensors that lie on `device`. They must not be used until `unpark`.
-
-    Tensors stay views of their storages, so nothing that holds a tensor needs to know. Each storage is added to `into`
-    as it is emptied, so that running out of memory half-way can be undone.
-    """
-    storages: dict[int, UntypedStorage] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if tensor.device.type == device.type and storage.nbytes():
-            storages[storage.data_ptr()] = storage
-    for storage in storages.values():
-        contents = UntypedStorage(storage.nbytes(), device="cpu")
-        contents.copy_(storage, non_blocking=False)
-        into.append(Parked(storage=storage, contents=contents))
-        storage.resize_(0)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def unpark(parked: Iterable[Parked]) -> None:
-    for storage, contents in parked:
-        storage.resize_(contents.nbytes())
-        storage.copy_(contents, non_blocking=False)

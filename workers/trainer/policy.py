@@ -73,12 +73,13 @@ class Policy(nn.Module):
 def hidden_states(model: PreTrainedModel, packed: PackedBatch) -> Tensor:
     """The last layer's states [T, hidden size] of a row, from a model that `load_packed` has loaded."""
     device = next(model.parameters()).device
-    return model.base_model(
-        input_ids=torch.from_numpy(packed.input_ids)[None].to(device),
-        position_ids=torch.from_numpy(packed.position_ids)[None].to(device),
-        use_cache=False,
-        layout=attention_layout(packed, device, use_flex=device.type == "cuda"),
-    ).last_hidden_state[0]
+    layout = attention_layout(packed, device, use_flex=device.type == "cuda")
+    input_ids, position_ids = (
+        F.pad(torch.from_numpy(row), (0, layout.num_padding))[None].to(device)
+        for row in (packed.input_ids, packed.position_ids)
+    )
+    output = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, layout=layout)
+    return output.last_hidden_state[0, : len(packed.input_ids)]
 
 
 def empty_policy(config: Config, model_path: str) -> tuple[Policy, FirstValues]:

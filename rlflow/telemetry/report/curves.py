@@ -208,4 +208,6 @@ def sections(records: Records, buckets: Sequence[Bucket]) -> list[tuple[str, lis
         Chart(key="time", title="Time by phase", series=phases, note=overlap, stacked=True, from_zero=True, unit=" s"),
         Chart(key="utilisation", title="Utilisation", series=busy, note=share, from_zero=True, top=1.0),
     ]
+    mfu = one("throughput/mfu", "Use of the GPUs", "share of the trainer's peak while it works", from_zero=True)
+    speed += [mfu] if mfu.has_values else []
     return [("Learning", learning), ("Freshness", freshness), ("Speed", speed)]

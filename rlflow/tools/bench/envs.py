@@ -77,7 +77,7 @@ class _Engine:
         self.num_tokens += REPLY_TOKENS
         ids = [5 + number % 50 for number in range(REPLY_TOKENS)]
         logprobs, versions = [-1.0] * REPLY_TOKENS, [0] * REPLY_TOKENS
-        return Completion(ids=ids, logprobs=logprobs, versions=versions, finish_reason="stop")
+        return Completion(ids=ids, logprobs=logprobs, versions=versions, cache_versions=versions, finish_reason="stop")
 
 
 class _Scorer:

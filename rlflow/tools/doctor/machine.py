@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 from rlflow.algorithms.registry import needs_critic
 from rlflow.cluster.gpus import gpu_plan
-from rlflow.config import Backend, Config, Placement, Transport
+from rlflow.config import Backend, Config, Optimizer, Placement, Transport
 from rlflow.runtime.derived import object_store_bytes, sends_adapters, transport_of
 from rlflow.runtime.gpus import hides_gpus
 from rlflow.tools.doctor.findings import Finding, error, ok, warning
@@ -78,6 +78,7 @@ def needs_of(config: Config, model: ModelSize | None, *, is_run: bool) -> Needs:
     extras = {
         "deepspeed": config.trainer.backend is Backend.deepspeed,
         "lora": config.lora.rank is not None,
+        "optim8bit": config.trainer.optimizer is Optimizer.adamw8bit,
         "wandb": config.trackers.wandb_project is not None,
         "mlflow": config.trackers.mlflow_experiment is not None,
     }

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rlflow.config import Config, Dtype, Transport
-from rlflow.runtime.derived import reference_ranks, sends_adapters, transport_of
+from rlflow.config import Config, Dtype, Optimizer, Transport
+from rlflow.runtime.derived import num_shards, reference_ranks, sends_adapters, transport_of
 from rlflow.workers.engine.setup import (
     BYTES_PER_ELEMENT,
     CPU_BLOCK_TOKENS,
@@ -22,6 +22,8 @@ from rlflow.workers.engine.setup import (
 )
 
 FLOAT32 = 4
+SCALED_ELEMENTS = 256
+"""Elements of an 8-bit moment that share a float32 scale."""
 OUTPUT_LAYER = "output layer"
 LOGIT_BYTES = 3 * FLOAT32
 """What one logit takes: itself, its log-softmax and its gradient, all float32."""
@@ -150,20 +152,23 @@ def size(num_bytes: int) -> str:
 def trainer_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logits: int) -> ProcessMemory:
     """One rank of FSDP2 whose micro-batches have up to `num_tokens` tokens, `max_logits` logits at once.
 
-    Parameters, gradients and both moments are float32 and sharded: 16 bytes a parameter, over all ranks. What computes
+    Parameters, gradients and both moments of AdamW are float32 and sharded: 16 bytes a parameter, over the ranks of a
+    replica. What computes
     is gathered in model.dtype, layer by layer, with tensor parallelism a slice of each; the embedding and the output
     layer stay whole between forward and backward. A single float32 rank has nothing to gather. With adapters all that
     is theirs alone, and the frozen model is sharded in model.dtype.
     """
-    ranks, width, parallel = config.trainer.ranks, BYTES_PER_ELEMENT[config.model.dtype], config.trainer.tensor_parallel
+    width, parallel = BYTES_PER_ELEMENT[config.model.dtype], config.trainer.tensor_parallel
+    ranks = num_shards(config.trainer)
     share = f", a share of {ranks}" if ranks > 1 else ""
     wide, narrow = f"float32{share}", f"{config.model.dtype.value}{share}"
-    shard = FLOAT32 * sum(shard_size(weight, ranks, parallel) for weight in facts.adapters or facts.weights)
+    trained = [(weight, shard_size(weight, ranks, parallel)) for weight in facts.adapters or facts.weights]
+    shard = FLOAT32 * sum(size for _, size in trained)
     frozen = width * sum(shard_size(weight, ranks, parallel) for weight in facts.weights)
     items = [
         Item(name="adapters" if facts.adapters else "parameters", num_bytes=shard, note=wide),
         Item(name="gradients", num_bytes=shard, note=wide),
-        Item(name="moments of AdamW", num_bytes=2 * shard, note=wide),
+        _moments(config.trainer.optimizer, trained, share),
     ]
     if facts.adapters:
         items.insert(0, Item(name="frozen parameters", num_bytes=frozen, note=narrow))
@@ -182,6 +187,19 @@ def trainer_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logit
     note = f"logits of {rows:,} tokens at once" + ("" if facts.adapters else ", gradient in float32")
     items.append(Item(name=OUTPUT_LAYER, num_bytes=num_bytes, note=note, is_kept=False))
     return ProcessMemory(items=tuple(items))
+
+
+def _moments(optimizer: Optimizer, trained: Sequence[tuple[Weight, int]], share: str) -> Item:
+    """What the optimiser keeps of weights of which a rank has so many elements."""
+    num_elements = sum(size for _, size in trained)
+    if optimizer is Optimizer.adamw8bit:
+        scales = FLOAT32 * num_elements // SCALED_ELEMENTS
+        return Item(name="moments of AdamW", num_bytes=2 * (num_elements + scales), note=f"a byte each{share}")
+    matrices = sum(size for weight, size in trained if weight.layer is not None and len(weight.shape) == 2)
+    if optimizer is Optimizer.muon:
+        num_bytes = FLOAT32 * (2 * num_elements - matrices)
+        return Item(name="moments of Muon and AdamW", num_bytes=num_bytes, note=f"float32{share}")
+    return Item(name="moments of AdamW", num_bytes=2 * FLOAT32 * num_elements, note=f"float32{share}")
 
 
 def _gathered(config: Config, facts: ModelFacts) -> list[Item]:
@@ -220,8 +238,8 @@ def shard_size(weight: Weight, ranks: int, tensor_parallel: int) -> int:
 
 def largest_shard(config: Config, facts: ModelFacts) -> int:
     """Elements of the largest part of a parameter that a rank of the trainer keeps."""
-    trainer = config.trainer
-    return max(shard_size(weight, trainer.ranks, trainer.tensor_parallel) for weight in facts.weights)
+    ranks, parallel = num_shards(config.trainer), config.trainer.tensor_parallel
+    return max(shard_size(weight, ranks, parallel) for weight in facts.weights)
 
 
 def logit_rows(facts: ModelFacts, num_tokens: int, max_logits: int) -> int:

@@ -176,6 +176,7 @@ class ScriptedChat(Chat):
             ids=kept,
             logprobs=[0.0] * len(kept),
             versions=[0] * len(kept),
+            cache_versions=[0] * len(kept),
             finish_reason="stop" if len(kept) == len(ids) else "length",
         )
 

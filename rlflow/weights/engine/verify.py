@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -21,11 +23,18 @@ from rlflow.weights.shape.layout import Region
 
 _ROWS = 256
 """Rows of the identity that go through a layer at once; bounds the memory."""
+_AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 
 
 def is_plain(module: Any) -> bool:
-    """Whether a layer computes with its weights as they are loaded, or with a packed copy of them."""
+    """Whether a layer computes with its weights as they are loaded, or with a packed copy of them.
+
+    Experts do if their kernel is Triton's, which is vLLM's choice on Hopper; for the others it swaps halves or shuffles
+    (vLLM 0.32, `fused_moe/oracle/unquantized.py`), and when it balances experts they change places.
+    """
     method = getattr(module, "quant_method", None)
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        return method.unquantized_backend in _AS_LOADED and not method.moe.moe_parallel_config.enable_eplb
     return method is None or isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
 
 
@@ -109,7 +118,7 @@ class _Reader:
         """
         live = self._live[name]
         owners = self._owners[id(live)]
-        if live.device.type == "cpu" and not all(map(is_plain, owners)):
+        if not all(map(is_plain, owners)):
             return []
         packed = [owner for owner in owners if owner._parameters.get("weight") is live and hasattr(owner, "cpu_linear")]
         width = num_inputs(packed[0]) if packed else live.shape[-1]

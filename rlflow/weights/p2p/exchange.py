@@ -3,7 +3,8 @@
 tensors of a trainer's rank -> pack -> header and elements -> unpack -> tensors of an engine's rank
 
 A message holds all that one rank sends another in one bucket. Its header says which transfer it belongs to, which
-version its sender holds, and the sum of what follows, so that what arrives is what was sent or is not used.
+version its sender holds, and the sum of what follows, so that what arrives is what was sent or is not used. On a GPU
+all of this is written and added up where the message is, and nothing waits for it: only `check` reads numbers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,8 @@ from rlflow.weights.shape.plan import Move
 
 BUCKET_BYTES = 32 * 2**20
 """An engine on a CPU samples between two buckets, so they are small; and each side holds two of them."""
+GPU_BUCKET_BYTES = 512 * 2**20
+"""An engine on a GPU is paused for all buckets, so that few large ones are best; each side holds two of them."""
 HEADER_BYTES = 32
 _WORD = 8
 
@@ -43,6 +46,7 @@ class MessageStamp:
     transfer: int
     """A number that the engine has drawn; below 2**63."""
     version: int
+    """The one that the engine has asked for."""
     bucket: int
 
 
@@ -72,28 +76,36 @@ def pack(message: PeerMessage, tensors: Mapping[str, Tensor], packed: Tensor) ->
         _elements(packed, move, offset).copy_(source_view(tensors[move.source_tensor], move))
 
 
-def seal(packed: Tensor, stamp: MessageStamp, is_complete: bool) -> None:
-    """Fill in the header. If the message is not complete, nothing that follows the header counts.
+def seal(packed: Tensor, stamp: MessageStamp, version: Tensor) -> None:
+    """Fill in the header of what was packed. `version` (int64 [1]) is what the sender holds by now; -1: nothing whole.
 
-    `stamp.version` is then the version that the sender has by now, or -1.
+    It is read after the elements were. A sender that rewrites its tensors changes it first, so if it is the version
+    that was asked for, the elements are too.
     """
     header = packed[:HEADER_BYTES].view(torch.int64)
-    header[:3] = torch.tensor([stamp.transfer, stamp.version, stamp.bucket])
-    header[3] = _checksum(packed) if is_complete else 0
+    header[0].fill_(stamp.transfer)
+    header[1:2].copy_(version)
+    header[2].fill_(stamp.bucket)
+    header[3].copy_(_checksum(packed))
 
 
-def check(packed: Tensor, stamp: MessageStamp) -> int:
+def digest(packed: Tensor) -> Tensor:
+    """What `check` needs of a message that has come, on its device (int64 [5]): its header, and its sum."""
+    return torch.cat([packed[:HEADER_BYTES].view(torch.int64), _checksum(packed)[None]])
+
+
+def check(digested: Sequence[int], stamp: MessageStamp) -> int:
     """The version that the sender says it has; if it is that of `stamp`, the message is whole.
 
     Raises RunError for a message of another transfer or bucket, or one that was changed on its way.
     """
-    transfer, version, bucket, checksum = packed[:HEADER_BYTES].view(torch.int64).tolist()
+    transfer, version, bucket, expected, found = digested
     if (transfer, bucket) != (stamp.transfer, stamp.bucket):
         raise RunError(
             f"bucket {stamp.bucket} of transfer {stamp.transfer} was awaited, but bucket {bucket} of transfer "
             f"{transfer} came"
         )
-    if version == stamp.version and checksum != int(_checksum(packed)):
+    if version == stamp.version and expected != found:
         raise RunError(f"bucket {bucket} of the weights of version {version} did not arrive as it was sent")
     return version
 

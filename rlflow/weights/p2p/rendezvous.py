@@ -7,12 +7,14 @@ the store is reached, which is loopback if all ranks are on one machine.
 
 import datetime
 import ipaddress
+import logging
 import math
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,6 +34,12 @@ from rlflow.runtime.environment import variables
 from rlflow.weights.shape.landings import layout_from_json, layout_to_json
 from rlflow.weights.source import WeightSource
 
+MAX_CHANNELS = 8
+"""Channels of a group's NCCL: each engine has a group with every rank, whose kernels run beside those of training and
+must all find room on the GPU; eight carry what a network card does."""
+_LOOK_AGAIN = datetime.timedelta(seconds=10)
+_TELL_S = 10.0
+_logger = logging.getLogger(__name__)
 _ENVIRONMENT = threading.Lock()
 """Held by the thread that changes the environment, because each engine is answered by a thread of its own."""
 _LAYOUT = "layout"
@@ -81,7 +89,7 @@ class HostedStore:
         self.source = source
         self.host = urlsplit(rendezvous).hostname or "127.0.0.1"
         self._rank = rank
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         specs = backend.parameter_specs()
         self.dtype = specs[0][1]
         """The engines'."""
@@ -95,7 +103,7 @@ class HostedStore:
 
     def connect(self, timeout_s: float | None = None) -> Store:
         """A connection for one thread."""
-        return connect(self.host, self._port, timeout_s or self._timeout_s)
+        return connect(self.host, self._port, timeout_s or self.timeout_s)
 
     def staged(self, version: int) -> StagedWeights | None:
         """Where to ask for a version: the answer of rank 0; None on the other ranks."""
@@ -113,39 +121,120 @@ class TrainerStore:
         found = urlsplit(address)
         assert found.hostname and found.port, f"the trainer's store is at tcp://host:port, not at {address}"
         self.host = found.hostname
+        self._port = found.port
         self.timeout_s = timeout_s
-        self.store: Store = connect(found.hostname, found.port, timeout_s)
+        self.store: Store = self.connect()
         self.layout = layout_from_json(self.store.get(_LAYOUT))
+
+    def connect(self, timeout_s: float | None = None) -> Store:
+        """A connection for one thread."""
+        return connect(self.host, self._port, timeout_s or self.timeout_s)
+
+
+class PeerGroup:
+    """All ranks of a trainer and the workers of one engine: NCCL for tensors of a GPU, else gloo. Any of them ends it.
+
+    A process that waits for a peer on a GPU does not notice that the peer has given up: NCCL tells nobody, and its
+    kernel would spin until the deadline. So whoever gives up says it in the store, where a thread of each waits.
+    """
+
+    def __init__(self, home: HostedStore | TrainerStore, name: str, rank: int, size: int, device: torch.device) -> None:
+        """All processes that give the same name. Raises RuntimeError when not all have come within the time."""
+        self._home = home
+        self._broken = f"broken/{name}"
+        self._lock = threading.Lock()
+        own = PrefixStore(f"group/{name}", home.connect())
+        _await_all(own, rank, size, home.timeout_s)
+        self._group: Any = build_group(own, rank, size, device, home)
+        threading.Thread(target=self._watch, name=f"group {name}", daemon=True).start()
+        if device.type == "cuda":
+            # All must be there when the connections are made, even a rank that has nothing to send in the first bucket.
+            self._group.allreduce([torch.zeros(1, device=device)]).wait()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a process of the group has given it up."""
+        return self._group is None
+
+    def send(self, messages: Sequence[tuple[Tensor, int]]) -> list[Work]:
+        """Begin to send tensors [bytes] to ranks; each must stay as it is until it has been waited for."""
+        group = self._unbroken()
+        return _begin(group, group.send, messages)
+
+    def receive(self, messages: Sequence[tuple[Tensor, int]]) -> list[Work]:
+        """Begin to fill tensors [bytes] with what ranks send."""
+        group = self._unbroken()
+        return _begin(group, group.recv, messages)
+
+    def give_up(self) -> None:
+        """End what is under way, in all processes of the group."""
+        if self._abort():
+            with suppress(RuntimeError):  # without a store there is no trainer, so that nobody waits for it
+                self._home.connect(_TELL_S).set(self._broken, "")
+
+    def _unbroken(self) -> Any:
+        if self._group is None:
+            raise RuntimeError("a peer has given up the group of ranks and workers")
+        return self._group
+
+    def _abort(self) -> bool:
+        """Whether this is the first time."""
+        with self._lock:
+            group, self._group = self._group, None
+        if group is not None:
+            group.abort()  # gloo knows no such thing: its connections close when nothing refers to the group
+        return group is not None
+
+    def _watch(self) -> None:
+        try:
+            store = self._home.connect()
+            while not _is_there(store, self._broken):
+                pass  # for as long as the trainer keeps the store
+        except RuntimeError as error:
+            _logger.info("a group of ranks and workers ends, because the trainer's store does: %s", error)
+        self._abort()
+
+
+def _is_there(store: Store, key: str) -> bool:
+    """Wait a while for a key. Raises RuntimeError when the store is lost."""
+    try:
+        store.wait([key], _LOOK_AGAIN)
+    except torch.distributed.DistStoreError as error:
+        if "timeout" not in str(error):
+            raise
+        return False
+    return True
+
+
+def _await_all(store: Store, rank: int, size: int, timeout_s: float) -> None:
+    """So that nobody waits in NCCL, which knows no deadline there, for one that does not come."""
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{other}" for other in range(size)], datetime.timedelta(seconds=timeout_s))
 
 
 def build_group(
-    store: Store, name: str, rank: int, size: int, device: torch.device, host: str, timeout_s: float
+    store: Store, rank: int, size: int, device: torch.device, home: HostedStore | TrainerStore
 ) -> ProcessGroup:
-    """A group of all processes that call this with the same name: NCCL for tensors of a GPU, else gloo.
-
-    `host` is where the store is. Raises RuntimeError when not all have come within the time.
-    """
-    own = PrefixStore(f"group/{name}", store)
-    timeout = datetime.timedelta(seconds=timeout_s)
-    address = own_address(host)
+    """What torch calls a process group, which nothing of torch's own knows."""
+    timeout = datetime.timedelta(seconds=home.timeout_s)
+    address = own_address(home.host)
     # torch declares neither kind as a process group, though both are used as one.
     if device.type != "cuda":
         gloo: Any = torch.distributed.ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
         options = gloo._Options()
         options._timeout = timeout
         options._devices = [gloo.create_device(hostname=address)]
-        return gloo(own, rank, size, options)
+        return gloo(store, rank, size, options)
     if ipaddress.ip_address(address).is_loopback:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     nccl: Any = torch.distributed.ProcessGroupNCCL  # pyright: ignore[reportPrivateImportUsage]
     options = nccl.Options()
     options._timeout = timeout
-    # So that a wait ends at its deadline with an error; without this, torch ends the whole process.
-    with _ENVIRONMENT, variables({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
-        group = nccl(own, rank, size, options)
-    # All must be there when the connections are made, even a rank that has nothing to send in the first bucket.
-    group.allreduce([torch.zeros(1, device=device)]).wait(timeout)
-    return group
+    options.config.max_ctas = MAX_CHANNELS
+    # A transfer is queued on the GPU and waited for once. What fails or overruns is aborted by torch's own thread,
+    # which must not end the process; what has come then is not what a header says.
+    with _ENVIRONMENT, variables({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_BLOCKING_WAIT": "0"}):
+        return nccl(store, rank, size, options)
 
 
 def own_address(host: str) -> str:
@@ -155,12 +244,8 @@ def own_address(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def begin(group: Any, transfer: Callable[..., Work], messages: Sequence[tuple[Tensor, int]]) -> list[Work]:
-    """Begin to send tensors [bytes] to ranks of the group, or to receive them: `transfer` is the group's send or recv.
-
-    Each must stay as it is, or is filled, once it has been waited for. On GPUs this is one operation, in which no
-    message waits for another; there is then one thing to wait for.
-    """
+def _begin(group: Any, transfer: Callable[..., Work], messages: Sequence[tuple[Tensor, int]]) -> list[Work]:
+    """On GPUs this is one operation, in which no message waits for another; there is then one thing to wait for."""
     if not messages or messages[0][0].device.type == "cpu":
         return [transfer([packed], peer, 0) for packed, peer in messages]
     group._start_coalescing()  # made directly, a group takes no device
@@ -170,6 +255,6 @@ def begin(group: Any, transfer: Callable[..., Work], messages: Sequence[tuple[Te
 
 
 def wait_all(works: Sequence[Work], deadline: Deadline) -> None:
-    """Raises RuntimeError when a peer is lost, or not ready in time."""
+    """On a GPU only what is queued from now on waits. Raises RuntimeError when a peer is lost, or not ready in time."""
     for work in works:
         work.wait(deadline.left)

@@ -147,19 +147,26 @@ def mesh_layout(shapes: Shapes, dtype: str, num_ranks: int, mesh: Callable[[str]
 
 
 def fsdp_layout(
-    shapes: Shapes, dtype: str, num_ranks: int, tensor_parallel: int = 1, cut: Mapping[str, int] | None = None
+    shapes: Shapes,
+    dtype: str,
+    num_ranks: int,
+    tensor_parallel: int = 1,
+    cut: Mapping[str, int] | None = None,
+    replicas: int = 1,
 ) -> Layout:
     """The FSDP2 trainer, with tensor parallelism or without: the rows of each parameter are shared out.
 
     `cut` names the parameters that tensor parallelism cuts, and along which dimension: `tensor_parallel` neighbours in
-    rank have a slice each, of which the rows are shared out over the others. All ranks share the rest.
+    rank have a slice each, of which the rows are shared out over the others. All ranks share the rest. Each of
+    `replicas`, as many neighbours in rank, has all of it.
     """
-    sliced = cut or {}
+    sliced, num_shards = cut or {}, num_ranks // replicas
+    copies: Mesh = ((replicas, None),) if replicas > 1 else ()
 
     def mesh(name: str) -> Mesh:
         if name not in sliced:
-            return ((num_ranks, 0),)
-        return ((num_ranks // tensor_parallel, 0), (tensor_parallel, sliced[name]))
+            return (*copies, (num_shards, 0))
+        return (*copies, (num_shards // tensor_parallel, 0), (tensor_parallel, sliced[name]))
 
     return mesh_layout(shapes, dtype, num_ranks, mesh)
 

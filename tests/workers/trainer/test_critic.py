@@ -29,6 +29,7 @@ def sample_of(mask: list[int]) -> Sample:
         loss_mask=np.array(mask, np.bool_),
         logprobs=np.zeros(length, np.float32),
         versions=np.where(mask, 0, -1).astype(np.int32),
+        cache_versions=np.where(mask, 0, -1).astype(np.int32),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +11,13 @@ import pytest
 import torch
 from training import largest_relative_difference, save_model, tiny_config, tiny_groups, tiny_llama
 
-from rlflow.config import Config, Dtype, Offload
+from rlflow.config import Config, Dtype, Offload, Optimizer, TrainerConfig
 from rlflow.workers.trainer.frozen import FrozenPolicy
 from rlflow.workers.trainer.fsdp import FsdpTrainer
+from rlflow.workers.trainer.optimizers import ShardGroup, ShardOptimizer
+from rlflow.workers.trainer.parking import ParkingSpace
 from rlflow.workers.trainer.policy import load_policy
+from rlflow.workers.trainer.profile import RankProfile
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -95,3 +100,62 @@ def test_a_frozen_model_in_bfloat16_keeps_its_frequencies(tmp_path: Path) -> Non
         assert torch.equal(buffer.cpu(), expected[name]), name
     found = np.concatenate(reference.logprobs(tiny_groups(num_groups=2)))
     np.testing.assert_allclose(found, on_cpu(tiny_config(), model), atol=0.2)
+
+
+@pytest.mark.parametrize("kind", Optimizer)
+def test_every_optimiser_steps_as_on_the_cpu(kind: Optimizer) -> None:
+    """Muon orthogonalises in bfloat16 there."""
+    if kind is Optimizer.adamw8bit:
+        pytest.importorskip("torchao")
+    shapes, rate = {"hidden": (64, 128), "embedding": (32, 128)}, 1e-3
+    torch.manual_seed(0)
+    gradients = [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(2)]
+    found = []
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        optimizer = ShardOptimizer(
+            TrainerConfig(optimizer=kind), shapes, frozenset({"hidden"}), ShardGroup(device=device)
+        )
+        shards = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
+        for step in gradients:
+            optimizer.step(shards, {name: gradient.to(device) for name, gradient in step.items()}, rate)
+        found.append({name: shard.cpu() for name, shard in shards.items()})
+    for name in shapes:
+        assert (found[0][name] - found[1][name]).abs().mean() < 0.05 * found[0][name].abs().mean()
+
+
+def test_a_step_tells_its_gpu_and_the_peak_of_its_memory(tmp_path: Path) -> None:
+    model = save_model(tiny_llama(**SIZES), tmp_path / "model")
+    trainer = FsdpTrainer(tiny_config(), model, 0, 1, f"file://{tmp_path / 'rendezvous'}")
+    trainer.accumulate([tiny_groups(num_groups=2)])
+    outcome = trainer.step()
+    assert outcome.work is not None
+    assert outcome.work.device == torch.cuda.get_device_name()
+    (peak,) = outcome.memory_peaks
+    assert peak >= torch.cuda.memory_allocated() > 0
+    trainer.close()
+
+
+def test_a_profile_holds_kernels_and_allocations(tmp_path: Path) -> None:
+    profile = RankProfile()
+    matrix = torch.ones(256, 256, device="cuda")
+    torch.mm(matrix, matrix)
+    torch.cuda.synchronize()
+    profile.write(tmp_path, "rank")
+    with gzip.open(tmp_path / "rank.trace.json.gz", "rt") as file:
+        categories = {event.get("cat") for event in json.load(file)["traceEvents"]}
+    assert {"cpu_op", "kernel"} <= categories
+    assert (tmp_path / "rank.memory.pickle").stat().st_size > 0
+
+
+def test_what_leaves_the_gpu_waits_in_the_same_pinned_memory() -> None:
+    device = torch.device("cuda", 0)
+    tensors = [torch.arange(5000.0, device=device), torch.arange(300, device=device)]
+    expected = [each.cpu() for each in tensors]
+    space, places = ParkingSpace(device, chunk_bytes=2**12), []
+    for _ in range(2):
+        space.park(tensors)
+        assert all(chunk.is_pinned() for chunk in space._chunks)
+        places.append([chunk.data_ptr() for chunk in space._chunks])
+        space.unpark()
+        assert all(torch.equal(each.cpu(), there) for each, there in zip(tensors, expected, strict=True))
+    assert places[0] == places[1]

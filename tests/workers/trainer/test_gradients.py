@@ -23,7 +23,7 @@ from training import (
 )
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, PreTrainedConfig
 
-from rlflow.batching import pack
+from rlflow.batching import PackedBatch, pack
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.types import TrainSample
@@ -143,14 +143,21 @@ def test_tis_weighs_the_policy_gradient(tmp_path: Path) -> None:
     assert largest_relative_difference(found, expected) <= allowed
 
 
+def attended(packed: PackedBatch, states: Sequence[Tensor], use_flex: bool) -> Tensor:
+    """[1, T, H, D], from a query, keys and values [1, H, T, D] that are padded as the layout asks."""
+    layout = attention_layout(packed, states[0].device, use_flex)
+    query, key, value = (torch.nn.functional.pad(state, (0, 0, 0, layout.num_padding)) for state in states)
+    output, _ = packed_attention(torch.nn.Identity(), query, key, value, None, scaling=0.25, layout=layout)
+    return output[:, : len(packed.input_ids)]
+
+
 def attend(groups: Sequence[Sequence[TrainSample]], device: torch.device, use_flex: bool) -> list[Tensor]:
     """Outputs, and gradients by query, key and value, of one layer with 4 query heads on 2 key heads."""
     packed = pack(groups)
     torch.manual_seed(0)
     states = [torch.randn(1, heads, len(packed.input_ids), 16, device=device) for heads in (4, 2, 2)]
     query, key, value = (state.requires_grad_() for state in states)
-    layout = attention_layout(packed, device, use_flex)
-    output, _ = packed_attention(torch.nn.Identity(), query, key, value, None, scaling=0.25, layout=layout)
+    output = attended(packed, [query, key, value], use_flex)
     weights = torch.arange(output.numel(), device=device).reshape(output.shape).sin()
     return [output.detach(), *torch.autograd.grad((output * weights).sum(), [query, key, value])]
 
@@ -158,14 +165,8 @@ def attend(groups: Sequence[Sequence[TrainSample]], device: torch.device, use_fl
 def test_the_flex_mask_equals_the_blocks() -> None:
     # Eager flex attention on CPU has no backward; outputs decide about the mask.
     packed = pack(tiny_groups())
-    num_tokens = len(packed.input_ids)
-    query, key, value = (torch.randn(1, heads, num_tokens, 16, dtype=torch.float64) for heads in (4, 2, 2))
-    outputs = [
-        packed_attention(
-            torch.nn.Identity(), query, key, value, None, scaling=0.25, layout=attention_layout(packed, CPU, use_flex)
-        )[0]
-        for use_flex in (False, True)
-    ]
+    states = [torch.randn(1, heads, len(packed.input_ids), 16, dtype=torch.float64) for heads in (4, 2, 2)]
+    outputs = [attended(packed, states, use_flex) for use_flex in (False, True)]
     torch.testing.assert_close(outputs[0], outputs[1])
 
 

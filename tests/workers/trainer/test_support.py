@@ -32,6 +32,7 @@ def turn(prompt: list[int], output: list[int], support: list[list[int]] | None, 
         output_ids=output,
         logprobs=[-1.0] * len(output),
         versions=[0] * len(output),
+        cache_versions=[0] * len(output),
         finish_reason="stop",
         support=support,
         continues=continues,
@@ -57,7 +58,7 @@ def test_payloads_with_and_without_support_survive_the_disk(tmp_path: Path) -> N
     assert first.samples[0].support.counts.tolist() == [2, 1]
     assert first.samples[1].support is None
     assert second.samples == []
-    assert payload_bytes(payloads[0]) == payload_bytes(first) == 3 * 4 + 2 * 4 + (4 + 2 * 13) + (4 + 13)
+    assert payload_bytes(payloads[0]) == payload_bytes(first) == 3 * 4 + 2 * 4 + (4 + 2 * 17) + (4 + 17)
 
 
 def test_a_packed_row_counts_supports_by_loss_token() -> None:

@@ -30,11 +30,13 @@ from training import (
 )
 from transformers import AutoModelForCausalLM
 
+from rlflow.batching import pack
 from rlflow.config import Config, Dtype, Schedule
 from rlflow.errors import RunError
 from rlflow.roles import StepOutcome
 from rlflow.types import TrainSample
 from rlflow.weights.shape.layout import chunk_of
+from rlflow.workers.trainer.flops import flops, packed_sizes
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.process_group import join
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader, Snapshot, read_full
@@ -155,6 +157,28 @@ def test_the_learning_rate_warms_up_to_a_constant(model_path: str) -> None:
         trainer.accumulate([tiny_groups(num_groups=1)])
         rates.append(trainer.step().learning_rate)
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
+
+
+def test_a_step_says_what_it_computed_and_starts_again(model_path: str) -> None:
+    """Tokens of the packed row; a silent group costs a forward pass; padding costs more."""
+    trainer = one_rank(tiny_config(), model_path)
+    groups = tiny_groups()
+    sizes = packed_sizes(pack(groups))
+    outcomes = []
+    for _ in range(2):
+        trainer.accumulate([groups])
+        outcomes.append(trainer.step().work)
+    for plain in outcomes:
+        assert plain is not None
+        assert (plain.tokens, plain.num_ranks, plain.device) == (sizes.tokens, 1, "cpu")
+        assert plain.flops == flops(trainer._model_sizes, sizes)
+        assert plain.padded_flops > 1.5 * plain.flops
+    trainer.accumulate([groups])
+    trainer.observe([groups])
+    silent = trainer.step().work
+    assert silent is not None
+    both = [flops(trainer._model_sizes, sizes, with_backward=has_backward) for has_backward in (True, False)]
+    assert silent.flops == sum(both)
 
 
 def test_a_step_without_tokens_is_refused(model_path: str) -> None:

@@ -1,4 +1,6 @@
-"""What every back end of the trainer does alike, on one rank and on more: FSDP2, also tensor-parallel, and ZeRO 1 to 3.
+"""What every back end of the trainer does alike, on one rank and on more.
+
+FSDP2, also tensor-parallel and in replicas, and ZeRO 1 to 3.
 
 One FSDP2 rank, which shards nothing, is what the others are compared with. They are disturbed on the way: by a step
 whose gradient is not finite, by sleep, and by micro-batches that are empty or known to have no gradient.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -54,14 +57,19 @@ from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, ShardReader
 REFERENCE = Layout(name="fsdp_1", backend=Backend.fsdp, ranks=1)
 TENSOR_2 = Layout(name="fsdp_1x2", backend=Backend.fsdp, ranks=2, tensor_parallel=2)
 DATA_2_TENSOR_2 = Layout(name="fsdp_2x2", backend=Backend.fsdp, ranks=4, tensor_parallel=2)
+REPLICAS_2 = Layout(name="hsdp_2x2", backend=Backend.fsdp, ranks=4, replicas=2)
+REPLICAS_2_TENSOR_2 = Layout(name="hsdp_2x1x2", backend=Backend.fsdp, ranks=4, replicas=2, tensor_parallel=2)
 OTHERS = (
     Layout(name="fsdp_2", backend=Backend.fsdp),
+    REPLICAS_2,
+    REPLICAS_2_TENSOR_2,
     TENSOR_2,
     DATA_2_TENSOR_2,
     *(Layout(name=f"zero{stage}_2", backend=Backend.deepspeed, zero_stage=stage) for stage in (1, 2, 3)),
 )
-IN_PROOF = ("fsdp_1x2", "zero1_2")
-"""In the suite, fsdp_2x2 is tensor-parallel for the one, and zero2_2 divides states and gradients for the other."""
+IN_PROOF = ("fsdp_1x2", "zero1_2", "hsdp_2x1x2")
+"""In the suite, fsdp_2x2 is tensor-parallel for the first and the last, hsdp_2x2 has replicas for the last, and zero2_2
+divides states and gradients for the other."""
 LAYOUTS = [
     pytest.param(
         layout,
@@ -205,6 +213,16 @@ def test_every_layout_saves_the_same_moments(layout: Layout, folder: Path, allow
     assert ours.updates == theirs.updates == 3
     found = differences(folder / layout.name, folder / REFERENCE.name)
     assert_within({kind: found[kind] for kind in (PARAMETER, *MOMENTS)}, allowed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_saves_each_element_once(layout: Layout, folder: Path) -> None:
+    reader = ShardReader(folder / layout.name / "checkpoint")
+    ranks = [json.loads(path.read_text()) for path in (folder / layout.name / "checkpoint").glob("rank_*.json")]
+    assert len(ranks) == layout.ranks
+    for name, shape in reader.shapes.items():
+        assert sum(rank[name]["stop"] - rank[name]["start"] for rank in ranks) == math.prod(shape)
 
 
 @pytest.mark.slow

@@ -224,14 +224,14 @@ def test_the_driver_makes_the_updates_of_the_twin(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_resumes_and_outlives_its_trainer_and_trains_every_task_once(tmp_path: Path) -> None:
-    """Also: one version of staleness, the truncated correction, two ranks, KL to a reference.
+    """Also: one version of staleness, the truncated correction, two ranks, KL to a reference of two ranks.
 
     The trainer is lost as when the system ends a process for its memory.
     """
     run = tmp_path / "run"
     settings = [
         "run.steps=8", "run.checkpoint_every=3", "env.args.size=16", "staleness.max_versions=1", "algorithm=tis",
-        "algorithm.kl_coefficient=0.01", "trainer.ranks=2",
+        "algorithm.kl_coefficient=0.01", "trainer.ranks=2", "cluster.reference_ranks=2",
     ]  # fmt: skip
     with running(run, *settings) as process:
         wait_for(process, "step 5/8")

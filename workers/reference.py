@@ -1,26 +1,45 @@
-"""The frozen reference policy as a Ray actor: the trainer's code without the optimiser's step."""
+"""One rank of the frozen reference policy as a Ray actor: the trainer's code without the optimiser's step."""
+
+import ray
+from ray.exceptions import RayError
 
 from rlflow.config import Config
 from rlflow.runtime.environment import keep_memory, share_cpu
-from rlflow.types import EpisodePayload, TrainSample
+from rlflow.types import EpisodePayload, PayloadRef, TrainSample
 
 
 class ReferenceWorker:
     """Wrapped by `ray.remote`; `start` loads the model that the run began with."""
 
-    def __init__(self, config: Config, model_path: str, threads: int) -> None:
+    def __init__(self, config: Config, model_path: str, rank: int, num_ranks: int, threads: int) -> None:
         share_cpu(threads)
         keep_memory()
         self._config = config
         self._model_path = model_path
+        self._rank = rank
+        self._num_ranks = num_ranks
 
-    def start(self) -> None:
-        from rlflow.workers.trainer.policy import FrozenPolicy
+    def rendezvous(self) -> str:
+        """An address for the ranks to meet at; loopback unless they are on several machines."""
+        from rlflow.workers.trainer.process_group import new_rendezvous
 
-        self._policy = FrozenPolicy(self._config, self._model_path)
+        return new_rendezvous()
 
-    def logprobs(self, *payloads: EpisodePayload) -> tuple[object, ...]:
-        """True, then for each payload the log-probabilities [L] of each of its samples, 0 where there is no loss."""
+    def start(self, rendezvous: str) -> None:
+        from rlflow.workers.trainer.frozen import FrozenPolicy
+
+        self._policy = FrozenPolicy(self._config, self._model_path, self._rank, self._num_ranks, rendezvous)
+
+    def logprobs(self, handles: list[PayloadRef]) -> tuple[object, ...]:
+        """True, then for each payload the log-probabilities [L] of each of its samples, 0 where there is no loss.
+
+        All ranks are called in the same order, each with payloads of its own, of which there may be none.
+        """
+        try:
+            payloads: list[EpisodePayload] = ray.get(handles)  # type: ignore[arg-type]
+        except RayError:
+            self._policy.logprobs([])  # the other ranks wait for this one
+            raise
         groups = [[TrainSample(sample=sample, advantage=0.0) for sample in payload.samples] for payload in payloads]
         rows = iter(self._policy.logprobs(groups))
         return (True, *([next(rows) for _ in group] for group in groups))

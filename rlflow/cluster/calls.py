@@ -248,13 +248,19 @@ class RayActorCritic:
 
 
 class RayReference:
-    """The frozen reference."""
+    """The ranks of the frozen reference, among which the payloads of a call are divided."""
 
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self._actors = actors
 
     async def logprobs(self, payloads: Sequence[PayloadRef]) -> list[object]:
-        references = self._actor.logprobs.options(num_returns=len(payloads) + 1).remote(*payloads)
-        done, *logprobs = references
-        await answer("reference", done, "log-probabilities")
-        return logprobs
+        found: list[object] = [None] * len(payloads)
+        waiting = []
+        for rank, actor in enumerate(self._actors):
+            own = list(payloads[rank :: len(self._actors)])
+            call = actor.logprobs.options(num_returns=len(own) + 1).remote(own)
+            done, *found[rank :: len(self._actors)] = call if own else [call]
+            waiting.append(answer(f"reference rank {rank}", done, "log-probabilities"))
+        # A call that only some ranks have taken would leave these waiting for the others, so none is cancelled alone.
+        await asyncio.shield(asyncio.ensure_future(wait_until_all_ended(waiting)))
+        return found

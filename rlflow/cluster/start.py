@@ -40,7 +40,7 @@ from rlflow.errors import ConfigError, PayloadLost, WorkerError, WorkerLost
 from rlflow.roles import Workers
 from rlflow.rollout.fleet import EngineFleet
 from rlflow.runtime.deadlines import within
-from rlflow.runtime.derived import needs_reference, object_store_bytes, policy_is_reference
+from rlflow.runtime.derived import object_store_bytes, policy_is_reference, reference_ranks
 from rlflow.runtime.environment import ONE_ARENA
 from rlflow.workers.reference import ReferenceWorker
 from rlflow.workers.trainer.actor import TrainerWorker
@@ -148,10 +148,7 @@ async def start_fleet(
     critics = _create_ranks(*common, ProcessKind.critic) if needs_critic(config.algorithm) else []
     rewards = start_rewards(config, spec.reward, reward_model_path, devices, threads, MANY_CALLS)
     runners = start_runners(config, model_path, spec, list(rewards), list(engines), devices, MANY_CALLS)
-    reference = None
-    if needs_reference(config):
-        actor = cast(Any, ray.remote)(concurrency_groups={WATCH: 1})(ReferenceWorker)
-        reference = actor.options(**devices.of(ProcessKind.reference, 0)).remote(config, model_path, threads)
+    references = _create_references(*common)
 
     membership = Membership(runners)
     processes = [RayEngine(engine, index, config.deadlines) for index, engine in enumerate(engines.values())]
@@ -160,14 +157,14 @@ async def start_fleet(
     critic = RayTrainer(critics, config.trainer, name="critic") if critics else None
     ranks = {f"trainer rank {rank}": actor for rank, actor in enumerate(trainers)}
     ranks |= {f"critic rank {rank}": actor for rank, actor in enumerate(critics)}
-    vital = ranks | ({"reference": reference} if reference else {})
+    vital = ranks | {f"reference rank {rank}": actor for rank, actor in enumerate(references)}
     is_joined = config.cluster.address is not None
     fleet = Fleet(
         workers=Workers(
             runners=RayRunners(runners, on_one_machine=not is_joined, patience_s=config.deadlines.start_s),
             engines=engine_fleet,
             trainer=RayActorCritic(policy, critic) if critic else policy,
-            reference=RayReference(reference) if reference else None,
+            reference=RayReference(references) if references else None,
             open_calls=open_calls,
             profile=partial(profile, ranks, list(engines.values())),
         ),
@@ -181,12 +178,11 @@ async def start_fleet(
         devices=devices,
         is_joined=is_joined,
     )
-    others = [*rewards.values(), *([reference] if reference else [])]
     try:
         await within(
             "starting the workers",
             config.deadlines.start_s,
-            _start_all(config, engine_fleet, [trainers, critics], runners, others),
+            _start_all(config, engine_fleet, [trainers, critics, references], runners, list(rewards.values())),
             "raise deadlines.start_s if the model takes this long to load",
         )
     except BaseException:
@@ -244,10 +240,18 @@ def _create_ranks(config: Config, model_path: str, devices: Devices, threads: in
     ]
 
 
+def _create_references(config: Config, model_path: str, devices: Devices, threads: int) -> list[Any]:
+    actor, count = cast(Any, ray.remote)(concurrency_groups={WATCH: 1})(ReferenceWorker), reference_ranks(config)
+    return [
+        actor.options(**devices.of(ProcessKind.reference, rank)).remote(config, model_path, rank, count, threads)
+        for rank in range(count)
+    ]
+
+
 async def _start_all(
-    config: Config, engines: EngineFleet, trainers: Sequence[list[Any]], runners: list[Any], others: list[Any]
+    config: Config, engines: EngineFleet, groups: Sequence[list[Any]], runners: list[Any], rewards: list[Any]
 ) -> None:
-    """`trainers` holds sets of ranks that meet each other."""
+    """`groups` holds sets of ranks that meet each other."""
 
     async def start_ranks(ranks: list[Any]) -> None:
         rendezvous = await answer("trainer", ranks[0].rendezvous.remote())
@@ -259,10 +263,10 @@ async def _start_all(
         await starting.pop()
         await engines.sleep()
     await asyncio.gather(
-        *(start_ranks(ranks) for ranks in trainers if ranks),
+        *(start_ranks(ranks) for ranks in groups if ranks),
         *starting,
         *(answer("episode runner", runner.start.remote()) for runner in runners),
-        *(answer("worker", other.start.remote()) for other in others),
+        *(answer("worker", reward.start.remote()) for reward in rewards),
     )
 
 

@@ -60,6 +60,9 @@ class ClusterConfig:
     roles: ModelPlacement = ModelPlacement.separate
     """Where critic, reference and reward model are. `separate`: on GPUs of their own. `shared`: rank i of each, and
     replica i of the reward model, on the GPU of the trainer's rank i; with `colocated` only the critic leaves too."""
+    reference_ranks: int = 1
+    """Processes, each with a GPU, over which the reference is sharded, and which share its work. With `roles=shared`
+    there are as many as ranks of the trainer."""
     cpu_threads: int | None = None
     """Threads of each process that computes without a GPU. null: an equal share of this machine's cores; one thread in
     a cluster that is joined."""

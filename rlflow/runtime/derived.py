@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from rlflow.config import Backend, Config, Dtype, Placement, Send, TrainerConfig, Transport
+from rlflow.config import Backend, Config, Dtype, ModelPlacement, Placement, Send, TrainerConfig, Transport
 
 CPU_RUNNING, GPU_RUNNING = 64, 512
 """Default of rollout.max_running. A GPU reads its weights once a step, for however many requests: an H100 needs about
@@ -77,8 +77,16 @@ def can_compile(config: Config) -> bool:
 
 
 def needs_reference(config: Config) -> bool:
-    """True when a process of its own holds the KL reference."""
+    """True when processes of their own hold the KL reference."""
     return config.algorithm.kl_coefficient > 0 and not policy_is_reference(config)
+
+
+def reference_ranks(config: Config) -> int:
+    """Processes that hold the KL reference together; 0 without one."""
+    if not needs_reference(config):
+        return 0
+    is_shared = config.cluster.roles is ModelPlacement.shared
+    return config.trainer.ranks if is_shared else config.cluster.reference_ranks
 
 
 def sends_adapters(config: Config) -> bool:

@@ -50,6 +50,7 @@ _POSITIVE = {
     "trainer": ("ranks", "tensor_parallel", "replicas", "learning_rate", "max_grad_norm", "micro_batch_tokens"),
     "lora": ("alpha",),
     "critic": ("learning_rate",),
+    "cluster": ("reference_ranks",),
     "staleness": ("max_ready_mb",),
     "deadlines": ("start_s", "group_s", "train_s", "weights_s", "checkpoint_s"),
 }
@@ -80,6 +81,16 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         lambda c: c.reward.model is None and not needs_reference(c) and not needs_critic(c.algorithm),
         "without a critic, a reference or a reward model (with lora.rank the policy is its own reference); set it to "
         "separate",
+    ),
+    (
+        "cluster.reference_ranks",
+        lambda c: not needs_reference(c),
+        "without processes for a reference (algorithm.kl_coefficient=0, or lora.rank is set); leave it at 1",
+    ),
+    (
+        "cluster.reference_ranks",
+        lambda c: c.cluster.roles is ModelPlacement.shared,
+        "with cluster.roles=shared, which puts one on each GPU of the trainer; leave it at 1",
     ),
     (
         "algorithm.kl_target",

@@ -77,9 +77,10 @@ def test_enough(asked: Config, found: int) -> None:
         (
             config(2, 1, tensor_parallel=2, kl=0.1),
             5,
-            "needs 6 GPUs .* = 4, .* reference = 1.; the cluster has 5; lower one of them, or set cluster.roles=shared",
+            "needs 6 GPUs .* = 4, .* cluster.reference_ranks = 1.; the cluster has 5; lower one of them, or set "
+            "cluster.roles=shared",
         ),
-        (config(4, 4, kl=0.1, colocated=True), 4, "needs 5 GPUs .trainer.ranks = 4, reference = 1"),
+        (config(4, 4, kl=0.1, colocated=True), 4, "needs 5 GPUs .trainer.ranks = 4, cluster.reference_ranks = 1"),
         (config(1, 2, replicas=3), 5, "needs 6 GPUs .* reward.model_replicas = 3"),
         (config(1, 2, replicas=2, shared=True), 2, "needs 3 GPUs .* trainer.ranks = 2.; the .*; lower one of them$"),
     ],

@@ -192,8 +192,8 @@ def test_a_run_may_go_on_with_fewer_machines_than_it_began_with() -> None:
 
 def test_a_pool_that_is_too_small() -> None:
     message = (
-        r"what runs in cluster.pools.training needs 7 GPUs \(trainer.ranks = 6, reference = 1\); it has 6; lower one "
-        r"of them, or set cluster.roles=shared$"
+        r"what runs in cluster.pools.training needs 7 GPUs \(trainer.ranks = 6, cluster.reference_ranks = 1\); it has "
+        r"6; lower one of them, or set cluster.roles=shared$"
     )
     there = machines_of(SPLIT)
     assert there is not None

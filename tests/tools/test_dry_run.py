@@ -340,6 +340,17 @@ def test_memory_of_the_reference() -> None:
     assert sizes(found) == {"parameters": 2 * 92, "one layer and the logits": 5 * 600 + 12 * 2 * 10}
 
 
+def test_memory_of_a_rank_of_the_reference() -> None:
+    asked = config(model__dtype=Dtype.bfloat16, algorithm__kl_coefficient=0.1, cluster__reference_ranks=4)
+    found = reference_memory(asked, SMALL, num_tokens=5, max_logits=20)
+    # Of 10, 6, 6 and 4 rows the largest of 4 parts have 3, 2, 2 and 1; two layers of up to 28 are whole at a time.
+    assert sizes(found) == {
+        "parameters": 2 * (3 * 4 + 2 * 4 + 2 * 4 + 1),
+        "one layer and the logits": 5 * 600 + 12 * 2 * 10,
+        "gathered parameters": 2 * (40 + 2 * 28),
+    }
+
+
 def test_memory_of_a_reward_model() -> None:
     asked = config(model__dtype=Dtype.bfloat16, trainer__micro_batch_tokens=7)
     assert sizes(reward_model_memory(asked, CLASSIFIER)) == {"parameters": 2 * 50, "one layer": 7 * 300}
@@ -368,12 +379,16 @@ def small_estimate(**settings: object) -> Estimate:
 
 def test_gpus_are_counted_in_the_order_of_the_processes() -> None:
     found = small_estimate(
-        rollout__engines=3, rollout__tensor_parallel=2, trainer__ranks=4, algorithm__kl_coefficient=0.1
+        rollout__engines=3,
+        rollout__tensor_parallel=2,
+        trainer__ranks=4,
+        algorithm__kl_coefficient=0.1,
+        cluster__reference_ranks=2,
     )
     assert [(each.first, each.last, each.holds) for each in found.gpus] == [
         (0, 5, "engines 0 to 2 on 2 GPUs each"),
         (6, 9, "trainer ranks 0 to 3"),
-        (10, 10, "reference"),
+        (10, 11, "reference ranks 0 to 1"),
     ]
     assert [each.num_bytes for each in found.gpus] == [found.processes[name].total for name in found.processes]
 
@@ -404,14 +419,12 @@ def test_what_shares_a_gpu_adds_up_there() -> None:
     asked = config(**settings, cluster__roles=ModelPlacement.shared)
     found = estimate(asked, SMALL, max_logits=20, reward_model=CLASSIFIER)
     memory = {name: each.total for name, each in found.processes.items()}
-    third = memory["trainer"] + memory["critic"]
-    second = third + memory["reward_model"]
-    first = second + memory["reference"]
+    last = memory["trainer"] + memory["critic"] + memory["reference"]
+    first = last + memory["reward_model"]
     assert [(each.first, each.last, each.holds, each.num_bytes) for each in found.gpus] == [
         (0, 2, "engines 0 to 2", memory["engine"]),
-        (3, 3, "trainer rank 0; critic rank 0; reference; reward model 0", first),
-        (4, 4, "trainer rank 1; critic rank 1; reward model 1", second),
-        (5, 5, "trainer rank 2; critic rank 2", third),
+        (3, 4, "trainer ranks 0 to 1; critic ranks 0 to 1; reference ranks 0 to 1; reward models 0 to 1", first),
+        (5, 5, "trainer rank 2; critic rank 2; reference rank 2", last),
     ]
     asked.cluster.placement = Placement.colocated
     found = estimate(asked, SMALL, max_logits=20, reward_model=CLASSIFIER)
@@ -419,7 +432,8 @@ def test_what_shares_a_gpu_adds_up_there() -> None:
     in_turn = max(memory["engine"] + staged, memory["trainer"] + memory["critic"])
     beside = memory["reward_model"] + memory["reference"]
     assert (found.gpus[0].first, found.gpus[-1].last) == (0, 2)
-    assert found.gpus[0].holds == "engine 0 and trainer rank 0, critic rank 0, in turn; reference; reward model 0"
+    names = "engines 0 to 1 and trainer ranks 0 to 1, critic ranks 0 to 1, in turn"
+    assert found.gpus[0].holds == f"{names}; reference ranks 0 to 1; reward models 0 to 1"
     assert found.gpus[0].num_bytes == in_turn + beside
 
 
@@ -472,7 +486,7 @@ def test_a_rank_starts_with_its_part_of_one_parameter_at_a_time() -> None:
 def test_rank_0_converts_a_mixture_of_experts(tmp_path: Path) -> None:
     experts = Qwen3MoeConfig(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, dtype="bfloat16")
     experts.save_pretrained(tmp_path)
-    facts = read_model(config(), str(tmp_path))
+    facts = read_model(config(model__dtype=Dtype.bfloat16), str(tmp_path))
     assert facts.converted == 2 * facts.num_parameters
     assert read_model(config(), QWEN2_7B).converted == 0
     assert estimate(config(), replace(SMALL, converted=184), max_logits=20).start.converted == 184

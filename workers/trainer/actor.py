@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -54,12 +53,9 @@ class TrainerWorker:
 
     def rendezvous(self) -> str:
         """An address for the ranks to meet at; loopback unless they are on several machines."""
-        import ray
+        from rlflow.workers.trainer.process_group import new_rendezvous
 
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+        return new_rendezvous()
 
     def start(self, rendezvous: str) -> None:
         from rlflow.weights.senders import build_sender

@@ -3,7 +3,7 @@
 Shape letters: T tokens of the row, N loss tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rlflow.batching import PackedBatch, pack
+from rlflow.batching import PackedBatch
 from rlflow.config import Config
 from rlflow.errors import ConfigError
-from rlflow.runtime.gpus import has_gpu
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import chunk_of
 from rlflow.workers.trainer.attention import attention_layout
@@ -113,36 +112,6 @@ def split_logprobs(logprobs: Tensor, samples: Sequence[TrainSample]) -> list[Flo
         found.append(row)
         start = end
     return found
-
-
-class FrozenPolicy:
-    """A policy that never changes, whole in one process."""
-
-    def __init__(self, config: Config, model_path: str) -> None:
-        device = torch.device("cuda" if has_gpu() else "cpu")
-        self._policy = load_policy(config, model_path, device, torch_dtype(config)).requires_grad_(False).eval()
-        self._max_tokens = config.trainer.micro_batch_tokens
-
-    def logprobs(self, groups: Sequence[Sequence[TrainSample]]) -> list[FloatArray]:
-        """[L] for each sample, groups laid end to end; 0 where there is no loss."""
-        found: list[FloatArray] = []
-        for samples in self._runs([sample for group in groups for sample in group]):
-            with torch.no_grad():
-                logprobs, _ = self._policy(pack([samples]))
-            found.extend(split_logprobs(logprobs, samples))
-        return found
-
-    def _runs(self, samples: Sequence[TrainSample]) -> Iterator[list[TrainSample]]:
-        run: list[TrainSample] = []
-        room = self._max_tokens
-        for sample in samples:
-            if run and sample.sample.num_tokens > room:
-                yield run
-                run, room = [], self._max_tokens
-            run.append(sample)
-            room -= sample.sample.num_tokens
-        if run:
-            yield run
 
 
 def torch_dtype(config: Config) -> torch.dtype:

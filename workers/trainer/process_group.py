@@ -30,6 +30,16 @@ def choose_device(rank: int) -> torch.device:
     return device
 
 
+def new_rendezvous() -> str:
+    """An address of this machine, as Ray knows it, for ranks to meet at."""
+    import ray
+
+    host = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return f"tcp://{host}:{probe.getsockname()[1]}"
+
+
 def join(rendezvous: str, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
     """Form the process group: NCCL on CUDA, gloo on CPU.
 

@@ -20,7 +20,7 @@ _TITLES = {
     "engine": "Engine, on each of its GPUs",
     "trainer": "Trainer rank, with micro-batches of up to {tokens:,} tokens",
     "critic": "Critic rank, with the same micro-batches",
-    "reference": "Reference",
+    "reference": "Reference rank",
     "reward_model": "Reward model, of which each replica is whole",
 }
 _CURES = {
@@ -28,7 +28,7 @@ _CURES = {
     "trainer": "raise trainer.ranks, lower trainer.micro_batch_tokens, set trainer.gradient_checkpointing=true, or "
     "raise trainer.tensor_parallel",
     "critic": "as for the trainer",
-    "reference": "take a smaller model or algorithm.kl_coefficient=0",
+    "reference": "raise cluster.reference_ranks, take a smaller model or algorithm.kl_coefficient=0",
     "reward_model": "take a smaller reward.model",
 }
 _WHERE = {

@@ -224,10 +224,8 @@ def _most(kinds: Sequence[ProcessKind], processes: dict[ProcessKind, ProcessMemo
 
 
 def _numbered(kind: ProcessKind, first: int, stop: int) -> str:
-    is_rank = kind in (ProcessKind.trainer, ProcessKind.critic)
+    is_rank = kind in (ProcessKind.trainer, ProcessKind.critic, ProcessKind.reference)
     name = f"{kind.value} rank" if is_rank else kind.value.replace("_", " ")
-    if kind is ProcessKind.reference:
-        return name
     return f"{name} {first}" if stop - first == 1 else f"{name}s {first} to {stop - 1}"
 
 

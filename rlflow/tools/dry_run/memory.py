@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.config import Config, Dtype, Optimizer, Quantization, Transport
-from rlflow.runtime.derived import dtype_of, num_shards, sends_adapters, transport_of
+from rlflow.runtime.derived import dtype_of, num_shards, reference_ranks, sends_adapters, transport_of
 from rlflow.workers.engine.setup import (
     BYTES_PER_ELEMENT,
     CPU_BLOCK_TOKENS,
@@ -242,8 +242,8 @@ def shard_size(weight: Weight, ranks: int, tensor_parallel: int) -> int:
 
 def largest_shard(config: Config, facts: ModelFacts) -> int:
     """Elements of the largest part of a parameter that a rank of the trainer keeps."""
-    trainer = config.trainer
-    return max(shard_size(weight, trainer.ranks, trainer.tensor_parallel) for weight in facts.weights)
+    ranks, parallel = num_shards(config.trainer), config.trainer.tensor_parallel
+    return max(shard_size(weight, ranks, parallel) for weight in facts.weights)
 
 
 def logit_rows(facts: ModelFacts, num_tokens: int, max_logits: int) -> int:
@@ -252,10 +252,19 @@ def logit_rows(facts: ModelFacts, num_tokens: int, max_logits: int) -> int:
 
 
 def reference_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logits: int) -> ProcessMemory:
-    """The frozen model, whole, which computes no gradients."""
-    rows = logit_rows(facts, num_tokens, max_logits)
+    """One rank of the frozen model, which computes no gradients; a single rank holds it whole."""
+    rows, ranks = logit_rows(facts, num_tokens, max_logits), reference_ranks(config)
     passing = num_tokens * facts.activations.largest_layer + LOGIT_BYTES * rows * facts.vocabulary_size
-    return _frozen(config, facts.num_parameters, "one layer and the logits", passing, num_tokens)
+    if ranks <= 1:
+        return _frozen(config, facts.num_parameters, "one layer and the logits", passing, num_tokens)
+    shards = sum(shard_size(replace(weight, cut=None), ranks, 1) for weight in facts.weights)
+    found = _frozen(config, shards, "one layer and the logits", passing, num_tokens)
+    whole = facts.outside_layers + GATHERED_LAYERS * facts.largest_layer()
+    note = f"{dtype_of(config).value}: embedding, output layer and {GATHERED_LAYERS} layers"
+    num_bytes = BYTES_PER_ELEMENT[dtype_of(config)] * whole
+    return ProcessMemory(
+        items=(*found.items, Item(name="gathered parameters", num_bytes=num_bytes, note=note, is_kept=False))
+    )
 
 
 def reward_model_memory(config: Config, facts: RewardModelFacts) -> ProcessMemory:

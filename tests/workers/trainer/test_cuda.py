@@ -15,6 +15,7 @@ from rlflow.batching import pack
 from rlflow.config import Config, Dtype, Offload, Optimizer, TrainerConfig
 from rlflow.types import Sample, TrainSample
 from rlflow.workers.trainer.attention import attention_layout, packed_attention
+from rlflow.workers.trainer.frozen import FrozenPolicy
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.optimizers import ShardGroup, ShardOptimizer
 from rlflow.workers.trainer.parking import ParkingSpace
@@ -89,6 +90,19 @@ def test_a_sleeping_trainer_gives_its_memory_back(tmp_path: Path) -> None:
     trainer.reload()
     assert all(torch.equal(tensor.cpu(), before[name]) for name, tensor in trainer.full_parameters())
     trainer.close()
+
+
+def test_a_frozen_model_in_bfloat16_keeps_its_frequencies(tmp_path: Path) -> None:
+    model = save_model(tiny_llama(**SIZES), tmp_path / "model")
+    config = tiny_config()
+    config.model.dtype = Dtype.bfloat16
+    reference = FrozenPolicy(config, model)
+    assert {parameter.device.type for parameter in reference._policy.parameters()} == {"cuda"}
+    expected = dict(load_policy(config, model).model.named_buffers())
+    for name, buffer in reference._policy.model.named_buffers():
+        assert torch.equal(buffer.cpu(), expected[name]), name
+    found = np.concatenate(reference.logprobs(tiny_groups(num_groups=2)))
+    np.testing.assert_allclose(found, on_cpu(tiny_config(), model), atol=0.2)
 
 
 @pytest.mark.parametrize("kind", Optimizer)

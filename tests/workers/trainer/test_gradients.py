@@ -28,8 +28,9 @@ from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.types import TrainSample
 from rlflow.workers.trainer.attention import ATTENTION, attention_layout, check_attention, packed_attention
+from rlflow.workers.trainer.frozen import FrozenPolicy
 from rlflow.workers.trainer.objective import PolicyObjective
-from rlflow.workers.trainer.policy import FrozenPolicy, Policy, load_policy
+from rlflow.workers.trainer.policy import Policy, load_policy
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,17 @@ import pytest
 import torch
 from back_ends import Layout, build, needs_deepspeed, run_ranks
 from safetensors.torch import load_file, save_file
-from training import VOCABULARY, save_model, save_reward_model, tiny_config, tiny_llama, tiny_qwen3, with_adapters
+from torch import distributed as dist
+from training import (
+    VOCABULARY,
+    save_model,
+    save_reward_model,
+    tiny_config,
+    tiny_groups,
+    tiny_llama,
+    tiny_qwen3,
+    with_adapters,
+)
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -20,8 +30,9 @@ from transformers import (
 )
 
 from rlflow.config import Backend, Config, Dtype
+from rlflow.workers.trainer.frozen import FrozenPolicy
 from rlflow.workers.trainer.fsdp import FsdpTrainer
-from rlflow.workers.trainer.policy import FrozenPolicy, Policy, empty_policy, load_policy
+from rlflow.workers.trainer.policy import Policy, empty_policy, load_policy
 from rlflow.workers.trainer.reward_model import RewardModel
 
 TENSOR_2 = Layout(name="fsdp_2x2", backend=Backend.fsdp, ranks=4, tensor_parallel=2)
@@ -164,6 +175,34 @@ def write_parameters(rank: int, layout: Layout, config: Config, folder: Path, re
         found[name] = buffer.clone()
     save_file(found, folder / f"{layout.name}_{rank}.safetensors")
     trainer.close()
+
+
+def write_reference(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: str) -> None:
+    """Rank 1 has one row, rank 0 more; then one rank has nothing."""
+    reference = FrozenPolicy(config, str(folder / "model"), rank, layout.ranks, rendezvous)
+    groups = tiny_groups()
+    found = reference.logprobs(groups[rank :: layout.ranks]), reference.logprobs(groups[:1] if rank else [])
+    for call, rows in enumerate(found):
+        np.savez(folder / f"reference_{rank}_{call}.npz", *rows)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [tiny_llama(), experts()], ids=["llama", "experts"])
+def test_two_ranks_of_a_reference_say_what_one_says(model: PreTrainedConfig, tmp_path: Path) -> None:
+    path = saved(model, tmp_path / "model")
+    layout = LAYOUTS[0]
+    config = layout.config()
+    run_ranks(write_reference, layout, config, tmp_path)
+    groups = tiny_groups()
+    alone = FrozenPolicy(config, path)
+    for rank in range(layout.ranks):
+        for call, brought in enumerate((groups[rank :: layout.ranks], groups[:1] if rank else [])):
+            found = np.load(tmp_path / f"reference_{rank}_{call}.npz")
+            rows = [found[f"arr_{index}"] for index in range(len(found.files))]
+            for row, expected in zip(rows, alone.logprobs(brought), strict=True):
+                assert expected.any()
+                np.testing.assert_allclose(row, expected, atol=1e-5)
 
 
 @pytest.mark.slow

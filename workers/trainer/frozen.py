@@ -1,0 +1,95 @@
+"""The frozen reference policy: whole in one process, or sharded over the ranks of a group in `model.dtype`.
+
+Every call of a group is collective. Each rank brings samples of its own, and ranks with fewer rows than another compute
+empty ones, because a layer is gathered by all ranks together.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from rlflow.batching import pack
+from rlflow.config import Config
+from rlflow.types import FloatArray, TrainSample
+from rlflow.weights.shape.layout import chunk_of
+from rlflow.workers.trainer.policy import Policy, empty_policy, load_policy, split_logprobs, torch_dtype
+from rlflow.workers.trainer.pretrained import with_memory
+from rlflow.workers.trainer.process_group import choose_device, join
+
+
+class FrozenPolicy:
+    """One rank of a policy that never changes."""
+
+    def __init__(
+        self, config: Config, model_path: str, rank: int = 0, num_ranks: int = 1, rendezvous: str = ""
+    ) -> None:
+        """With several ranks, meet the others at `rendezvous` (see `process_group.join`).
+
+        Raises ConfigError for a model that cannot be packed.
+        """
+        self._device = choose_device(rank)
+        self._num_ranks = num_ranks
+        self._max_tokens = config.trainer.micro_batch_tokens
+        if num_ranks > 1:
+            join(rendezvous, rank, num_ranks, self._device, config.deadlines.train_s)
+            self._policy = _sharded(config, model_path, rank, num_ranks, self._device)
+        else:
+            self._policy = load_policy(config, model_path, self._device, torch_dtype(config))
+        self._policy.requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def logprobs(self, groups: Sequence[Sequence[TrainSample]]) -> list[FloatArray]:
+        """[L] for each sample of this rank, groups laid end to end; 0 where there is no loss."""
+        rows = list(self._rows([sample for group in groups for sample in group]))
+        found: list[FloatArray] = []
+        for samples in rows + [[]] * (self._most(len(rows)) - len(rows)):
+            logprobs, _ = self._policy(pack([samples]))
+            found.extend(split_logprobs(logprobs, samples))
+        return found
+
+    def _most(self, number: int) -> int:
+        """The largest number that a rank has."""
+        if self._num_ranks == 1:
+            return number
+        most = torch.tensor(number, device=self._device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
+
+    def _rows(self, samples: Sequence[TrainSample]) -> Iterator[list[TrainSample]]:
+        """Runs of at most `trainer.micro_batch_tokens` tokens, or of one sample."""
+        run: list[TrainSample] = []
+        room = self._max_tokens
+        for sample in samples:
+            if run and sample.sample.num_tokens > room:
+                yield run
+                run, room = [], self._max_tokens
+            run.append(sample)
+            room -= sample.sample.num_tokens
+        if run:
+            yield run
+
+
+def _sharded(config: Config, model_path: str, rank: int, num_ranks: int, device: torch.device) -> Policy:
+    """The policy with this rank's rows of every parameter, which the ranks gather layer by layer to compute."""
+    policy, values = empty_policy(config, model_path)
+    for parameter in policy.parameters():
+        parameter.data = parameter.detach().to(torch_dtype(config))
+    mesh = init_device_mesh(device.type, (num_ranks,))
+    layers = policy.model.base_model.layers
+    assert isinstance(layers, nn.ModuleList)
+    for module in (*layers, policy):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    shapes = {name: parameter.shape for name, parameter in policy.model.named_parameters()}
+    for _ in with_memory(policy, device):
+        pass
+    policy.to(device)  # shows FSDP its new parameters, which it pads, and moves buffers
+    for name, parameter in policy.model.named_parameters():
+        assert isinstance(parameter, DTensor), "fully_shard makes every parameter one"
+        rows = values.rows(name, *chunk_of(shapes[name][0], rank, num_ranks))
+        parameter.to_local().detach().copy_(rows)
+    return policy

@@ -98,7 +98,6 @@ def _model_words(plan: Plan, model: str) -> list[str]:
         f"rollout.kv_cache_gb={config.rollout.kv_cache_gb:g}",
         "run.on_exists=fresh",
         "run.checkpoint_every=0",
-        "run.show_samples_every=0",
     ]
 
 

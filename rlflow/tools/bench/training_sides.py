@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from rlflow.batching import PackedBatch, pack, plan_micro_batches
 from rlflow.config import Config, Dtype
+from rlflow.roles import StepOutcome
+from rlflow.telemetry.throughput import peak_flops
 from rlflow.types import EpisodeEnd, EpisodeSummary, Sample, TrainSample
 
 if TYPE_CHECKING:
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
 
 MATMUL_SIZE = 2048
 Group = list[TrainSample]
-Step = Callable[[], float]
-"""Takes an optimiser step; the norm of its gradient."""
+Step = Callable[[], tuple[float, StepOutcome | None]]
+"""Takes an optimiser step; the norm of its gradient, and what the trainer says of it."""
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -70,26 +72,32 @@ def run_side(side: str, groups: Sequence[Group], model: str, config: Config | No
     config = config or Config()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if side == "padded":
-        step, row_tokens, operations = _padded(config, groups, model, device), _padded_tokens(groups), None
+        step, row_tokens = _padded(config, groups, model, device), _padded_tokens(groups)
     else:
         micro_batches = micro_batches_of(config, groups) if side == "packed" else _unshared(config, groups)
-        step, row_tokens, operations = _packed(config, micro_batches, model, side == "packed")
-    grad_norm = step()
+        step, row_tokens = _packed(config, micro_batches, model, side == "packed")
+    grad_norm, _ = step()
     started = time.perf_counter()
-    step()
+    _, outcome = step()
     step_s = time.perf_counter() - started  # a step ends with a number from the device, so that it has finished
     samples = [one.sample for group in groups for one in group]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if device.type == "cuda":  # the trainer counts anew in each step
+        peak = outcome.memory_peaks[0] if outcome is not None else torch.cuda.max_memory_allocated()
     figures = {
         "step_s": step_s,
         "tokens_per_s": sum(sample.num_tokens for sample in samples) / step_s,
         "row_tokens": row_tokens,
-        "peak_mb": torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else peak,
+        "peak_mb": peak / 2**20,
         "grad_norm": grad_norm,
     }
-    if operations is not None:
-        speed = _matmul_speed(device, torch.bfloat16 if config.model.dtype is Dtype.bfloat16 else torch.float32)
-        figures |= {"flop_per_s": operations / step_s, "matmul_share": operations / step_s / speed}
+    if outcome is not None and (work := outcome.work):
+        is_bfloat16 = config.model.dtype is Dtype.bfloat16
+        speed = _matmul_speed(device, torch.bfloat16 if is_bfloat16 else torch.float32)
+        figures |= {"flop_per_s": work.flops / step_s, "matmul_share": work.flops / step_s / speed}
+        figures["padded_flop_per_s"] = work.padded_flops / step_s
+        if is_bfloat16 and (peak := peak_flops(work.device)):
+            figures |= {"mfu": work.flops / step_s / peak, "mfu_padded": work.padded_flops / step_s / peak}
     return figures
 
 
@@ -151,10 +159,8 @@ def _unshared(config: Config, groups: Sequence[Group]) -> list[list[Group]]:
     return [[samples[start : start + at_once]] for start in range(0, len(samples), at_once)]
 
 
-def _packed(
-    config: Config, micro_batches: list[list[Group]], model: str, shares_prompts: bool
-) -> tuple[Step, float, float]:
-    """The trainer's own step, the tokens that go through the model, and the floating-point operations in it."""
+def _packed(config: Config, micro_batches: list[list[Group]], model: str, shares_prompts: bool) -> tuple[Step, float]:
+    """The trainer's own step, and the tokens that go through the model."""
     import torch
 
     from rlflow.workers.trainer.fsdp import FsdpTrainer
@@ -167,34 +173,16 @@ def _packed(
     meeting = Path(tempfile.mkdtemp(prefix="rlflow-bench-")) / "rendezvous"
     trainer = Trainer(config, model, 0, 1, f"file://{meeting}")
     rows = [trainer._lay_out(micro_batch) for micro_batch in micro_batches]
-    shapes = {name: shape for name, _, shape in trainer.parameter_specs()}
     row_tokens = sum(len(row.input_ids) for row in rows)
 
-    def step() -> float:
+    def step() -> tuple[float, StepOutcome | None]:
         trainer.accumulate(micro_batches)
-        grad_norm = trainer.step().grad_norm
+        outcome = trainer.step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return grad_norm
+        return outcome.grad_norm, outcome
 
-    return step, row_tokens, sum(operations_of(row, shapes) for row in rows)
-
-
-def operations_of(row: PackedBatch, shapes: dict[str, tuple[int, ...]]) -> float:
-    """Floating-point operations of forward and backward over a row, for a model whose output layer is its embedding.
-
-    Forward: 2 a weight and token; attention, 4 * width of the queries a layer for each query and key; the output layer
-    for each state that predicts. Backward: twice that.
-    """
-    vocabulary, hidden = next(shape for name, shape in shapes.items() if "embed_tokens" in name)
-    weights = sum(np.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and "embed_tokens" not in name)
-    queries = sum(shape[0] for name, shape in shapes.items() if "q_proj" in name)
-    prompts, completions = row.prompt_lengths, row.completion_lengths
-    of_prompt = prompts[row.completion_prompts]
-    pairs = (prompts * (prompts + 1) / 2).sum() + (completions * (of_prompt + (completions + 1) / 2)).sum()
-    states = len(np.unique(row.loss_positions))
-    forward = 2 * weights * len(row.input_ids) + 4 * queries * pairs + 2 * hidden * vocabulary * states
-    return float(3 * forward)
+    return step, row_tokens
 
 
 def _padded_tokens(groups: Sequence[Group]) -> float:
@@ -242,7 +230,7 @@ def _padded(config: Config, groups: Sequence[Group], model_path: str, device: to
         loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.28))
         ((loss * is_real[:, prompt:]).sum() / num_tokens).backward()
 
-    def step() -> float:
+    def step() -> tuple[float, None]:
         for group in groups:
             for start in range(0, len(group), at_once):
                 accumulate(group[start : start + at_once])
@@ -251,7 +239,7 @@ def _padded(config: Config, groups: Sequence[Group], model_path: str, device: to
         optimizer.zero_grad(set_to_none=True)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        return float(grad_norm)
+        return float(grad_norm), None
 
     return step
 

@@ -12,15 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from rlflow.batching import pack
 from rlflow.cli import main
 from rlflow.errors import ConfigError, RunError
+from rlflow.models.resolve import resolve_model
 from rlflow.tools.bench.gpu import kernels, kit
 from rlflow.tools.bench.gpu.kit import STAGES, Kit, Result, Stage, chosen, limit_of, line_of, run_stage
-from rlflow.tools.bench.gpu.plan import Plan, Report
+from rlflow.tools.bench.gpu.machine import write_random
+from rlflow.tools.bench.gpu.plan import SHAPES, Plan, Report
 from rlflow.tools.bench.gpu.stage import FUNCTIONS
 from rlflow.tools.bench.training_sides import Workload, groups_of
+from rlflow.workers.engine.setup import stop_token_ids
 
 SCRIPT = """
 import json, os, pathlib, signal, subprocess, sys, time
@@ -176,6 +180,18 @@ def test_a_wrong_kernel_is_found(plan: Plan, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(kernels, "sees", lambda packed: torch.ones(len(packed.input_ids), 1).bool().expand(-1, 1))
     with pytest.raises(RunError, match=r"attention_float32 is [\d.]+, more than rounding explains \(0.002\)"):
         kernels.kernels(plan, Report(path=tmp_path / "kernels.json"))
+
+
+def test_a_model_of_random_weights_is_one_that_a_run_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    monkeypatch.setitem(SHAPES, "small", {**small, "num_key_value_heads": 1})  # pyright: ignore[reportArgumentType]
+    folder = write_random("small", tmp_path / "model")
+    assert resolve_model(folder) == folder
+    assert stop_token_ids(folder) == [2]
+    (weights,) = (tmp_path / "model").glob("*.safetensors")
+    with safe_open(weights, framework="pt") as file:
+        assert file.get_tensor("model.embed_tokens.weight").dtype == torch.bfloat16
+        assert file.get_tensor("lm_head.weight").shape == (151936, 16)
 
 
 def test_the_trainers_stages_need_neither_ray_nor_vllm_nor_hydra() -> None:

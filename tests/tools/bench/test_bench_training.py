@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from other_systems import figures_of, worker_script
 from rounding import allowed_difference
 from train_step import SIDES, summarize
 from training import VOCABULARY, save_model, shuffled, tiny_llama
 
-from rlflow.batching import pack
 from rlflow.errors import RunError
-from rlflow.tools.bench.training_sides import Workload, operations_of, read_groups, run_side
-from rlflow.types import Sample, TrainSample
+from rlflow.tools.bench.training_sides import Workload, read_groups, run_side
 
 SMALL = Workload(groups=2, group_size=3, prompt=7, shortest=1, longest=9)
 
@@ -46,22 +43,6 @@ def test_all_sides_have_the_same_gradient(tmp_path: Path) -> None:
     assert norms == pytest.approx([norms[0]] * 3, rel=allowed_difference(abs(one / norms[0] - 1) for one in others))
     tokens = {side: found["row_tokens"] for side, found in figures.items()}
     assert tokens["packed"] < tokens["unshared"] < tokens["padded"]
-
-
-def test_operations_are_counted_where_they_are_done() -> None:
-    sample = Sample(
-        prompt_ids=np.array([5, 6], np.int32),
-        completion_ids=np.array([7, 8, 9], np.int32),
-        loss_mask=np.ones(3, np.bool_),
-        logprobs=np.zeros(3, np.float32),
-        versions=np.zeros(3, np.int32),
-        cache_versions=np.zeros(3, np.int32),
-    )
-    row = pack([[TrainSample(sample=sample, advantage=1.0)] * 2])
-    shapes = {"embed_tokens": (11, 4), "q_proj": (4, 4), "norm": (4,)}
-    # Tokens 5 6 7 8, once for both samples: 16 weights, 1 + 2 + 3 + 4 pairs, and 3 states that predict one of 11.
-    forward = 2 * 16 * 4 + 4 * 4 * 10 + 2 * 4 * 11 * 3
-    assert operations_of(row, shapes) == 3 * forward
 
 
 def test_a_side_that_fails_says_how() -> None:

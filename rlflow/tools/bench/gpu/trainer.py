@@ -63,8 +63,6 @@ def offload_nvme(plan: Plan, report: Report) -> None:
 
 def _offloaded(config: Config, plan: Plan, report: Report) -> None:
     """Seconds of the second of two steps, and the most memory of the device. Raises RunError if a step is no update."""
-    import torch
-
     from rlflow.workers.trainer.actor import build_backend
     from rlflow.workers.trainer.fsdp import FsdpTrainer
 
@@ -81,7 +79,7 @@ def _offloaded(config: Config, plan: Plan, report: Report) -> None:
                 if not outcome.applied:
                     raise RunError(f"the step updated nothing: its gradient's norm is {outcome.grad_norm}")
                 report.tell({"step_s": time.perf_counter() - started, "grad_norm": outcome.grad_norm})
-            if plan.on_gpu:
-                report.tell({"peak_mb": torch.cuda.max_memory_allocated() / 2**20})
+                if plan.on_gpu:
+                    report.tell({"peak_mb": outcome.memory_peaks[0] / 2**20})
         finally:
             backend.close()

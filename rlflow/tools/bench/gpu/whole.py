@@ -99,12 +99,14 @@ def _model_words(plan: Plan, model: str) -> list[str]:
         f"rollout.kv_cache_gb={config.rollout.kv_cache_gb}",
         "run.on_exists=fresh",
         "run.checkpoint_every=0",
-        "run.show_samples_every=0",
     ]
 
 
 def _run(recipe: str, words: list[str], plan: Plan, name: str) -> list[dict[str, float]]:
     """The records of the steps of a run. Its output is the stage's. Raises RunError when it fails."""
+    for package in ("ray", "vllm"):
+        if find_spec(package) is None:
+            raise Skipped(f"{package} is not installed")
     folder = Path(plan.folder) / name
     command = [sys.executable, "-m", "rlflow", "train", f"recipe={recipe}", *words, f"run.dir={folder}"]
     done = subprocess.run(command, check=False)

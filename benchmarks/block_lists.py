@@ -55,6 +55,7 @@ def _group(task: int) -> list[TrainSample]:
                 loss_mask=np.ones(length, np.bool_),
                 logprobs=np.zeros(length, np.float32),
                 versions=np.zeros(length, np.int32),
+                cache_versions=np.zeros(length, np.int32),
             ),
             advantage=1.0,
         )

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3MoeConfig
 
 from rlflow.cli import main
 from rlflow.config import Config, Dtype, ModelPlacement, Optimizer, Placement, Send, Transport
@@ -275,7 +276,7 @@ def test_adapters_are_staged_alone_and_the_engine_makes_room_for_the_next_larger
     adapters = (Weight(name="lora_A", shape=(2, 4), layer=0), Weight(name="lora_B", shape=(6, 2), layer=0))
     facts = replace(SMALL, adapters=adapters)
     weights = estimate(asked, facts, max_logits=20).weights
-    assert (weights.staged, weights.gathered, weights.largest, weights.loaded) == (2 * 20, 4 * 20, 4 * 12, 4 * 92)
+    assert (weights.staged, weights.gathered, weights.largest) == (2 * 20, 4 * 20, 4 * 12)
     assert sizes(engine_memory(asked, facts))["adapters"] == 2 * 20 * 4  # of rank 8
     assert "adapters" not in sizes(engine_memory(config(lora__rank=2, lora__send=Send.merged), facts))
 
@@ -284,7 +285,7 @@ def test_adapters_are_staged_merged_and_gathered_as_they_lie() -> None:
     asked = config(model__dtype=Dtype.bfloat16, algorithm__kl_coefficient=0.1, lora__rank=2, lora__send=Send.merged)
     facts = replace(SMALL, adapters=(Weight(name="lora_A", shape=(2, 4), layer=0),))
     found = estimate(asked, facts, max_logits=20)
-    assert (found.weights.staged, found.weights.gathered, found.weights.loaded) == (2 * 92, 2 * 92 + 4 * 8, 4 * 92)
+    assert (found.weights.staged, found.weights.gathered) == (2 * 92, 2 * 92 + 4 * 8)
     assert "reference" not in found.processes
 
 
@@ -452,7 +453,22 @@ def test_groups_that_come_together_only() -> None:
 
 def test_bytes_of_new_weights() -> None:
     weights = small_estimate(model__dtype=Dtype.bfloat16, trainer__ranks=2).weights
-    assert (weights.staged, weights.gathered, weights.loaded) == (2 * 92, 0, 4 * 92)  # each rank writes its own part
+    assert (weights.staged, weights.gathered) == (2 * 92, 0)  # each rank writes its own part
+
+
+def test_a_rank_starts_with_its_part_of_one_parameter_at_a_time() -> None:
+    # Of the embedding with 10 rows of 4 the largest of 4 parts has 3 rows.
+    start = small_estimate(model__dtype=Dtype.bfloat16, trainer__ranks=4).start
+    assert (start.rank, start.converted) == (4 * 3 * 4, 0)
+
+
+def test_rank_0_converts_a_mixture_of_experts(tmp_path: Path) -> None:
+    experts = Qwen3MoeConfig(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, dtype="bfloat16")
+    experts.save_pretrained(tmp_path)
+    facts = read_model(config(), str(tmp_path))
+    assert facts.converted == 2 * facts.num_parameters
+    assert read_model(config(), QWEN2_7B).converted == 0
+    assert estimate(config(), replace(SMALL, converted=184), max_logits=20).start.converted == 184
 
 
 def test_what_is_sent_from_rank_to_rank_lies_aside() -> None:
@@ -506,7 +522,9 @@ A step
 A new version of the weights
     0.44 MiB  sent to each engine: what its workers hold, by the ranks that have it
   weights.transport=p2p: GPUs send each other weights faster than through the CPU's memory
-    0.44 MiB  of main memory for each trainer rank, once, to load the model in float32
+
+Main memory while a trainer starts, beside the cache of files
+    0.06 MiB  for each rank, which reads the parts that it keeps one by one
 """
 
 

@@ -20,8 +20,10 @@ from rlflow.errors import ConfigError
 from rlflow.weights.shape.layout import Layout, runs_layout
 from rlflow.workers.trainer.optimizers import adamw, fresh_moments, state_tensors
 from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend
+from rlflow.workers.trainer.policy import torch_dtype
+from rlflow.workers.trainer.pretrained import move_buffers, with_memory
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader
-from rlflow.workers.trainer.zero import PartitionedOptimizer, PartitionedParameters
+from rlflow.workers.trainer.zero import PartitionedOptimizer, PartitionedParameters, partitioning
 
 _BUCKET_ELEMENTS = 2**26
 """Elements that are reduced or gathered at once: 256 MiB in float32."""
@@ -37,14 +39,16 @@ class DeepSpeedTrainer(TrainerBackend):
     ) -> None:
         super().__init__(config, model_path, rank, world_size, rendezvous, is_critic, is_distributed=True)
         self._deepspeed = _import_deepspeed(self._device)
+        vectors = [math.prod(shape) for shape in self._all_shapes.values() if len(shape) < 2]
+        settings = zero_settings(config, max(vectors, default=0))
+        self._fill_first(settings)
         self._parameters = dict(self._policy.model.named_parameters())
         self._optimizer = adamw(config.trainer, [each for each in self._parameters.values() if each.requires_grad])
         self._optimizer.register_step_pre_hook(self._before_update)
-        vectors = [parameter.numel() for parameter in self._parameters.values() if parameter.dim() < 2]
         self._engine: Any = self._deepspeed.initialize(
             model=self._policy,
             optimizer=self._optimizer,
-            config=zero_settings(config, max(vectors, default=0)),
+            config=settings,
             dist_init_required=False,
         )[0]
         self._is_gathered = config.trainer.zero_stage != 3
@@ -52,6 +56,20 @@ class DeepSpeedTrainer(TrainerBackend):
         self._zero = layout(self._engine.optimizer, self._parameters, rank, world_size)
         self._held: MicroBatch | None = None
         self._scale: float | None = None
+
+    def _fill_first(self, settings: dict[str, Any]) -> None:
+        """Give the parameters memory, and on rank 0 their first values, which DeepSpeed sends to the other ranks."""
+        dtype = torch_dtype(self._config)
+        partition = None
+        if self._config.trainer.zero_stage == 3:
+            partition = partitioning(self._deepspeed, settings, dtype)
+        for name, parameter in with_memory(self._policy.model, self._device, dtype):
+            if self._rank == 0:
+                parameter.detach().copy_(self._first.whole(name))
+            if partition is not None:
+                partition(parameter)
+        move_buffers(self._policy, lambda buffer: buffer.to(self._device))
+        del self._first
 
     @property
     def _forward(self) -> nn.Module:

@@ -27,6 +27,7 @@ from rlflow.weights.shape.layout import Layout, chunk_of, fsdp_layout
 from rlflow.workers.trainer.optimizers import ShardGroup, ShardOptimizer
 from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend
 from rlflow.workers.trainer.policy import Policy, torch_dtype
+from rlflow.workers.trainer.pretrained import CPU, move_buffers, with_memory
 from rlflow.workers.trainer.process_group import join_subgroup
 from rlflow.workers.trainer.shards import PARAMETER, Shard, ShardReader
 from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
@@ -50,14 +51,14 @@ class FsdpTrainer(TrainerBackend):
         """The ranks that hold what this one holds, one of each replica; None if there is one replica."""
         if is_sharded:
             self._shard(self._cut_for_tensor_parallel() if config.trainer.tensor_parallel > 1 else None)
-        if self._is_offloaded:
-            # Buffers are not sharded, so they are used where they lie.
-            for module in self._policy.modules():
-                for name, buffer in list(module.named_buffers(recurse=False)):
-                    setattr(module, name, buffer.to(self._device))
-        else:
-            self._policy.to(self._device)
+        place = CPU if self._is_offloaded else self._device
+        for _ in with_memory(self._policy, place):
+            pass
+        self._policy.to(place)  # shows FSDP its new parameters, which it pads
+        # Buffers are not sharded, so they are used where they lie.
+        move_buffers(self._policy, lambda buffer: buffer.to(self._device))
         self._parameters = dict(self._policy.model.named_parameters())
+        self._fill_first()
         self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         layers = {id(parameter) for parameter in _layers(self._policy.model).parameters()}
         hidden = frozenset(name for name, parameter in self._trained.items() if id(parameter) in layers)
@@ -65,6 +66,13 @@ class FsdpTrainer(TrainerBackend):
             rank=self._shard_rank, size=self._num_shards, process_group=self._shard_group, device=self._device
         )
         self._optimizer = ShardOptimizer(config.trainer, self._shapes, hidden, group)
+
+    def _fill_first(self) -> None:
+        """Fill what this rank keeps of every parameter with its first values."""
+        for name, parameter in self._parameters.items():
+            rows = self._first.rows(name, *self._rows(name))
+            _local(parameter.detach()).copy_(self._group.slice(rows, 1) if self._cut.get(name) == 1 else rows)
+        del self._first
 
     def _cut_for_tensor_parallel(self) -> DeviceMesh:
         """Keep only this rank's slices; returns the ranks that train the same slices on other micro-batches."""
@@ -205,7 +213,7 @@ class FsdpTrainer(TrainerBackend):
 
     def _rows(self, name: str) -> tuple[int, int]:
         """The rows of a parameter that this rank holds, either of all columns or of its slice's."""
-        num_rows, dim = self._shapes[name][0], self._cut.get(name)
+        num_rows, dim = self._all_shapes[name][0], self._cut.get(name)
         if dim is None:
             return chunk_of(num_rows, self._shard_rank, self._num_shards)
         data_rank, tensor_rank = divmod(self._shard_rank, self._group.size)

@@ -4,6 +4,7 @@ A linear layer with the weight W computes with W + alpha / rank * B A. A and B a
 Shape letters: R rank, I inputs and O outputs of a linear layer.
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,26 +20,36 @@ _ADAPTER = "default"
 _BASE = ".base_layer."
 
 
-def add_adapters(
-    model: PreTrainedModel, lora: LoraConfig, seed: int, dtype: torch.dtype, whole: Sequence[str] = ()
-) -> None:
+def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, whole: Sequence[str] = ()) -> None:
     """Put adapters into every linear layer of the decoder layers of a float32 model, and freeze the rest.
 
-    Frozen parameters are held in `dtype`, trained ones in float32; the modules `whole` are trained without adapters.
-    The same seed gives the same adapters everywhere. Raises ConfigError without peft, and for a model without such
-    layers.
+    The model is on the meta device; `first_adapter` gives the values that the adapters begin with. Frozen parameters
+    are held in `dtype`, trained ones in float32; the modules `whole` are trained without adapters. Raises ConfigError
+    without peft, and for a model without such layers.
     """
     peft = _import_peft()
     options = peft_config(lora, linear_layers(model))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with torch.device("meta"):
         peft.inject_adapter_in_model(options, model)
     for name in whole:
         model.get_submodule(name).requires_grad_(True)
     for parameter in model.parameters():
-        rounded = parameter.detach().to(dtype)
-        # Some back ends can only begin with values that `dtype` can hold, so all of them do.
-        parameter.data = rounded.float() if parameter.requires_grad else rounded
+        if not parameter.requires_grad:
+            parameter.data = parameter.detach().to(dtype)
+
+
+def first_adapter(name: str, shape: Sequence[int], seed: int, dtype: torch.dtype) -> Tensor:
+    """The values that a parameter of an adapter begins with, as PEFT draws them: A uniform, B zero. [R, I] or [O, R].
+
+    The same seed gives the same values everywhere. They are float32, and `dtype` can hold them, because some back ends
+    can only begin with such values.
+    """
+    if ".lora_B." in name:
+        return torch.zeros(*shape)
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+    bound = shape[1] ** -0.5
+    return torch.empty(*shape).uniform_(-bound, bound, generator=generator).to(dtype).float()
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
@@ -93,8 +104,13 @@ def parts_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         if base and kind == "weight":
             found[f"{module}.weight"] = (name, *adapters_of(module))
         elif not is_adapter(name):
-            found[name.replace(_BASE, ".")] = (name,)
+            found[name_in_files(name)] = (name,)
     return found
+
+
+def name_in_files(name: str) -> str:
+    """The name that a parameter of a model has in the files of the model."""
+    return name.replace(_BASE, ".")
 
 
 def merged(parts: Sequence[Tensor], lora: LoraConfig) -> Tensor:

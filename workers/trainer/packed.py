@@ -15,6 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,20 +31,28 @@ from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import Layout
 from rlflow.weights.source import Specs
 from rlflow.workers.trainer.flops import flops, packed_sizes, padded_sizes, sizes_of
-from rlflow.workers.trainer.lora import add_adapters, is_adapter, merged, parts_of, peft_name, without_adapters
+from rlflow.workers.trainer.lora import (
+    add_adapters,
+    first_adapter,
+    is_adapter,
+    merged,
+    parts_of,
+    peft_name,
+    without_adapters,
+)
 from rlflow.workers.trainer.objective import Objective, PolicyObjective
 from rlflow.workers.trainer.parking import ParkingSpace
-from rlflow.workers.trainer.policy import load_policy, split_logprobs, torch_dtype
+from rlflow.workers.trainer.policy import empty_policy, split_logprobs, torch_dtype
 from rlflow.workers.trainer.process_group import choose_device, join
 from rlflow.workers.trainer.shards import Shard, ShardReader, Snapshot
-from rlflow.workers.trainer.value import ValueObjective, load_value_model
+from rlflow.workers.trainer.value import ValueObjective, empty_value_model
 
 MicroBatch = Sequence[Sequence[TrainSample]]
 """What goes through the model at once: pieces of groups, each with its samples."""
 
 
 class TrainerBackend(ABC):
-    """One rank, on one device. Every rank loads the whole model, which the subclass then shards."""
+    """One rank, on one device. The subclass shards the model before its parameters have memory, and then fills them."""
 
     version: int = 0
     """The version of the current parameters; set by the actor that counts the updates."""
@@ -58,7 +67,9 @@ class TrainerBackend(ABC):
         is_critic: bool,
         is_distributed: bool,
     ) -> None:
-        """Load the model, after joining the other ranks at `rendezvous` (see `process_group.join`) if `is_distributed`.
+        """Join the other ranks at `rendezvous` (see `process_group.join`) if `is_distributed`, and build the model.
+
+        Its parameters are on the meta device, and `_first` has the values that they begin with.
 
         Raises ConfigError for a model that cannot be trained packed.
         """
@@ -71,17 +82,22 @@ class TrainerBackend(ABC):
         self._is_distributed = is_distributed
         if is_distributed:
             join(rendezvous, rank, world_size, self._device, config.deadlines.train_s)
-        self._policy = load_value_model(config, model_path) if is_critic else load_policy(config, model_path)
+        build = empty_value_model if is_critic else empty_policy
+        self._policy, self._first = build(config, model_path)
         self._objective: Objective = ValueObjective(config) if is_critic else PolicyObjective(config)
         if config.lora.rank is not None:
             heads = ("score",) if is_critic else ()
-            add_adapters(self._policy.model, config.lora, config.run.seed, torch_dtype(config), heads)
+            add_adapters(self._policy.model, config.lora, torch_dtype(config), heads)
         if config.trainer.gradient_checkpointing:
             self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._policy.train(config.trainer.gradient_checkpointing)
         named = dict(self._policy.model.named_parameters())
+        self._all_shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
         # Trained parameters only, because those are what checkpoints hold.
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in named.items() if parameter.requires_grad}
+        self._shapes = {name: self._all_shapes[name] for name, each in named.items() if each.requires_grad}
+        for name in filter(is_adapter, named):
+            shape, seed = self._all_shapes[name], config.run.seed
+            self._first.fresh[name] = partial(first_adapter, name, shape, seed, torch_dtype(config))
         self._parts = parts_of(named)
         dtype = torch_dtype(config)
         self._specs = [(name, dtype, tuple(named[parts[0]].shape)) for name, parts in self._parts.items()]

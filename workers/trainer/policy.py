@@ -4,14 +4,12 @@ Shape letters: T tokens of the row, N loss tokens.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlflow.batching import PackedBatch, pack
 from rlflow.config import Config
@@ -19,7 +17,8 @@ from rlflow.errors import ConfigError
 from rlflow.runtime.gpus import has_gpu
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import chunk_of
-from rlflow.workers.trainer.attention import ATTENTION, attention_layout, check_attention
+from rlflow.workers.trainer.attention import attention_layout
+from rlflow.workers.trainer.pretrained import CPU, FirstValues, empty_model, load_packed
 from rlflow.workers.trainer.tensor_parallel import TensorGroup
 from rlflow.workers.trainer.token_logprobs import MAX_LOGITS, TokenLogprobs, among_support
 
@@ -84,28 +83,21 @@ def hidden_states(model: PreTrainedModel, packed: PackedBatch) -> Tensor:
     return output.last_hidden_state[0, : len(packed.input_ids)]
 
 
-def load_policy(config: Config, model_path: str) -> Policy:
-    """The model at `model_path` with float32 parameters on CPU.
+def empty_policy(config: Config, model_path: str) -> tuple[Policy, FirstValues]:
+    """The model at `model_path`, float32, with its parameters on the meta device, and the values they begin with.
 
     Raises ConfigError for a model that cannot be trained packed.
     """
-    return Policy(load_packed(AutoModelForCausalLM, config, model_path), config.rollout.temperature)
+    model, values = empty_model(AutoModelForCausalLM, config, model_path)
+    return Policy(model, config.rollout.temperature), values
 
 
-def load_packed(
-    auto_class: Any, config: Config, model_path: str, setting: str = "model.path", **options: object
-) -> PreTrainedModel:
-    """A model by one of transformers' Auto classes, float32 on CPU, for packed rows.
-
-    Raises ConfigError, naming the `setting`, for a model that cannot be packed.
-    """
-    disable_progress_bar()
-    check_attention(AutoConfig.from_pretrained(model_path), config.model.max_length, setting)
-    model = auto_class.from_pretrained(model_path, dtype=torch.float32, attn_implementation=ATTENTION, **options)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0  # the policy that is trained must be the one that sampled
-    return model
+def load_policy(
+    config: Config, model_path: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32
+) -> Policy:
+    """`empty_policy`, whole in this process with its first values."""
+    model = load_packed(AutoModelForCausalLM, config, model_path, device=device, dtype=dtype)
+    return Policy(model, config.rollout.temperature)
 
 
 def split_logprobs(logprobs: Tensor, samples: Sequence[TrainSample]) -> list[FloatArray]:
@@ -128,7 +120,7 @@ class FrozenPolicy:
 
     def __init__(self, config: Config, model_path: str) -> None:
         device = torch.device("cuda" if has_gpu() else "cpu")
-        self._policy = load_policy(config, model_path).to(device, torch_dtype(config)).requires_grad_(False).eval()
+        self._policy = load_policy(config, model_path, device, torch_dtype(config)).requires_grad_(False).eval()
         self._max_tokens = config.trainer.micro_batch_tokens
 
     def logprobs(self, groups: Sequence[Sequence[TrainSample]]) -> list[FloatArray]:

@@ -19,7 +19,8 @@ from rlflow.models.resolve import REWARD
 from rlflow.runtime.gpus import has_gpu
 from rlflow.types import EpisodeEnd, Message, Transcript, Verdict
 from rlflow.workers.trainer.attention import attention_window
-from rlflow.workers.trainer.policy import load_packed, torch_dtype
+from rlflow.workers.trainer.policy import torch_dtype
+from rlflow.workers.trainer.pretrained import load_packed
 from rlflow.workers.trainer.value import ValueModel
 
 
@@ -40,14 +41,14 @@ class RewardModel:
         self._max_tokens = positions if window is None else min(positions, window)
         self._padding = text.pad_token_id
         own = replace(config, model=replace(config.model, max_length=self._max_tokens))
-        model = load_packed(AutoModelForSequenceClassification, own, folder, REWARD)
+        device = torch.device("cuda" if has_gpu() else "cpu")
+        model = load_packed(AutoModelForSequenceClassification, own, folder, REWARD, device, torch_dtype(config))
         if not isinstance(model, GenericForSequenceClassification) or model.num_labels != 1:
             raise ConfigError(
                 f"reward.model names a {type(model).__name__} with {model.config.num_labels} labels, whose score is "
                 "not one number at the last token; take one such as LlamaForSequenceClassification with one label"
             )
-        device = torch.device("cuda" if has_gpu() else "cpu")
-        self._model = ValueModel(model).to(device, torch_dtype(config)).requires_grad_(False).eval()
+        self._model = ValueModel(model).requires_grad_(False).eval()
 
     def encode(self, transcript: Transcript) -> Conversation | Verdict:
         """The whole conversation, the policy's prompt first; a Verdict if the model cannot read it."""

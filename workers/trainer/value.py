@@ -13,7 +13,8 @@ from rlflow.batching import PackedBatch
 from rlflow.config import Config
 from rlflow.roles import Mean
 from rlflow.workers.trainer.objective import Objective, Row
-from rlflow.workers.trainer.policy import hidden_states, load_packed
+from rlflow.workers.trainer.policy import hidden_states
+from rlflow.workers.trainer.pretrained import FirstValues, empty_model
 
 
 class ValueModel(nn.Module):
@@ -33,15 +34,13 @@ class ValueModel(nn.Module):
         return (head(states)[:, 0].float(),)
 
 
-def load_value_model(config: Config, model_path: str) -> ValueModel:
-    """The model at `model_path` with float32 parameters on the CPU, and a head that gives 0 everywhere at first.
+def empty_value_model(config: Config, model_path: str) -> tuple[ValueModel, FirstValues]:
+    """The model at `model_path`, float32, with its parameters on the meta device, and the values they begin with.
 
-    Raises ConfigError for a model that cannot be trained packed.
+    Its head gives 0 everywhere at first. Raises ConfigError for a model that cannot be trained packed.
     """
-    model = load_packed(AutoModelForTokenClassification, config, model_path, num_labels=1)
-    for parameter in model.get_submodule("score").parameters():
-        nn.init.zeros_(parameter)
-    return ValueModel(model)
+    model, values = empty_model(AutoModelForTokenClassification, config, model_path, heads=("score",), num_labels=1)
+    return ValueModel(model), values
 
 
 class ValueObjective(Objective):

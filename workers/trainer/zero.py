@@ -6,13 +6,19 @@ few flat buffers, and so do their moments.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlflow.weights.shape.layout import chunk_of
+
+
+def partitioning(deepspeed: Any, settings: dict[str, Any], dtype: torch.dtype) -> Callable[[nn.Parameter], None]:
+    """ZeRO 3's way of sending a parameter from rank 0 to all ranks, each of which keeps its part; collective."""
+    init = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=settings, dtype=dtype)
+    return lambda parameter: init._convert_to_zero_parameters([parameter])
 
 
 class ZeroRun(NamedTuple):

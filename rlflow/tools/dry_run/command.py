@@ -77,10 +77,19 @@ def as_text(found: Estimate, config: Config) -> str:
             f"  {size(weights.staged):>10}  {_WHERE[weights.transport]}",
             *([f"  weights.transport={weights.transport.value}: {weights.reason}"] if weights.reason else []),
             *([f"  {size(weights.gathered):>10}  gathered by the ranks; {largest}"] if weights.gathered else []),
-            f"  {size(weights.loaded):>10}  of main memory for each trainer rank, once, to load the model in float32",
         ],
+        _start(found),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def _start(found: Estimate) -> list[str]:
+    start = found.start
+    lines = ["Main memory while a trainer starts, beside the cache of files"]
+    lines.append(f"  {size(start.rank):>10}  for each rank, which reads the parts that it keeps one by one")
+    if start.converted:
+        lines.append(f"  {size(start.converted):>10}  for rank 0, which loads this family whole and sends the parts")
+    return lines
 
 
 def _gpus(found: Estimate) -> list[str]:

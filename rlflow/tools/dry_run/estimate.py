@@ -19,6 +19,7 @@ from rlflow.tools.dry_run.memory import (
     RewardModelFacts,
     cached_sequences,
     engine_memory,
+    largest_shard,
     reference_memory,
     reward_model_memory,
     trainer_memory,
@@ -79,8 +80,16 @@ class WeightUpdate:
     """What ranks send each other so that the first one has all adapters, as they hold them."""
     largest: int
     """The largest tensor of these, which is whole on every rank at its time."""
-    loaded: int
-    """In main memory, for each rank while it starts: the whole model in float32."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StartMemory:
+    """Bytes of main memory that the trainer takes on GPUs, only while it starts."""
+
+    rank: int
+    """For each rank: its part of the parameter with the largest, in float32."""
+    converted: int
+    """For rank 0: the whole model as its files have it; 0 if every rank reads them."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -98,6 +107,7 @@ class Estimate:
     processes: dict[str, ProcessMemory]
     batch: Batch
     weights: WeightUpdate
+    start: StartMemory
 
 
 def estimate(
@@ -149,6 +159,7 @@ def estimate(
         processes={kind.value: memory for kind, memory in processes.items()},
         batch=batch,
         weights=_weights(config, facts, None if way is None or sends_adapters(config) else way.reason),
+        start=StartMemory(rank=FLOAT32 * largest_shard(config, facts), converted=facts.converted),
     )
 
 
@@ -247,5 +258,4 @@ def _weights(config: Config, facts: ModelFacts, reason: str | None) -> WeightUpd
         staged=staged,
         gathered=held if facts.adapters and is_sharded else 0,
         largest=FLOAT32 * max(weight.size for weight in sent),
-        loaded=whole,
     )

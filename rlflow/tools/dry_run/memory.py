@@ -83,6 +83,8 @@ class ModelFacts:
     """Rows of the output layer."""
     adapters: tuple[Weight, ...] = ()
     """What is trained in place of `weights`, if anything is."""
+    converted: int = 0
+    """Bytes of the files, if transformers has to convert them for this family; else 0."""
 
     @property
     def num_parameters(self) -> int:
@@ -232,6 +234,12 @@ def shard_size(weight: Weight, ranks: int, tensor_parallel: int) -> int:
         return -(-rows // ranks) * columns
     rows, columns = (rows // tensor_parallel, columns) if weight.cut == 0 else (rows, columns // tensor_parallel)
     return -(-rows // (ranks // tensor_parallel)) * columns
+
+
+def largest_shard(config: Config, facts: ModelFacts) -> int:
+    """Elements of the largest part of a parameter that a rank of the trainer keeps."""
+    trainer = config.trainer
+    return max(shard_size(weight, trainer.ranks, trainer.tensor_parallel) for weight in facts.weights)
 
 
 def logit_rows(facts: ModelFacts, num_tokens: int, max_logits: int) -> int:

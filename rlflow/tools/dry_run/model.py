@@ -20,11 +20,12 @@ from transformers import (
 from rlflow.config import Config
 from rlflow.errors import ConfigError, first_line
 from rlflow.models.resolve import POLICY, REWARD
-from rlflow.tools.dry_run.memory import Activations, ModelFacts, RewardModelFacts, Weight
+from rlflow.tools.dry_run.memory import FLOAT32, Activations, ModelFacts, RewardModelFacts, Weight
 from rlflow.workers.engine.setup import cache_shape
 from rlflow.workers.trainer.attention import check_attention
 from rlflow.workers.trainer.lora import add_adapters, is_adapter
 from rlflow.workers.trainer.policy import Policy, torch_dtype
+from rlflow.workers.trainer.pretrained import converted_patterns
 from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
 
 _ATTENTION = "rlflow_dry_run"
@@ -41,7 +42,7 @@ def read_model(config: Config, folder: str) -> ModelFacts:
     model, cut = _build(config, folder), dict[str, int]()
     if config.lora.rank is not None:
         with torch.device("meta"):
-            add_adapters(model, config.lora, config.run.seed, torch_dtype(config))
+            add_adapters(model, config.lora, torch_dtype(config))
         nn.Module.to(model, torch_dtype(config))  # what computes
     layer_of = {id(each): index for index, layer in enumerate(_layers(model)) for each in layer.parameters()}
     head = model.get_output_embeddings()
@@ -64,6 +65,7 @@ def read_model(config: Config, folder: str) -> ModelFacts:
         cache=cache_shape(folder),
         hidden_size=model.config.get_text_config().hidden_size,
         vocabulary_size=len(head.weight),
+        converted=_converted(model, folder),
     )
 
 
@@ -104,6 +106,15 @@ def _on_meta(auto_class: Any, config: Config, folder: str, setting: str) -> PreT
             "as sharding needs it; choose a model such as Llama, Qwen2 or Qwen3"
         )
     return model
+
+
+def _converted(model: PreTrainedModel, folder: str) -> int:
+    """Bytes of the files if they must be converted; 0 if not."""
+    if not converted_patterns(model):
+        return 0
+    dtype = AutoConfig.from_pretrained(folder).dtype
+    width = dtype.itemsize if isinstance(dtype, torch.dtype) else FLOAT32
+    return width * sum(parameter.numel() for parameter in model.parameters())
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -56,6 +56,9 @@ def row(*groups: tuple[int, Sequence[int]]) -> PackedBatch:
         returns=None,
         sequence_of=nothing,
         num_sequences=0,
+        is_on_older_cache=nothing > 0,
+        support_ids=nothing,
+        support_of=nothing,
     )
 
 

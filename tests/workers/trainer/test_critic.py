@@ -17,7 +17,8 @@ from rlflow.types import CriticTargets, Sample, TrainSample
 from rlflow.workers.trainer.fetch import moments_of, rewards_of_tokens, token_level, whiten_all
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.policy import split_logprobs
-from rlflow.workers.trainer.value import load_value_model
+from rlflow.workers.trainer.pretrained import fill
+from rlflow.workers.trainer.value import empty_value_model
 
 
 def sample_of(mask: list[int]) -> Sample:
@@ -34,10 +35,11 @@ def sample_of(mask: list[int]) -> Sample:
 
 def test_values_of_a_packed_row_are_those_of_each_sequence_alone(tmp_path: Path) -> None:
     path = save_model(tiny_llama(), tmp_path)
-    model = load_value_model(tiny_config(), path)
+    model, values = empty_value_model(tiny_config(), path)
+    fill(model.model, values)
     groups = tiny_groups()
-    (values,) = model(pack(groups))
-    assert values.count_nonzero() == 0  # a fresh head knows nothing
+    (found,) = model(pack(groups))
+    assert found.count_nonzero() == 0  # a fresh head knows nothing
     torch.manual_seed(0)
     torch.nn.init.normal_(model.model.get_parameter("score.weight"))
     plain = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)

@@ -9,18 +9,20 @@ That they do the same work shows in the norm of their first gradient.
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from other_systems import figures_of, other_python, worker_script
 
 from rlflow.config import Config
 from rlflow.models.resolve import resolve_model
+from rlflow.runtime.environment import keep_memory, share_cpu
+from rlflow.tools.bench.training_sides import Workload, read_groups, run_side
 
 ROUNDS = 3
 TIMEOUT_S = 1800.0
@@ -28,37 +30,11 @@ VOCABULARY = 49152
 """Tokens that the model of `Config()` knows."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Workload:
-    """The samples of a step. Tokens are random: what they are does not matter to the time."""
-
-    groups: int
-    group_size: int
-    prompt: int
-    """Tokens."""
-    shortest: int
-    """Tokens of a completion."""
-    longest: int
-    sides: tuple[str, ...]
-    """Ours first."""
-
-    def write(self, path: Path, vocabulary: int = VOCABULARY) -> None:
-        """Arrays [groups, group size, ...], completions padded at their end."""
-        random = np.random.default_rng(0)
-        shape = (self.groups, self.group_size, self.longest)
-        np.savez(
-            path,
-            prompts=random.integers(0, vocabulary, (self.groups, self.prompt)),
-            completions=random.integers(0, vocabulary, shape),
-            lengths=random.integers(self.shortest, self.longest + 1, shape[:2]),
-            logprobs=random.normal(-10, 0.5, shape).astype(np.float32),
-            advantages=random.normal(0, 1, shape[:2]).astype(np.float32),
-        )
-
-
+SIDES = {"ragged": ("packed", "padded", "trl"), "long_prompt": ("packed", "unshared")}
+"""Ours first."""
 WORKLOADS = {
-    "ragged": Workload(groups=1, group_size=8, prompt=256, shortest=32, longest=256, sides=("packed", "padded", "trl")),
-    "long_prompt": Workload(groups=1, group_size=16, prompt=512, shortest=64, longest=64, sides=("packed", "unshared")),
+    "ragged": Workload(groups=1, group_size=8, prompt=256, shortest=32, longest=256),
+    "long_prompt": Workload(groups=1, group_size=16, prompt=512, shortest=64, longest=64),
 }
 
 
@@ -69,16 +45,16 @@ def training() -> dict[str, float]:
     """
     script = worker_script("trl_training_worker.py")
     trl = [str(other_python("trl-venv", "trl.lock")), str(script)]
-    ours = [sys.executable, str(worker_script("train_step_side.py"))]
+    ours = [sys.executable, str(worker_script("train_step.py"))]
     model = resolve_model(Config().model.path)
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="rlflow-bench-") as folder:
         for name, workload in WORKLOADS.items():
-            workload.write(Path(folder) / f"{name}.npz")
+            workload.write(Path(folder) / f"{name}.npz", VOCABULARY)
         for number in range(ROUNDS):
             print(f"round {number + 1} of {ROUNDS}", file=sys.stderr, flush=True)
-            for name, workload in WORKLOADS.items():
-                for side in workload.sides:
+            for name, sides in SIDES.items():
+                for side in sides:
                     command = trl if side == "trl" else [*ours, side]
                     words = [*command, str(Path(folder) / f"{name}.npz"), str(model)]
                     figures = figures_of(f"the side {side} of {name}", words, TIMEOUT_S)
@@ -93,11 +69,21 @@ def summarize(found: Mapping[tuple[str, str], Sequence[Mapping[str, float]]]) ->
         for (workload, side), runs in found.items()
         for name in runs[0]
     }
-    for name, workload in WORKLOADS.items():
-        ours, *others = (f"{name}/{side}" for side in workload.sides)
+    for name, sides in SIDES.items():
+        ours, *others = (f"{name}/{side}" for side in sides)
         for other in others:
             figures[f"{other}/speed_up"] = figures[f"{other}/step_s"] / figures[f"{ours}/step_s"]
             figures[f"{other}/memory_ratio"] = figures[f"{other}/peak_mb"] / figures[f"{ours}/peak_mb"]
             difference = figures[f"{other}/grad_norm"] / figures[f"{ours}/grad_norm"] - 1
             figures[f"{other}/gradient_difference"] = abs(difference)
     return figures
+
+
+if __name__ == "__main__":  # one of our sides, in a process of its own: SIDE SAMPLES.npz MODEL
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # every side computes on the CPU
+    chosen_side, samples_file, model_folder = sys.argv[1:]
+    if chosen_side != "padded":
+        # As the trainer's actor sets its process up.
+        share_cpu(len(os.sched_getaffinity(0)))
+        keep_memory()
+    print(json.dumps(run_side(chosen_side, read_groups(Path(samples_file)), model_folder)))

@@ -25,8 +25,10 @@ import numpy as np
 STEPS = 2
 
 
-def settings(num_groups: int, group_size: int, longest: int, output_dir: str) -> dict[str, Any]:
-    """GRPOConfig's arguments: no second forward pass, no reference, no saving, no gradient checkpointing."""
+def settings(num_groups: int, group_size: int, longest: int, output_dir: str, on_gpu: bool) -> dict[str, Any]:
+    """GRPOConfig's arguments: no second forward pass, no reference, no saving; on a GPU in
+    bfloat16 with gradient checkpointing, like the trainer that it is measured beside.
+    """
     return {
         "output_dir": output_dir,
         "max_steps": STEPS,
@@ -42,9 +44,9 @@ def settings(num_groups: int, group_size: int, longest: int, output_dir: str) ->
         "beta": 0.0,
         "epsilon": 0.2,
         "epsilon_high": 0.28,
-        "gradient_checkpointing": False,
-        "use_cpu": True,
-        "bf16": False,
+        "gradient_checkpointing": on_gpu,
+        "use_cpu": not on_gpu,
+        "bf16": on_gpu,
         "fp16": False,
         "save_strategy": "no",
         "logging_steps": 1,
@@ -79,6 +81,7 @@ def micro_batches(path: Path) -> list[dict[str, Any]]:
 
 
 def train(path: Path, model: str, output_dir: str) -> dict[str, float]:
+    import torch
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl.trainer.grpo_config import GRPOConfig
@@ -103,7 +106,7 @@ def train(path: Path, model: str, output_dir: str) -> dict[str, float]:
     trainer = Recorded(
         model=model,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=GRPOConfig(**settings(num_groups, group_size, longest, output_dir)),
+        args=GRPOConfig(**settings(num_groups, group_size, longest, output_dir, torch.cuda.is_available())),
         train_dataset=Dataset.from_list([{"prompt": "0"}] * (STEPS * num_groups)),
         callbacks=[Clock()],
     )
@@ -115,7 +118,9 @@ def train(path: Path, model: str, output_dir: str) -> dict[str, float]:
         "step_s": seconds[-1],
         "tokens_per_s": tokens / seconds[-1],
         "row_tokens": sum(b["prompt_ids"].numel() + b["completion_ids"].numel() for b in batches),
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_mb": torch.cuda.max_memory_allocated() / 2**20
+        if torch.cuda.is_available()
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "grad_norm": float(norms[0]),
     }
 

@@ -198,7 +198,9 @@ def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     elif options.verb == "bench":
         from rlflow.tools.bench import command as bench
 
-        figures = bench.run(options.name, overrides, verify=options.verify)
+        if options.name == "gpu":
+            return bench.run_kit(options, overrides)
+        figures = bench.run(options, overrides)
         _print_figures(figures, as_json=options.json)
         return int(figures.get("verify/different", 0) != 0)
     elif options.verb == "simulate":

@@ -3,7 +3,7 @@
 #     docker build -f k8s/images/cuda.Dockerfile -t rlflow:cuda .
 #
 # The devel base has nvcc and a C compiler: Triton, FlashInfer and DeepSpeed compile kernels when they are first used.
-# For what KubeRay needs of an image see cpu.Dockerfile.
+# CUDA 13 needs driver R580 or later on the nodes. For what KubeRay needs of an image see cpu.Dockerfile.
 
 FROM python:3.11.14-slim-bookworm AS uv
 RUN pip install --no-cache-dir uv==0.13.8
@@ -16,7 +16,8 @@ RUN uv venv --python 3.11.14 --python-preference only-managed /opt/venv
 WORKDIR /src
 COPY . .
 RUN uv pip install --python /opt/venv/bin/python --no-cache --compile-bytecode ".[gpu,deepspeed,lora,math,datasets]" \
-    && /opt/venv/bin/rlflow recipes >/dev/null
+    && /opt/venv/bin/rlflow recipes >/dev/null \
+    && /opt/venv/bin/python -c "import torch; assert torch.version.cuda, f'torch {torch.__version__} is a CPU build'"
 
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 # The base has a user 1000 of its own.

@@ -239,7 +239,8 @@ class RolloutEngine:
         await loading.load()
         if loading.is_comparable:
             await self._verify(staged)
-        await self._engine.update_weight_version(str(staged.version))
+        if hasattr(self._engine, "update_weight_version"):  # vLLM 0.32; 0.26 tags no tokens
+            await self._engine.update_weight_version(str(staged.version))
         if self._frees_memory and self._is_asleep:
             await self._engine.wake_up(tags=["kv_cache"])
         return paused_at_s

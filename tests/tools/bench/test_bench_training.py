@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 from other_systems import figures_of, worker_script
 from rounding import allowed_difference
-from train_step import WORKLOADS, Workload, summarize
-from train_step_side import operations_of, read_groups, run_side
+from train_step import SIDES, summarize
 from training import VOCABULARY, save_model, shuffled, tiny_llama
 
 from rlflow.batching import pack
 from rlflow.errors import RunError
+from rlflow.tools.bench.training_sides import Workload, operations_of, read_groups, run_side
 from rlflow.types import Sample, TrainSample
 
-SMALL = Workload(groups=2, group_size=3, prompt=7, shortest=1, longest=9, sides=("packed",))
+SMALL = Workload(groups=2, group_size=3, prompt=7, shortest=1, longest=9)
 
 
 def test_ratios_are_of_medians_and_to_our_side() -> None:
     steps = {"packed": [2.0, 1.0, 9.0], "padded": [5.0, 5.0, 5.0], "trl": [8.0, 1.0, 80.0], "unshared": [6.0, 6.0, 6.0]}
     found = {
         (name, side): [{"step_s": step, "peak_mb": 10 * step, "grad_norm": 2.0} for step in steps[side]]
-        for name, workload in WORKLOADS.items()
-        for side in workload.sides
+        for name, sides in SIDES.items()
+        for side in sides
     }
     figures = summarize(found)
     assert figures["ragged/packed/step_s"] == 2.0

@@ -1,62 +1,108 @@
-"""One side of `rlflow bench train`, in a process of its own; the last line printed is one JSON object.
+"""Ways to take one optimiser step on the same samples, which `rlflow bench train` and `rlflow bench gpu` time.
 
-python benchmarks/train_step_side.py packed|unshared|padded SAMPLES.npz MODEL
+packed     the trainer's own
+unshared   the same, every sample with a copy of its prompt
+padded     a transformers loop as one writes it by hand
 """
 
 from __future__ import annotations
 
-import json
-import os
 import resource
-import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlflow.batching import PackedBatch, pack, plan_micro_batches
-from rlflow.config import Config
-from rlflow.runtime.environment import keep_memory, share_cpu
+from rlflow.config import Config, Dtype
 from rlflow.types import EpisodeEnd, EpisodeSummary, Sample, TrainSample
+
+if TYPE_CHECKING:
+    import torch
 
 MATMUL_SIZE = 2048
 Group = list[TrainSample]
 Step = Callable[[], float]
 """Takes an optimiser step; the norm of its gradient."""
+Arrays = Mapping[str, NDArray[Any]]
 
 
-def run_side(side: str, groups: Sequence[Group], model: str) -> dict[str, float]:
-    """Figures of the second step; the first pays for caches and first allocations."""
-    config = Config()
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Workload:
+    """The samples of a step. Tokens are random: what they are does not matter to the time."""
+
+    groups: int
+    group_size: int
+    prompt: int
+    """Tokens."""
+    shortest: int
+    """Tokens of a completion."""
+    longest: int
+
+    def arrays(self, vocabulary: int) -> Arrays:
+        """Arrays [groups, group size, ...], completions padded at their end."""
+        random = np.random.default_rng(0)
+        shape = (self.groups, self.group_size, self.longest)
+        return {
+            "prompts": random.integers(0, vocabulary, (self.groups, self.prompt)),
+            "completions": random.integers(0, vocabulary, shape),
+            "lengths": random.integers(self.shortest, self.longest + 1, shape[:2]),
+            "logprobs": random.normal(-10, 0.5, shape).astype(np.float32),
+            "advantages": random.normal(0, 1, shape[:2]).astype(np.float32),
+        }
+
+    def write(self, path: Path, vocabulary: int) -> None:
+        np.savez(path, **self.arrays(vocabulary))  # pyright: ignore[reportArgumentType]
+
+
+def run_side(side: str, groups: Sequence[Group], model: str, config: Config | None = None) -> dict[str, float]:
+    """Figures of the second step; the first pays for caches, kernels and first allocations.
+
+    `peak_mb` is the memory of the device; on a CPU that of the process.
+    """
+    import torch
+
+    config = config or Config()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if side == "padded":
-        step, row_tokens, operations = _padded(config, groups, model), _padded_tokens(groups), None
+        step, row_tokens, operations = _padded(config, groups, model, device), _padded_tokens(groups), None
     else:
-        micro_batches = _micro_batches(config, groups) if side == "packed" else _unshared(config, groups)
+        micro_batches = micro_batches_of(config, groups) if side == "packed" else _unshared(config, groups)
         step, row_tokens, operations = _packed(config, micro_batches, model, side == "packed")
     grad_norm = step()
     started = time.perf_counter()
     step()
-    step_s = time.perf_counter() - started
+    step_s = time.perf_counter() - started  # a step ends with a number from the device, so that it has finished
     samples = [one.sample for group in groups for one in group]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     figures = {
         "step_s": step_s,
         "tokens_per_s": sum(sample.num_tokens for sample in samples) / step_s,
         "row_tokens": row_tokens,
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_mb": torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else peak,
         "grad_norm": grad_norm,
     }
     if operations is not None:
-        figures |= {"flop_per_s": operations / step_s, "matmul_share": operations / step_s / _matmul_speed()}
+        speed = _matmul_speed(device, torch.bfloat16 if config.model.dtype is Dtype.bfloat16 else torch.float32)
+        figures |= {"flop_per_s": operations / step_s, "matmul_share": operations / step_s / speed}
     return figures
 
 
 def read_groups(path: Path) -> list[Group]:
     """What `Workload.write` wrote."""
     with np.load(path, allow_pickle=False) as arrays:
-        prompts, completions, lengths, logprobs, advantages = (
-            arrays[name] for name in ("prompts", "completions", "lengths", "logprobs", "advantages")
-        )
+        return groups_of(arrays)
+
+
+def groups_of(arrays: Arrays) -> list[Group]:
+    prompts, completions, lengths, logprobs, advantages = (
+        arrays[name] for name in ("prompts", "completions", "lengths", "logprobs", "advantages")
+    )
     return [
         [
             _sample(prompt, completion[:length], logprob[:length], advantage)
@@ -78,7 +124,7 @@ def _sample(prompt: np.ndarray, completion: np.ndarray, logprobs: np.ndarray, ad
     return TrainSample(sample=sample, advantage=float(advantage))
 
 
-def _micro_batches(config: Config, groups: Sequence[Group]) -> list[list[Group]]:
+def micro_batches_of(config: Config, groups: Sequence[Group]) -> list[list[Group]]:
     """As the trainer plans them."""
     episodes = [[_summary(one.sample) for one in group] for group in groups]
     (plans,) = plan_micro_batches(episodes, 1, config.trainer.micro_batch_tokens)
@@ -109,6 +155,8 @@ def _packed(
     config: Config, micro_batches: list[list[Group]], model: str, shares_prompts: bool
 ) -> tuple[Step, float, float]:
     """The trainer's own step, the tokens that go through the model, and the floating-point operations in it."""
+    import torch
+
     from rlflow.workers.trainer.fsdp import FsdpTrainer
     from rlflow.workers.trainer.packed import MicroBatch
 
@@ -116,14 +164,18 @@ def _packed(
         def _lay_out(self, micro_batch: MicroBatch) -> PackedBatch:
             return pack(micro_batch, share_prompts=shares_prompts)
 
-    trainer = Trainer(config, model, 0, 1, "")
+    meeting = Path(tempfile.mkdtemp(prefix="rlflow-bench-")) / "rendezvous"
+    trainer = Trainer(config, model, 0, 1, f"file://{meeting}")
     rows = [trainer._lay_out(micro_batch) for micro_batch in micro_batches]
     shapes = {name: shape for name, _, shape in trainer.parameter_specs()}
     row_tokens = sum(len(row.input_ids) for row in rows)
 
     def step() -> float:
         trainer.accumulate(micro_batches)
-        return trainer.step().grad_norm
+        grad_norm = trainer.step().grad_norm
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return grad_norm
 
     return step, row_tokens, sum(operations_of(row, shapes) for row in rows)
 
@@ -149,16 +201,27 @@ def _padded_tokens(groups: Sequence[Group]) -> float:
     return sum(len(group) * max(one.sample.num_tokens for one in group) for group in groups)
 
 
-def _padded(config: Config, groups: Sequence[Group], model_path: str) -> Step:
-    """What one writes by hand: a padded batch a group, logits of the completions only, the same loss and optimiser."""
+def _padded(config: Config, groups: Sequence[Group], model_path: str, device: torch.device) -> Step:
+    """What one writes by hand: padded batches, logits of the completions only, the same loss and optimiser.
+
+    A batch has as many samples as the trainer's rows have tokens for, and is of one group.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rlflow.workers.trainer.optimizers import adamw
-
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    optimizer = adamw(config.trainer, list(model.parameters()))
+    trainer = config.trainer
+    model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model.to(device)
+    if trainer.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    betas = (trainer.beta1, trainer.beta2)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), trainer.learning_rate, betas, weight_decay=trainer.weight_decay, fused=True
+    )
     num_tokens = sum(len(one.sample.completion_ids) for group in groups for one in group)
+    longest_sample = max(one.sample.num_tokens for group in groups for one in group)
+    at_once = max(1, trainer.micro_batch_tokens // longest_sample)
 
     def accumulate(group: Group) -> None:
         samples = [one.sample for one in group]
@@ -170,42 +233,39 @@ def _padded(config: Config, groups: Sequence[Group], model_path: str) -> Step:
             ids[index, prompt : sample.num_tokens] = torch.from_numpy(sample.completion_ids)
             behaviour[index, : len(sample.logprobs)] = torch.from_numpy(sample.logprobs)
             is_real[index, : sample.num_tokens] = 1
-        logits = model(input_ids=ids, attention_mask=is_real, logits_to_keep=longest + 1).logits[:, :-1]
-        logprobs = logits.log_softmax(-1).gather(2, ids[:, prompt:, None])[:, :, 0]
+        advantage = torch.tensor([[one.advantage] for one in group]).to(device)
+        ids, is_real, behaviour = ids.to(device), is_real.to(device), behaviour.to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.model.dtype is Dtype.bfloat16):
+            logits = model(input_ids=ids, attention_mask=is_real, logits_to_keep=longest + 1).logits[:, :-1]
+        logprobs = logits.float().log_softmax(-1).gather(2, ids[:, prompt:, None])[:, :, 0]
         ratio = (logprobs - behaviour).exp()
-        advantage = torch.tensor([[one.advantage] for one in group])
         loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.28))
         ((loss * is_real[:, prompt:]).sum() / num_tokens).backward()
 
     def step() -> float:
         for group in groups:
-            accumulate(group)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.trainer.max_grad_norm)
+            for start in range(0, len(group), at_once):
+                accumulate(group[start : start + at_once])
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), trainer.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         return float(grad_norm)
 
     return step
 
 
-def _matmul_speed() -> float:
-    """Floating-point operations a second of the fastest of some large float32 products on this machine."""
+def _matmul_speed(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations a second of the fastest of some large products on this device."""
     import torch
 
-    left, right = torch.randn(MATMUL_SIZE, MATMUL_SIZE), torch.randn(MATMUL_SIZE, MATMUL_SIZE)
+    size = MATMUL_SIZE if device.type == "cpu" else 4 * MATMUL_SIZE
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     best = float("inf")
     for _ in range(8):
         started = time.perf_counter()
-        torch.mm(left, right)
+        product = torch.mm(left, right)
+        product[0, 0].item()
         best = min(best, time.perf_counter() - started)
-    return 2 * MATMUL_SIZE**3 / best
-
-
-if __name__ == "__main__":
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # every side computes on the CPU
-    chosen_side, samples_file, model_folder = sys.argv[1:]
-    if chosen_side != "padded":
-        # As the trainer's actor sets its process up.
-        share_cpu(len(os.sched_getaffinity(0)))
-        keep_memory()
-    print(json.dumps(run_side(chosen_side, read_groups(Path(samples_file)), model_folder)))
+    return 2 * size**3 / best

@@ -1,0 +1,1 @@
+"""The proof kit: everything that a GPU must show, in one command: `rlflow bench gpu`."""

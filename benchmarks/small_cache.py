@@ -26,7 +26,7 @@ from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.weights.shm.arena import Arena
 from rlflow.workers.engine import engine as engine_module
 from rlflow.workers.engine.engine import RolloutEngine
-from rlflow.workers.engine.pressure import Pressure, pressure_gauge
+from rlflow.workers.engine.load import Pressure, pressure_gauge
 
 NUM_REPLIES = 18
 PROMPT_TOKENS = 32

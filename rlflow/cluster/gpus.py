@@ -66,6 +66,11 @@ def check_gpus(config: Config, found: int) -> None:
             )
         if config.rollout.quantization is not None:
             raise ConfigError("rollout.quantization=fp8 needs GPUs, and the cluster has none; set it to null")
+        if config.rollout.top_k is not None:
+            raise ConfigError(
+                f"rollout.top_k={config.rollout.top_k} needs GPUs: on a CPU vLLM does not report what each token was "
+                "chosen among, and the trainer must know; set it to null"
+            )
         return
     if transport is Transport.p2p and is_colocated:
         raise ConfigError(

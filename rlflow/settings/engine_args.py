@@ -31,6 +31,7 @@ DECIDED = {
     "lora_target_modules": "lora.rank",
     "enable_sleep_mode": "cluster.placement",
     "profiler_config": "run.profile_steps",
+    "return_sampling_mask": "rollout.top_k",
 }
 """Argument -> the setting that decides it."""
 RELIED_ON = frozenset(

@@ -517,7 +517,7 @@ Chosen for the machines: model.dtype=bfloat16, rollout.max_running=512, rollout.
 
 GPUs: 2 (without any, the same processes share the machine's memory)
           0  102.62 MiB of each: a GPU of 16 GB or more; engine 0
-          1    7.21 MiB of each: a GPU of 16 GB or more; trainer rank 0
+          1    7.25 MiB of each: a GPU of 16 GB or more; trainer rank 0
   A GPU is taken to hold what fits into 90% of it; CUDA and vLLM's graphs need the rest.
   Ray chooses the machines; the GPUs of one engine are of one machine.
 
@@ -534,8 +534,8 @@ Trainer rank, with micro-batches of up to 512 tokens
     0.22 MiB  gathered parameters (bfloat16: embedding, output layer and 2 layers)
     0.28 MiB  gradients to be scattered (bfloat16, and their sum in float32)
     3.03 MiB  activations (trainer.gradient_checkpointing=false; 1.77 MiB if true)
-    1.71 MiB  output layer (logits of 512 tokens at once, gradient in float32)
-    7.21 MiB  in all
+    1.74 MiB  output layer (logits of 512 tokens at once, gradient in bfloat16)
+    7.25 MiB  in all
 
 A step
   2 groups of 4: 8 episodes, at most 2,048 tokens

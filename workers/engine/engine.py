@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,10 +26,17 @@ from rlflow.runtime.disk import TEMPORARY
 from rlflow.runtime.environment import variables
 from rlflow.runtime.gpus import has_gpu
 from rlflow.weights.engine.messages import ADAPTER_ID, WeightReport
+from rlflow.workers.engine.load import Load, Pressure, pressure_gauge
 from rlflow.workers.engine.loading import Loading
-from rlflow.workers.engine.pressure import Pressure, pressure_gauge
 from rlflow.workers.engine.replies import Replies, Reply
-from rlflow.workers.engine.setup import cache_shape, check_engine, engine_arguments, set_environment, stop_token_ids
+from rlflow.workers.engine.setup import (
+    cache_shape,
+    check_engine,
+    engine_arguments,
+    sampling_arguments,
+    set_environment,
+    stop_token_ids,
+)
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -70,7 +76,7 @@ class RolloutEngine:
         self._stop_token_ids: list[int] = []
         self._loading = asyncio.Lock()
         self._is_asleep = False
-        self._load = _Load()
+        self._load = Load()
         self._replies = Replies()
         self._is_draining = False
         self._places = asyncio.Semaphore(max_running(config))
@@ -89,21 +95,26 @@ class RolloutEngine:
         shape = await asyncio.to_thread(cache_shape, self._model_path)
         check_engine(self._config, shape, self._model_path, self._on_gpu)
         self._stop_token_ids = stop_token_ids(self._model_path)
-        await self._within("engine start", self._config.deadlines.start_s, asyncio.to_thread(self._build))
+        await self._within("engine start", self._config.deadlines.start_s, self._build())
 
-    def _build(self) -> None:
+    async def _build(self) -> None:
+        # vLLM leaves the files of its sockets behind. Its process says that it is ready before it has connected to all
+        # of them; once it has answered a call, nobody else will.
+        folder = tempfile.TemporaryDirectory(prefix="rlflow-vllm-", dir=TEMPORARY)
+        with folder as sockets, variables({"VLLM_RPC_BASE_PATH": sockets}):
+            self._llm = await asyncio.to_thread(self._start_vllm)
+            await self._llm.is_sleeping()
+
+    def _start_vllm(self) -> AsyncLLM:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        # vLLM leaves the files of its sockets behind. Once it has started, nobody else will connect to them.
-        folder = tempfile.TemporaryDirectory(prefix="rlflow-vllm-", dir=TEMPORARY)
-        with folder as sockets, variables({"VLLM_RPC_BASE_PATH": sockets}):
-            try:
-                self._llm = AsyncLLM.from_engine_args(
-                    AsyncEngineArgs(**self._arguments()), stat_loggers=[pressure_gauge(self._pressure)]
-                )
-            except RuntimeError as error:
-                raise RunError(f"vLLM did not start in rollout engine {self._index}; {log_hint()}: {error}") from error
+        try:
+            return AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**self._arguments()), stat_loggers=[pressure_gauge(self._pressure)]
+            )
+        except RuntimeError as error:
+            raise RunError(f"vLLM did not start in rollout engine {self._index}; {log_hint()}: {error}") from error
 
     def _arguments(self) -> dict[str, Any]:
         return engine_arguments(self._config, self._model_path, self._index, self._on_gpu)
@@ -192,15 +203,16 @@ class RolloutEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        stop = self._config.rollout.stop
         return SamplingParams(
-            temperature=0.0 if reply.request.is_greedy else self._config.rollout.temperature,
+            **sampling_arguments(self._config, is_greedy=reply.request.is_greedy),
             max_tokens=reply.num_left if reply.seed is None else reply.num_left_of_part,
             seed=reply.seed,
             stop_token_ids=self._stop_token_ids,
-            stop=self._config.rollout.stop,
+            stop=stop,
             # Without it the tokens of the text would stay and the text would go.
             include_stop_str_in_output=True,
-            detokenize=bool(self._config.rollout.stop),
+            detokenize=bool(stop),
             logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.DELTA,
@@ -229,7 +241,10 @@ class RolloutEngine:
             async for delivered in stream:
                 output = delivered.outputs[0]
                 logprobs: Any = output.logprobs
-                support = output.sampling_mask.token_ids if output.sampling_mask is not None else ()
+                support: Sequence[list[int]] = ()
+                if self._config.rollout.top_k is not None:
+                    assert output.sampling_mask is not None, "vLLM must say what it chose among"
+                    support = output.sampling_mask.token_ids
                 reply.add(output.token_ids, logprobs.logprobs, support)
                 if self._is_draining and not delivered.finished:
                     await self._engine.abort(reply.vllm_name)  # what was sampled still comes
@@ -396,38 +411,14 @@ class RolloutEngine:
         return await within(f"{stage} of rollout engine {self._index}", seconds, work)
 
 
-class _Load:
-    """How busy an engine is."""
-
-    def __init__(self) -> None:
-        self.running = 0
-        self.tokens = 0
-        self._busy_before_s = 0.0
-        self._busy_since = 0.0
-
-    @contextmanager
-    def one_more(self) -> Iterator[None]:
-        if self.running == 0:
-            self._busy_since = time.perf_counter()
-        self.running += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
-            if self.running == 0:
-                self._busy_before_s += time.perf_counter() - self._busy_since
-
-    def busy_s(self) -> float:
-        return self._busy_before_s + (time.perf_counter() - self._busy_since if self.running else 0.0)
-
-
 def _finish_reason_of(output: CompletionOutput, reply: Reply) -> FinishReason:
     """Why vLLM ended a request, of which `output` is the last. Raises RunError when vLLM failed on the request."""
     reasons: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
     if output.finish_reason not in reasons:
         raise RunError(f"vLLM ended a request with {output.finish_reason!r} instead of a reply")
-    if output.weight_versions is not None:
-        spans = [int(span.version) for span in output.weight_versions for _ in range(span.start, span.end)]
+    tagged = getattr(output, "weight_versions", None)  # vLLM 0.32; 0.26 tags no tokens
+    if tagged is not None:
+        spans = [int(span.version) for span in tagged for _ in range(span.start, span.end)]
         assert spans == reply.versions_of_request, "vLLM says that other versions sampled these tokens"
     return reasons[output.finish_reason]
 

@@ -132,6 +132,8 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
     else:
         # The first weight update fills every parameter and fails if one is left out; nothing of a checkpoint is needed.
         arguments["load_format"] = "dummy"
+    if config.rollout.top_k is not None:
+        arguments["return_sampling_mask"] = True
     if config.rollout.speculative is not Speculative.off:
         arguments["speculative_config"] = _speculation(config.rollout.speculative, on_gpu=on_gpu)
     if config.rollout.quantization is Quantization.fp8:
@@ -193,6 +195,16 @@ def _speculation(method: Speculative, *, on_gpu: bool) -> dict[str, Any]:
         "prompt_lookup_min": NGRAM_TOKENS[0],
         "prompt_lookup_max": NGRAM_TOKENS[1],
     }
+
+
+def sampling_arguments(config: Config, *, is_greedy: bool) -> dict[str, Any]:
+    """What vLLM's SamplingParams say of the distribution that tokens are drawn from."""
+    rollout = config.rollout
+    if rollout.top_k is None:
+        return {"temperature": 0.0 if is_greedy else rollout.temperature}
+    # An engine that reports what it chose among takes neither temperature 0 nor an unbounded top_k.
+    top_k = 1 if is_greedy else rollout.top_k
+    return {"temperature": rollout.temperature, "top_k": top_k, "top_p": rollout.top_p, "min_p": rollout.min_p}
 
 
 def largest_rank(rank: int) -> int:

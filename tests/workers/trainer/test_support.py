@@ -15,6 +15,7 @@ from training import VOCABULARY, tiny_config, tiny_groups
 from transformers import AutoModelForCausalLM
 
 from rlflow.batching import pack
+from rlflow.cluster.gpus import check_gpus
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.models.resolve import resolve_model
@@ -22,6 +23,7 @@ from rlflow.rollout.payloads import load_payloads, payload_bytes, save_payloads
 from rlflow.rollout.samples import sample_of
 from rlflow.settings.checks import check
 from rlflow.types import EpisodePayload, Support, TrainSample, Turn
+from rlflow.workers.engine.setup import engine_arguments, sampling_arguments
 from rlflow.workers.trainer.policy import load_policy
 from rlflow.workers.trainer.token_logprobs import among_support
 
@@ -170,3 +172,20 @@ def test_a_part_of_the_vocabulary_that_cannot_be_is_refused(setting: str, value:
     with pytest.raises(ConfigError) as error:
         check(config)
     assert message in str(error.value)
+
+
+def test_an_engine_is_asked_for_what_it_chose_among() -> None:
+    config = Config()
+    assert sampling_arguments(config, is_greedy=False) == {"temperature": 1.0}
+    assert sampling_arguments(config, is_greedy=True) == {"temperature": 0.0}
+    config.rollout.top_k, config.rollout.top_p, config.rollout.min_p = 50, 0.9, 0.05
+    assert sampling_arguments(config, is_greedy=False) == {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.05}
+    assert sampling_arguments(config, is_greedy=True)["top_k"] == 1
+    assert engine_arguments(config, "no model", 0, on_gpu=True)["return_sampling_mask"] is True
+
+
+def test_a_cpu_cannot_say_what_it_chose_among() -> None:
+    config = Config()
+    config.rollout.top_k = 50
+    with pytest.raises(ConfigError, match="rollout.top_k=50 needs GPUs"):
+        check_gpus(config, 0)

@@ -1,4 +1,4 @@
-"""Whether an engine has more requests than it can run, as vLLM reports it after each step.
+"""How busy an engine is, and whether it has more requests than it can run, as vLLM reports it after each step.
 
 vLLM admits a request when its prompt fits into the cache, and takes one back when the replies outgrow it: that one
 waits, first in the queue, and what it had computed is computed again. Admitting fewer of them from outside is no faster
@@ -7,6 +7,9 @@ waits, first in the queue, and what it had computed is computed again. Admitting
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +25,31 @@ class Pressure:
     """Requests that had to wait in the last step: new ones, and those that were taken back."""
     num_taken_back: int = 0
     """Since the start; by updates of the weights too, which take back all."""
+
+
+class Load:
+    """How busy an engine is."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.tokens = 0
+        self._busy_before_s = 0.0
+        self._busy_since = 0.0
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        if self.running == 0:
+            self._busy_since = time.perf_counter()
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+            if self.running == 0:
+                self._busy_before_s += time.perf_counter() - self._busy_since
+
+    def busy_s(self) -> float:
+        return self._busy_before_s + (time.perf_counter() - self._busy_since if self.running else 0.0)
 
 
 def pressure_gauge(pressure: Pressure) -> StatLoggerFactory:

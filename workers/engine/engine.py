@@ -206,7 +206,8 @@ class RolloutEngine:
         stop = self._config.rollout.stop
         return SamplingParams(
             **sampling_arguments(self._config, is_greedy=reply.request.is_greedy),
-            max_tokens=reply.num_left if reply.seed is None else reply.num_left_of_part,
+            # vLLM looks for a text in one request only.
+            max_tokens=reply.num_left if reply.seed is None or stop else reply.num_left_of_part,
             seed=reply.seed,
             stop_token_ids=self._stop_token_ids,
             stop=stop,

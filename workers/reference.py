@@ -1,7 +1,6 @@
 """One rank of the frozen reference policy as a Ray actor: the trainer's code without the optimiser's step."""
 
 import ray
-from ray.exceptions import RayError
 
 from rlflow.config import Config
 from rlflow.runtime.environment import keep_memory, share_cpu
@@ -37,7 +36,7 @@ class ReferenceWorker:
         """
         try:
             payloads: list[EpisodePayload] = ray.get(handles)  # type: ignore[arg-type]
-        except RayError:
+        except Exception:
             self._policy.logprobs([])  # the other ranks wait for this one
             raise
         groups = [[TrainSample(sample=sample, advantage=0.0) for sample in payload.samples] for payload in payloads]

@@ -39,10 +39,11 @@ class RolloutConfig:
     update: Update = Update.rolling
     """`rolling`: a quarter of the engines load new weights while the others sample; `all`: all at once."""
     drain: bool = False
-    """An engine finishes its requests before it takes new weights, instead of pausing them half-way."""
-    keep_cache: bool = False
+    """Before an engine takes new weights it gives its replies back at the end of their part, and they go on elsewhere or
+    after the update, instead of being paused half-way."""
+    keep_cache: bool | None = None
     """Replies under way keep the keys and values that older weights computed, instead of computing them again. Their
-    tokens count as that old."""
+    tokens count as that old. null: wherever replies are under way when weights are loaded."""
     seeded: bool | None = None
     """Seed each request, so that a synchronous run repeats token for token. null: not on GPUs, where kernels round by
     what else is in a batch, so that seeds repeat nothing and cost speed."""

@@ -126,6 +126,11 @@ def samples_while_loading(config: Config) -> bool:
     return config.staleness.max_versions > 0 and config.cluster.placement is Placement.separate
 
 
+def keeps_cache(config: Config) -> bool:
+    """True when replies under way keep their key-value cache while an engine takes new weights."""
+    return samples_while_loading(config) and not config.rollout.drain and config.rollout.keep_cache is not False
+
+
 def object_store_bytes(config: Config) -> int:
     """Size of the object store of a Ray that is started here: room for groups that wait, and for those under way."""
     return int(max(256, min(config.staleness.max_ready_mb * 1.5, 4096))) << 20

@@ -159,7 +159,7 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         "rollout.keep_cache",
         lambda c: c.rollout.drain or not samples_while_loading(c),
         "with staleness.max_versions=0, with cluster.placement=colocated or with rollout.drain=true, where no request "
-        "is under way when weights are loaded; leave it false",
+        "is under way when weights are loaded; leave it null",
     ),
     ("eval.episodes", lambda c: not c.eval.every, "with eval.every=0; set eval.every"),
     (

@@ -224,12 +224,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"rollout.keep_cache": True},
         "rollout.keep_cache has no effect with staleness.max_versions=0, with cluster.placement=colocated or with "
-        "rollout.drain=true, where no request is under way when weights are loaded; leave it false",
+        "rollout.drain=true, where no request is under way when weights are loaded; leave it null",
     ),
     (
         {"staleness.max_versions": 2, "rollout.drain": True, "rollout.keep_cache": True},
         "rollout.keep_cache has no effect with staleness.max_versions=0, with cluster.placement=colocated or "
-        "with rollout.drain=true, where no request is under way when weights are loaded; leave it false",
+        "with rollout.drain=true, where no request is under way when weights are loaded; leave it null",
     ),
     (
         {"reward.model": "mine", "reward.function": "my.py:score"},

@@ -21,7 +21,7 @@ from rlflow.errors import EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
 from rlflow.runtime.deadlines import within
-from rlflow.runtime.derived import max_running, sends_adapters
+from rlflow.runtime.derived import keeps_cache, max_running, sends_adapters
 from rlflow.runtime.disk import TEMPORARY
 from rlflow.runtime.environment import variables
 from rlflow.runtime.gpus import has_gpu
@@ -191,7 +191,7 @@ class RolloutEngine:
             # A reply keeps its place, also from one request of a seeded reply to the next.
             async with self._places:
                 while True:
-                    reply.begin(self._version, self._cache_version if self._config.rollout.keep_cache else None)
+                    reply.begin(self._version, self._cache_version if keeps_cache(self._config) else None)
                     finish_reason = await self._run(reply, self._sampling(reply))
                     if finish_reason != "length" or reply.num_left == 0:
                         return finish_reason
@@ -305,7 +305,7 @@ class RolloutEngine:
         """When sampling stopped, by `time.perf_counter`. It is still paused on return."""
         await loading.prepare()
         # After a failed update nothing is kept: `_version` is None.
-        keeps = self._config.rollout.keep_cache and self._version is not None and staged.version > self._version
+        keeps = keeps_cache(self._config) and self._version is not None and staged.version > self._version
         paused_at_s = await self._pause(keeps)
         self._cache_version = staged.version
         if self._frees_memory and self._is_asleep:

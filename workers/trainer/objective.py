@@ -27,6 +27,7 @@ from rlflow.algorithms.tokens import Tokens, clamp_log_ratio
 from rlflow.batching import PackedBatch
 from rlflow.config import Config, Proximal
 from rlflow.roles import Mean
+from rlflow.runtime.derived import keeps_cache
 
 KL_HORIZON = 10_000
 """An adaptive KL coefficient changes by at most about 20 % over this many episodes (arXiv:1909.08593)."""
@@ -94,7 +95,7 @@ class PolicyObjective(Objective):
         self._chosen = objective_of(config.algorithm)
         self._kl_coefficient = config.algorithm.kl_coefficient
         self._leaves_out_negatives = False
-        self._keeps_cache = config.rollout.keep_cache
+        self._keeps_cache = keeps_cache(config)
 
     def __call__(self, outputs: tuple[Tensor, ...], packed: PackedBatch, version: int) -> Row:
         logprobs, entropies = outputs

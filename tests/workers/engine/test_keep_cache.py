@@ -76,7 +76,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     old.save_pretrained(path)
     config = tiny_config()
     config.staleness.max_versions = 4
-    config.rollout.keep_cache = True
     engine = RolloutEngine(config, str(path), index=0, threads=1)
     arena = Arena([(name, value.dtype, tuple(value.shape)) for name, value in old.named_parameters()])
     with asyncio.Runner() as runner:
@@ -157,7 +156,7 @@ def test_without_it_the_cache_is_computed_again(bench: Bench) -> None:
     try:
         replies = bench.sample_during_update(16, bench.new)
     finally:
-        bench.engine._config.rollout.keep_cache = True
+        bench.engine._config.rollout.keep_cache = None
     both = [reply for reply in replies if set(reply.versions) == {before, before + 1}]
     assert bench.counts.recomputed > len(both) * (len(PROMPT) - BLOCK_TOKENS)
     for reply in both:

@@ -127,7 +127,6 @@ def test_metrics_are_means_over_loss_tokens(model_path: str) -> None:
 def test_tokens_on_an_older_cache_have_a_difference_of_their_own(model_path: str) -> None:
     config = tiny_config()
     config.staleness.max_versions = 1
-    config.rollout.keep_cache = True
     trainer = one_rank(config, model_path)
     groups = tiny_groups()
     samples = [sample for group in groups for sample in group]

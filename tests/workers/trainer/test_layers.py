@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor
-from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import save_model, tiny_config, tiny_groups, tiny_llama, tiny_qwen3
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
@@ -21,29 +22,48 @@ from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.layers import has_experts, wrap_layers
 from rlflow.workers.trainer.policy import load_policy
 
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
-def gradients(path: str, *, compiled: bool, selective: bool = False) -> tuple[dict[str, Tensor], int]:
-    """The gradients of the summed log-probabilities, and the number of graphs."""
+
+def gradients(path: str, *, compiled: bool, selective: bool = False) -> tuple[dict[str, Tensor], int, set[int]]:
+    """The gradients of the summed log-probabilities, the number of graphs, and their products in the backward pass."""
     graphs: list[torch.fx.GraphModule] = []
+    num_products: set[int] = set()
 
-    def backend(graph: torch.fx.GraphModule, example: list[Tensor]) -> object:
+    def count(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        num_products.add(sum(node.target in PRODUCTS for node in graph.graph.nodes))
+        return make_boxed_func(graph)
+
+    def boxed(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        return make_boxed_func(graph)
+
+    def backend(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
         graphs.append(graph)
-        return aot_eager(graph, example)
+        partition = min_cut_rematerialization_partition  # inductor's
+        return aot_autograd(fw_compiler=boxed, bw_compiler=count, partition_fn=partition)(graph, example)
 
     policy = load_policy(tiny_config(), path)
-    if compiled or selective:
-        wrap_layers(policy.model, compiled=compiled, selective=selective, backend=backend)
+    if compiled:
+        wrap_layers(policy.model, compiled=True, selective=selective, backend=backend)
     logprobs, _ = policy(pack(tiny_groups(num_groups=1)))
     logprobs.sum().backward()
-    return {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}, len(graphs)
+    return (
+        {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None},
+        len(graphs),
+        num_products,
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("selective", [False, True])
-def test_compiled_layers_have_the_same_gradients_and_share_graphs(selective: bool, tmp_path: Path) -> None:
-    path = save_model(tiny_llama(num_hidden_layers=4), tmp_path)
-    expected, _ = gradients(path, compiled=False)
-    found, num_graphs = gradients(path, compiled=True, selective=selective)
+@pytest.mark.parametrize(("selective", "products"), [(False, 2 * 7), (True, 2 * 7 + 4)])
+def test_compiled_layers_have_the_same_gradients_and_share_graphs(
+    selective: bool, products: int, tmp_path: Path
+) -> None:
+    """Selective checkpointing computes keys, values, gate and up again, each one product, within the graphs too."""
+    path = save_model(tiny_llama(num_hidden_layers=4, intermediate_size=160, num_key_value_heads=1), tmp_path)
+    expected, *_ = gradients(path, compiled=False)
+    found, num_graphs, num_products = gradients(path, compiled=True, selective=selective)
+    assert num_products == {products}
     assert num_graphs == 2  # the first layer, which takes embeddings, and the other three
     assert len(found) == len(expected)
     for name, gradient in expected.items():
@@ -58,7 +78,7 @@ class Products(TorchDispatchMode):
         self.num_products = self.num_attentions = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self.num_products += func in PRODUCTS
         self.num_attentions += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         return func(*args, **(kwargs or {}))
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import save_model, tiny_config, tiny_groups, tiny_llama, tiny_qwen3
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
@@ -32,15 +33,12 @@ def gradients(path: str, *, compiled: bool, selective: bool = False) -> tuple[di
 
     def count(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
         num_products.add(sum(node.target in PRODUCTS for node in graph.graph.nodes))
-        return make_boxed_func(graph)
-
-    def boxed(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
-        return make_boxed_func(graph)
+        return boxed_nop(graph, example)
 
     def backend(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
         graphs.append(graph)
         partition = min_cut_rematerialization_partition  # inductor's
-        return aot_autograd(fw_compiler=boxed, bw_compiler=count, partition_fn=partition)(graph, example)
+        return aot_autograd(fw_compiler=boxed_nop, bw_compiler=count, partition_fn=partition)(graph, example)
 
     policy = load_policy(tiny_config(), path)
     if compiled:

@@ -10,6 +10,7 @@ from typing import Any
 from rlflow.config.choices import (
     Aggregation,
     Backend,
+    Checkpointing,
     Dtype,
     Late,
     ModelPlacement,
@@ -39,6 +40,7 @@ __all__ = [
     "Aggregation",
     "AlgorithmConfig",
     "Backend",
+    "Checkpointing",
     "ClusterConfig",
     "Config",
     "CriticConfig",

@@ -105,6 +105,17 @@ class Optimizer(StrEnum):
     muon = "muon"
 
 
+class Checkpointing(StrEnum):
+    """What the backward pass finds of a decoder layer, beside its input."""
+
+    none = "none"
+    """Everything."""
+    selective = "selective"
+    """Attention and small products; the rest is computed again."""
+    full = "full"
+    """Nothing; the layer is computed again."""
+
+
 class Schedule(StrEnum):
     constant = "constant"
     linear = "linear"

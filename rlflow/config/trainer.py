@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlflow.config.choices import Backend, Offload, Optimizer, Schedule, Send
+from rlflow.config.choices import Backend, Checkpointing, Offload, Optimizer, Schedule, Send
 
 
 @dataclass
@@ -43,7 +43,9 @@ class TrainerConfig:
     """Tokens that go through the model at once on a rank; this changes memory and speed, never the gradient."""
     streaming: bool = True
     """Accumulate the gradient of each group when it is ready; false waits for all groups of the step."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Checkpointing = Checkpointing.none
+    """Compute decoder layers again in the backward pass instead of keeping what it needs. `full` keeps the input of
+    each layer; `selective` also attention and the small products, and computes the MLP again; with `fsdp` only."""
     compile: bool | None = None
     """Compile the decoder layers. null: on a GPU, unless layers choose experts; with `fsdp` only, without tensor
     parallelism and adapters."""

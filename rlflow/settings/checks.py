@@ -13,6 +13,7 @@ from rlflow.algorithms.schedules import check_schedule
 from rlflow.config import (
     ADAPTER_RANKS,
     Backend,
+    Checkpointing,
     Config,
     Dtype,
     ModelPlacement,
@@ -382,6 +383,11 @@ def _check_trainer(config: Config) -> None:
         raise ConfigError(
             f"trainer.optimizer={trainer.optimizer} does not go with trainer.backend=deepspeed, whose flat buffers "
             "hold neither whole matrices nor moments of a byte; set trainer.optimizer=adamw, or trainer.backend=fsdp"
+        )
+    if trainer.gradient_checkpointing is Checkpointing.selective and trainer.backend is Backend.deepspeed:
+        raise ConfigError(
+            "trainer.gradient_checkpointing=selective does not go with trainer.backend=deepspeed, which gathers "
+            "parameters within a layer; set it to full, or trainer.backend=fsdp"
         )
     if trainer.optimizer is Optimizer.muon and trainer.tensor_parallel > 1:
         raise ConfigError(

@@ -13,7 +13,17 @@ import pytest
 from transformers import Qwen3MoeConfig
 
 from rlflow.cli import main
-from rlflow.config import Config, Dtype, ModelPlacement, Optimizer, Placement, Quantization, Send, Transport
+from rlflow.config import (
+    Checkpointing,
+    Config,
+    Dtype,
+    ModelPlacement,
+    Optimizer,
+    Placement,
+    Quantization,
+    Send,
+    Transport,
+)
 from rlflow.errors import ConfigError
 from rlflow.tools.dry_run.estimate import Estimate, estimate, smallest_gpu
 from rlflow.tools.dry_run.memory import (
@@ -51,8 +61,8 @@ SMALL = ModelFacts(
         Weight(name="layers.1", shape=(6, 4), layer=1),
         Weight(name="layers.1.norm", shape=(4,), layer=1),
     ),
-    activations=Activations(layers=1000, largest_layer=600, layer_inputs=16, rest=40),
-    trainer_activations=Activations(layers=1000, largest_layer=600, layer_inputs=16, rest=40),
+    activations=Activations(layers=1000, largest_layer=600, layer_inputs=16, kept=100, rest=40),
+    trainer_activations=Activations(layers=1000, largest_layer=600, layer_inputs=16, kept=100, rest=40),
     cache=CacheShape(num_layers=2, num_key_value_heads=2, head_dim=8),
     hidden_size=4,
     vocabulary_size=10,
@@ -103,6 +113,8 @@ def test_activations_of_a_token_are_those_that_autograd_keeps() -> None:
         layers=28 * layer + rotary,
         largest_layer=layer + rotary,
         layer_inputs=28 * 2 * 3584,
+        # Queries, attention with a float32 for each head, and its projection; not keys and values, nor the MLP.
+        kept=28 * (3 * 2 * 3584 + 4 * 28),
         rest=norm - 2 * 3584 + 8,  # the last norm's output is nobody's input; a token's id
     )
 
@@ -217,7 +229,7 @@ def test_memory_of_a_rank_of_a_tensor_group() -> None:
             Weight(name="layers.0.down", shape=(4, 6), layer=0, cut=1),
             Weight(name="layers.0.norm", shape=(4,), layer=0),
         ),
-        trainer_activations=Activations(layers=600, largest_layer=400, layer_inputs=16, rest=40),
+        trainer_activations=Activations(layers=600, largest_layer=400, layer_inputs=16, kept=100, rest=40),
     )
     asked = config(model__dtype=Dtype.bfloat16, trainer__ranks=4, trainer__tensor_parallel=2)
     found = sizes(trainer_memory(asked, facts, num_tokens=5, max_logits=50))
@@ -295,10 +307,11 @@ def test_a_single_bfloat16_rank_computes_on_copies() -> None:
 
 
 def test_checkpointing_keeps_the_inputs_of_layers_and_one_layer() -> None:
-    assert activation_bytes(SMALL, 5, with_checkpointing=False) == 5 * (1000 + 40)
-    assert activation_bytes(SMALL, 5, with_checkpointing=True) == 5 * (16 + 600 + 40)
-    found = trainer_memory(config(trainer__gradient_checkpointing=True), SMALL, num_tokens=5, max_logits=20)
-    assert sizes(found)["activations"] == 5 * (16 + 600 + 40)
+    assert activation_bytes(SMALL, 5, Checkpointing.none) == 5 * (1000 + 40)
+    assert activation_bytes(SMALL, 5, Checkpointing.selective) == 5 * (16 + 100 + 600 + 40)
+    assert activation_bytes(SMALL, 5, Checkpointing.full) == 5 * (16 + 600 + 40)
+    asked = config(trainer__gradient_checkpointing=Checkpointing.full)
+    assert sizes(trainer_memory(asked, SMALL, num_tokens=5, max_logits=20))["activations"] == 5 * (16 + 600 + 40)
 
 
 def test_shards_are_padded_as_fsdp2_does() -> None:
@@ -533,7 +546,7 @@ Trainer rank, with micro-batches of up to 512 tokens
     0.22 MiB  weights for the engines (bfloat16)
     0.22 MiB  gathered parameters (bfloat16: embedding, output layer and 2 layers)
     0.28 MiB  gradients to be scattered (bfloat16, and their sum in float32)
-    3.03 MiB  activations (trainer.gradient_checkpointing=false; 1.77 MiB if true)
+    3.03 MiB  activations (trainer.gradient_checkpointing=none; 3.28 MiB if selective, 1.77 MiB if full)
     1.74 MiB  output layer (logits of 512 tokens at once, gradient in bfloat16)
     7.25 MiB  in all
 

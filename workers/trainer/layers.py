@@ -1,17 +1,26 @@
-"""Compiled decoder layers: torch fuses norms, rotary embedding and activation, and attention becomes part of the graph.
+"""Compiled decoder layers, and layers of which the backward pass computes a part again.
 
-    layer(...) -> checkpointing and the hooks of FSDP, as they are -> one compiled function, the layer its argument
+    layer(...) -> full checkpointing and the hooks of FSDP, as they are -> one function, compiled or not, the layer its
+    argument -> selective checkpointing -> the layer's own forward
 
-So a model compiles its first layer, which takes embeddings, and one for all others; with gradients, and without.
+Compiled, torch fuses norms, rotary embedding and activation, and attention becomes part of the graph. A model compiles
+its first layer, which takes embeddings, and one for all others; with gradients, and without.
 """
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from rlflow.workers.trainer.attention import compile_for_any_length
+
+_ATTENTION = (torch.ops.higher_order.flex_attention, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 def has_experts(model: PreTrainedModel) -> bool:
@@ -20,14 +29,53 @@ def has_experts(model: PreTrainedModel) -> bool:
     return any(getattr(text, field, None) for field in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
-def compile_layers(model: PreTrainedModel, backend: Any = "inductor") -> None:
-    """Compile the forward of the decoder layers of `model`. Before FSDP shards them, so that its hooks stay outside."""
+def wrap_layers(model: PreTrainedModel, *, compiled: bool, selective: bool, backend: Any = "inductor") -> None:
+    """Compile the forward of the decoder layers of `model`, or checkpoint it selectively, or both.
+
+    Before FSDP shards them, so that its hooks stay outside: what they do depends on when they are called.
+    """
     layers = model.base_model.layers
     assert isinstance(layers, nn.ModuleList)
-    run = compile_for_any_length(_forward, backend)
+    run = _checkpointed if selective else _forward
+    if compiled:
+        run = compile_for_any_length(run, backend)
     for layer in layers:
         layer.forward = partial(run, layer)
 
 
+def keeps(operation: Any, args: Sequence[Any]) -> bool:
+    """True if selective checkpointing keeps what this operation returns.
+
+    Each number kept saves 2 operations for each input of its product, or about 4 for each token that it attends to. So
+    attention is worth most. Of the products, those whose inputs and outputs differ at most twofold are kept: the
+    queries and the projection after attention. Gate and up of the MLP would save as much for each byte, but they are
+    the largest tensors: of Qwen2.5-7B 76 KB a token and layer, beside 21 KB for all that is kept. The product after
+    them is not read again. Keys and values of shared heads cost little, and neither do the products of adapters.
+    """
+    if operation in _PRODUCTS:
+        weight = args[-1]
+        return max(weight.shape) <= 2 * min(weight.shape)
+    return operation in _ATTENTION
+
+
 def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(layer).forward(layer, *args, **kwargs)
+
+
+def _checkpointed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Inside of what is compiled, because `keeps` would see no operation of a graph.
+
+    On CUDA, attention of a layer that is not compiled is a graph of its own, which is computed again.
+    """
+    if not torch.is_grad_enabled():
+        return _forward(layer, *args, **kwargs)
+    return checkpoint(_forward, layer, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+
+
+def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    del context, kwargs
+    return CheckpointPolicy.MUST_SAVE if keeps(operation, args) else CheckpointPolicy.PREFER_RECOMPUTE

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from rlflow.algorithms.schedules import learning_rate
 from rlflow.batching import PackedBatch, pack
-from rlflow.config import Config
+from rlflow.config import Checkpointing, Config
 from rlflow.errors import RunError
 from rlflow.roles import StepOutcome, TrainWork
 from rlflow.runtime.derived import can_compile
@@ -32,7 +32,7 @@ from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import Layout
 from rlflow.weights.source import Specs
 from rlflow.workers.trainer.flops import flops, packed_sizes, padded_sizes, sizes_of
-from rlflow.workers.trainer.layers import compile_layers, has_experts
+from rlflow.workers.trainer.layers import has_experts, wrap_layers
 from rlflow.workers.trainer.lora import (
     add_adapters,
     first_adapter,
@@ -92,11 +92,13 @@ class TrainerBackend(ABC):
             add_adapters(self._policy.model, config.lora, torch_dtype(config), heads)
         model, asked = self._policy.model, config.trainer.compile
         is_default = self._device.type == "cuda" and can_compile(config) and not has_experts(model)
-        if is_default if asked is None else asked:
-            compile_layers(model)
-        if config.trainer.gradient_checkpointing:
-            self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._policy.train(config.trainer.gradient_checkpointing)
+        checkpointing = config.trainer.gradient_checkpointing
+        is_compiled, is_selective = is_default if asked is None else asked, checkpointing is Checkpointing.selective
+        if is_compiled or is_selective:
+            wrap_layers(model, compiled=is_compiled, selective=is_selective)
+        if checkpointing is Checkpointing.full:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._policy.train(checkpointing is Checkpointing.full)
         named = dict(self._policy.model.named_parameters())
         self._all_shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
         # Trained parameters only, because those are what checkpoints hold.

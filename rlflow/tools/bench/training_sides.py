@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.batching import PackedBatch, pack, plan_micro_batches
-from rlflow.config import Config, Dtype
+from rlflow.config import Checkpointing, Config, Dtype
 from rlflow.roles import StepOutcome
 from rlflow.telemetry.throughput import peak_flops
 from rlflow.types import EpisodeEnd, EpisodeSummary, Sample, TrainSample
@@ -200,7 +200,7 @@ def _padded(config: Config, groups: Sequence[Group], model_path: str, device: to
     trainer = config.trainer
     model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     model.to(device)
-    if trainer.gradient_checkpointing:
+    if trainer.gradient_checkpointing is not Checkpointing.none:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
     betas = (trainer.beta1, trainer.beta2)

@@ -25,7 +25,7 @@ _TITLES = {
 }
 _CURES = {
     "engine": "raise rollout.tensor_parallel, or lower rollout.kv_cache_gb if it is set",
-    "trainer": "raise trainer.ranks, lower trainer.micro_batch_tokens, set trainer.gradient_checkpointing=true, or "
+    "trainer": "raise trainer.ranks, lower trainer.micro_batch_tokens, set trainer.gradient_checkpointing=full, or "
     "raise trainer.tensor_parallel",
     "critic": "as for the trainer",
     "reference": "raise cluster.reference_ranks, take a smaller model or algorithm.kl_coefficient=0",

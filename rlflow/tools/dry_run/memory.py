@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rlflow.config import Config, Dtype, Optimizer, Quantization, Transport
+from rlflow.config import Checkpointing, Config, Dtype, Optimizer, Quantization, Transport
 from rlflow.runtime.derived import dtype_of, num_shards, reference_ranks, sends_adapters, transport_of
 from rlflow.workers.engine.setup import (
     BYTES_PER_ELEMENT,
@@ -58,7 +58,9 @@ class Activations:
     """All decoder layers together."""
     largest_layer: int
     layer_inputs: int
-    """What gradient checkpointing keeps instead of `layers`: the input of each."""
+    """What full checkpointing keeps instead of `layers`: the input of each."""
+    kept: int
+    """What selective checkpointing keeps beside `layer_inputs`."""
     rest: int
     """Outside the decoder layers."""
 
@@ -177,11 +179,11 @@ def trainer_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logit
         items.insert(0, Item(name="frozen parameters", num_bytes=frozen, note=narrow))
     if transport_of(config) in (Transport.p2p, Transport.ipc):
         items.append(Item(name=STAGED, num_bytes=frozen, note=narrow))
-    is_on = config.trainer.gradient_checkpointing
-    num_bytes = activation_bytes(facts, num_tokens, with_checkpointing=is_on)
-    other = size(activation_bytes(facts, num_tokens, with_checkpointing=not is_on))
-    note = f"trainer.gradient_checkpointing={str(is_on).lower()}; {other} if {str(not is_on).lower()}"
-    items += [*_gathered(config, facts), Item(name="activations", num_bytes=num_bytes, note=note, is_kept=False)]
+    chosen = config.trainer.gradient_checkpointing
+    takes = {each: activation_bytes(facts, num_tokens, each) for each in Checkpointing}
+    others = ", ".join(f"{size(takes[each])} if {each}" for each in Checkpointing if each is not chosen)
+    note = f"trainer.gradient_checkpointing={chosen}; {others}"
+    items += [*_gathered(config, facts), Item(name="activations", num_bytes=takes[chosen], note=note, is_kept=False)]
     # The logits of some rows at once, the output layer's gradient if it has one, and the hidden states with theirs,
     # which is summed up in float32.
     rows = logit_rows(facts, -(-num_tokens // parallel), max_logits)
@@ -221,11 +223,13 @@ def _gathered(config: Config, facts: ModelFacts) -> list[Item]:
     ]
 
 
-def activation_bytes(facts: ModelFacts, num_tokens: int, *, with_checkpointing: bool) -> int:
-    """With gradient checkpointing: the input of every layer, and all of the one that is computed again."""
+def activation_bytes(facts: ModelFacts, num_tokens: int, checkpointing: Checkpointing) -> int:
+    """With gradient checkpointing: layers' inputs, what is kept, and all of the layer that is computed again."""
     found = facts.trainer_activations
-    layers = found.layer_inputs + found.largest_layer if with_checkpointing else found.layers
-    return num_tokens * (layers + found.rest)
+    if checkpointing is Checkpointing.none:
+        return num_tokens * (found.layers + found.rest)
+    kept = found.kept if checkpointing is Checkpointing.selective else 0
+    return num_tokens * (found.layer_inputs + kept + found.largest_layer + found.rest)
 
 
 def shard_size(weight: Weight, ranks: int, tensor_parallel: int) -> int:

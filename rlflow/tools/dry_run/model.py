@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -23,6 +24,7 @@ from rlflow.models.resolve import POLICY, REWARD
 from rlflow.tools.dry_run.memory import FLOAT32, Activations, ModelFacts, RewardModelFacts, Weight
 from rlflow.workers.engine.setup import cache_shape
 from rlflow.workers.trainer.attention import check_attention
+from rlflow.workers.trainer.layers import keeps
 from rlflow.workers.trainer.lora import add_adapters, is_adapter
 from rlflow.workers.trainer.policy import Policy, torch_dtype
 from rlflow.workers.trainer.pretrained import converted_patterns
@@ -131,8 +133,9 @@ def _activations(model: PreTrainedModel) -> Activations:
     meter = _Meter(model)
     input_ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
     try:
-        with saved_tensors_hooks(meter.save, lambda tensor: tensor):
-            hidden = model.base_model(input_ids=input_ids, position_ids=input_ids, use_cache=False).last_hidden_state
+        with saved_tensors_hooks(meter.save, lambda tensor: tensor), meter:
+            outputs = model.base_model(input_ids=input_ids, position_ids=input_ids, use_cache=False, meter=meter)
+            hidden = outputs.last_hidden_state
     except RuntimeError as error:
         raise ConfigError(
             f"model.path: a {model.config.model_type} model in {str(model.dtype).removeprefix('torch.')} cannot be "
@@ -143,14 +146,20 @@ def _activations(model: PreTrainedModel) -> Activations:
         layers=-(-sum(in_layers) // _NUM_TOKENS),
         largest_layer=-(-max(in_layers) // _NUM_TOKENS),
         layer_inputs=len(in_layers) * hidden.shape[-1] * hidden.dtype.itemsize,
+        kept=-(-meter.kept // _NUM_TOKENS),
         rest=-(-meter.num_bytes[None] // _NUM_TOKENS),
     )
 
 
-class _Meter:
-    """Counts the bytes that autograd saves, by decoder layer; None is the rest. Parameters do not count."""
+class _Meter(TorchDispatchMode):
+    """Counts the bytes that autograd saves, by decoder layer; None is the rest. Parameters do not count.
+
+    And, in `kept`, those that selective checkpointing keeps.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.kept = 0
         self.num_bytes = Counter[int | None]()
         self._layer: int | None = None
         self._seen = {_storage(parameter) for parameter in model.parameters()}
@@ -165,6 +174,12 @@ class _Meter:
             self._held.append(tensor)  # a storage that is freed could be mistaken for a later one
             self.num_bytes[self._layer] += tensor.untyped_storage().nbytes()
         return tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if keeps(func, args):
+            self.kept += found.nbytes
+        return found
 
     def _enter(self, layer: int | None, *ignored: Any) -> None:
         self._layer = layer
@@ -190,11 +205,19 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **ignored: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    meter: _Meter,
+    **ignored: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, fewer heads, T, D] -> [1, T, H, D], as transformers calls it."""
     del module, attention_mask, ignored
     output: Tensor = _FusedAttention.apply(query, key, value)  # pyright: ignore[reportAssignmentType]
+    meter.kept += output.nbytes + FLOAT32 * output[..., 0].numel()
     return output.transpose(1, 2), None
 
 

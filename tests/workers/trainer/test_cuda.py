@@ -12,7 +12,7 @@ import torch
 from training import largest_relative_difference, save_model, tiny_config, tiny_groups, tiny_llama
 
 from rlflow.batching import pack
-from rlflow.config import Config, Dtype, Offload, Optimizer, TrainerConfig
+from rlflow.config import Checkpointing, Config, Dtype, Offload, Optimizer, TrainerConfig
 from rlflow.types import Sample, TrainSample
 from rlflow.workers.trainer.attention import attention_layout, packed_attention
 from rlflow.workers.trainer.frozen import FrozenPolicy
@@ -199,12 +199,13 @@ def group_of(prompt_length: int, completion_lengths: list[int]) -> list[TrainSam
     ]
 
 
-def test_compiled_layers_train_like_eager_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpointing", list(Checkpointing))
+def test_compiled_layers_train_like_eager_ones(checkpointing: Checkpointing, tmp_path: Path) -> None:
     model = save_model(tiny_llama(**SIZES), tmp_path / "model")
     config = tiny_config()
     config.trainer.compile = False
     norm, logprobs, parameters = take_step(config, model, tmp_path / "first")
-    config.trainer.compile, config.trainer.gradient_checkpointing = True, True
+    config.trainer.compile, config.trainer.gradient_checkpointing = True, checkpointing
     other_norm, others, updated = take_step(config, model, tmp_path / "second")
     np.testing.assert_allclose(others, logprobs, atol=1e-3)
     assert other_norm == pytest.approx(norm, rel=1e-3)

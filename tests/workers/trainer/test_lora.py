@@ -30,7 +30,7 @@ from rlflow.batching import in_order_of_training, plan_micro_batches
 from rlflow.cli import main
 from rlflow.cluster.calls import RayTrainer
 from rlflow.cluster.gpus import gpu_plan
-from rlflow.config import Config, LoraConfig, ProcessKind, Send, TrainerConfig
+from rlflow.config import Checkpointing, Config, LoraConfig, ProcessKind, Send, TrainerConfig
 from rlflow.errors import ConfigError, RunError
 from rlflow.groups.sampler import SamplerState
 from rlflow.rundir.store import CheckpointStore, RunState, state_to_json
@@ -118,12 +118,13 @@ def test_the_same_seed_gives_the_same_adapters(tmp_path: Path) -> None:
     assert not torch.equal(one[next(iter(one))], third[next(iter(one))])
 
 
-def test_gradients_of_adapters_pass_through_checkpointed_layers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpointing", [Checkpointing.selective, Checkpointing.full])
+def test_gradients_of_adapters_pass_through_checkpointed_layers(checkpointing: Checkpointing, tmp_path: Path) -> None:
     save_model(tiny_llama(), tmp_path / "model")
     config = with_adapters(tiny_config())
     plain = dict(adapted(tmp_path, config).full_parameters())
     others = [dict(adapted(tmp_path, config, seed).full_parameters()) for seed in range(3)]
-    config.trainer.gradient_checkpointing = True
+    config.trainer.gradient_checkpointing = checkpointing
     found = dict(adapted(tmp_path, config).full_parameters())
     allowed = allowed_difference(largest_relative_difference(other, plain) for other in others)
     assert largest_relative_difference(found, plain) <= allowed

@@ -32,7 +32,7 @@ from training import (
 from transformers import AutoModelForCausalLM
 
 from rlflow.batching import pack
-from rlflow.config import Config, Dtype, Schedule
+from rlflow.config import Checkpointing, Config, Dtype, Schedule
 from rlflow.errors import RunError
 from rlflow.roles import StepOutcome
 from rlflow.types import TrainSample
@@ -443,7 +443,7 @@ def test_two_ranks_go_on_from_one_in_bfloat16(model_path: str, tmp_path: Path) -
     single.step()
     config = tiny_config()
     config.model.dtype = Dtype.bfloat16
-    config.trainer.gradient_checkpointing = True
+    config.trainer.gradient_checkpointing = Checkpointing.full
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         rendezvous = f"tcp://127.0.0.1:{probe.getsockname()[1]}"

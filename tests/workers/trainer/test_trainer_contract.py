@@ -46,7 +46,7 @@ from training import (
     tiny_qwen3,
 )
 
-from rlflow.config import Backend, Config, Dtype, Offload
+from rlflow.config import Backend, Checkpointing, Config, Dtype, Offload
 from rlflow.errors import ConfigError
 from rlflow.weights.shm.arena import ArenaView
 from rlflow.weights.shm.sender import SharedMemorySender
@@ -176,12 +176,14 @@ def test_every_layout_trains_alike(layout: Layout, folder: Path, allowed: dict[s
 def test_queries_and_keys_with_norms_and_biases_are_cut_alike(tmp_path: Path) -> None:
     """Also: slices that do not divide evenly over the data ranks, and layers that are computed again."""
     save_model(tiny_qwen3(attention_bias=True, intermediate_size=50), tmp_path / "model")
-    for layout in (REFERENCE, DATA_2_TENSOR_2):
+    checkpointing = {TENSOR_2: Checkpointing.selective, DATA_2_TENSOR_2: Checkpointing.full}
+    for layout in (REFERENCE, *checkpointing):
         config = layout.config()
-        config.trainer.gradient_checkpointing = layout is DATA_2_TENSOR_2
+        config.trainer.gradient_checkpointing = checkpointing.get(layout, Checkpointing.none)
         run_ranks(train, layout, config, tmp_path)
     train_in_other_orders(tmp_path)
-    assert_within(differences(tmp_path / DATA_2_TENSOR_2.name, tmp_path / REFERENCE.name), allowed_in(tmp_path))
+    for layout in checkpointing:
+        assert_within(differences(tmp_path / layout.name, tmp_path / REFERENCE.name), allowed_in(tmp_path))
 
 
 @pytest.mark.parametrize("lost", [slice(None), slice(0, 8)], ids=["on every rank", "on one tensor rank"])

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlflow.config import Config, Dtype
+from rlflow.config import Checkpointing, Config, Dtype
 
 Figure = float | str
 RANDOM = "random-"
@@ -65,7 +65,7 @@ class Plan:
         config.model.dtype = Dtype.bfloat16 if self.on_gpu else Dtype.float32
         config.model.max_length = 4096 if self.on_gpu else 256
         config.trainer.micro_batch_tokens = 16384 if self.on_gpu else 512
-        config.trainer.gradient_checkpointing = self.on_gpu
+        config.trainer.gradient_checkpointing = Checkpointing.full if self.on_gpu else Checkpointing.none
         config.rollout.max_running = 256 if self.on_gpu else 16
         config.rollout.kv_cache_gb = 8 if self.on_gpu else 0.1
         config.rollout.seeded = False

@@ -93,8 +93,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "trainer.schedule to linear or cosine",
     ),
     (
-        {"trainer.schedule": Schedule.cosine, "trainer.schedule_args": {"flor": 0.1}},
-        "trainer.schedule_args takes floor; got flor",
+        {"trainer.schedule": Schedule.cosine, "trainer.schedule_args": {"flour": 0.1}},
+        "trainer.schedule_args takes floor; got flour",
     ),
     (
         {"trainer.schedule": Schedule.cosine, "trainer.schedule_args": {"floor": 1}},

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 
 from rlflow.config import Config, Offload
 from rlflow.errors import ConfigError
-from rlflow.runtime.derived import num_shards
 from rlflow.weights.shape.layout import Layout, chunk_of, fsdp_layout
 from rlflow.workers.trainer.optimizers import ShardGroup, ShardOptimizer
 from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend
@@ -43,7 +42,7 @@ class FsdpTrainer(TrainerBackend):
         is_sharded = world_size > 1 or torch_dtype(config) != torch.float32 or self._is_offloaded
         super().__init__(config, model_path, rank, world_size, rendezvous, is_critic, is_distributed=is_sharded)
         self._group, self._cut = TensorGroup(), dict[str, int]()
-        self._num_shards = num_shards(config.trainer) if is_sharded else 1
+        self._num_shards = world_size // config.trainer.replicas if is_sharded else 1
         self._replica, self._shard_rank = divmod(rank, self._num_shards)
         self._shard_group: dist.ProcessGroup | None = None
         """The ranks of this replica; None if nothing is sharded."""

@@ -39,8 +39,8 @@ class RolloutConfig:
     update: Update = Update.rolling
     """`rolling`: a quarter of the engines load new weights while the others sample; `all`: all at once."""
     drain: bool = False
-    """Before an engine takes new weights it gives its replies back at the end of their part, and they go on elsewhere or
-    after the update, instead of being paused half-way."""
+    """An engine gives its replies back at the end of their part before it takes new weights, instead of pausing them
+    half-way; they go on elsewhere, or after the update."""
     keep_cache: bool | None = None
     """Replies under way keep the keys and values that older weights computed, instead of computing them again. Their
     tokens count as that old. null: wherever replies are under way when weights are loaded."""

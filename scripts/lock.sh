@@ -11,7 +11,7 @@ resolve() {
     { echo "# Made by \`make lock\`; do not edit."; sed 's/^torch==\([0-9.]*\)+cpu$/torch==\1/' "$lock.new"; } >"$lock"
     rm "$lock.new"
 }
-resolve requirements/cpu.lock pyproject.toml --extra cpu --extra deepspeed --extra lora --extra optim8bit --extra math \
+resolve requirements/cpu.lock pyproject.toml --extra cpu --extra deepspeed --extra lora --extra math \
     --extra gymnasium --extra textarena --extra datasets --extra dev
 resolve requirements/trl.lock requirements/trl.in
 resolve requirements/transfer_queue.lock requirements/transfer_queue.in

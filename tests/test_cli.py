@@ -153,6 +153,18 @@ def test_cfg_job_prints_the_composed_configuration(cli: Cli) -> None:
     assert composed["curriculum"] == {"kind": "difficulty", "args": {"explore": 0.3}}
 
 
+@pytest.mark.parametrize(
+    "typed", ["rollout.engine_args.kv_cache_dtype=fp8", "rollout.engine_args={kv_cache_dtype: fp8}"]
+)
+def test_a_mapping_of_arguments_takes_new_keys(typed: str, cli: Cli) -> None:
+    schedule = ("trainer.schedule=linear", "trainer.schedule_args.floor=0.1")
+    code, out, error = cli("train", "--cfg", "job", "recipe=smoke", typed, *schedule)
+    assert (code, error) == (0, "")
+    composed = yaml.safe_load(out)
+    assert composed["rollout"]["engine_args"] == {"kv_cache_dtype": "fp8"}
+    assert composed["trainer"]["schedule_args"] == {"floor": 0.1}
+
+
 def test_the_run_is_named_after_its_recipe(cli: Cli) -> None:
     _, out, _ = cli("train", "--cfg", "job", "--resolve", "recipe=smoke")
     assert yaml.safe_load(out)["run"]["name"] == "smoke"

@@ -6,6 +6,7 @@ An error of Hydra, OmegaConf or YAML becomes a ConfigError with one sentence tha
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import hydra
 import yaml
@@ -26,14 +27,7 @@ Report = Callable[[ConfigError | RunError], int]
 Run = Callable[[Config], int]
 """Does what a checked configuration asks for and says which exit code that means."""
 
-FREE_KEYS = (
-    "env.args.",
-    "reward.args.",
-    "curriculum.args.",
-    "algorithm.advantage_args.",
-    "algorithm.loss_args.",
-    "algorithm.corrections.",
-)
+FREE_KEYS = tuple(key for key, kind in leaf_keys().items() if kind == dict[str, Any])
 """Below these a key is an argument of something that the user chose."""
 
 
@@ -70,7 +64,7 @@ def train(arguments: Sequence[str], report: Report, run: Run, *, needs_recipe: b
     overrides = [each for each in arguments if "=" in each and not each.startswith("-")]
     options = [each for each in arguments if each not in overrides]
     # Hydra takes key=value on one side of the options only; below FREE_KEYS a key may be new.
-    overrides = [f"++{each}" if each.startswith(FREE_KEYS) else each for each in overrides]
+    overrides = [f"++{each}" if _is_free(each.partition("=")[0]) else each for each in overrides]
     typed, sys.argv = sys.argv, ["rlflow", *options, *overrides]  # where Hydra looks for them
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors instead of printing them and exiting
     try:
@@ -102,3 +96,7 @@ def to_config(composed: DictConfig) -> Config:
                 raise ConfigError(unknown_key(key))
     check(config)
     return config
+
+
+def _is_free(key: str) -> bool:
+    return key in FREE_KEYS or key.startswith(tuple(f"{free}." for free in FREE_KEYS))

@@ -57,7 +57,7 @@ def check_engine_args(config: Config) -> None:
         if name in RELIED_ON or name.startswith(_OTHER_PROCESSES):
             raise ConfigError(f"{key} cannot be chosen, because rlflow relies on the value that it sets; leave it out")
         if known is not None and name not in known:
-            near = did_you_mean(name, [each for each in known if each not in DECIDED | dict.fromkeys(RELIED_ON)])
+            near = did_you_mean(name, known)
             raise ConfigError(f"{key} is not an argument of vLLM's AsyncEngineArgs{near or '; leave it out'}")
 
 

@@ -154,6 +154,7 @@ class RolloutEngine:
                 f"got {len(request.prompt_ids)} tokens"
             )
         reply = Reply(request, self._config.model.max_length)
+        reply.steps_before = (self._pressure.num_steps, self._pressure.num_full_steps)
         self._replies.add(reply)
         reply.start(asyncio.create_task(self._sample(reply)))
         return await self._next_part(reply)
@@ -176,7 +177,9 @@ class RolloutEngine:
             self._replies.remove(reply)
             await reply.stop()
             raise
-        part.is_crowded = self._places.locked() or self._pressure.num_waiting > 0
+        pressure = self._pressure
+        part.is_crowded = self._places.locked() or pressure.was_full_since(*reply.steps_before)
+        reply.steps_before = (pressure.num_steps, pressure.num_full_steps)
         if part.reply:
             self._replies.leave(reply)
         else:

@@ -21,10 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Pressure:
-    num_waiting: int = 0
-    """Requests that had to wait in the last step: new ones, and those that were taken back."""
+    num_steps: int = 0
+    """Steps since the start."""
+    num_full_steps: int = 0
+    """Those in which requests had to wait: new ones, or some that were taken back."""
     num_taken_back: int = 0
     """Since the start; by updates of the weights too, which take back all."""
+
+    def was_full_since(self, num_steps: int, num_full_steps: int) -> bool:
+        """True if requests waited in most steps since these counts."""
+        return 2 * (self.num_full_steps - num_full_steps) > self.num_steps - num_steps
 
 
 class Load:
@@ -70,7 +76,8 @@ def pressure_gauge(pressure: Pressure) -> StatLoggerFactory:
             engine_idx: int = 0,
         ) -> None:
             if scheduler_stats is not None:
-                pressure.num_waiting = scheduler_stats.num_waiting_reqs
+                pressure.num_steps += 1
+                pressure.num_full_steps += scheduler_stats.num_waiting_reqs > 0
             if iteration_stats is not None:
                 pressure.num_taken_back += iteration_stats.num_preempted_reqs
 

@@ -30,6 +30,8 @@ class Reply:
         self.versions: list[int] = []  # [num_tokens]
         self.cache_versions: list[int] = []  # [num_tokens]
         self.support: list[list[int]] = []  # [num_tokens], or nothing if the engine does not report it
+        self.steps_before: tuple[int, int] = (0, 0)
+        """Steps and full steps of the engine before the part that is under way."""
         self.vllm_name = ""
         """The vLLM request that samples now."""
         self._first = 0

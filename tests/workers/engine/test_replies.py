@@ -7,6 +7,7 @@ import pytest
 from rlflow.errors import EngineLost
 from rlflow.rollout.requests import FinishReason, GenerateRequest, part_seed
 from rlflow.workers.engine import replies
+from rlflow.workers.engine.load import Pressure
 from rlflow.workers.engine.replies import Replies, Reply, versions_between
 
 
@@ -168,3 +169,11 @@ async def test_a_reply_that_nobody_asks_for_is_aborted(monkeypatch: pytest.Monke
     await under_way.stop()
     assert tasks[1].cancelled()
     assert list(under_way) == []
+
+
+def test_an_engine_is_full_if_requests_waited_in_most_steps_of_a_part() -> None:
+    pressure = Pressure(num_steps=10, num_full_steps=6)
+    assert pressure.was_full_since(0, 0)
+    assert pressure.was_full_since(5, 3)  # 3 of 5
+    assert not pressure.was_full_since(2, 2)  # 4 of 8
+    assert not pressure.was_full_since(10, 6)  # no step

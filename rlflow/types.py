@@ -253,7 +253,7 @@ class EpisodeSummary:
     """Tokens after the prompt, observations included."""
     num_loss_tokens: int
     oldest_version: int
-    """Of any token; a token is as old as its cache."""
+    """The oldest of any token; a token is as old as its cache."""
     newest_version: int
     detail: str = ""
     metrics: dict[str, float] = field(default_factory=dict)

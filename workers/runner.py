@@ -48,7 +48,7 @@ class _UnderWay:
 
     order: GroupOrder
     oldest_version: int | None = None
-    """Of any token, whose age is that of its cache, by whole parts; None before the first part."""
+    """The oldest of any token, whose age is that of its cache, by whole parts; None before the first part."""
     num_parts: int = 0
     num_crowded: int = 0
     """Parts that came from an engine in which other replies waited for room."""

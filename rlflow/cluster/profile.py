@@ -20,5 +20,5 @@ async def profile(ranks: Mapping[str, Any], engines: Sequence[Any], is_on: bool)
 
 
 async def _of_engine(name: str, engine: Any, is_on: bool) -> None:
-    with suppress(WorkerError):  # it was lost, and whoever watches it says so
+    with suppress(WorkerError):  # it was lost, and the fleet that watches it says so
         await answer(name, engine.profile.remote(is_on))

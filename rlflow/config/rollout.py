@@ -28,7 +28,7 @@ class RolloutConfig:
     max_running: int | None = None
     """Requests that one engine decodes at the same time, if its cache holds them. null: 512 on a GPU, else 64."""
     kv_cache_gb: float | None = None
-    """Of each GPU of an engine. null: what its GPU has left; without GPUs 0.5."""
+    """The cache on each GPU of an engine. null: what its GPU has left; without GPUs 0.5."""
     quantization: Quantization | None = None
     """`fp8`: engines round each version of the weights to 8 bits, for about twice the speed where weights are what is
     read. They sample from another policy than the one that is trained, which needs a correction."""

@@ -110,7 +110,7 @@ class Intake:
         self._target = min(2, 1 + config.staleness.max_versions) * config.algorithm.groups_per_step
         self._waited_s = 0.0
         self._crowded_shares: list[float] = []
-        """Of the groups that were played in this step."""
+        """One for each group that was played in this step."""
         self._lost_in_a_row = 0
         self._newest_lost = 0
         """The newest group at the last loss that counted; the loss of an older group may be part of that loss."""

@@ -58,7 +58,8 @@ class Completion:
         self.versions += part.versions
         self.cache_versions += part.cache_versions
         if part.support is not None:
-            self.support = [*(self.support or ()), *part.support]
+            self.support = self.support or []
+            self.support += part.support
         self.finish_reason, self.reply = part.finish_reason, part.reply
 
 

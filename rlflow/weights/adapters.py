@@ -54,7 +54,7 @@ class AdapterLayers:
         self._given[name] = whole.clone()
 
     def landed(self, name: str) -> None:
-        raise NotImplementedError("adapters come whole")
+        raise AssertionError("adapters come whole")
 
     def commit(self) -> None:
         """Make what was given the adapter with the id ADAPTER_ID. Raises ValueError when it does not fit: those before

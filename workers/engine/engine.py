@@ -154,7 +154,7 @@ class RolloutEngine:
                 f"got {len(request.prompt_ids)} tokens"
             )
         reply = Reply(request, self._config.model.max_length)
-        reply.steps_before = (self._pressure.num_steps, self._pressure.num_full_steps)
+        reply.steps_before = self._pressure.counts
         self._replies.add(reply)
         reply.start(asyncio.create_task(self._sample(reply)))
         return await self._next_part(reply)
@@ -177,9 +177,8 @@ class RolloutEngine:
             self._replies.remove(reply)
             await reply.stop()
             raise
-        pressure = self._pressure
-        part.is_crowded = self._places.locked() or pressure.was_full_since(*reply.steps_before)
-        reply.steps_before = (pressure.num_steps, pressure.num_full_steps)
+        part.is_crowded = self._places.locked() or self._pressure.was_full_since(*reply.steps_before)
+        reply.steps_before = self._pressure.counts
         if part.reply:
             self._replies.leave(reply)
         else:

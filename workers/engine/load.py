@@ -28,6 +28,11 @@ class Pressure:
     num_taken_back: int = 0
     """Since the start; by updates of the weights too, which take back all."""
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Steps and full steps, for `was_full_since`."""
+        return self.num_steps, self.num_full_steps
+
     def was_full_since(self, num_steps: int, num_full_steps: int) -> bool:
         """True if requests waited in most steps since these counts."""
         return 2 * (self.num_full_steps - num_full_steps) > self.num_steps - num_steps

@@ -37,7 +37,7 @@ class Reply:
         self._first = 0
         """Tokens that were delivered before that request."""
         self._starts: list[tuple[int, int | None]] = []
-        """Of that request: its first token under a version, and the version."""
+        """The first token of that request under each version, and the version."""
         self.cache_version: int | None = None
         """Nothing older computes the cache of that request; None if the cache is never kept."""
         self._num_taken = 0
@@ -137,7 +137,7 @@ class Replies:
         self._open: dict[str, Reply] = {}
         self._given_up: set[asyncio.Task[None]] = set()
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
-        """For the replies whose next part nobody waits for now."""
+        """When each reply is given up whose next part nobody waits for now."""
 
     def __iter__(self) -> Iterator[Reply]:
         return iter(self._open.values())

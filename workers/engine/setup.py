@@ -224,7 +224,7 @@ def adapted_layers(model_path: str) -> list[str]:
 
 
 def cache_bytes(config: Config, *, on_gpu: bool) -> int | None:
-    """Of each GPU of an engine, or of the machine's memory; None: as much as a GPU has left."""
+    """The size of the cache on each GPU of an engine, or in the machine's memory; None: as much as a GPU has left."""
     gigabytes = config.rollout.kv_cache_gb or (None if on_gpu else CPU_CACHE_GB)
     return None if gigabytes is None else int(gigabytes * 2**30)
 
@@ -277,8 +277,9 @@ def check_engine(config: Config, shape: CacheShape, model_path: str, on_gpu: boo
 def _is_mixture(model_path: str) -> bool:
     from transformers import AutoConfig
 
-    text = AutoConfig.from_pretrained(model_path).get_text_config()
-    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    from rlflow.workers.trainer.layers import has_experts
+
+    return has_experts(AutoConfig.from_pretrained(model_path))
 
 
 def smallest_cache(config: Config, shape: CacheShape) -> int:

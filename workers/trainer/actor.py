@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 SILENT_RUN = 8
-"""Of so many groups without a gradient in a row one goes through the model, for the metrics."""
+"""One in so many groups without a gradient goes through the model, for the metrics."""
 
 
 class TrainerWorker:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -17,6 +16,7 @@ from rlflow.batching import pack
 from rlflow.config import Config
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import chunk_of
+from rlflow.workers.trainer.layers import decoder_layers
 from rlflow.workers.trainer.policy import Policy, empty_policy, load_policy, split_logprobs, torch_dtype
 from rlflow.workers.trainer.pretrained import with_memory
 from rlflow.workers.trainer.process_group import choose_device, join
@@ -80,9 +80,7 @@ def _sharded(config: Config, model_path: str, rank: int, num_ranks: int, device:
     for parameter in policy.parameters():
         parameter.data = parameter.detach().to(torch_dtype(config))
     mesh = init_device_mesh(device.type, (num_ranks,))
-    layers = policy.model.base_model.layers
-    assert isinstance(layers, nn.ModuleList)
-    for module in (*layers, policy):
+    for module in (*decoder_layers(policy.model), policy):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     shapes = {name: parameter.shape for name, parameter in policy.model.named_parameters()}
     for _ in with_memory(policy, device):

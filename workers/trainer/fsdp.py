@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from rlflow.config import Config, Offload
 from rlflow.errors import ConfigError
 from rlflow.weights.shape.layout import Layout, chunk_of, fsdp_layout
+from rlflow.workers.trainer.layers import decoder_layers
 from rlflow.workers.trainer.optimizers import ShardGroup, ShardOptimizer
 from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend
 from rlflow.workers.trainer.policy import Policy, torch_dtype
@@ -59,7 +59,7 @@ class FsdpTrainer(TrainerBackend):
         self._parameters = dict(self._policy.model.named_parameters())
         self._fill_first()
         self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
-        layers = {id(parameter) for parameter in _layers(self._policy.model).parameters()}
+        layers = {id(parameter) for parameter in decoder_layers(self._policy.model).parameters()}
         hidden = frozenset(name for name, parameter in self._trained.items() if id(parameter) in layers)
         group = ShardGroup(
             rank=self._shard_rank, size=self._num_shards, process_group=self._shard_group, device=self._device
@@ -106,7 +106,7 @@ class FsdpTrainer(TrainerBackend):
         def placement(parameter: nn.Parameter) -> Any:
             return among_data if parameter in slices else None
 
-        for module in (*_layers(self._policy.model), self._policy):
+        for module in (*decoder_layers(self._policy.model), self._policy):
             fully_shard(module, mesh=mesh, shard_placement_fn=placement, mp_policy=precision, offload_policy=offload)
         for module in self._policy.modules():
             if isinstance(module, FSDPModule):
@@ -229,12 +229,6 @@ class FsdpTrainer(TrainerBackend):
         for parameter in self._parameters.values():
             if parameter.grad is not None:
                 yield _local(parameter.grad)
-
-
-def _layers(model: PreTrainedModel) -> nn.ModuleList:
-    layers = model.base_model.layers
-    assert isinstance(layers, nn.ModuleList)
-    return layers
 
 
 def _sharded_over(mesh: DeviceMesh) -> object:

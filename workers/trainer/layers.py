@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlflow.workers.trainer.attention import compile_for_any_length
 
@@ -23,9 +23,15 @@ _ATTENTION = (torch.ops.higher_order.flex_attention, torch.ops.aten._scaled_dot_
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
-def has_experts(model: PreTrainedModel) -> bool:
-    """True if the tokens choose what a layer computes, which is not one graph."""
-    text = model.config.get_text_config()
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    layers = model.base_model.layers
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
+def has_experts(config: PreTrainedConfig) -> bool:
+    """True for a mixture of experts, where the tokens choose what a layer computes."""
+    text = config.get_text_config()
     return any(getattr(text, field, None) for field in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
@@ -34,12 +40,10 @@ def wrap_layers(model: PreTrainedModel, *, compiled: bool, selective: bool, back
 
     Before FSDP shards them, so that its hooks stay outside: what they do depends on when they are called.
     """
-    layers = model.base_model.layers
-    assert isinstance(layers, nn.ModuleList)
     run = _checkpointed if selective else _forward
     if compiled:
         run = compile_for_any_length(run, backend)
-    for layer in layers:
+    for layer in decoder_layers(model):
         layer.forward = partial(run, layer)
 
 

@@ -217,7 +217,7 @@ def _eager_on_cpu(optimizer: Optimizer, device: torch.device) -> AbstractContext
 
 
 def _as_float32(moment: Tensor) -> Tensor:
-    """Of an 8-bit moment, the values that it stands for."""
+    """The values that a moment stands for."""
     return moment.dequantize() if hasattr(moment, "__tensor_flatten__") else moment
 
 

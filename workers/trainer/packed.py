@@ -91,7 +91,7 @@ class TrainerBackend(ABC):
             heads = ("score",) if is_critic else ()
             add_adapters(self._policy.model, config.lora, torch_dtype(config), heads)
         model, asked = self._policy.model, config.trainer.compile
-        is_default = self._device.type == "cuda" and can_compile(config) and not has_experts(model)
+        is_default = self._device.type == "cuda" and can_compile(config) and not has_experts(model.config)
         checkpointing = config.trainer.gradient_checkpointing
         is_compiled, is_selective = is_default if asked is None else asked, checkpointing is Checkpointing.selective
         if is_compiled or is_selective:
@@ -116,7 +116,7 @@ class TrainerBackend(ABC):
         self._updates = 0
         self._sums = torch.zeros(self._objective.num_sums, dtype=torch.float64, device=self._device)
         self._largest = torch.zeros((), dtype=torch.float64, device=self._device)
-        # Of groups without a gradient: the figures of those that were observed, and sequences and tokens of all.
+        # Groups without a gradient: the figures of those that were observed; sequences and tokens of all of them.
         self._observed, self._silent = torch.zeros_like(self._sums), torch.zeros_like(self._sums[-2:])
 
     # -- what a subclass does

@@ -96,9 +96,9 @@ class StartMemory:
     """Bytes of main memory that the trainer takes on GPUs, only while it starts."""
 
     rank: int
-    """For each rank: its part of the parameter with the largest, in float32."""
+    """What each rank takes: its part of the parameter with the largest, in float32."""
     converted: int
-    """For rank 0: the whole model as its files have it; 0 if every rank reads them."""
+    """What rank 0 takes: the whole model as its files have it; 0 if every rank reads them."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -24,7 +24,7 @@ from rlflow.models.resolve import POLICY, REWARD
 from rlflow.tools.dry_run.memory import FLOAT32, Activations, ModelFacts, RewardModelFacts, Weight
 from rlflow.workers.engine.setup import cache_shape
 from rlflow.workers.trainer.attention import check_attention
-from rlflow.workers.trainer.layers import keeps
+from rlflow.workers.trainer.layers import decoder_layers, keeps
 from rlflow.workers.trainer.lora import add_adapters, is_adapter
 from rlflow.workers.trainer.policy import Policy, torch_dtype
 from rlflow.workers.trainer.pretrained import converted_patterns
@@ -46,7 +46,7 @@ def read_model(config: Config, folder: str) -> ModelFacts:
         with torch.device("meta"):
             add_adapters(model, config.lora, torch_dtype(config))
         nn.Module.to(model, torch_dtype(config))  # what computes
-    layer_of = {id(each): index for index, layer in enumerate(_layers(model)) for each in layer.parameters()}
+    layer_of = {id(each): index for index, layer in enumerate(decoder_layers(model)) for each in layer.parameters()}
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear), "checked by Policy"
     activations = trainer_activations = _activations(model)
@@ -119,12 +119,6 @@ def _converted(model: PreTrainedModel, folder: str) -> int:
     return width * sum(parameter.numel() for parameter in model.parameters())
 
 
-def _layers(model: PreTrainedModel) -> nn.ModuleList:
-    layers = model.base_model.layers
-    assert isinstance(layers, nn.ModuleList), "checked by _build"
-    return layers
-
-
 def _activations(model: PreTrainedModel) -> Activations:
     """What the forward pass saves for the backward pass, each storage counted where it is saved first.
 
@@ -141,7 +135,7 @@ def _activations(model: PreTrainedModel) -> Activations:
             f"model.path: a {model.config.model_type} model in {str(model.dtype).removeprefix('torch.')} cannot be "
             f"followed without weights: {first_line(error)}; take model.dtype=bfloat16 or another model"
         ) from error
-    in_layers = [meter.num_bytes[index] for index in range(len(_layers(model)))]
+    in_layers = [meter.num_bytes[index] for index in range(len(decoder_layers(model)))]
     return Activations(
         layers=-(-sum(in_layers) // _NUM_TOKENS),
         largest_layer=-(-max(in_layers) // _NUM_TOKENS),
@@ -164,7 +158,7 @@ class _Meter(TorchDispatchMode):
         self._layer: int | None = None
         self._seen = {_storage(parameter) for parameter in model.parameters()}
         self._held: list[Tensor] = []
-        for index, layer in enumerate(_layers(model)):
+        for index, layer in enumerate(decoder_layers(model)):
             layer.register_forward_pre_hook(partial(self._enter, index))
             layer.register_forward_hook(partial(self._enter, None))
 

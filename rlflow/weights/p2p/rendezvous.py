@@ -135,7 +135,7 @@ class PeerGroup:
     """All ranks of a trainer and the workers of one engine: NCCL for tensors of a GPU, else gloo. Any of them ends it.
 
     A process that waits for a peer on a GPU does not notice that the peer has given up: NCCL tells nobody, and its
-    kernel would spin until the deadline. So whoever gives up says it in the store, where a thread of each waits.
+    kernel would spin until the deadline. So a process that gives up says it in the store, where a thread of each waits.
     """
 
     def __init__(self, home: HostedStore | TrainerStore, name: str, rank: int, size: int, device: torch.device) -> None:

@@ -132,7 +132,7 @@ def test_layers_that_choose_experts_are_known(architecture: PreTrainedConfig, wa
     class Model:
         config = architecture
 
-    assert has_experts(Model()) is wanted  # pyright: ignore[reportArgumentType]
+    assert has_experts(Model().config) is wanted  # pyright: ignore[reportArgumentType]
 
 
 def test_compiling_is_refused_where_a_layer_is_not_one_graph() -> None:

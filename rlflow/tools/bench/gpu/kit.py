@@ -33,7 +33,7 @@ GRACE_S = 5.0
 class Stage:
     name: str
     share: float
-    """Of the time that is left, beside the shares of the stages that are still to come."""
+    """Its part of the time that is left, beside the shares of the stages that are still to come."""
     least_s: float
     """A stage that has less than this is not begun."""
     measures: str

@@ -4,13 +4,23 @@ import asyncio
 import json
 import os
 import re
-import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
 from typing import cast
 
-from rlflow.processes.sandbox.run import Outcome, SandboxLimits, SandboxResult, run
+from rlflow.errors import SandboxError
+from rlflow.processes.sandbox.run import (
+    Linked,
+    Outcome,
+    SandboxLimits,
+    SandboxResult,
+    command_of_python,
+    run,
+    run_linked,
+)
 
 Pair = tuple[str, str]
 """What a program reads, and what it must print."""
@@ -19,6 +29,8 @@ _BLOCK = re.compile(
     r"^[ \t]*```(?:python3?|py)?[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE
 )
 MAX_ERROR = 1000
+START_SECONDS = 60.0
+"""How much longer than the program its tests may take, because they wait until it has started."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -97,19 +109,46 @@ def pairs_of(tests: object) -> list[Pair]:
 
 
 async def run_statements(program: str, statements: Sequence[str], limits: SandboxLimits) -> Tested:
-    """Import the program once, then run each statement in a copy of its names."""
-    token = secrets.token_hex(16)
-    request = json.dumps({"token": token, "statements": list(statements)})
-    result = await run(_HARNESS, files={"solution.py": program}, stdin=request, limits=limits)
-    errors: dict[int, str] = {}
-    for line in result.stdout.splitlines():
-        if line.startswith(token):
-            index, error = json.loads(line.removeprefix(token))
-            errors[index] = error
+    """Run statements beside a process that has the program, and nothing of them but the calls that they make.
+
+    Raises ValueError when a statement cannot be run in this way, or asks nothing of the program.
+    """
+    patient = replace(limits, seconds=limits.seconds + START_SECONDS, output_bytes=2**16 + 64 * len(statements))
+    tests = Linked(
+        command=_command("tests_process"),
+        files={**_sources(), "tests.json": json.dumps(list(statements))},
+        limits=patient,
+    )
+    solution = Linked(command=_command("solution_process"), files={**_sources(), "solution.py": program}, limits=limits)
+    judged, ended = await run_linked(tests, solution)
+    if judged.outcome is Outcome.KILLED or judged.exit_code not in (None, 0, 1):
+        raise SandboxError(
+            f"the process that runs the tests ended with {judged.exit_code}: {judged.stderr[-MAX_ERROR:]}"
+        )
+    errors: dict[int | str, str] = dict(json.loads(line) for line in judged.stdout.splitlines())
+    if "refused" in errors:
+        raise ValueError(f"these tests cannot judge a program: {errors['refused']}")
     passed = tuple(errors.get(index) == "" for index in range(len(statements)))
-    first = next((index for index, is_passed in enumerate(passed) if not is_passed), None)
-    error = "" if first is None else errors.get(-1) or errors.get(first) or _why(result, limits)
-    return Tested(passed=passed, error=error[:MAX_ERROR], is_timed_out=result.outcome is Outcome.TIMED_OUT)
+    error = next((text for text in errors.values() if text), "")
+    if not all(passed) and not error:
+        error = _why(ended or judged, limits)
+    is_timed_out = Outcome.TIMED_OUT in (judged.outcome, ended and ended.outcome)
+    return Tested(passed=passed, error=error[:MAX_ERROR], is_timed_out=is_timed_out)
+
+
+@cache
+def _sources() -> dict[str, str]:
+    """The modules of both processes, with empty packages around them."""
+    folder = "rlflow/processes/sandbox"
+    modules = ("exchange", "solution_process", "tests_process")
+    packages = ("rlflow", "rlflow/processes", folder)
+    return {f"{each}/__init__.py": "" for each in packages} | {
+        f"{folder}/{each}.py": files("rlflow.processes.sandbox").joinpath(f"{each}.py").read_text() for each in modules
+    }
+
+
+def _command(module: str) -> list[str]:
+    return [*command_of_python()[:-1], "-c", f"from rlflow.processes.sandbox.{module} import main; main()"]
 
 
 async def run_pairs(program: str, pairs: Sequence[Pair], limits: SandboxLimits) -> Tested:
@@ -156,52 +195,3 @@ def _why(result: SandboxResult, limits: SandboxLimits) -> str:
             return f"the program was ended by signal {-(result.exit_code or -9)}"
         case Outcome.EXITED:
             return result.stderr.strip()[-MAX_ERROR:] or f"the program exited with code {result.exit_code}"
-
-
-_HARNESS = """
-import ast, io, json, os, sys, traceback
-
-def run_all():
-    request = json.load(sys.stdin)
-    token, statements = request["token"], request["statements"]
-    report = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.stdin = io.StringIO()
-
-    def say(index, error):
-        report.write(token + json.dumps([index, error]) + "\\n")
-        report.flush()
-
-    names = {"__name__": "solution"}
-    failure = failed(lambda: exec(compile(open("solution.py").read(), "solution.py", "exec"), names))
-    if failure:
-        say(-1, failure)
-        return
-    for index, statement in enumerate(statements):
-        say(index, failed(lambda: check(statement, dict(names))))
-
-def check(statement, names):
-    tree = ast.parse(statement)
-    found = tree.body[0] if len(tree.body) == 1 else None
-    test = found.test if isinstance(found, ast.Assert) and found.msg is None else None
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
-        sides = [ast.Expression(test.left), ast.Expression(test.comparators[0])]
-        left, right = [eval(compile(side, "test", "eval"), names) for side in sides]
-        assert left == right, f"{ast.unparse(test.left)} is {left!r:.200}, not {right!r:.200}"
-    else:
-        exec(compile(statement, "test", "exec"), names)
-
-def failed(action):
-    try:
-        action()
-    except BaseException as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "solution.py"]
-        place = f" (line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
-        if isinstance(error, SyntaxError) and error.filename == "solution.py":
-            place = f" (line {error.lineno}: {(error.text or '').strip()})"
-            return f"SyntaxError: {error.msg}{place}"[:1000]
-        return f"{type(error).__name__}: {str(error)[:500]}{place}"[:1000]
-    return ""
-
-run_all()
-"""

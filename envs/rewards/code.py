@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import cast
 
 from rlflow.errors import SandboxError
+from rlflow.processes.sandbox.exchange import LOST
 from rlflow.processes.sandbox.run import (
     Linked,
     Outcome,
@@ -121,7 +122,7 @@ async def run_statements(program: str, statements: Sequence[str], limits: Sandbo
     )
     solution = Linked(command=_command("solution_process"), files={**_sources(), "solution.py": program}, limits=limits)
     judged, ended = await run_linked(tests, solution)
-    if judged.outcome is Outcome.KILLED or judged.exit_code not in (None, 0, 1):
+    if judged.outcome is Outcome.KILLED or (judged.outcome is Outcome.EXITED and judged.exit_code not in (0, LOST)):
         raise SandboxError(
             f"the process that runs the tests ended with {judged.exit_code}: {judged.stderr[-MAX_ERROR:]}"
         )

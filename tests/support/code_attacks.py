@@ -40,7 +40,7 @@ def NAME(*arguments):
 import sys, types
 for module in list(sys.modules.values()):
     for name, value in list(vars(module).items()):
-        if isinstance(value, types.FunctionType) and name in ("check", "failed", "_failure", "_run", "_parsed", "place_of"):
+        if isinstance(value, types.FunctionType) and name in ("check", "failed", "_failure", "_run", "_parsed"):
             setattr(module, name, lambda *_, **__: "")
 """,
     "find the tests through gc": """
@@ -372,7 +372,7 @@ TRAPS: dict[str, tuple[str, str]] = {
         "import os\ndef double(n): os._exit(0)",
     ),
     "a skipped case": (
-        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(double(2), 4)\nunittest.main()",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(double(2), 4)",
         "import unittest\ndef double(n): raise unittest.SkipTest()",
     ),
     "a class that answers for the comparison": (

@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+LOST = 3
+"""The exit code of the tests' process after it has lost the solution."""
 MAX_BYTES = 8 << 20
 """The most that one message may have."""
 MAX_TEXT = 1000
@@ -325,7 +327,7 @@ class Peer:
     def _end(self, what: str, why: str) -> NoReturn:
         if self._report:
             self._report(what, why)
-        os._exit(int(what == "lost"))
+        os._exit(LOST if what == "lost" else 0)
 
 
 def _change(old: object, new: object) -> None:

@@ -35,7 +35,7 @@ def normalise(text: str) -> str:
 
 
 def references(answer: str | None, answers: Sequence[str] | None, separator: str | None) -> list[str]:
-    """All right answers: the list if there is one, else the answer, cut at `separator` into those that are not empty."""
+    """All right answers: the list if there is one, else the answer, cut at `separator`; none is empty."""
     if answers is not None:
         return list(answers)
     if answer is None:

@@ -31,7 +31,7 @@ _BLOCK = re.compile(
 )
 MAX_ERROR = 1000
 START_SECONDS = 60.0
-"""How much longer than the program its tests may take, because they wait until it has started."""
+"""What the two processes of a program and its tests may take to start, each waiting for the other."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -59,10 +59,17 @@ async def code(
     seconds: for all tests of a reply together; less than reward.timeout_s.
     memory_mb: of each process.
 
-    A program that is missing, crashes, hangs or takes too much has failed its tests. Statements share an interpreter
-    with the solution: `exit()` and prints do not pass for success, but results that equal everything do.
+    A program that is missing, crashes, hangs or takes too much has failed its tests.
 
-    Raises SandboxError when the program could not be run, and ValueError when `tests` has another form or is empty.
+    Statements run in a process of their own. What they name and neither define nor import is the program's: functions,
+    classes, values. The program is sent the arguments of each call and returns plain values, which are compared where
+    it cannot reach; it never sees a test or an expected value. `check(f)`, functions test_* without parameters and
+    unittest work too. The program's changes to an argument reach the test only if it returns None. Of its
+    own classes' objects a test can use attributes, calls, items, iteration and comparisons with each other; an operator
+    with a plain value beside such an object fails, because the program could answer it as it likes.
+
+    Raises SandboxError when the program could not be run, and ValueError when `tests` has another form, is empty, asks
+    nothing of the program, or needs what does not cross: printed text, eval, asyncio, fixtures, objects of the test.
     """
     statements = statements_of(tests)
     program = last_program(completion)
@@ -115,12 +122,11 @@ async def run_statements(program: str, statements: Sequence[str], limits: Sandbo
     Raises ValueError when a statement cannot be run in this way, or asks nothing of the program.
     """
     patient = replace(limits, seconds=limits.seconds + START_SECONDS, output_bytes=2**16 + 64 * len(statements))
-    tests = Linked(
-        command=_command("tests_process"),
-        files={**_sources(), "tests.json": json.dumps(list(statements))},
-        limits=patient,
+    request = json.dumps([limits.seconds, list(statements)])
+    tests = Linked(command=_command("tests_process"), files={**_sources(), "tests.json": request}, limits=patient)
+    solution = Linked(
+        command=_command("solution_process"), files={**_sources(), "solution.py": program}, limits=patient
     )
-    solution = Linked(command=_command("solution_process"), files={**_sources(), "solution.py": program}, limits=limits)
     judged, ended = await run_linked(tests, solution)
     if judged.outcome is Outcome.KILLED or (judged.outcome is Outcome.EXITED and judged.exit_code not in (0, LOST)):
         raise SandboxError(
@@ -130,11 +136,11 @@ async def run_statements(program: str, statements: Sequence[str], limits: Sandbo
     if "refused" in errors:
         raise ValueError(f"these tests cannot judge a program: {errors['refused']}")
     passed = tuple(errors.get(index) == "" for index in range(len(statements)))
+    is_late = "late" in errors or Outcome.TIMED_OUT in (judged.outcome, ended and ended.outcome)
     error = next((text for text in errors.values() if text), "")
     if not all(passed) and not error:
-        error = _why(ended or judged, limits)
-    is_timed_out = Outcome.TIMED_OUT in (judged.outcome, ended and ended.outcome)
-    return Tested(passed=passed, error=error[:MAX_ERROR], is_timed_out=is_timed_out)
+        error = _too_long(limits) if is_late else _why(ended or judged, limits)
+    return Tested(passed=passed, error=error[:MAX_ERROR], is_timed_out=is_late)
 
 
 @cache
@@ -184,10 +190,14 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
+def _too_long(limits: SandboxLimits) -> str:
+    return f"the program took longer than {limits.seconds:g} s"
+
+
 def _why(result: SandboxResult, limits: SandboxLimits) -> str:
     match result.outcome:
         case Outcome.TIMED_OUT:
-            return f"the program took longer than {limits.seconds:g} s"
+            return _too_long(limits)
         case Outcome.OUT_OF_MEMORY:
             return f"the program needed more than {limits.memory_mb} MB of memory"
         case Outcome.TOO_MUCH_OUTPUT:

@@ -12,7 +12,8 @@ from rlflow.envs.base import Environment
 from rlflow.envs.python_repair.cases import TESTS
 from rlflow.envs.python_repair.data import make_tasks, source_of
 from rlflow.envs.python_repair.env import load
-from rlflow.envs.rewards.code import Tested, code, run_statements
+from rlflow.envs.rewards.code import Tested as Result
+from rlflow.envs.rewards.code import code, run_statements
 from rlflow.processes.sandbox.run import SandboxLimits
 from rlflow.types import Message
 
@@ -181,20 +182,20 @@ async def test_the_program_hears_its_names_and_arguments_and_nothing_else() -> N
 
 
 async def test_why_a_program_did_not_answer() -> None:
-    async def tested(body: str, seconds: float = 20.0) -> Tested:
+    async def tested(body: str, seconds: float = 20.0) -> Result:
         limits = replace(LIMITS, seconds=seconds)
         return await run_statements(f"def double(n):\n    if n == 2: return 4\n    {body}", DOUBLE, limits)
 
     first = (True, False, False)
-    assert await tested("while True: pass", seconds=1.0) == Tested(
+    assert await tested("while True: pass", seconds=1.0) == Result(
         passed=first, error="the program took longer than 1 s", is_timed_out=True
     )
-    assert await tested("import os; os._exit(5)") == Tested(passed=first, error="the program exited with code 5")
-    assert await tested("import os; os.abort()") == Tested(passed=first, error="the program was ended by signal 6")
-    assert await tested("return {'a': n}") == Tested(
+    assert await tested("import os; os._exit(5)") == Result(passed=first, error="the program exited with code 5")
+    assert await tested("import os; os.abort()") == Result(passed=first, error="the program was ended by signal 6")
+    assert await tested("return {'a': n}") == Result(
         passed=first, error="AssertionError: double(5) is {'a': 5}, not 10"
     )
-    assert await tested("return 'x' * (8 << 20)") == Tested(
+    assert await tested("return 'x' * (8 << 20)") == Result(
         passed=first, error="ValueError: a value of 8388630 bytes; 8388608 at most"
     )
 

@@ -10,9 +10,12 @@ are built anew beside the test and compared there. `tests_process` and `solution
 import builtins
 import importlib
 import json
+import math
 import operator
 import os
+import select
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -125,7 +128,8 @@ class Peer:
     """One side of the exchange. Both ask, because a test may pass a function to the solution.
 
     report: the judge's; it is told "refused" when a test cannot be run in this way, whatever the solution does, and
-    "lost" when the solution ended or gave no answer. Then the process ends, because a test might catch an exception.
+    "lost" when the solution ended or gave no answer, "late" when its answers together took longer than `patience_s`.
+    Then the process ends, because a test might catch an exception.
     """
 
     def __init__(
@@ -135,6 +139,7 @@ class Peer:
         report: Callable[[str, str], None] | None = None,
     ) -> None:
         self.has_asked = False
+        self.patience_s = math.inf
         self._descriptor = descriptor
         self._operations = operations
         self._report = report
@@ -180,6 +185,7 @@ class Peer:
         self._write(content)
 
     def serve(self) -> NoReturn:
+        """The process ends with the other side."""
         while True:
             self.answer(self._receive())
 
@@ -297,6 +303,7 @@ class Peer:
     def _write(self, rest: bytes) -> None:
         try:
             while rest:
+                self._wait(select.POLLOUT)
                 rest = rest[os.write(self._descriptor, rest) :]
         except OSError:
             self._end("lost", "")
@@ -314,6 +321,7 @@ class Peer:
     def _read(self, count: int) -> bytes:
         parts: list[bytes] = []
         while count:
+            self._wait(select.POLLIN)
             try:
                 part = os.read(self._descriptor, min(count, 1 << 20))
             except OSError:
@@ -323,6 +331,15 @@ class Peer:
             parts.append(part)
             count -= len(part)
         return b"".join(parts)
+
+    def _wait(self, event: int) -> None:
+        poll = select.poll()
+        poll.register(self._descriptor, event)
+        since = time.monotonic()
+        left = None if self.patience_s == math.inf else max(self.patience_s, 0.0) * 1000
+        if not poll.poll(left):
+            self._end("late", "")
+        self.patience_s -= time.monotonic() - since
 
     def _end(self, what: str, why: str) -> NoReturn:
         if self._report:

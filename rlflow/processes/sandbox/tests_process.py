@@ -1,8 +1,9 @@
-"""The side of the tests: runs tests.json, a list of statements, and reports in lines of JSON on standard output.
+"""The side of the tests: runs tests.json, [seconds, statements], and reports in lines of JSON on standard output.
 
     [3, ""]              test 3 passed; [3, "ValueError: ..."]: it failed; [-1, "..."]: the solution cannot be imported
     ["refused", "..."]   these tests cannot be run in this way; nothing that a solution does brings this about
     ["lost", "..."]      the solution ended, or what it answered is no answer
+    ["late", ""]         its answers took longer than `seconds` together
 
 A name means what the test defines, else Python's own, else the module of the standard library, else the solution's.
 """
@@ -76,9 +77,12 @@ def main() -> None:
         os._exit(0)
 
     with open("tests.json") as file:
-        statements = json.load(file)
+        seconds, statements = json.load(file)
+    os.set_blocking(descriptor, False)
     peer = Peer(descriptor, {"call": OPERATIONS["call"]}, say)
     trees = [_parsed(index, statement, refuse) for index, statement in enumerate(statements)]
+    peer.ask("ready")
+    peer.patience_s = seconds
     if failure := _failure(lambda: peer.ask("start")):
         say(-1, failure)
         os._exit(0)

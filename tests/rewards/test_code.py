@@ -89,6 +89,7 @@ PASSING = [
     "assert echo(deque([1])) == deque([1]) and echo(Fraction(1, 3)) == Fraction(1, 3)",
     "assert echo(Counter('aab')).most_common(1) == [('a', 2)] and echo(OrderedDict(a=1)) == {'a': 1}",
     "import datetime\nassert echo(datetime.date(2024, 2, 29)) == datetime.date(2024, 2, 29)",
+    "from datetime import datetime\nassert echo(datetime(2024, 2, 29, 5)) == datetime(2024, 2, 29, 5)",
     "assert counts('aab') == {'a': 2, 'b': 1}",
     "assert colour() == 3",
     "assert numbers() == [3, 0.5, True, [0, 1, 2]]",
@@ -157,14 +158,13 @@ async def test_every_form_of_test() -> None:
         (["def test_add(capsys):\n    assert add(1, 2) == 3"], "test 1 uses fixtures"),
         (["async def test_add():\n    assert add(1, 2) == 3"], "test 1 uses asyncio"),
         (["import missing_package\nassert add(1, 2) == 3"], "asks nothing of the solution: ModuleNotFoundError"),
+        (["import itertools\nassert echo(itertools.count()) is None"], "a test passes an iterator of more than 100000"),
         (["import threading\nassert echo(threading.Lock()) is None"], "a test passes a value of _thread.lock"),
     ],
 )
-@pytest.mark.parametrize("program", [SOLUTION, "def add(a, b): return 0\ndef echo(x): return x"])
-async def test_tests_that_cannot_judge_are_no_verdict(program: str, tests: list[str], message: str) -> None:
-    """Whatever the program is, so that none can get out of a bad verdict."""
+async def test_tests_that_cannot_judge_are_no_verdict(tests: list[str], message: str) -> None:
     with pytest.raises(ValueError, match="these tests cannot judge a program: .*" + message):
-        await run_statements(program, tests, LIMITS)
+        await run_statements("def add(a, b): return 0\ndef echo(x): return x", tests, LIMITS)
 
 
 SPY = """

@@ -249,6 +249,22 @@ def NAME(*arguments):
             except OSError:
                 pass
 """,
+    "nonsense, and no end": """
+import os, time
+os._exit = lambda *_: time.sleep(1000)
+def NAME(*arguments):
+    for number in range(3, 64):
+        try:
+            os.write(number, b"\\x00\\x00\\x00\\x02[]")
+        except OSError:
+            pass
+""",
+    "close the channel and stay": """
+import os, time
+def NAME(*arguments):
+    os.closerange(3, 64)
+    time.sleep(1000)
+""",
     "a thread that answers for the call": """
 import json, os, threading
 content = json.dumps(["returned", True, None]).encode()

@@ -9,6 +9,7 @@ are built anew beside the test and compared there. `tests_process` and `solution
 
 import builtins
 import importlib
+import itertools
 import json
 import math
 import operator
@@ -21,9 +22,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 LOST = 3
-"""The exit code of the tests' process after it has lost the solution."""
+"""The exit code of the tests' process after the solution has ended; it may say why."""
 MAX_BYTES = 8 << 20
 """The most that one message may have."""
+MAX_ITEMS = 100_000
 MAX_TEXT = 1000
 _LISTS: dict[str, type[Any]] = {each.__name__: each for each in (list, tuple, set, frozenset)}
 _MADE: dict[str, Callable[[Any], list[object]]] = {
@@ -37,11 +39,17 @@ _MADE: dict[str, Callable[[Any], list[object]]] = {
     "decimal.Decimal": lambda value: [str(value)],
     "fractions.Fraction": lambda value: [value.numerator, value.denominator],
     "datetime.date": lambda value: [value.year, value.month, value.day],
+    "datetime.datetime": lambda value: [*value.timetuple()[:6], value.microsecond, _no_zone(value.tzinfo)],
     "datetime.timedelta": lambda value: [value.days, value.seconds, value.microseconds],
 }
 """Further plain values: class -> the arguments that build an equal one."""
 _ENDING_LOOPS = (StopIteration, StopAsyncIteration)
 """Raised by a call, they would end a loop of the test early, as if it had gone through all its cases."""
+
+
+def _no_zone(zone: object) -> None:
+    if zone is not None:
+        raise TypeError("a time with a time zone is passed between a test and the solution")
 
 
 class Remote:
@@ -180,6 +188,8 @@ class Peer:
             content = self._content(["returned", self._encode(result), changed])
         except BaseException as error:  # a program raises what it likes
             values = [each for each in error.args if type(each) in (str, int, float, bool, type(None))]
+            if self._report and isinstance(error, AssertionError):
+                values = []  # it may quote the expected value
             said = ["raised", self._encode(type(error)), self._encode(values), place_of(error)]
             content = self._content(said)
         self._write(content)
@@ -238,8 +248,11 @@ class Peer:
         if self._report:
             if getattr(builtins, getattr(value, "__name__", ""), None) is value:
                 return ["builtin", value.__name__]
-            if hasattr(value, "__next__"):
-                return ["iterator", *[self._encode(each) for each in value]]
+            if hasattr(value, "__next__") and kind.__module__ in ("builtins", "itertools"):
+                items = list(itertools.islice(value, MAX_ITEMS + 1))
+                if len(items) > MAX_ITEMS:
+                    raise TypeError(f"a test passes an iterator of more than {MAX_ITEMS} items to the solution")
+                return ["iterator", *[self._encode(each) for each in items]]
             if not callable(value):
                 raise TypeError(f"a test passes a value of {kind.__module__}.{kind.__qualname__} to the solution")
         elif kind.__module__ == "numpy":
@@ -344,7 +357,7 @@ class Peer:
     def _end(self, what: str, why: str) -> NoReturn:
         if self._report:
             self._report(what, why)
-        os._exit(LOST if what == "lost" else 0)
+        os._exit(LOST if what == "lost" and not why else 0)
 
 
 def _change(old: object, new: object) -> None:

@@ -51,6 +51,8 @@ from rlflow.processes.sandbox.protocol import (
 
 ANSWER_SECONDS = 180.0
 """Beyond the program's own limit: set-up, the end of all its processes, the removal of its files."""
+LINGER_SECONDS = 2.0
+"""What a program that has ended may take until its result is there."""
 PROGRAM_FILE = "program.py"
 TRIAL_SECONDS = 60.0
 """The limit of a program that does nothing, on a machine that may be very busy."""
@@ -164,7 +166,8 @@ class Linked:
 async def run_linked(first: Linked, second: Linked) -> tuple[SandboxResult, SandboxResult | None]:
     """Run two programs in a sandbox each, until the first one ends; they share the core of one.
 
-    If the first one exits with 0, the second one is killed, and has no result. Raises as `run` does.
+    If the first one exits with 0, the second one is killed and has no result; else that happens after LINGER_SECONDS.
+    Raises as `run` does.
     """
     method = await _find_method()
     async with _slot():
@@ -183,7 +186,9 @@ async def run_linked(first: Linked, second: Linked) -> tuple[SandboxResult, Sand
         ]
         try:
             result = await tasks[0]
-            return result, None if result.is_success else await tasks[1]
+            if not result.is_success:
+                await asyncio.wait(tasks, timeout=LINGER_SECONDS)
+            return result, tasks[1].result() if tasks[1].done() else None
         finally:
             for task in tasks:
                 task.cancel()

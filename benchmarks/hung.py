@@ -2,7 +2,7 @@
 
     python benchmarks/hung.py                      every target, each stopped (SIGSTOP) and killed (SIGKILL)
     python benchmarks/hung.py "rollout engine 0"   only this one
-    python benchmarks/hung.py --alarms 20          20 short runs beside four busy loops: no process may be taken for hung
+    python benchmarks/hung.py --alarms 20          20 short runs beside four busy loops, without a false alarm
 
 Noticed: seconds until the process was gone. Lost: seconds in which the run came no further, by its usual pace.
 """
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from ray_nodes import RayNodes  # pyright: ignore[reportMissingImports]
 
 SETTINGS = (
-    "run.steps=1000000", "run.checkpoint_every=10", "run.show_samples_every=1000000", "staleness.max_versions=1",
+    "run.steps=1000000", "run.checkpoint_every=5", "run.show_samples_every=1000000", "staleness.max_versions=1",
     "algorithm.advantage=gae", "critic.learning_rate=1e-2", "algorithm.kl_coefficient=0.05", "env.processes=2",
     "reward.workers=1", "algorithm.group_size=8",
 )  # fmt: skip
@@ -181,17 +181,17 @@ def measure(targets: Sequence[str], settings: Sequence[str]) -> Iterator[Cost]:
     on_one = [target for target in targets if "raylet" not in target]
     if on_one:
         with running(*settings) as run:
-            assert run.wait_for_step(12) is not None, run.tail()
+            assert run.wait_for_step(8) is not None, run.tail()
             for target in on_one:
                 for number in (signal.SIGKILL, signal.SIGSTOP):
                     yield hit(run, target, number)
-                    assert run.wait_for_step(run.steps()[-1][1] + 11) is not None, run.tail()
+                    assert run.wait_for_step(run.steps()[-1][1] + 6) is not None, run.tail()
     pools = "+cluster.pools={rollout: {processes: [engine]}, play: {processes: [runner, reward]}, training: {}}"
     joined = ("cluster=ray", "cluster.address=ADDRESS", "weights.transport=p2p", pools)
     for target in targets:
         for number in (signal.SIGKILL, signal.SIGSTOP) if "raylet" in target else ():
             with running(*settings, *(joined if "second" in target else ())) as run:
-                assert run.wait_for_step(12) is not None, run.tail()
+                assert run.wait_for_step(8) is not None, run.tail()
                 yield hit(run, target, number)
 
 
@@ -221,7 +221,7 @@ def main() -> None:
     if arguments.alarms:
         false_alarms(arguments.alarms, settings)
         return
-    names = [each for each in Cost.__annotations__]
+    names = list(Cost.__annotations__)
     print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
     costs = []
     for cost in measure(arguments.targets or TARGETS, settings):

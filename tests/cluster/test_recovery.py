@@ -1,4 +1,4 @@
-"""Processes killed under a real fleet: two vLLM engines, a runner, a trainer. No episode is lost."""
+"""Processes killed, and hung, under a real fleet: two vLLM engines, a runner, a trainer. No episode is lost."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rlflow.config import Config, Update
 from rlflow.environments.find import load_environment
 from rlflow.errors import RunError, StaleGroup
 from rlflow.models.resolve import resolve_model
+from rlflow.rundir.killed import KilledLog
 from rlflow.types import EpisodeEnd, GroupOrder, PlayedGroup, Task
 
 pytestmark = pytest.mark.slow
@@ -29,8 +30,9 @@ TIMEOUT_S = 240.0
 GROUPS = 8
 
 
-def config() -> Config:
+def config(run_dir: Path) -> Config:
     config = Config()
+    config.run.dir, config.deadlines.heartbeat_s = str(run_dir), 5.0
     config.model.path, config.model.max_length = "tiny", 512
     config.reward.function = "rlflow.envs.arithmetic.reward:share_of_digits"
     config.rollout.engines, config.rollout.kv_cache_gb = 2, 0.1
@@ -81,8 +83,8 @@ def is_healthy(line: str) -> bool:
 
 
 @asynccontextmanager
-async def stage() -> AsyncIterator[Stage]:
-    settings = config()
+async def stage(run_dir: Path) -> AsyncIterator[Stage]:
+    settings = config(run_dir)
     spec = load_environment(settings.env, settings.reward)
     alarms: list[str] = []
     with ray_cluster(settings):
@@ -150,8 +152,9 @@ async def kill_and_recover(on: Stage, kill: Callable[[], Awaitable[None]], engin
     assert {episode.oldest_version for episode in group.episodes} == {version}
 
 
-async def test_killed_engines_come_back_with_the_current_weights_and_lose_no_episode() -> None:
-    async with stage() as on:
+async def test_killed_and_hung_engines_come_back_with_the_current_weights_and_lose_no_episode(tmp_path: Path) -> None:
+    killed = KilledLog(tmp_path)
+    async with stage(tmp_path) as on:
         actor = await on.process(0)
         core = vllm_of(actor)
 
@@ -167,8 +170,18 @@ async def test_killed_engines_come_back_with_the_current_weights_and_lose_no_epi
 
         await kill_and_recover(on, kill_vllm, engine=1, version=3)
         assert await on.process(0) != actor
-        first, again, second, _ = on.alarms
+        assert killed.news() == []
+        hung = await on.process(0)
+
+        async def stop_actor() -> None:
+            os.kill(hung, signal.SIGSTOP)
+
+        await kill_and_recover(on, stop_actor, engine=0, version=4)
+        (line,) = killed.news()
+        assert f"rollout engine 0 (process {hung}) did not answer for 5 s" in line
+        first, again, second, _, third, _ = on.alarms
         assert "rollout engine 0 died" in first
+        assert "rollout engine 0 died" in third
         assert re.search("^rollout engine 0 serves again, [0-9]+ s after it was lost$", again)
         assert re.search("vLLM's process ended; the cause is in .*[.]err; it is started again$", second)
         await check_updates(on)
@@ -178,7 +191,7 @@ async def test_killed_engines_come_back_with_the_current_weights_and_lose_no_epi
 async def check_updates(on: Stage) -> None:
     """Pauses under load, a pinned engine, and stale groups; in one test, because a fleet takes long to start."""
     pauses: dict[str, float] = {}
-    for version, update in ((4, Update.all), (5, Update.rolling)):
+    for version, update in ((5, Update.all), (6, Update.rolling)):
         on.engines._is_rolling = update is Update.rolling
         playing = [on.play() for _ in range(GROUPS)]
         await on.until_sampling(0)
@@ -188,16 +201,16 @@ async def check_updates(on: Stage) -> None:
     pinned = await on.engines.pin()
     kept, stale = on.play(pinned), on.play()
     first = on.play(pinned)
-    await on.load(6)
+    await on.load(7)
     group = await first
-    assert {(episode.oldest_version, episode.newest_version) for episode in group.episodes} == {(5, 5)}
+    assert {(episode.oldest_version, episode.newest_version) for episode in group.episodes} == {(6, 6)}
     await kept
     await on.engines.unpin(pinned)
     await stale
     doomed = on.play()
     await on.until_sampling(1 - pinned)
     while not doomed.done():
-        await on.fleet.workers.runners.cancel_stale(7)
+        await on.fleet.workers.runners.cancel_stale(8)
     with pytest.raises(StaleGroup):
         await doomed
 
@@ -211,4 +224,4 @@ async def check_runner(on: Stage) -> None:
         await lost
     ready: Any = runner.__ray_ready__.options(max_task_retries=-1).remote()
     await ready
-    check_whole([await on.play()], newest=6)
+    check_whole([await on.play()], newest=7)

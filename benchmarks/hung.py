@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import select
 import signal
 import statistics
 import subprocess
@@ -156,8 +157,11 @@ def hit(run: Run, target: str, number: signal.Signals) -> Cost:
     step_s, step = before[-1]
     start = len(run.lines)
     began_s = time.monotonic()
+    handle = os.pidfd_open(process.pid)
     process.send_signal(number)
-    process.wait(WAIT_S)
+    gone, _, _ = select.select([handle], [], [], WAIT_S)
+    os.close(handle)
+    assert gone, f"the {target} is still there: {run.tail()}"
     gone_s = time.monotonic()
     with run.added:
         after = len(run.lines)
@@ -165,7 +169,7 @@ def hit(run: Run, target: str, number: signal.Signals) -> Cost:
     done_s = run.wait_for_step(goal, after)
     last = max((each for _, each in run.steps()), default=step)
     text = [line.strip() for _, line in run.lines[start:]]
-    told = [line for line in text if re.search("was killed|is started again|restart |Traceback|error", line)]
+    told = [line.removeprefix("ALARM: ") for line in text if line.startswith("ALARM: ")]
     return Cost(
         target=target,
         signal=number.name,

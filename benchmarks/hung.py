@@ -221,6 +221,7 @@ def main() -> None:
     parser.add_argument("--alarms", type=int, default=0, metavar="RUNS")
     parser.add_argument("--heartbeat", type=float, default=20.0, metavar="SECONDS")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no run outlives this process
     settings = [f"deadlines.heartbeat_s={arguments.heartbeat}"]
     if arguments.alarms:
         false_alarms(arguments.alarms, settings)

@@ -1,4 +1,4 @@
-"""Processes killed, and hung, under a real fleet: two vLLM engines, a runner, a trainer. No episode is lost."""
+"""Processes killed, and stopped, under a real fleet: two vLLM engines, a runner, a trainer. No episode is lost."""
 
 from __future__ import annotations
 
@@ -152,7 +152,9 @@ async def kill_and_recover(on: Stage, kill: Callable[[], Awaitable[None]], engin
     assert {episode.oldest_version for episode in group.episodes} == {version}
 
 
-async def test_killed_and_hung_engines_come_back_with_the_current_weights_and_lose_no_episode(tmp_path: Path) -> None:
+async def test_lost_engines_come_back_with_the_current_weights_and_lose_no_episode(
+    tmp_path: Path,
+) -> None:
     killed = KilledLog(tmp_path)
     async with stage(tmp_path) as on:
         actor = await on.process(0)
@@ -165,23 +167,16 @@ async def test_killed_and_hung_engines_come_back_with_the_current_weights_and_lo
         await kill_and_recover(on, kill_actor, engine=0, version=2)
         other = vllm_of(await on.process(1))
 
-        async def kill_vllm() -> None:
-            os.kill(other, signal.SIGKILL)
+        async def stop_vllm() -> None:
+            os.kill(other, signal.SIGSTOP)
 
-        await kill_and_recover(on, kill_vllm, engine=1, version=3)
+        await kill_and_recover(on, stop_vllm, engine=1, version=3)
         assert await on.process(0) != actor
-        assert killed.news() == []
-        hung = await on.process(0)
-
-        async def stop_actor() -> None:
-            os.kill(hung, signal.SIGSTOP)
-
-        await kill_and_recover(on, stop_actor, engine=0, version=4)
         (line,) = killed.news()
-        assert f"rollout engine 0 (process {hung}) did not answer for 5 s" in line
-        first, again, second, _, third, _ = on.alarms
+        assert f"process {other} of rollout engine 1 (" in line
+        assert ") was stopped for 5 s" in line
+        first, again, second, _ = on.alarms
         assert "rollout engine 0 died" in first
-        assert "rollout engine 0 died" in third
         assert re.search("^rollout engine 0 serves again, [0-9]+ s after it was lost$", again)
         assert re.search("vLLM's process ended; the cause is in .*[.]err; it is started again$", second)
         await check_updates(on)
@@ -191,7 +186,7 @@ async def test_killed_and_hung_engines_come_back_with_the_current_weights_and_lo
 async def check_updates(on: Stage) -> None:
     """Pauses under load, a pinned engine, and stale groups; in one test, because a fleet takes long to start."""
     pauses: dict[str, float] = {}
-    for version, update in ((5, Update.all), (6, Update.rolling)):
+    for version, update in ((4, Update.all), (5, Update.rolling)):
         on.engines._is_rolling = update is Update.rolling
         playing = [on.play() for _ in range(GROUPS)]
         await on.until_sampling(0)
@@ -201,16 +196,16 @@ async def check_updates(on: Stage) -> None:
     pinned = await on.engines.pin()
     kept, stale = on.play(pinned), on.play()
     first = on.play(pinned)
-    await on.load(7)
+    await on.load(6)
     group = await first
-    assert {(episode.oldest_version, episode.newest_version) for episode in group.episodes} == {(6, 6)}
+    assert {(episode.oldest_version, episode.newest_version) for episode in group.episodes} == {(5, 5)}
     await kept
     await on.engines.unpin(pinned)
     await stale
     doomed = on.play()
     await on.until_sampling(1 - pinned)
     while not doomed.done():
-        await on.fleet.workers.runners.cancel_stale(8)
+        await on.fleet.workers.runners.cancel_stale(7)
     with pytest.raises(StaleGroup):
         await doomed
 
@@ -224,4 +219,4 @@ async def check_runner(on: Stage) -> None:
         await lost
     ready: Any = runner.__ray_ready__.options(max_task_retries=-1).remote()
     await ready
-    check_whole([await on.play()], newest=7)
+    check_whole([await on.play()], newest=6)

@@ -809,13 +809,16 @@ class Builds(ThirdFails):
         return self.built[-1]
 
 
-@pytest.mark.parametrize(("world", "phase"), [(ScriptedEnvironment, "episode"), (Asks, "setup")])
+@pytest.mark.parametrize(
+    ("world", "config", "phase"),
+    [(ScriptedEnvironment, limits(episode_s=0.2), "episode"), (Asks, limits(setup_s=0.2), "setup")],
+)
 async def test_a_silent_engine_loses_the_group_and_is_no_fault_of_the_episode(
-    world: type[ScriptedEnvironment], phase: str
+    world: type[ScriptedEnvironment], config: Config, phase: str
 ) -> None:
     engine, build = SlicedEngine(), Builds(world=world)
     one = sliced_runner(engine, build)
-    one._config = limits(**{f"{phase}_s": 0.2})
+    one._config = config
     with pytest.raises(EngineLost, match=f"for a token, and failed: .*took longer than 0.2 s .env.{phase}_timeout_s"):
         await one.play(GroupOrder(group_id=1, task=TASK, num_episodes=2, seed=0))
     assert [environment.closed for environment in build.built] == [1, 1]

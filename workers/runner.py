@@ -193,7 +193,8 @@ class EpisodeRunner:
             self._environments, order.task, chat, self._config, seed=order.seed, gateway=self._gateway
         )
         limits = self._config.env
-        if played.end.is_error and silence_s > min(limits.setup_timeout_s, limits.episode_timeout_s) / 2:
+        limit_s = limits.setup_timeout_s if played.end is EpisodeEnd.SETUP_TIMEOUT else limits.episode_timeout_s
+        if played.end.is_error and silence_s > limit_s / 2:
             raise EngineLost(f"an episode waited {silence_s:.0f} s for a token, and failed: {played.detail}")
         if played.end is EpisodeEnd.EPISODE_TIMEOUT and not self._client.is_served:
             raise EngineLost("all rollout engines were lost, and none was back before the episode ran out of time")

@@ -229,7 +229,7 @@ class WeightsConfig:
 
 @dataclass
 class DeadlinesConfig:
-    """Seconds that a wait may take before the run says which one it was and stops."""
+    """Seconds that a wait may take. Then the run says which one it was, and ends or replaces what did not answer."""
 
     start_s: float = 600.0
     group_s: float = 900.0

@@ -1,12 +1,13 @@
 """Tells people and files what the driver does: console, metrics.jsonl, trackers, trace, samples, report."""
 
+import asyncio
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 from rlflow.config import Config, Dtype
 from rlflow.driver import StepReport
-from rlflow.errors import WorkerError
+from rlflow.errors import RunError, first_error_stands
 from rlflow.groups.evaluation import Evaluation
 from rlflow.groups.ledger import DropReason
 from rlflow.roles import Runners
@@ -26,6 +27,8 @@ from rlflow.telemetry.trackers import open_trackers
 
 MISMATCH_ALARM = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean |log-probability difference| between engine and trainer at the same version above which something is wrong."""
+SHOW_S = 30.0
+"""Seconds that training waits for the episodes that are shown."""
 
 
 class RunObserver:
@@ -63,7 +66,8 @@ class RunObserver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closing.close()
+        with first_error_stands():
+            self._closing.close()
 
     def message(self, text: str) -> None:
         self._console.message(text)
@@ -159,18 +163,18 @@ class RunObserver:
             )
 
     async def _show(self, report: StepReport) -> None:
+        """Nobody trains on what is shown, so that a runner that hangs or fails is only told."""
         assert self.runners is not None, "set runners before the first step"
-        shown = []
+        reading = asyncio.gather(*(self.runners.transcript(payload) for *_, payload in report.payloads))
         try:
-            for task_id, episode, payload in report.payloads:
-                reading = self.runners.transcript(payload)
-                messages = await within("reading an episode to show", self._config.deadlines.group_s, reading)
-                one = samples.ShownEpisode(task_id=task_id, reward=episode.reward, end=episode.end, messages=messages)
-                shown.append(one)
-        except WorkerError as error:
+            conversations = await within("reading the episodes to show", SHOW_S, reading)
+        except RunError as error:
             self.alarm(f"the samples of step {report.step} cannot be shown: {error}")
             return
-        worst, best = shown
+        worst, best = (
+            samples.ShownEpisode(task_id=task_id, reward=episode.reward, end=episode.end, messages=messages)
+            for (task_id, episode, _), messages in zip(report.payloads, conversations, strict=True)
+        )
         samples.write_samples(self._run_dir.path, report.step, best, worst)
         self._console.samples(best, worst)
 

@@ -269,9 +269,7 @@ def test_a_rank_that_hangs_is_lost_after_one_deadline_and_the_run_goes_on(tmp_pa
         children = psutil.Process(process.pid).children(recursive=True)
         rank = next(child for child in children if child.name().startswith("ray::TrainerWor"))
         rank.suspend()
-        wait_for(
-            process, "did not finish within its deadline of 10 s; raise deadlines.train_s if it takes this long"
-        )
+        wait_for(process, "did not finish within its deadline of 10 s; raise deadlines.train_s if it takes this long")
         wait_for(process, "resumed at step 2 of 5, version 2")
         assert not rank.is_running(), "a rank that hangs is killed"
         wait_for(process, "report: ")

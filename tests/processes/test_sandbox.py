@@ -112,7 +112,8 @@ async def test_packages_of_this_environment_can_be_imported(method: str) -> None
 
 
 WRITER = "import os; os.write(0, b'5'); print(os.read(0, 9).decode(), flush=True); os._exit({code})"
-ECHO = "import os, time; os.write(0, b'got ' + os.read(0, 9)); print('sent', flush=True); os.read(0, 9); time.sleep({rest})"
+ECHO = "import os, time; os.write(0, b'got ' + os.read(0, 9)); print('sent', flush=True); "
+ECHO += "os.read(0, 9); time.sleep({rest})"
 
 
 @pytest.mark.parametrize(("code", "rest", "said"), [(0, 900, None), (3, 0, "sent\n")])

@@ -6,9 +6,9 @@
 Three methods; each program gets the first that works on this machine, and a ConfigError says why none does.
 
 - *bubblewrap* (an ordinary user who has `bwrap` 0.7 or later) and *namespaces* (root, or any user who may make user
-  namespaces) cover the same: process, IPC, network, mount and user namespaces, so that the program sees no other process,
-  and all that it started is dead when it ends, detached or not; a file system in memory with nothing but /usr, the
-  libraries, this Python and its packages, read-only, and an empty /sandbox (working directory, HOME and TMPDIR) and
+  namespaces) cover the same: process, IPC, network, mount and user namespaces, so that the program sees no other
+  process, and all that it started is dead when it ends, detached or not; a file system in memory with nothing but /usr,
+  the libraries, this Python and its packages, read-only, and an empty /sandbox (working directory, HOME and TMPDIR) and
   /tmp, gone afterwards; no /proc. Root's programs run as nobody. `file_mb` bounds all files of /sandbox together, and
   those of /tmp; `processes` all processes and threads.
 - *filters* (containers that refuse namespaces; Linux 6.2 or later, x86_64 or aarch64): seccomp and Landlock. One

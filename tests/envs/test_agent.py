@@ -92,7 +92,7 @@ def test_only_known_names_are_filled_in_and_only_once() -> None:
 
 
 async def test_no_command_line_shows_the_secret_of_the_endpoint(tmp_path: Path) -> None:
-    script = 'cat /proc/[0-9]*/cmdline > "$1"; test "${OPENAI_BASE_URL%/s/v1}" = http://127.0.0.1:9'
+    script = 'cat /proc/$$/cmdline /proc/$PPID/cmdline > "$1"; test "${OPENAI_BASE_URL%/s/v1}" = http://127.0.0.1:9'
     await run(script, str(tmp_path / "lines"), "{base_url}")
     lines = (tmp_path / "lines").read_bytes()
     assert str(tmp_path).encode() in lines

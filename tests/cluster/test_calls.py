@@ -54,11 +54,12 @@ class Rank:
         self._stepped.set()
         return StepOutcome(applied=True, grad_norm=1.0, learning_rate=0.1, metrics={})
 
-    def write_snapshot(self, folder: Path) -> None:
+    def write_snapshot(self, folder: Path) -> dict[str, str]:
         if not self._stepped.wait(timeout=60):
             raise TimeoutError("the step waited for the write")
         if folder.name == "full":
             raise RunError("no disk space left")
+        return {}
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,8 @@ def write_digested(path: Path, parts: Iterable[bytes | memoryview]) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None) -> str:
-    """Write a safetensors file; returns its SHA-256. Faster than safetensors' own writer, which gives no digest."""
+    """Write a safetensors file; returns its SHA-256. The writer of safetensors gives no digest, and what it wrote would
+    have to be read back."""
     flat = {name: np.ascontiguousarray(each).reshape(-1).view(np.uint8) for name, each in tensors.items()}
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     # The largest elements come first, so that all are aligned when the file is mapped.

@@ -27,6 +27,7 @@ from rlflow.groups.sampler import TaskSampler
 from rlflow.models.resolve import resolve_model, resolve_reward_model
 from rlflow.rundir.directory import RunDir, claim, rewound
 from rlflow.rundir.restarts import MAX_RESTARTS, Restarts, Setback, larger_setback
+from rlflow.rundir.store import RunState
 from rlflow.runtime.deadlines import within
 from rlflow.runtime.derived import by_device
 from rlflow.runtime.signals import Stopper
@@ -73,9 +74,10 @@ def train(config: Config) -> int:
     with claim(config) as run_dir:
         state = run_dir.state
         if state is not None and state.step >= config.run.steps:
-            already = f"{run_dir.path} already has {state.step} of {config.run.steps} steps; raise run.steps to go on"
-            print("\n".join([*run_dir.alarms, already]))
+            print(f"{run_dir.path} already has {state.step} of {config.run.steps} steps; raise run.steps to go on")
             return 0
+        if state is not None:
+            _check_same_tasks(run_dir, sampler, state)
         run = _Run(
             # Workers write to it too.
             config=replace(config, run=replace(config.run, dir=str(run_dir.path))),
@@ -85,7 +87,7 @@ def train(config: Config) -> int:
             evaluation_tasks=evaluation_tasks,
             model_path=model_path,
             reward_model_path=reward_model_path,
-            run_dir=_with_same_tasks(run_dir, sampler),
+            run_dir=run_dir,
         )
         with ray_cluster(config):
             run = replace(run, config=by_device(run.config, on_gpus=has_gpus()))
@@ -94,20 +96,17 @@ def train(config: Config) -> int:
     return 0 if ended_by is None else 128 + ended_by
 
 
-def _with_same_tasks(run_dir: RunDir, sampler: TaskSampler) -> RunDir:
-    """Raises ConfigError for other tasks than the checkpoint's. Edited ones become an alarm if a file accepts them."""
-    if run_dir.state is None:
-        return run_dir
-    sampler.restore(run_dir.state.sampler)
-    edited, accepted = sampler.edited(run_dir.state.sampler), run_dir.path / ACCEPT_EDITED
-    if not edited:
-        return run_dir
-    if not accepted.exists():
+def _check_same_tasks(run_dir: RunDir, sampler: TaskSampler, state: RunState) -> None:
+    """Raises ConfigError for other tasks than the checkpoint's, and for edited ones unless a file accepts them."""
+    sampler.restore(state.sampler)
+    edited, accepted = sampler.edited(state.sampler), run_dir.path / ACCEPT_EDITED
+    if edited and not accepted.exists():
         raise ConfigError(
             f"{edited} were edited since {run_dir.resume_from} was saved; restore the data, begin another run.dir, or "
             f"make the file {accepted} to go on with them as they are now"
         )
-    return replace(run_dir, alarms=(*run_dir.alarms, f"{edited} were edited, and {accepted.name} says to go on"))
+    if edited:
+        print(f"ALARM: {edited} were edited since {run_dir.resume_from} was saved; {accepted} accepts it", flush=True)
 
 
 async def _train(run: _Run) -> signal.Signals | None:
@@ -121,8 +120,6 @@ async def _train(run: _Run) -> signal.Signals | None:
         while True:
             with RunObserver(run.config, run.run_dir, run.setback) as observer:
                 fleet: Fleet | None = None
-                for text in run.run_dir.alarms:
-                    observer.alarm(text)
                 try:
                     fleet = await stopper.run_unless_stopped(_start(run, observer), observer.message)
                     if fleet is None:
@@ -168,6 +165,8 @@ async def _after(error: WorkerLost | PayloadLost, run: _Run, observer: RunObserv
     observer.phase("checking the checkpoint")
     checking = asyncio.to_thread(rewound, run.run_dir)
     run_dir = await within("checking the checkpoint", run.config.deadlines.checkpoint_s, checking)
+    for alarm in run_dir.alarms:
+        observer.alarm(alarm)
     step = run_dir.state.step if run_dir.state else 0
     number = restarts.count(error, step)
     setback = larger_setback(run.setback, observer.num_steps)

@@ -21,8 +21,8 @@ from rlflow.types import Task
 ROW_DIGITS = 16
 _NAMED = 5
 """Tasks that a message names."""
-_as_text = json.JSONEncoder(sort_keys=True, default=repr).encode
-"""What JSON does not have reaches no environment, so its text need only be the same each time."""
+_as_text = json.JSONEncoder(skipkeys=True, default=repr).encode
+"""What JSON does not have reaches no environment, so that any text will do for it."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -43,7 +43,7 @@ class RunDir:
     state: RunState | None = None
     """What that checkpoint says."""
     alarms: tuple[str, ...] = ()
-    """What the person who resumes must know: newer checkpoints that are damaged."""
+    """What a person must know: one for each newer checkpoint, which was damaged."""
 
     @property
     def ledger(self) -> Path:
@@ -90,6 +90,8 @@ def claim(config: Config) -> Iterator[RunDir]:
             _check_same_run(config, path)
             print(f"reading the newest checkpoint in {checkpoints.folder} to check it ...", flush=True)
         run_dir = rewound(RunDir(path=path, checkpoints=checkpoints, resume_from=None))
+        for alarm in run_dir.alarms:  # at once: whatever fails next, the folder has its new name
+            print(f"ALARM: {alarm}", flush=True)
         partial = path / "config.yaml.partial"
         partial.write_text(yaml.safe_dump(plain(config), sort_keys=False))
         sync(partial)

@@ -205,18 +205,22 @@ def begun(path: Path, *steps: int) -> None:
             write(run_dir.checkpoints, step)
 
 
-def test_a_run_is_claimed_with_its_newest_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_run_is_claimed_with_its_newest_whole_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its own ledger, which the processes of the run before wrote, does not matter."""
     begun(tmp_path, 4, 7)
     flip(tmp_path / "checkpoints" / "step_7" / "trainer" / "rank_0.safetensors")
     (tmp_path / "ledger.db").write_bytes(b"\xff" * 8192)
     (tmp_path / "ledger.db-wal").write_bytes(b"\xff" * 100)
+    reading = f"reading the newest checkpoint in {tmp_path}/checkpoints to check it ...\n"
     with claim(make_config(tmp_path)) as run_dir:
         assert (run_dir.resume_from, run_dir.state) == (tmp_path / "checkpoints" / "step_4", make_state(4))
-        assert len(run_dir.alarms) == 1
         assert counts_by_state(run_dir.ledger)["admitted"] == 4
-    with claim(make_config(tmp_path)) as run_dir:
-        assert run_dir.alarms == ()
+    assert capsys.readouterr().out == (
+        f"{reading}ALARM: checkpoint step_7 is damaged (trainer/rank_0.safetensors is not what was written) and is now "
+        "step_7.damaged; step_4 is whole, so that 3 steps are done again\n"
+    )
+    with claim(make_config(tmp_path)):
+        assert capsys.readouterr().out == reading
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", b"", b"run: [", b"run: 3\n"])
@@ -262,11 +266,11 @@ def test_a_driver_that_goes_on_after_a_loss_checks_too(tmp_path: Path) -> None:
         lost = WorkerLost("the trainer rank 0 died")
         after = asyncio.run(rlflow.run._after(lost, run, told, Restarts(7)))  # type: ignore[arg-type]
     assert after.run_dir.state == make_state(4)
-    assert after.run_dir.alarms[0].startswith("checkpoint step_7 is damaged (ledger.db is not what was written)")
     assert after.setback is not None
     assert after.setback.step == 8
-    (told_alarm,) = told.alarms
-    assert "the run goes on after step 4, which is the last that was saved, so that 4 are done again" in told_alarm
+    damaged, lost_steps = told.alarms
+    assert damaged.startswith("checkpoint step_7 is damaged (ledger.db is not what was written)")
+    assert "the run goes on after step 4, which is the last that was saved, so that 4 are done again" in lost_steps
 
 
 def test_verify_has_a_line_for_each_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,9 +310,9 @@ def test_edited_tasks_are_refused_before_anything_starts_unless_a_file_accepts_t
         state = RunState(step=1, version=1, sampler=sampler().state, ready=[])
         commit(run_dir.checkpoints, partial, state)
     with claim(config) as run_dir:
-        assert rlflow.run._with_same_tasks(run_dir, sampler()) == run_dir
+        rlflow.run._check_same_tasks(run_dir, sampler(), state)
+    assert "ALARM" not in capsys.readouterr().out
     make_rows(rows, "1", "2", "4")
-    capsys.readouterr()
     assert main(["train", *settings]) == 2
     out, error = capsys.readouterr()
     assert out == f"reading the newest checkpoint in {run}/checkpoints to check it ...\n"
@@ -318,8 +322,11 @@ def test_edited_tasks_are_refused_before_anything_starts_unless_a_file_accepts_t
     )
     (run / "accept_edited_tasks").touch()
     with claim(config) as run_dir:
-        (alarm,) = rlflow.run._with_same_tasks(run_dir, sampler()).alarms
-        assert alarm == "1 of 3 tasks ('rows/3') were edited, and accept_edited_tasks says to go on"
+        rlflow.run._check_same_tasks(run_dir, sampler(), state)
+        assert capsys.readouterr().out.splitlines()[-1] == (
+            f"ALARM: 1 of 3 tasks ('rows/3') were edited since {run}/checkpoints/step_1 was saved; "
+            f"{run}/accept_edited_tasks accepts it"
+        )
         make_rows(rows, "1", "2")
         with pytest.raises(ConfigError, match="the checkpoint was saved with other tasks than the 2 that"):
-            rlflow.run._with_same_tasks(run_dir, sampler())
+            rlflow.run._check_same_tasks(run_dir, sampler(), state)

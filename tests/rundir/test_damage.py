@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from checkpoints import commit, digests_of
 from composed import compose_recipe
+from fakes import FakeTrainer
 
 import rlflow.run
 from rlflow.cli import main
+from rlflow.cluster.calls import RayActorCritic
 from rlflow.config import Config
 from rlflow.environments.find import load_environment
 from rlflow.errors import CheckpointDamaged, ConfigError, RunError, WorkerLost
@@ -190,6 +192,14 @@ def test_a_file_without_a_digest_is_never_committed(tmp_path: Path) -> None:
     (partial / "ledger.db").write_bytes(b"12345")
     with pytest.raises(AssertionError, match=r"ledger\.db"):
         store.commit(partial, state_to_json(make_state(3)), digests)
+
+
+async def test_the_files_of_policy_and_critic_are_told_by_their_folders(tmp_path: Path) -> None:
+    both = RayActorCritic(FakeTrainer(), FakeTrainer())  # type: ignore[arg-type]
+    await both.snapshot()
+    digests = await both.write_snapshot(tmp_path / "trainer")
+    assert digests == digests_of(tmp_path / "trainer")
+    assert digests.keys() == {"trainer.json", "critic/trainer.json"}
 
 
 def make_config(path: Path) -> Config:

@@ -137,9 +137,9 @@ class EpisodeRunner:
         """The conversation of one episode."""
         return payload.messages
 
-    async def save_payloads(self, path: Path, *payloads: EpisodePayload) -> None:
+    async def save_payloads(self, path: Path, *payloads: EpisodePayload) -> str:
         with disk_errors("a checkpoint", path.parent):
-            await asyncio.to_thread(payload_files.save_payloads, path, payloads)
+            return await asyncio.to_thread(payload_files.save_payloads, path, payloads)
 
     async def load_payloads(self, path: Path) -> tuple[int | EpisodePayload, ...]:
         """The number of payloads in a file, then the payloads in the order in which they were saved.

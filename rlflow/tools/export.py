@@ -40,7 +40,7 @@ def export(run: Path, out: Path, *, step: int | None, dtype: str, adapter_only: 
     if step is not None and step not in steps:
         raise ConfigError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
     checkpoint = store.path(steps[-1] if step is None else step)
-    read_state(checkpoint)  # checks that every file has the size it was written with
+    read_state(checkpoint)  # checks every byte
     try:
         trained = yaml.safe_load((run / "config.yaml").read_text())["model"]
         model_path, trust = trained["path"], trained.get("trust_remote_code", False)

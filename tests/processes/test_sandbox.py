@@ -117,9 +117,12 @@ ECHO += "os.read(0, 9); time.sleep({rest})"
 
 
 @pytest.mark.parametrize(("code", "rest", "said"), [(0, 900, None), (3, 0, "sent\n")])
-async def test_two_programs_with_a_socket_between_them(method: str, code: int, rest: int, said: str | None) -> None:
+async def test_two_programs_with_a_socket_between_them(
+    method: str, code: int, rest: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "LINGER_SECONDS", 60.0)
     programs = [
-        sandbox.Linked(command=[sys.executable, "-c", source.format(code=code, rest=rest)], files={}, limits=QUICK)
+        sandbox.Linked(command=[sys.executable, "-c", source.format(code=code, rest=rest)], files={}, limits=ROOMY)
         for source in (WRITER, ECHO)
     ]
     first, second = await sandbox.run_linked(*programs)

@@ -4,8 +4,6 @@ The rules are in `rlflow.rollout.fleet`; this module does only what needs Ray.
 """
 
 import asyncio
-import os
-import subprocess
 from collections.abc import Awaitable, Sequence
 from typing import Any, NoReturn
 
@@ -13,7 +11,7 @@ import ray
 
 from rlflow.cluster.calls import answer, has_ended, wait_until_back
 from rlflow.cluster.runners import tell
-from rlflow.config import Config, DeadlinesConfig
+from rlflow.config import DeadlinesConfig
 from rlflow.errors import DeadlineError, EngineLost, RunError, WeightsOvertaken, WorkerError
 from rlflow.roles import StagedWeights
 from rlflow.runtime.deadlines import within
@@ -21,21 +19,8 @@ from rlflow.workers.engine.engine import RolloutEngine
 
 
 class EngineActor(RolloutEngine):
-    """A rollout engine whose vLLM processes never outlive it, however it ends."""
-
-    def __init__(self, config: Config, model_path: str, index: int, threads: int) -> None:
-        super().__init__(config, model_path, index, threads)
-        # vLLM does not notice that its parent was killed, and would keep its memory forever. So this process and its
-        # later children are a group of their own, which a shell kills when this process ends. The shell reads from a
-        # pipe that nobody else holds, so it cannot miss the end.
-        if os.getpgid(0) != os.getpid():
-            os.setpgid(0, 0)
-        kill_group = 'read -r _; kill -KILL -- "-$1" 2>/dev/null'
-        self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", kill_group, "rlflow-guard", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+    """A rollout engine that says when it ends. It leads a group, because vLLM does not notice that its parent was
+    killed, and would keep its memory forever."""
 
     async def linger(self) -> None:
         """Never returns: the call fails when this process ends."""

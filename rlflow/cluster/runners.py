@@ -16,6 +16,7 @@ from ray.experimental import get_local_object_locations
 
 from rlflow.cluster.calls import answer, has_ended, wait_until_back
 from rlflow.cluster.devices import Devices
+from rlflow.cluster.pulse import watched
 from rlflow.cluster.rewards import scorer_of
 from rlflow.cluster.slots import num_runners
 from rlflow.config import Config, ProcessKind
@@ -43,11 +44,11 @@ def start_runners(
     max_calls: int,
 ) -> list[Any]:
     """One actor for every few engines. `rewards` and `engines` are names of actors."""
-    actor: Any = ray.remote(RunnerActor)
+    actor = watched(RunnerActor, config)
     options = {"max_concurrency": max_calls, "max_restarts": -1}
     return [
         actor.options(**options, **devices.of(ProcessKind.runner, index)).remote(
-            config, model_path, spec.build, leases, rewards, engines
+            f"episode runner {index}", config, model_path, spec.build, leases, rewards, engines
         )
         for index, leases in enumerate(shares_of(spec.leases, num_runners(config)))
     ]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import ray
 
@@ -30,6 +30,7 @@ from rlflow.cluster.calls import (
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
 from rlflow.cluster.profile import profile
+from rlflow.cluster.pulse import watched
 from rlflow.cluster.ray import join_ray, private_ray
 from rlflow.cluster.rewards import start_rewards
 from rlflow.cluster.runners import RayRunners, start_runners
@@ -223,10 +224,11 @@ async def run_unless_lost(fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
 
 def _create_engines(config: Config, model_path: str, devices: Devices, threads: int) -> dict[str, Any]:
     """Name -> actor."""
+    actor = watched(EngineActor, config, leads_group=True)
     return {
-        (name := f"engine {index}"): ray.remote(EngineActor)
-        .options(name=name, max_concurrency=MANY_CALLS, max_restarts=-1, **devices.of(ProcessKind.engine, index))
-        .remote(config, model_path, index, threads)
+        (name := f"engine {index}"): actor.options(
+            name=name, max_concurrency=MANY_CALLS, max_restarts=-1, **devices.of(ProcessKind.engine, index)
+        ).remote(f"rollout engine {index}", config, model_path, index, threads)
         for index in range(config.rollout.engines)
     }
 
@@ -234,20 +236,23 @@ def _create_engines(config: Config, model_path: str, devices: Devices, threads: 
 def _create_ranks(config: Config, model_path: str, devices: Devices, threads: int, kind: ProcessKind) -> list[Any]:
     """The ranks of the trainer or of the critic."""
     # Beside the writes, all calls come on one thread, though not the main one: torch's and CUDA's settings of it hold.
-    actor = cast(Any, ray.remote)(concurrency_groups={DISK: 1, WATCH: 1}, runtime_env={"env_vars": ONE_ARENA})(
-        TrainerWorker
-    )
+    groups = {DISK: 1, WATCH: 1}
+    actor = watched(TrainerWorker, config, concurrency_groups=groups, runtime_env={"env_vars": ONE_ARENA})
     is_critic, count = kind is ProcessKind.critic, config.trainer.ranks
     return [
-        actor.options(**devices.of(kind, rank)).remote(config, model_path, rank, count, threads, is_critic=is_critic)
+        actor.options(**devices.of(kind, rank)).remote(
+            f"{kind.value} rank {rank}", config, model_path, rank, count, threads, is_critic=is_critic
+        )
         for rank in range(count)
     ]
 
 
 def _create_references(config: Config, model_path: str, devices: Devices, threads: int) -> list[Any]:
-    actor, count = cast(Any, ray.remote)(concurrency_groups={WATCH: 1})(ReferenceWorker), reference_ranks(config)
+    actor, count = watched(ReferenceWorker, config, concurrency_groups={WATCH: 1}), reference_ranks(config)
     return [
-        actor.options(**devices.of(ProcessKind.reference, rank)).remote(config, model_path, rank, count, threads)
+        actor.options(**devices.of(ProcessKind.reference, rank)).remote(
+            f"reference rank {rank}", config, model_path, rank, count, threads
+        )
         for rank in range(count)
     ]
 

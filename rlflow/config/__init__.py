@@ -236,6 +236,9 @@ class DeadlinesConfig:
     train_s: float = 1800.0
     weights_s: float = 600.0
     checkpoint_s: float = 1800.0
+    heartbeat_s: float = 20.0
+    """A process that is stopped, or does nothing and holds Python's lock, for as long is killed, and the run goes on as
+    after any other death. A long kernel, a long compile or a loaded machine is no reason."""
 
 
 @dataclass

@@ -12,6 +12,7 @@ from rlflow.groups.evaluation import Evaluation
 from rlflow.groups.ledger import DropReason
 from rlflow.roles import Runners
 from rlflow.rundir.directory import RunDir, plain
+from rlflow.rundir.killed import KilledLog
 from rlflow.rundir.restarts import Setback
 from rlflow.rundir.store import RunState
 from rlflow.runtime.deadlines import within
@@ -54,6 +55,7 @@ class RunObserver:
         self._trace = Trace(run_dir.path / "trace.json")
         self._trackers = open_trackers(config.trackers, run_dir.path, flatten(plain(config)))
         self._console = Console(config.run.steps, run_dir.path)
+        self._killed = KilledLog(run_dir.path)
         self._closing = ExitStack()
         for each in (self._file, self._evaluations, self._trace, *self._trackers):
             if each is not None:
@@ -71,6 +73,7 @@ class RunObserver:
         self._console.message(text)
 
     def alarm(self, text: str) -> None:
+        self._tell_of_the_hung()
         self._console.alarm(text)
 
     def phase(self, name: str) -> None:
@@ -125,6 +128,7 @@ class RunObserver:
         for tracker in self._trackers:
             tracker.log(report.step, record)
         self._console.step(record)
+        self._tell_of_the_hung()
         self._check(report, record)
         if self._setback is not None and report.step == self._setback.step:
             self.message(f"step {report.step} is done again, {self._setback.seconds:.0f} s after the loss")
@@ -141,6 +145,10 @@ class RunObserver:
             f"reward: first {len(first)} steps {sum(first) / len(first):.3f}, last {len(last)} steps "
             f"{sum(last) / len(last):.3f}\nreport: {report}"
         )
+
+    def _tell_of_the_hung(self) -> None:
+        for line in self._killed.news():
+            self._console.alarm(line)
 
     def _check(self, report: StepReport, record: StepRecord) -> None:
         if not report.outcome.applied:

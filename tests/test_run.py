@@ -281,9 +281,9 @@ def test_a_rank_that_hangs_is_lost_after_one_deadline_and_the_run_goes_on(tmp_pa
         rank.suspend()
         wait_for(process, "did not finish within its deadline of 10 s; raise deadlines.train_s if it takes this long")
         wait_for(process, "resumed at step 2 of 5, version 2")
-        assert not rank.is_running(), "a rank that hangs is killed"
         wait_for(process, "report: ")
         assert process.wait(timeout=TIMEOUT_S) == 0
+        assert not rank.is_running(), "a rank that hangs is killed"
     assert [record["step"] for record in metrics.read(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
     counts = counts_by_state(run / "ledger.db")
     assert (counts["trained"], counts["dropped_failed"]) == (10, 0)

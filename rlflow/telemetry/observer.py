@@ -80,7 +80,7 @@ class RunObserver:
 
     def dropped(self, group_id: int, reason: DropReason, detail: str) -> None:
         if reason in (DropReason.FAILED, DropReason.NO_VERDICT):
-            self._console.alarm(f"group {group_id} dropped ({reason}): {detail}")
+            self.alarm(f"group {group_id} dropped ({reason}): {detail}")
 
     def waiting(self, reason: str) -> None:
         self._console.message(f"no group to train on yet: {reason}")

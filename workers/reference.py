@@ -3,6 +3,7 @@
 import ray
 
 from rlflow.config import Config
+from rlflow.runtime import scratch
 from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.types import EpisodePayload, PayloadRef, TrainSample
 
@@ -11,6 +12,7 @@ class ReferenceWorker:
     """Wrapped by `ray.remote`; `start` loads the model that the run began with."""
 
     def __init__(self, config: Config, model_path: str, rank: int, num_ranks: int, threads: int) -> None:
+        scratch.enter(f"reference-{rank}")
         share_cpu(threads)
         keep_memory()
         self._config = config

@@ -15,6 +15,7 @@ from rlflow.cluster.calls import answer, has_ended, wait_until_back
 from rlflow.config import Config, DeadlinesConfig
 from rlflow.errors import DeadlineError, EngineLost, RunError, WeightsOvertaken, WorkerError
 from rlflow.roles import StagedWeights
+from rlflow.runtime import scratch
 from rlflow.runtime.deadlines import within
 from rlflow.workers.engine.engine import RolloutEngine
 
@@ -26,10 +27,12 @@ class EngineActor(RolloutEngine):
     """A rollout engine whose vLLM processes never outlive it, however it ends."""
 
     def __init__(self, config: Config, model_path: str, index: int, threads: int) -> None:
+        scratch.enter(f"engine-{index}")
         super().__init__(config, model_path, index, threads)
         # vLLM does not notice that its parent was killed, and would keep its memory forever. So this process and its
         # later children are a group of their own, which a shell kills when this process ends. The shell reads from a
-        # pipe that nobody else holds, so it cannot miss the end.
+        # pipe that nobody else holds, so it cannot miss the end. It
+        # holds the lock of the run's folder, because vLLM's processes write there.
         if os.getpgid(0) != os.getpid():
             os.setpgid(0, 0)
         kill_group = 'read -r _; kill -KILL -- "-$1" 2>/dev/null'
@@ -37,6 +40,7 @@ class EngineActor(RolloutEngine):
             ["/bin/sh", "-c", kill_group, "rlflow-guard", str(os.getpid())],
             stdin=subprocess.PIPE,
             start_new_session=True,
+            pass_fds=[scratch.hold()],
         )
 
     async def linger(self) -> None:

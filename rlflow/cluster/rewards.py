@@ -14,6 +14,7 @@ from rlflow.rewards.call import ChosenReward
 from rlflow.rewards.choose import ENVIRONMENT, choose_rewards, is_environment_alone
 from rlflow.rewards.client import EnvironmentScorer, RewardClient, Scorer
 from rlflow.rewards.pool import ScorerPool
+from rlflow.runtime import scratch
 from rlflow.types import Transcript, Verdict
 from rlflow.workers.reward_model import RewardModelWorker
 
@@ -35,7 +36,7 @@ def start_rewards(
         chosen = choose_rewards(config.reward, own)
         if is_environment_alone(chosen):
             return {}
-        worker = ray.remote(ScorerPool).options(name="reward", **options, **devices.of(ProcessKind.reward, 0))
+        worker = ray.remote(ScorerActor).options(name="reward", **options, **devices.of(ProcessKind.reward, 0))
         return {"reward": worker.remote(chosen, config.reward.workers, config.reward.timeout_s)}
     return {
         f"reward model {index}": ray.remote(RewardModelWorker)
@@ -51,6 +52,14 @@ def scorer_of(config: Config, names: Sequence[str]) -> Scorer:
         return RewardClient([RayReward(name) for name in names], patience_s=config.deadlines.start_s)
     (weight,) = config.reward.weights or (1.0,)
     return EnvironmentScorer(ChosenReward(name=ENVIRONMENT, function=None, weight=weight))
+
+
+class ScorerActor(ScorerPool):
+    """The processes that score, as an actor."""
+
+    def __init__(self, rewards: Sequence[ChosenReward], workers: int, timeout_s: float) -> None:
+        scratch.enter("reward")
+        super().__init__(rewards, workers, timeout_s)
 
 
 class RayReward:

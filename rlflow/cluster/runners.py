@@ -24,6 +24,7 @@ from rlflow.envs.base import Environment, EnvironmentSpec, Program
 from rlflow.errors import WorkerError, WorkerLost
 from rlflow.rollout.client import EngineHandle
 from rlflow.rollout.gateway.server import Gateway
+from rlflow.runtime import scratch
 from rlflow.runtime.deadlines import within
 from rlflow.types import EpisodePayload, GroupOrder, Message, PayloadRef, PlayedGroup
 from rlflow.workers.runner import EpisodeRunner
@@ -72,6 +73,7 @@ class RunnerActor(EpisodeRunner):
         rewards: list[str],
         engines: list[str],
     ) -> None:
+        scratch.enter()
         found = [cast(EngineHandle, ray.get_actor(name)) for name in engines]
         self._pool = EnvironmentPool(build, config.env.processes, leases, lease_timeout_s=config.deadlines.group_s)
         self._gateway = Gateway()

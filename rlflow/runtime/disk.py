@@ -1,4 +1,4 @@
-"""Where temporary files go, how files last, and what a person is told when the disk is full."""
+"""How files last, and what a person is told when the disk is full."""
 
 import errno
 import os
@@ -12,8 +12,6 @@ from safetensors import SafetensorError
 
 from rlflow.errors import RunError
 
-TEMPORARY = "/tmp"
-"""The folder for sockets, whatever TMPDIR says: a socket's path has at most 107 bytes."""
 RESUMES = "run the same command again: it resumes from the last complete checkpoint"
 
 

@@ -14,6 +14,7 @@ from rlflow.batching import MicroBatchPlan, plan_micro_batches
 from rlflow.config import Backend, Config, Offload
 from rlflow.errors import ConfigError
 from rlflow.roles import StagedWeights, StepOutcome
+from rlflow.runtime import scratch
 from rlflow.runtime.derived import num_shares
 from rlflow.runtime.disk import disk_errors
 from rlflow.runtime.environment import keep_memory, share_cpu
@@ -37,6 +38,7 @@ class TrainerWorker:
     def __init__(
         self, config: Config, model_path: str, rank: int, world_size: int, threads: int, is_critic: bool = False
     ) -> None:
+        scratch.enter(f"{'critic' if is_critic else 'trainer'}-{rank}")
         share_cpu(threads)
         keep_memory()
         if is_critic:

@@ -10,20 +10,17 @@ import contextlib
 import fcntl
 import os
 import select
-import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 
 from rlflow.processes.sandbox import linux, namespaces, protocol
 from rlflow.processes.sandbox.init import run_init
 from rlflow.processes.sandbox.protocol import BUBBLEWRAP, FILTERS, NAMESPACES, ProgramReport, ProgramRequest
+from rlflow.runtime.trees import remove_tree
 
 SET_UP_SECONDS = 30.0
-REMOVE_SECONDS = 60.0
 
 
 def main() -> None:
@@ -45,8 +42,10 @@ def main() -> None:
 
 def _supervise(request: ProgramRequest, connection: socket.socket) -> ProgramReport:
     linux.prctl("CHILD_SUBREAPER", linux.PR_SET_CHILD_SUBREAPER, 1)
-    folder = tempfile.mkdtemp(prefix="rlflow-sandbox-") if request["method"] == FILTERS else None
+    folder = request["folder"] if request["method"] == FILTERS else None
     try:
+        if folder is not None:
+            os.mkdir(folder, 0o700)
         if request["method"] == NAMESPACES:
             namespaces.leave()
         return _Watch(request, connection).run(folder)
@@ -54,16 +53,7 @@ def _supervise(request: ProgramRequest, connection: socket.socket) -> ProgramRep
         return ProgramReport(failure=str(error), status=None, is_timed_out=False, seconds=0.0)
     finally:
         if folder is not None:
-            _remove(folder)
-
-
-def _remove(folder: str) -> None:
-    """Also a tree that is deeper than a path may be long, or that lacks permissions."""
-    for words in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-        subprocess.run(
-            [*words, "--", folder], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=REMOVE_SECONDS
-        )
-    shutil.rmtree(folder, ignore_errors=True)
+            remove_tree(folder)
 
 
 class _Watch:

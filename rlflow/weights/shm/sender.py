@@ -45,6 +45,8 @@ class AdapterSender(WeightSender):
                 return
             self._num_machines += 1
             if lacking[0] == rank:
+                for left in arena_path(folder, "").parent.glob(f"{arena_path(folder, '').name}*"):
+                    left.unlink(missing_ok=True)  # of a trainer that this one replaces
                 self._arena = Arena(self._specs(), folder, label=label)
             self._meet()  # nobody looks before it is there
 

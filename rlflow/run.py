@@ -82,7 +82,7 @@ def train(config: Config) -> int:
             run_dir=run_dir,
             state=state,
         )
-        with ray_cluster(run.config):
+        with ray_cluster(run.config, run_dir.path):
             run = replace(run, config=by_device(run.config, on_gpus=has_gpus()))
             check(run.config)  # what null has become may be refused
             ended_by = asyncio.run(_train(run))

@@ -66,8 +66,11 @@ _EVERYWHERE = {
 
 
 @contextmanager
-def ray_cluster(config: Config) -> Iterator[None]:
-    """Join `cluster.address`, or start Ray on this machine for as long as the block lasts."""
+def ray_cluster(config: Config, run_dir: Path | None = None) -> Iterator[None]:
+    """Join `cluster.address`, or start Ray on this machine for as long as the block lasts.
+
+    `run_dir` is the directory of the run that this is for; see `scratch.opened`.
+    """
     if ray.is_initialized():
         raise ConfigError("Ray is already running in this process; start rlflow in a process of its own")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -77,7 +80,7 @@ def ray_cluster(config: Config) -> Iterator[None]:
         os.environ.setdefault(name, value)
     quiet = {"log_to_driver": False, "logging_level": "error"}
     with ExitStack() as stack:
-        folder = stack.enter_context(scratch.opened(None if config.run.dir is None else Path(config.run.dir)))
+        folder = stack.enter_context(scratch.opened(run_dir))
         if config.cluster.address is not None:
             # The processes of a cluster that is there do not have this process's environment.
             theirs = {**_EVERYWHERE, scratch.VARIABLE: str(folder)}

@@ -35,17 +35,20 @@ MAX_LOG_BYTES, MAX_LOGS_BYTES = 1 << 20, 32 << 20
 _PREFIX = "rlflow-run-"
 _RUN_DIR = "run_dir"
 _NO_LINK = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_making = threading.Lock()
 _held: dict[Path, int] = {}
 """Folder -> the descriptor with which this process shares its lock."""
 
 
 @contextmanager
 def opened(run_dir: Path | None = None) -> Iterator[Path]:
-    """A new folder for the run in `run_dir`, as long as the block lasts; what dead runs left is removed first.
+    """A new folder, as long as the block lasts.
 
-    If the run fails, what its processes logged is copied to run_dir/logs, and a note of the error says so.
+    With the directory of a run: what dead runs left is removed first. If the run fails, what its processes logged is
+    copied to run_dir/logs, and a note of the error says so.
     """
-    leavings(run_dir, remove=True)
+    if run_dir is not None:
+        leavings(run_dir, remove=True)
     owner = os.getpid()
     path = ROOT / f"{_PREFIX}{os.urandom(6).hex()}"
     _held[path] = _hold(path)
@@ -63,15 +66,17 @@ def opened(run_dir: Path | None = None) -> Iterator[Path]:
             _lock_alone(lock, END_S)
             _remove_run(path)
             os.close(lock)
-            leavings(remove=True)  # what was still ending when this run began
+            if run_dir is not None:
+                leavings(remove=True)  # what was still ending when this run began
 
 
 def folder() -> Path:
     """The folder of the run that this process belongs to. A process of no run gets one of its own until it ends."""
-    if VARIABLE not in os.environ:
-        stack = ExitStack()
-        stack.enter_context(opened())
-        atexit.register(stack.close)
+    with _making:
+        if VARIABLE not in os.environ:
+            stack = ExitStack()
+            stack.enter_context(opened())
+            atexit.register(stack.close)
     return Path(os.environ[VARIABLE])
 
 

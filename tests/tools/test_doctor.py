@@ -99,6 +99,7 @@ HERE = Here(
     run_dir=ROOMY,
     ray_dir=replace(ROOMY, path="/tmp/ray"),
     hub_dir=replace(ROOMY, path="/data/hub"),
+    left_behind={},
     open_files=(1024, 65536),
     loopback_problem="",
     hostname_problem="",
@@ -231,6 +232,13 @@ def test_a_head_that_computes_nothing_has_no_lines_about_computing() -> None:
             "shared memory",
             "Ray would keep its objects on a disk",
             "--shm-size=5g",
+        ),
+        (
+            {"left_behind": {"/tmp/rlflow-run-0123456789ab": 3 * GIB}},
+            "warning",
+            "left behind",
+            "/tmp/rlflow-run-0123456789ab, 3.00 GiB with its shared memory, of a run that was killed",
+            "rlflow doctor --clean",
         ),
         (
             {"run_dir": Space(path="/data/run", total=100 * GIB, free=19 * GIB)},

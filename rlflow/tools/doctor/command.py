@@ -1,7 +1,8 @@
-"""`rlflow doctor [key=value ...] [--cluster] [--json]`."""
+"""`rlflow doctor [key=value ...] [--cluster] [--clean] [--json]`."""
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 from rlflow.cluster.placement import machines_taken
 from rlflow.config import Config
 from rlflow.errors import ConfigError
+from rlflow.runtime import scratch
 from rlflow.runtime.derived import by_device
 from rlflow.tools.doctor.findings import Finding, as_json, as_text, check_placement, in_order
 from rlflow.tools.doctor.machine import check_machine, needs_of
 from rlflow.tools.doctor.trials import look
+from rlflow.tools.dry_run.memory import size
 
 
 def names_run(words: Sequence[str]) -> bool:
@@ -20,8 +23,11 @@ def names_run(words: Sequence[str]) -> bool:
     return any(word.startswith(("recipe=", "model.path=")) for word in words)
 
 
-def doctor(config: Config, *, is_run: bool, cluster: bool, json_wanted: bool) -> int:
-    """Print what was found; the exit code is 1 when something of it is an error. Raises ConfigError."""
+def doctor(config: Config, *, is_run: bool, cluster: bool, clean: bool, json_wanted: bool) -> int:
+    """Print what was found; the exit code is 1 when something of it is an error. Raises ConfigError.
+
+    `clean` first removes what killed runs of this user have left on this machine.
+    """
     run_dir = Path(config.run.dir or "runs").absolute()
     is_for_pods = config.cluster.kubernetes.image is not None
     if cluster and is_for_pods:
@@ -30,6 +36,9 @@ def doctor(config: Config, *, is_run: bool, cluster: bool, json_wanted: bool) ->
             "pods to come; leave it out, or run in the head's pod of a job: "
             "kubectl exec -it POD -- rlflow doctor cluster=ray --cluster"
         )
+    if clean:
+        for path, num_bytes in scratch.leavings(remove=True).items():
+            print(f"removed {path} ({size(num_bytes)})", file=sys.stderr)
     if cluster:
         from rlflow.tools.doctor.cluster import examine_cluster  # imports Ray
 

@@ -54,7 +54,8 @@ class Arena:
         """
         self.slots, self.num_bytes = lay_out(specs)
         self.buckets = cut_buckets(self.slots, bucket_bytes)
-        self.path = arena_path(folder, label or secrets.token_hex(8))
+        # Whose it is, so that it goes with the run's other temporary files.
+        self.path = folder / f"{scratch.folder().name}-{label or secrets.token_hex(8)}"
         file = _create_file(self.path, self.num_bytes)
         self._close = weakref.finalize(self, _close_file, self.path, file)
         self._bytes: torch.Tensor | None = torch.frombuffer(mmap.mmap(file, self.num_bytes), dtype=torch.uint8)
@@ -147,11 +148,6 @@ def tensor_at(arena_bytes: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
     """The tensor of `slot` as a view of the arena's bytes (uint8, [num_bytes])."""
     found = arena_bytes[slot.offset : slot.offset + slot.num_bytes]
     return found.view(getattr(torch, slot.dtype)).view(slot.shape)
-
-
-def arena_path(folder: Path, label: str) -> Path:
-    """Where an arena of this run with this label is; it is removed with the run's other temporary files."""
-    return folder / f"{scratch.folder().name}-{label}"
 
 
 def _create_file(path: Path, num_bytes: int) -> int:

@@ -21,6 +21,7 @@ from rlflow.config import Config, Update
 from rlflow.environments.find import load_environment
 from rlflow.errors import RunError, StaleGroup
 from rlflow.models.resolve import resolve_model
+from rlflow.runtime import scratch
 from rlflow.types import EpisodeEnd, GroupOrder, PlayedGroup, Task
 
 pytestmark = pytest.mark.slow
@@ -167,6 +168,8 @@ async def test_killed_engines_come_back_with_the_current_weights_and_lose_no_epi
 
         await kill_and_recover(on, kill_vllm, engine=1, version=3)
         assert await on.process(0) != actor
+        # What each engine's predecessor left is gone; its own meeting place is there.
+        assert [len([*scratch.folder().glob(f"engine-{index}/vllm_dist_*")]) for index in (0, 1)] == [1, 1]
         first, again, second, _ = on.alarms
         assert "rollout engine 0 died" in first
         assert re.search("^rollout engine 0 serves again, [0-9]+ s after it was lost$", again)

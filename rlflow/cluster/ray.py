@@ -94,8 +94,11 @@ def agents_end_with_this_process() -> Iterator[None]:
 
 def _is_agent(process: psutil.Process) -> bool:
     """Whether Ray started the process as an agent, which takes a title of its own later."""
-    words = process.cmdline()
-    return any(word.endswith(("agent.py", "agent/main.py")) for word in words) or words[0].endswith("Agent")
+    try:
+        words = [word.strip() for word in process.cmdline()]
+    except psutil.NoSuchProcess:
+        return False  # a worker that was not needed
+    return any(word.endswith(("/agent.py", "/agent/main.py", "Agent")) for word in words)
 
 
 def _read_variables_again() -> None:

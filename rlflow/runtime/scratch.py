@@ -52,12 +52,13 @@ def opened(run_dir: Path | None = None) -> Iterator[Path]:
     owner = os.getpid()
     path = ROOT / f"{_PREFIX}{os.urandom(6).hex()}"
     _held[path] = _hold(path)
-    (path / _RUN_DIR).write_text(str(run_dir))
     try:
+        (path / _RUN_DIR).write_text(str(run_dir))
         with variables({VARIABLE: str(path)}):
             yield path
     except Exception as error:
         if run_dir is not None and not isinstance(error, ConfigError):
+            _lock_alone(_held[path], END_S)  # until all has been logged
             _point_to_logs(error, path, run_dir)
         raise
     finally:
@@ -91,6 +92,13 @@ def hold() -> int:
     return _held[path]
 
 
+def part_of(name: str) -> Path:
+    """A folder in the run's folder."""
+    place = folder() / name
+    place.mkdir(exist_ok=True)
+    return place
+
+
 def enter(part: str = "") -> None:
     """Begin an actor: it belongs to its run, and keeps its temporary files, as does all that it starts, in the folder.
 
@@ -101,10 +109,9 @@ def enter(part: str = "") -> None:
     import tempfile  # late, to keep the processes small that only hold the lock
 
     hold()
-    place = folder() / (part or "tmp")
-    if part and place.exists():
-        _remove(place)
-    place.mkdir(exist_ok=True)
+    if part:
+        _remove(part_of(part))
+    place = part_of(part or "tmp")
     # This is a cache, which torch would keep in TMPDIR; later runs find it again.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.geteuid()}")
     os.environ["TMPDIR"] = tempfile.tempdir = str(place)

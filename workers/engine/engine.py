@@ -100,7 +100,7 @@ class RolloutEngine:
     async def _build(self) -> None:
         # vLLM leaves the files of its sockets behind. Its process says that it is ready before it has connected to all
         # of them; once it has answered a call, nobody else will.
-        folder = tempfile.TemporaryDirectory(prefix="vllm-", dir=scratch.folder())
+        folder = tempfile.TemporaryDirectory(prefix="vllm-", dir=scratch.part_of(f"engine-{self._index}"))
         with folder as sockets, variables({"VLLM_RPC_BASE_PATH": sockets}):
             self._llm = await asyncio.to_thread(self._start_vllm)
             await self._llm.is_sleeping()

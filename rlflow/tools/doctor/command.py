@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ def names_run(words: Sequence[str]) -> bool:
 def doctor(config: Config, *, is_run: bool, cluster: bool, clean: bool, json_wanted: bool) -> int:
     """Print what was found; the exit code is 1 when something of it is an error. Raises ConfigError.
 
-    `clean` first removes what killed runs of this user have left on this machine.
+    `clean` looks at nothing, and removes what killed runs of this user have left on this machine.
     """
     run_dir = Path(config.run.dir or "runs").absolute()
     is_for_pods = config.cluster.kubernetes.image is not None
@@ -37,8 +36,12 @@ def doctor(config: Config, *, is_run: bool, cluster: bool, clean: bool, json_wan
             "kubectl exec -it POD -- rlflow doctor cluster=ray --cluster"
         )
     if clean:
-        for path, num_bytes in scratch.leavings(remove=True).items():
-            print(f"removed {path} ({size(num_bytes)})", file=sys.stderr)
+        if cluster:
+            raise ConfigError("--clean is about this machine; leave --cluster out, and call it on each node")
+        removed = {str(path): num_bytes for path, num_bytes in scratch.leavings(remove=True).items()}
+        lines = [f"removed {path}, {size(num_bytes)} with its shared memory" for path, num_bytes in removed.items()]
+        print(json.dumps(removed) if json_wanted else "\n".join(lines or ["no killed run has left anything"]))
+        return 0
     if cluster:
         from rlflow.tools.doctor.cluster import examine_cluster  # imports Ray
 

@@ -83,7 +83,7 @@ def ray_cluster(config: Config, run_dir: Path | None = None) -> Iterator[None]:
         folder = stack.enter_context(scratch.opened(run_dir))
         if config.cluster.address is not None:
             # The processes of a cluster that is there do not have this process's environment.
-            theirs = {**_EVERYWHERE, scratch.VARIABLE: str(folder)}
+            theirs = {**_EVERYWHERE, scratch.VARIABLE: os.environ[scratch.VARIABLE]}
             join_ray(config.cluster.address, **quiet, runtime_env={"env_vars": theirs})
             stack.callback(ray.shutdown)
         else:

@@ -1,9 +1,9 @@
 """The temporary files of a run: one folder a run and machine, which goes when no process of the run lives any more.
 
-    /tmp/rlflow-run-0123456789ab/          nobody but its user can enter it
+    /tmp/rlflow-run-0123456789ab-1000/     of user 1000, who alone can enter it
         token, ray/                        of a Ray that the run started
         engine-0/, trainer-1/, tmp/ ...    TMPDIR of the actors and of all that they start
-    /dev/shm/rlflow-run-0123456789ab-*     shared memory: the name says whose it is
+    /dev/shm/rlflow-run-0123456789ab-1000-*  shared memory: the name says whose it is
 
 Each process of the run shares a lock (flock) of the folder, which the kernel releases however the process ends. Who can
 take it alone may remove everything. The lock is on the folder itself: what tidies up /tmp (systemd-tmpfiles) leaves
@@ -24,10 +24,10 @@ from rlflow.runtime.environment import variables
 from rlflow.runtime.trees import remove_tree
 
 ROOT = Path("/tmp")
-"""Where the folders are, whatever TMPDIR says: Ray adds 68 bytes to the path of its sockets, which has at most 107."""
+"""Where the folders are, whatever TMPDIR says: Ray adds 68 bytes to the path for its sockets, which has at most 107."""
 SHARED = Path("/dev/shm")
 VARIABLE = "RLFLOW_SCRATCH"
-"""The folder of the run, for all that it starts, also on other machines."""
+"""The run's name, for all that it starts, also on other machines and there perhaps as another user."""
 END_S = 10.0
 """How long the last processes of a run may take to end before its folder is removed all the same."""
 MAX_LOG_BYTES, MAX_LOGS_BYTES = 1 << 20, 32 << 20
@@ -50,11 +50,12 @@ def opened(run_dir: Path | None = None) -> Iterator[Path]:
     if run_dir is not None:
         leavings(run_dir, remove=True)
     owner = os.getpid()
-    path = ROOT / f"{_PREFIX}{os.urandom(6).hex()}"
+    name = f"{_PREFIX}{os.urandom(6).hex()}"
+    path = _folder_of(name)
     _held[path] = _hold(path)
     try:
         (path / _RUN_DIR).write_text(str(run_dir))
-        with variables({VARIABLE: str(path)}):
+        with variables({VARIABLE: name}):
             yield path
     except Exception as error:
         if run_dir is not None and not isinstance(error, ConfigError):
@@ -78,7 +79,7 @@ def folder() -> Path:
             stack = ExitStack()
             stack.enter_context(opened())
             atexit.register(stack.close)
-    return Path(os.environ[VARIABLE])
+    return _folder_of(os.environ[VARIABLE])
 
 
 def hold() -> int:
@@ -145,6 +146,10 @@ def leavings(run_dir: Path | None = None, *, remove: bool) -> dict[Path, int]:
         finally:
             os.close(lock)
     return found
+
+
+def _folder_of(name: str) -> Path:
+    return ROOT / f"{name}-{os.geteuid()}"
 
 
 def _hold(path: Path) -> int:

@@ -81,10 +81,11 @@ import ray
 from pathlib import Path
 from rlflow.cluster.start import ray_cluster
 from rlflow.config import Config
+from rlflow.runtime import scratch
 with ray_cluster(Config(), Path(sys.argv[1])):
     from ray._private import worker
     raylet = worker._global_node.all_processes["raylet"][0].process.pid
-    print(os.environ["RLFLOW_SCRATCH"], raylet, flush=True)
+    print(scratch.folder(), raylet, flush=True)
     sys.stdin.read()
 """
 

@@ -70,7 +70,7 @@ def left() -> list[str]:
 def test_a_run_has_one_folder_that_only_its_user_can_enter_and_that_goes_with_it(tmp_path: Path) -> None:
     with scratch.opened(tmp_path) as folder:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert os.environ[scratch.VARIABLE] == str(folder) == str(scratch.folder())
+        assert folder == scratch.folder() == scratch.ROOT / f"{os.environ[scratch.VARIABLE]}-{os.geteuid()}"
         assert left() == [folder.name]
     assert left() == []
     assert scratch.VARIABLE not in os.environ
@@ -98,7 +98,7 @@ import os, sys
 from pathlib import Path
 from rlflow.runtime import scratch
 scratch.ROOT, scratch.SHARED, folder = map(Path, sys.argv[1:4])
-os.environ[scratch.VARIABLE] = str(folder)
+os.environ[scratch.VARIABLE] = folder.name.rpartition("-")[0]
 scratch.enter("engine-0")
 print(os.environ["TMPDIR"], flush=True)
 sys.stdin.read()
@@ -126,8 +126,8 @@ def test_a_program_that_a_process_of_the_run_started_does_not_keep_its_folder(tm
 def test_the_first_process_on_another_machine_makes_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with driver(tmp_path / "a") as (killed, old):
         kill(killed)
-        folder = scratch.ROOT / "rlflow-run-ba9876543210"
-        monkeypatch.setenv(scratch.VARIABLE, str(folder))
+        monkeypatch.setenv(scratch.VARIABLE, "rlflow-run-ba9876543210")
+        folder = scratch.folder()
         lock = scratch.hold()
         assert not old.exists()
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -198,15 +198,15 @@ def test_no_link_is_followed_and_nothing_of_others_is_touched(tmp_path: Path, mo
     precious = tmp_path / "precious"
     (precious / "logs").mkdir(parents=True)
     (precious / "logs/file").write_text("kept")
-    prepared = scratch.ROOT / "rlflow-run-0123456789ab"
+    prepared = scratch.ROOT / f"rlflow-run-0123456789ab-{os.geteuid()}"
     prepared.symlink_to(precious)
     (scratch.SHARED / f"{prepared.name}-weights").symlink_to(precious / "logs/file")
     (scratch.ROOT / "rlflow-run-file").touch()
     (scratch.ROOT / "rlflow-runs").mkdir()
     before = left()
     assert scratch.leavings(remove=True) == {}
-    monkeypatch.setenv(scratch.VARIABLE, str(prepared))
-    with pytest.raises(ConfigError, match="rlflow-run-0123456789ab must be a folder that only this user can enter"):
+    monkeypatch.setenv(scratch.VARIABLE, "rlflow-run-0123456789ab")
+    with pytest.raises(ConfigError, match="-[0-9]+ must be a folder that only this user can enter"):
         scratch.hold()
     assert left() == before
 
@@ -226,17 +226,17 @@ def test_no_link_is_followed_and_nothing_of_others_is_touched(tmp_path: Path, mo
 
 @pytest.mark.parametrize("mode", [0o777, 0o750])
 def test_a_folder_that_others_can_enter_is_refused(mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_to_all = scratch.ROOT / "rlflow-run-0123456789ab"
+    open_to_all = scratch.ROOT / f"rlflow-run-0123456789ab-{os.geteuid()}"
     open_to_all.mkdir()
     open_to_all.chmod(mode)
-    monkeypatch.setenv(scratch.VARIABLE, str(open_to_all))
+    monkeypatch.setenv(scratch.VARIABLE, "rlflow-run-0123456789ab")
     with pytest.raises(ConfigError, match="only this user can enter"):
         scratch.hold()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of somebody else")
 def test_a_folder_of_another_user_is_left_alone_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = scratch.ROOT / "rlflow-run-0123456789ab"
+    theirs = scratch.ROOT / f"rlflow-run-0123456789ab-{os.geteuid()}"
     theirs.mkdir(mode=0o700)
     memory = scratch.SHARED / f"{theirs.name}-weights"
     memory.touch()
@@ -244,7 +244,7 @@ def test_a_folder_of_another_user_is_left_alone_and_refused(monkeypatch: pytest.
         os.chown(path, 12345, 12345)
     assert scratch.leavings(remove=True) == {}
     assert left() == [theirs.name, memory.name]
-    monkeypatch.setenv(scratch.VARIABLE, str(theirs))
+    monkeypatch.setenv(scratch.VARIABLE, "rlflow-run-0123456789ab")
     with pytest.raises(ConfigError, match="only this user can enter"):
         scratch.hold()
     os.chown(theirs, os.geteuid(), os.getegid())

@@ -3,7 +3,6 @@
 import ray
 
 from rlflow.config import Config
-from rlflow.runtime import scratch
 from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.types import EpisodePayload, PayloadRef, TrainSample
 
@@ -12,7 +11,6 @@ class ReferenceWorker:
     """Wrapped by `ray.remote`; `start` loads the model that the run began with."""
 
     def __init__(self, config: Config, model_path: str, rank: int, num_ranks: int, threads: int) -> None:
-        scratch.enter(f"reference-{rank}")
         share_cpu(threads)
         keep_memory()
         self._config = config
@@ -21,10 +19,10 @@ class ReferenceWorker:
         self._num_ranks = num_ranks
 
     def rendezvous(self) -> str:
-        """An address for the ranks to meet at; loopback unless they are on several machines."""
+        """Where the ranks may meet."""
         from rlflow.workers.trainer.process_group import new_rendezvous
 
-        return new_rendezvous()
+        return new_rendezvous(on_one_machine=self._config.cluster.address is None)
 
     def start(self, rendezvous: str) -> None:
         from rlflow.workers.trainer.frozen import FrozenPolicy

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from rlflow.batching import Conversation, row_tokens
 from rlflow.config import Config
 from rlflow.rewards.call import invalid
-from rlflow.runtime import scratch
 from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.types import EpisodeEnd, Transcript, Verdict
 
@@ -32,7 +31,6 @@ class RewardModelWorker:
     """Wrapped by `ray.remote`. An actor that was restarted loads its model at the first request."""
 
     def __init__(self, config: Config, folder: str, threads: int) -> None:
-        scratch.enter()
         share_cpu(threads)
         keep_memory()
         self._config = config

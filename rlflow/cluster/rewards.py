@@ -7,6 +7,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from rlflow.cluster.devices import Devices
+from rlflow.cluster.pulse import watched
 from rlflow.config import Config, ProcessKind
 from rlflow.envs.base import RewardFunction
 from rlflow.errors import RewardLost, first_line
@@ -14,7 +15,6 @@ from rlflow.rewards.call import ChosenReward
 from rlflow.rewards.choose import ENVIRONMENT, choose_rewards, is_environment_alone
 from rlflow.rewards.client import EnvironmentScorer, RewardClient, Scorer
 from rlflow.rewards.pool import ScorerPool
-from rlflow.runtime import scratch
 from rlflow.types import Transcript, Verdict
 from rlflow.workers.reward_model import RewardModelWorker
 
@@ -36,12 +36,14 @@ def start_rewards(
         chosen = choose_rewards(config.reward, own)
         if is_environment_alone(chosen):
             return {}
-        worker = ray.remote(ScorerActor).options(name="reward", **options, **devices.of(ProcessKind.reward, 0))
-        return {"reward": worker.remote(chosen, config.reward.workers, config.reward.timeout_s)}
+        actor, name = watched(ScorerPool, config), "reward"
+        worker = actor.options(name=name, **options, **devices.of(ProcessKind.reward, 0))
+        return {name: worker.remote(name, chosen, config.reward.workers, config.reward.timeout_s)}
+    actor = watched(RewardModelWorker, config)
     return {
-        f"reward model {index}": ray.remote(RewardModelWorker)
-        .options(name=f"reward model {index}", **options, **devices.of(ProcessKind.reward_model, index))
-        .remote(config, model_path, threads)
+        (name := f"reward model {index}"): actor.options(
+            name=name, **options, **devices.of(ProcessKind.reward_model, index)
+        ).remote(name, config, model_path, threads)
         for index in range(config.reward.model_replicas)
     }
 
@@ -52,14 +54,6 @@ def scorer_of(config: Config, names: Sequence[str]) -> Scorer:
         return RewardClient([RayReward(name) for name in names], patience_s=config.deadlines.start_s)
     (weight,) = config.reward.weights or (1.0,)
     return EnvironmentScorer(ChosenReward(name=ENVIRONMENT, function=None, weight=weight))
-
-
-class ScorerActor(ScorerPool):
-    """The processes that score, as an actor."""
-
-    def __init__(self, rewards: Sequence[ChosenReward], workers: int, timeout_s: float) -> None:
-        scratch.enter("reward")
-        super().__init__(rewards, workers, timeout_s)
 
 
 class RayReward:

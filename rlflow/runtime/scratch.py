@@ -2,7 +2,7 @@
 
     /tmp/rlflow-run-0123456789ab-1000/     of user 1000, who alone can enter it
         token, ray/                        of a Ray that the run started
-        engine-0/, trainer-1/, tmp/ ...    TMPDIR of the actors and of all that they start
+        rollout-engine-0/, reward/ ...     TMPDIR of each actor and of all that it starts
     /dev/shm/rlflow-run-0123456789ab-1000-*  shared memory: the name says whose it is
 
 Each process of the run shares a lock (flock) of the folder, which the kernel releases however the process ends. Who can
@@ -93,26 +93,18 @@ def hold() -> int:
     return _held[path]
 
 
-def part_of(name: str) -> Path:
-    """A folder in the run's folder."""
-    place = folder() / name
-    place.mkdir(exist_ok=True)
-    return place
+def enter(part: str) -> None:
+    """Begin an actor, which keeps its temporary files, as does all that it starts, in a part of the folder of its own.
 
-
-def enter(part: str = "") -> None:
-    """Begin an actor: it belongs to its run, and keeps its temporary files, as does all that it starts, in the folder.
-
-    With a `part` of its own: what is there already was left by a process that this one replaces, and is removed.
+    What is there already was left by a process that this one replaces, and is removed.
     """
-    if VARIABLE not in os.environ:
-        return
     import tempfile  # late, to keep the processes small that only hold the lock
 
     hold()
-    if part:
-        _remove(part_of(part))
-    place = part_of(part or "tmp")
+    place = folder() / part
+    if place.exists():
+        _remove(place)
+    place.mkdir()
     # This is a cache, which torch would keep in TMPDIR; later runs find it again.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.geteuid()}")
     os.environ["TMPDIR"] = tempfile.tempdir = str(place)

@@ -143,7 +143,7 @@ def test_a_restarted_actor_removes_what_its_predecessor_left(tmp_path: Path, mon
     monkeypatch.setattr("tempfile.tempdir", "/somewhere")
     with scratch.opened(tmp_path) as folder:
         scratch.enter("engine-1")
-        scratch.enter()
+        scratch.enter("tmp")
         (folder / "tmp/of-another").touch()
         (folder / "engine-1/vllm_dist_12ab").touch()
         (scratch.SHARED / "vllm_dist_12ab-tp:0-[0-1]-cpushm_0").write_bytes(bytes(100))

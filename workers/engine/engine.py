@@ -20,7 +20,6 @@ from rlflow.config import Config, Placement, Verify
 from rlflow.errors import EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
-from rlflow.runtime import scratch
 from rlflow.runtime.deadlines import within
 from rlflow.runtime.derived import keeps_cache, max_running, sends_adapters
 from rlflow.runtime.environment import variables
@@ -100,7 +99,7 @@ class RolloutEngine:
     async def _build(self) -> None:
         # vLLM leaves the files of its sockets behind. Its process says that it is ready before it has connected to all
         # of them; once it has answered a call, nobody else will.
-        folder = tempfile.TemporaryDirectory(prefix="vllm-", dir=scratch.part_of(f"engine-{self._index}"))
+        folder = tempfile.TemporaryDirectory(prefix="vllm-")
         with folder as sockets, variables({"VLLM_RPC_BASE_PATH": sockets}):
             self._llm = await asyncio.to_thread(self._start_vllm)
             await self._llm.is_sleeping()

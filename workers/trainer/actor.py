@@ -14,7 +14,6 @@ from rlflow.batching import MicroBatchPlan, plan_micro_batches
 from rlflow.config import Backend, Config, Offload
 from rlflow.errors import ConfigError
 from rlflow.roles import StagedWeights, StepOutcome
-from rlflow.runtime import scratch
 from rlflow.runtime.derived import num_shares
 from rlflow.runtime.disk import disk_errors
 from rlflow.runtime.environment import keep_memory, share_cpu
@@ -38,7 +37,6 @@ class TrainerWorker:
     def __init__(
         self, config: Config, model_path: str, rank: int, world_size: int, threads: int, is_critic: bool = False
     ) -> None:
-        scratch.enter(f"{'critic' if is_critic else 'trainer'}-{rank}")
         share_cpu(threads)
         keep_memory()
         if is_critic:
@@ -54,10 +52,10 @@ class TrainerWorker:
         self._profile: RankProfile | None = None
 
     def rendezvous(self) -> str:
-        """An address for the ranks to meet at; loopback unless they are on several machines."""
+        """Where the ranks may meet."""
         from rlflow.workers.trainer.process_group import new_rendezvous
 
-        return new_rendezvous()
+        return new_rendezvous(on_one_machine=self._config.cluster.address is None)
 
     def start(self, rendezvous: str) -> None:
         from rlflow.weights.senders import build_sender

@@ -1,4 +1,4 @@
-"""Actors that are killed when they hang, so that a hung process takes the way of a dead one. They leave nothing behind."""
+"""Actors that are killed when they hang, so that a hung process takes the way of a dead one, and leaves as little."""
 
 from pathlib import Path
 from typing import Any

@@ -79,7 +79,6 @@ def agents_end_with_this_process() -> Iterator[None]:
     assert node is not None, "Ray was started here"
     raylet = psutil.Process(node.all_processes[ray_constants.PROCESS_TYPE_RAYLET][0].process.pid)
     agents = [str(child.pid) for child in raylet.children() if _is_agent(child)]
-    assert agents, "a raylet does not live without its agents"
     guard = subprocess.Popen(
         ["/bin/sh", "-c", 'read -r _; kill -KILL "$@" 2>/dev/null', "rlflow-guard", *agents],
         stdin=subprocess.PIPE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +24,19 @@ def listeners(pid: int) -> dict[str, set[str]]:
             for entry in Path(f"/proc/{each}/fd").iterdir():
                 if address := sockets.get(_inode(entry)):
                     found.setdefault(name, set()).add(address)
+    return found
+
+
+def listening_addresses() -> set[str]:
+    """ "kind address:port" of everything in this network namespace that strangers can reach, and abstract sockets."""
+    found = set()
+    for kind, fields in _rows():
+        address, _, port = fields[1].partition(":")
+        found.add(f"{kind} {_address(address)}:{int(port, 16)}")
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        name = line.split()[7:]
+        if name and name[0].startswith("@"):
+            found.add(f"unix {name[0]}")
     return found
 
 
@@ -58,14 +72,17 @@ def _tree(pid: int) -> list[int]:
 
 def _open_sockets() -> dict[str, str]:
     """Inode -> local address of each socket of this machine that strangers can send to."""
-    found = {}
+    return {fields[9]: _address(fields[1].partition(":")[0]) for _, fields in _rows()}
+
+
+def _rows() -> Iterator[tuple[str, list[str]]]:
+    """(kind, fields) of each socket that takes what strangers send."""
     for name, state in (("tcp", _LISTENS), ("tcp6", _LISTENS), ("udp", _UDP_UNCONNECTED), ("udp6", _UDP_UNCONNECTED)):
         path = Path(f"/proc/net/{name}")
         for line in path.read_text().splitlines()[1:] if path.exists() else ():
             fields = line.split()
             if fields[3] == state:
-                found[fields[9]] = _address(fields[1].partition(":")[0])
-    return found
+                yield name, fields
 
 
 def _address(text: str) -> str:

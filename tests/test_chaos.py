@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 NOTHING = Observation(files=frozenset(), shared_memory=frozenset(), listeners=frozenset(), processes=frozenset())
 EXPECTED = Expected(num_tasks=2, groups_per_step=2, max_versions=1)
 LIFE = [GroupState.RUNNING, GroupState.SCORED, GroupState.READY, GroupState.TRAINING, GroupState.TRAINED]
-SHORT = ("kill engine", "kill runner", "kill trainer", "pause vllm", "nan", "kill driver")
+SHORT = ("kill vllm", "kill runner", "kill scoring", "kill environment", "pause trainer", "nan")
 needs_worlds = pytest.mark.skipif(not has_worlds(), reason="a world needs namespaces")
 
 

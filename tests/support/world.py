@@ -86,7 +86,19 @@ def in_world(command: list[str], kept: Path) -> list[str]:
     """The command that runs this one in a new world. The folder `kept` is there too, wherever it lies."""
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     namespaces = ["--mount", "--pid", "--net", "--ipc", "--fork", "--kill-child", "--mount-proc"]
-    return ["unshare", *user, *namespaces, sys.executable, __file__, str(kept), *command]
+    # The world ends with whoever made it, however that ends.
+    return [
+        "setpriv",
+        "--pdeathsig",
+        "KILL",
+        "unshare",
+        *user,
+        *namespaces,
+        sys.executable,
+        __file__,
+        str(kept),
+        *command,
+    ]
 
 
 def _mount(kind: str, target: Path, options: str = "mode=1777") -> None:

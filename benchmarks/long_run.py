@@ -120,6 +120,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two looks")
+    parser.add_argument("--series", type=Path, help="a file for all that was seen, as JSON")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     options = parser.parse_args()
     if MARK not in os.environ:
@@ -127,6 +128,8 @@ def main() -> int:
         return subprocess.run(in_world(command, ROOT), check=False).returncode
     with tempfile.TemporaryDirectory(dir=SCRATCH) as folder:
         series, done, seconds = watch(options.steps, options.every, options.settings, Path(folder) / "run")
+    if options.series is not None:
+        options.series.write_text(json.dumps({f"{name}: {what}": points for (name, what), points in series.items()}))
     table = slopes(series, done)
     print(f"{'':32} {'':12} {'first':>10} {'last':>10} {'per 1,000 steps':>16}")
     for name, quantities in table.items():

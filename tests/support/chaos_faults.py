@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -41,6 +42,8 @@ class Effect:
     undo_after_s: float = 0.0
     """Undone then, or when the driver has ended."""
     before_restart: Callable[[], None] | None = None
+    cure: Callable[[], None] | None = None
+    """What a person would do if the run does not start again by itself."""
 
 
 def inject(run: ChaosRun, fault: Fault) -> Effect | None:
@@ -215,9 +218,11 @@ def _damage(run: ChaosRun, fault: Fault) -> Effect:
     """The newest checkpoint, when the driver has been killed: bits flipped, an end cut off, or a file gone."""
     run.signal(signal.SIGKILL)
 
+    def newest() -> Path:
+        return max((run.path / "checkpoints").glob("step_*[0-9]"), key=lambda each: int(each.name[5:]))
+
     def damage() -> None:
-        folders = sorted((run.path / "checkpoints").glob("step_*[0-9]"), key=lambda each: int(each.name[5:]))
-        files = sorted(path for path in folders[-1].rglob("*") if path.is_file() and path.stat().st_size)
+        files = sorted(path for path in newest().rglob("*") if path.is_file() and path.stat().st_size)
         chosen = files[int(fault.pick * len(files))]
         content = chosen.read_bytes()
         match fault.number % 3:
@@ -230,7 +235,13 @@ def _damage(run: ChaosRun, fault: Fault) -> Effect:
                 chosen.unlink()
 
     kind = ("a bit of", "half of", "all of")[fault.number % 3]
-    return Effect(hit=f"{kind} a file", may_end=frozenset({-signal.SIGKILL}), must_end=True, before_restart=damage)
+    return Effect(
+        hit=f"{kind} a file",
+        may_end=frozenset({-signal.SIGKILL}),
+        must_end=True,
+        before_restart=damage,
+        cure=lambda: shutil.rmtree(newest()),
+    )
 
 
 def _clock(run: ChaosRun, fault: Fault) -> Effect:

@@ -91,7 +91,11 @@ class Play:
             self._strength = run.census()
             self._say(f"{run.scenario.name}: {dict(self._strength)}")
             for index, fault in enumerate(self._faults):
-                rows.append(self._one(fault))
+                try:
+                    rows.append(self._one(fault))
+                except AssertionError as error:
+                    broken.append(f"{fault}: {error}")
+                    break
                 for each in left_behind(self._before, observe()):
                     self._first_seen.setdefault(each, index)
                 self._say_row(rows[-1])
@@ -102,8 +106,8 @@ class Play:
             after = self._after()
             broken += violations(run.path, self._expected, self._before, self._before, "".join(run.output))
             for each in left_behind(self._before, after):
-                first = self._first_seen.get(each, len(rows) - 1)
-                rows[first].left.append(each)
+                if rows:
+                    rows[min(self._first_seen.get(each, len(rows)), len(rows) - 1)].left.append(each)
             failures = len(given_up(run.path))
             steps = run.steps()
         return Played(scenario=run.scenario.name, rows=rows, broken=broken, steps=steps, given_up=failures)
@@ -180,6 +184,8 @@ class Play:
             except Ended:
                 row.broken.append(f"started again, it ended with {run.exit_code}: {self._tail(3)}")
             run.kill_all()
+            if effect.cure is not None:
+                effect.cure()
         raise AssertionError(f"the run cannot be started again: {self._tail()}")
 
     def _wait_for_strength(self, row: Row, began_s: float) -> None:
@@ -207,6 +213,8 @@ class Play:
 
     def _end(self) -> int | None:
         run = self._run
+        if run.exit_code is not None:
+            return run.exit_code
         run.signal(signal.SIGINT)
         try:
             run.wait(lambda: False, RECOVERY_S)

@@ -55,12 +55,13 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def play_all(faults: list[Fault], settings: list[str]) -> list[Played]:
+def play_all(faults: list[Fault], settings: list[str], toy: str | None) -> list[Played]:
     """Every scenario that has faults, in a world of its own."""
     played = []
     for scenario in SCENARIOS.values():
         if numbers := [fault.number for fault in faults if fault.scenario == scenario.name]:
             words = ["--seed", str(faults[0].seed), "--only", *map(str, numbers), "--settings", *settings]
+            words += ["--toy", toy] if toy else []
             command = in_world([sys.executable, str(Path(__file__).resolve()), *words], ROOT)
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
             assert done.returncode == 0, f"{scenario.name} could not be played to its end"
@@ -76,14 +77,16 @@ def main() -> int:
     parser.add_argument("--faults", type=int, help="play so many of them, of as many kinds as possible")
     parser.add_argument("--only", type=int, nargs="+", metavar="K", help="play the faults with these numbers")
     parser.add_argument("--settings", nargs="*", default=[], metavar="key=value", help="more settings of the runs")
+    parser.add_argument("--toy", metavar="MISTAKE", help="with tests/support/toy_run.py in place of rlflow")
     options = parser.parse_args()
     faults = chosen(options)
     if MARK in os.environ:
         with tempfile.TemporaryDirectory(dir=SCRATCH) as folder:
             scenario = SCENARIOS[faults[0].scenario]
-            print(json.dumps(Play(scenario, faults, Path(folder), tuple(options.settings)).play().as_json()))
+            play = Play(scenario, faults, Path(folder), tuple(options.settings), options.toy)
+            print(json.dumps(play.play().as_json()))
         return 0
-    played = play_all(faults, options.settings)
+    played = play_all(faults, options.settings, options.toy)
     rows = [row for each in played for row in each.rows]
     print(table(rows))
     broken = [f"{each.scenario}: {one}" for each in played for one in each.broken]

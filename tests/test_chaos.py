@@ -226,8 +226,14 @@ def test_what_a_world_is_left_with_is_seen() -> None:
     assert not Path("/tmp/one").exists() and MARK not in os.environ
 
 
+def numbers_of(*names: str) -> list[str]:
+    """The first fault of each of these kinds in the run on one machine."""
+    faults = plan(1, [PLAIN])
+    return [str(next(fault.number for fault in faults if fault.name == name)) for name in names]
+
+
 def play(*options: str, timeout_s: float) -> dict[str, Any]:
-    """Of the faults with these options, what the last line says."""
+    """What the last line says of the faults with these options."""
     command = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=timeout_s, check=False)
     print(done.stdout)
@@ -236,10 +242,30 @@ def play(*options: str, timeout_s: float) -> dict[str, Any]:
 
 @pytest.mark.slow
 @needs_worlds
+def test_faults_do_no_harm_to_a_stand_in_that_keeps_its_promises() -> None:
+    names = ["kill raylet", "damage", "nan", "fill_disk", "read_only", "terminate_while_saving", "close_output"]
+    found = play("--toy", "none", "--only", *numbers_of(*names), timeout_s=600)
+    assert (found["broken"], found["left_behind"]) == ([], [])
+    assert (found["kills"], found["other_faults"]) == (1, 6)
+
+
+@pytest.mark.slow
+@needs_worlds
+def test_chaos_finds_what_a_stand_in_does_wrong() -> None:
+    found = play("--toy", "twice", "--only", *numbers_of("hang runner"), timeout_s=600)
+    assert "plain: t0 was trained 2 times in pass 0" in found["broken"]
+    assert "plain: pass 0 has 15 of 16 tasks" in found["broken"]
+    (number,) = numbers_of("kill runner")
+    found = play("--toy", "leaves", "--only", number, timeout_s=600)
+    assert found["broken"] == []
+    (left,) = found["left_behind"]
+    assert left.startswith(f"fault {number} (kill runner): file in /tmp: toy-")
+
+
+@pytest.mark.slow
+@needs_worlds
 def test_a_run_outlives_six_faults_and_loses_nothing() -> None:
-    faults = plan(1, [PLAIN])
-    numbers = [str(next(fault.number for fault in faults if fault.name == name)) for name in SHORT]
-    found = play("--only", *numbers, timeout_s=600)
+    found = play("--only", *numbers_of(*SHORT), timeout_s=600)
     assert (found["broken"], found["left_behind"]) == ([], [])
     assert found["kills"] + found["other_faults"] == 6
 

@@ -68,10 +68,15 @@ class Play:
     """One scenario. Everything that it says goes to stderr."""
 
     def __init__(
-        self, scenario: Scenario, faults: Sequence[Fault], folder: Path, settings: tuple[str, ...] = ()
+        self,
+        scenario: Scenario,
+        faults: Sequence[Fault],
+        folder: Path,
+        settings: tuple[str, ...] = (),
+        toy: str | None = None,
     ) -> None:
         self._faults = faults
-        self._run = ChaosRun(scenario, folder, settings)
+        self._run = ChaosRun(scenario, folder, settings, toy)
         self._expected = Expected(
             num_tasks=NUM_TASKS, groups_per_step=GROUPS_PER_STEP, max_versions=scenario.max_versions
         )
@@ -130,8 +135,8 @@ class Play:
             row.outcome = "nothing to hit"
             return row
         row.hit = effect.hit
-        self._recover(effect, row, began_s)
-        row.seconds_lost = max(0.0, round(time.monotonic() - began_s - NEW_STEPS * usual_s, 1))
+        recovered_s = self._recover(effect, row, began_s)
+        row.seconds_lost = max(0.0, round(recovered_s - began_s - NEW_STEPS * usual_s, 1))
         self._most_steps = run.steps()
         self._wait_for_strength(row, began_s)
         row.outcome += f", {n} from the checkpoint" if (n := restarts(run.output[first_line:])) else ""
@@ -141,21 +146,24 @@ class Play:
             self._say("".join(run.output[first_line:][-TAIL_LINES:]))
         return row
 
-    def _recover(self, effect: Effect, row: Row, began_s: float) -> None:
-        """Until there are new steps, with as many drivers as that takes; fills in the outcome."""
-        run, undo = self._run, effect.undo
+    def _recover(self, effect: Effect, row: Row, began_s: float) -> float:
+        """Until there are new steps, with as many drivers as that takes; fills in the outcome. Returns when there were,
+        which may be before the fault was undone; but after that there are more."""
+        run, undo, went_on_s = self._run, effect.undo, None
         row.outcome = "went on"
-        deadline = time.monotonic() + RECOVERY_S
         try:
             if undo is not None:
-                pause_s = max(0.0, effect.undo_after_s - (time.monotonic() - began_s))
-                run.wait(lambda: False, pause_s)
+                undo_s = began_s + effect.undo_after_s
+                if self._wait_for_steps(undo_s - time.monotonic()):
+                    went_on_s = time.monotonic()
+                    run.wait(lambda: False, undo_s - time.monotonic())
+                self._most_steps = max(self._most_steps, run.steps())
                 undo()
                 undo = None
             if effect.must_end:
                 run.wait(lambda: False, RECOVERY_S)
-            elif self._wait_for_steps(deadline - time.monotonic()):
-                return
+            elif self._wait_for_steps(RECOVERY_S):
+                return went_on_s or time.monotonic()
             row.broken.append(f"no {'end' if effect.must_end else 'step'} within {RECOVERY_S:.0f} s")
             row.outcome = "stuck"
             run.kill_all()
@@ -166,6 +174,7 @@ class Play:
             if undo is not None:
                 undo()
         self._start_again(effect, row)
+        return time.monotonic()
 
     def _start_again(self, effect: Effect, row: Row) -> None:
         run = self._run

@@ -68,8 +68,12 @@ class Ended(Exception):
 class ChaosRun:
     """One run directory and the processes that work on it. Use it as a context manager, within a world."""
 
-    def __init__(self, scenario: Scenario, folder: Path, settings: tuple[str, ...] = ()) -> None:
-        """`folder` holds the run directory, which is a file system of its own, and what the run needs."""
+    def __init__(
+        self, scenario: Scenario, folder: Path, settings: tuple[str, ...] = (), toy: str | None = None
+    ) -> None:
+        """`folder` holds the run directory, which is a file system of its own, and what the run needs. With `toy` the
+        run is that of toy_run.py, which makes this mistake."""
+        self._program = ["-m", "rlflow", "train"] if toy is None else [str(Path(__file__).parent / "toy_run.py"), toy]
         self.scenario = scenario
         self.path = folder / "run"
         self.marker = folder / "nan"
@@ -112,7 +116,7 @@ class ChaosRun:
             settings += ["reward.function=null", f"reward.model={self._classifier()}"]
         if self.nodes is not None:
             settings += ["cluster=ray", f"cluster.address={self.nodes.address}"]
-        return [sys.executable, "-m", "rlflow", "train", "recipe=smoke", *settings, *self._more]
+        return [sys.executable, *self._program, "recipe=smoke", *settings, *self._more]
 
     def start(self) -> None:
         """Start a driver, and before it the cluster if the run needs one and has none."""

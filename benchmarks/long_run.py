@@ -54,14 +54,14 @@ def look(driver: int, run: Path, steps: int, series: Series) -> None:
     first = psutil.Process(driver)
     for process in [first, *first.children(recursive=True)]:
         try:
-            memory, name = process.memory_full_info(), f"{_name(process, driver)} {process.pid}"
+            memory, name = _memory(process.pid), f"{_name(process, driver)} {process.pid}"
             values = {
-                "USS MB": memory.uss / MB,
-                "PSS MB": memory.pss / MB,
+                "own MB": memory["Anonymous"] / 1000,
+                "PSS MB": memory["Pss"] / 1000,
                 "descriptors": process.num_fds(),
                 "threads": process.num_threads(),
             }
-        except psutil.Error:
+        except (psutil.Error, OSError):
             continue  # it ended meanwhile
         for quantity, value in values.items():
             series[name, quantity].append((steps, value))
@@ -70,6 +70,13 @@ def look(driver: int, run: Path, steps: int, series: Series) -> None:
         label = "run.dir" if folder == run else str(folder)
         series[label, "files"].append((steps, len(sizes)))
         series[label, "files MB"].append((steps, sum(sizes) / MB))
+
+
+def _memory(pid: int) -> dict[str, int]:
+    """Kind of memory -> kB. Anonymous is what the process has written itself. Pages of libraries are not in it: whether
+    they are private depends on who else on the machine has loaded the same file."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    return {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
 
 
 def _sizes(folder: Path) -> list[int]:

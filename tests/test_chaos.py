@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from collections import Counter
@@ -145,13 +146,18 @@ def test_a_broken_promise_is_found(
 
 
 def test_a_group_without_a_reason_is_found(tmp_path: Path) -> None:
-    import sqlite3
-
     run = make_run(tmp_path, three_passes, THREE)
     database = sqlite3.connect(run / "ledger.db", isolation_level=None)
     database.execute("INSERT INTO groups (task, pass, state, admitted_version) VALUES ('a', 3, 'dropped', 0)")
     database.close()
     assert violations(run, EXPECTED, NOTHING, NOTHING, "") == ["1 groups were dropped without a reason"]
+
+
+def test_an_error_that_nobody_wrote_for_people_is_found(tmp_path: Path) -> None:
+    run = make_run(tmp_path, three_passes, THREE)
+    (run / "traceback.txt").write_text("KeyError")
+    found = ["an error that nobody wrote for people is in traceback.txt"]
+    assert violations(run, EXPECTED, NOTHING, NOTHING, "") == found
 
 
 def test_what_was_left_behind_is_found(tmp_path: Path) -> None:

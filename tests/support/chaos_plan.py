@@ -59,8 +59,8 @@ PLAIN = Scenario(
     settings=(),
     max_versions=0,
     kills={
-        "driver": 6, "gcs": 3, "raylet": 3, "engine": 6, "vllm": 6, "runner": 8, "environment": 6, "reward": 4,
-        "scoring": 4, "trainer": 4,
+        "driver": 6, "gcs": 3, "raylet": 3, "engine": 6, "vllm": 6, "runner": 6, "environment": 6, "reward": 4,
+        "scoring": 4, "trainer": 4, "companion": 2,
     },
     others={
         "hang engine": 2, "hang vllm": 2, "hang runner": 2, "hang environment": 1, "hang reward": 1, "hang scoring": 1,

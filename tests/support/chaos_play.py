@@ -125,6 +125,7 @@ class Play:
         row = Row(number=fault.number, scenario=fault.scenario, name=fault.name, hit="")
         time.sleep(fault.delay_s)
         self._most_steps = max(self._most_steps, run.steps())
+        num_killed = len(run.killed_as_hung())
         usual_s, began_s = run.step_s(), time.monotonic()
         try:
             effect = inject(run, fault)
@@ -140,6 +141,8 @@ class Play:
         self._most_steps = run.steps()
         self._wait_for_strength(row, began_s)
         row.outcome += f", {n} from the checkpoint" if (n := restarts(run.output[first_line:])) else ""
+        if fault.action != "hang":
+            row.broken += [f"taken for hung: {each}" for each in run.killed_as_hung()[num_killed:]]
         printed = "".join(run.output[first_line:])
         row.broken += violations(run.path, self._expected, self._before, self._before, printed, is_over=False)
         if row.broken:

@@ -181,6 +181,11 @@ class ChaosRun:
     def num_skipped(self) -> int:
         return sum(record["update_skipped"] for record in self._records())
 
+    def killed_as_hung(self) -> list[str]:
+        """What the run has written of the processes that it has killed because they hung."""
+        path = self.path / "killed.log"
+        return path.read_text().splitlines() if path.exists() else []
+
     def wait(self, condition: Callable[[], bool], deadline_s: float, look_s: float = LOOK_S) -> bool:
         """Whether the condition came within the deadline. Raises Ended when the driver has ended before."""
         end = time.monotonic() + deadline_s
@@ -240,6 +245,8 @@ class ChaosRun:
             return "trainer" if self.scenario.num_nodes or _has_arena(process) else "critic"
         if title in _TITLES:
             return _TITLES[title]
+        if words and words[-1].endswith("killed.log"):
+            return "companion"
         parent = process.parent()
         above = parent.cmdline() if parent is not None else []
         if worker := next((kind for module, kind in _WORKERS.items() if module in words), None):

@@ -54,6 +54,8 @@ def violations(
     rows = _rows(run / "ledger.db")
     found = [*_of_steps(records, expected), *_of_groups(rows)]
     found += [meaning for words, meaning in _BAD_WORDS.items() if words in output]
+    if (run / "traceback.txt").exists():
+        found.append("an error that nobody wrote for people is in traceback.txt")
     if is_over:
         found += _of_end(rows, expected, len(records)) + _of_passes(rows, expected)
         found += [f"left behind: {each}" for each in left_behind(before, after)]

@@ -118,10 +118,10 @@ def _main(kept: Path, command: list[str]) -> int:
     _mount("tmpfs", SHARED_MEMORY, f"mode=1777,size={SHARED_MEMORY_MB}m")
     _mount("tmpfs", SCRATCH, "mode=755")
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    child = subprocess.Popen(command, env={**os.environ, MARK: "1"}).pid
+    process = subprocess.Popen(command, env={**os.environ, MARK: "1"})  # kept: one that is dropped waits for its child
     while True:
         ended, status = os.wait()
-        if ended == child:
+        if ended == process.pid:
             return os.waitstatus_to_exitcode(status) % 256
 
 

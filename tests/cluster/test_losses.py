@@ -68,7 +68,7 @@ def test_a_loss_after_a_signal_ends_the_run_as_the_signal_does(tmp_path: Path, m
     for name, fake in (("_start", start), ("_drive", drive), ("run_unless_lost", as_it_is)):
         monkeypatch.setattr(running, name, fake)
     monkeypatch.setattr(running, "RunObserver", lambda *arguments: nullcontext(observer))
-    run = SimpleNamespace(config=Config(), run_dir=SimpleNamespace(checkpoints=checkpoints), state=None, setback=None)
+    run = SimpleNamespace(config=Config(), run_dir=SimpleNamespace(checkpoints=checkpoints, state=None), setback=None)
     try:
         assert asyncio.run(running._train(cast(Any, run))) is signal.SIGTERM
     finally:
@@ -108,7 +108,7 @@ def run_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any
     """A run whose trainer hangs in every fleet, and never gets as far as a checkpoint; what it tells; its fleets."""
     told: list[str] = []
     fleets: list[int] = []
-    observer = SimpleNamespace(alarm=told.append, message=told.append, num_steps=0)
+    observer = SimpleNamespace(alarm=told.append, message=told.append, phase=lambda _: None, num_steps=0)
 
     async def stop() -> None:
         raise OSError("the fleet cannot be stopped")
@@ -133,11 +133,11 @@ def run_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any
         config=Config(),
         spec=cast(Any, None),
         tasks=(),
+        rows="",
         evaluation_tasks=(),
         model_path="",
         reward_model_path=None,
         run_dir=run_dir,
-        state=None,
     )
     return run, told, fleets
 

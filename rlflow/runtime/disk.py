@@ -1,4 +1,4 @@
-"""Where temporary files go, how files are written and last, and what a person is told when the disk is full."""
+"""How files are written and last, and what a person is told when the disk is full."""
 
 import errno
 import hashlib
@@ -17,8 +17,6 @@ from safetensors import SafetensorError
 
 from rlflow.errors import RunError
 
-TEMPORARY = "/tmp"
-"""The folder for sockets, whatever TMPDIR says: a socket's path has at most 107 bytes."""
 _PART_BYTES = 1 << 20
 """Written and digested at once, so that a processor's cache holds it in between."""
 _DTYPES = {"f4": "F32", "i4": "I32", "i8": "I64", "b1": "BOOL", "u1": "U8"}

@@ -242,7 +242,7 @@ class ChaosRun:
         words, name = process.cmdline(), process.name()
         title = words[0].partition(".")[0] if words else ""
         if title == "ray::TrainerWorker":
-            return "trainer" if self.scenario.num_nodes or _has_arena(process) else "critic"
+            return "critic" if _is_critic(process) else "trainer"
         if title in _TITLES:
             return _TITLES[title]
         if words and words[-1].endswith("killed.log"):
@@ -293,8 +293,7 @@ def _is_stopped(process: psutil.Process) -> bool:
         return True
 
 
-def _has_arena(process: psutil.Process) -> bool:
-    """Only the trainer's ranks write weights for the engines."""
-    with suppress(psutil.Error, OSError):
-        return "/dev/shm/rlflow-weights-" in Path(f"/proc/{process.pid}/maps").read_text()
-    return False
+def _is_critic(rank: psutil.Process) -> bool:
+    """Its companion is told its name."""
+    commands = [child.cmdline() for child in rank.children()]
+    return any(words[-1].endswith("killed.log") and words[-2].startswith("critic") for words in commands if words)

@@ -118,7 +118,9 @@ def _main(kept: Path, command: list[str]) -> int:
     _mount("tmpfs", SHARED_MEMORY, f"mode=1777,size={SHARED_MEMORY_MB}m")
     _mount("tmpfs", SCRATCH, "mode=755")
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    process = subprocess.Popen(command, env={**os.environ, MARK: "1"})  # kept: one that is dropped waits for its child
+    # What torch has compiled is kept for later runs on purpose.
+    environment = {**os.environ, MARK: "1", "TORCHINDUCTOR_CACHE_DIR": str(SCRATCH / "compiled")}
+    process = subprocess.Popen(command, env=environment)  # kept: one that is dropped waits for its child
     while True:
         ended, status = os.wait()
         if ended == process.pid:

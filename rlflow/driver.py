@@ -42,6 +42,7 @@ from rlflow.groups.sampler import TaskSampler
 from rlflow.publisher import Publisher, PublishListener
 from rlflow.roles import StepOutcome, Workers
 from rlflow.rundir.store import CheckpointStore, RunState
+from rlflow.runtime.clock import steady
 from rlflow.runtime.deadlines import within
 from rlflow.runtime.derived import least_streamed_tokens
 from rlflow.saver import SaveListener, Saver
@@ -111,7 +112,7 @@ class Driver:
         self._ledger = ledger
         self._observer = observer
         self._evaluation_tasks = evaluation_tasks
-        self._now = now
+        self._now = now = steady(now, lambda: asyncio.get_running_loop().time())
         self._progress = Progress()
         self._intake = Intake(
             config=config, workers=workers, sampler=sampler, ledger=ledger, listener=observer, progress=self._progress

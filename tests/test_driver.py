@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 import shutil
 import tracemalloc
@@ -26,6 +27,7 @@ from rlflow.groups.sampler import TaskSampler
 from rlflow.roles import StepOutcome
 from rlflow.rundir.store import RunState, read_state
 from rlflow.settings.checks import check
+from rlflow.telemetry.record import step_record
 from rlflow.types import EpisodeEnd, GroupOrder, PayloadRef, PlayedGroup, ReadyGroup, Span
 
 
@@ -861,3 +863,28 @@ def test_a_users_function_that_fails_ends_the_run_and_the_steps_are_kept(tmp_pat
         run_virtually(world.driver.run())
     assert world.observer.saves == ["step_2"]
     assert saved_state(world, 2)[2]["trained"] == 6
+
+
+def test_a_clock_that_is_set_changes_no_duration(tmp_path: Path) -> None:
+    """Another reading of the machine's clock each time: an hour back, a day forward."""
+    jumps = itertools.cycle([0.0, -3600.0, 86400.0])
+
+    def wall() -> float:
+        return 1.7e9 + asyncio.get_running_loop().time() + next(jumps)
+
+    world = make_world(tmp_path, steps=6, max_versions=1, now=wall)
+    world.config.run.checkpoint_every = 2
+    run_virtually(world.driver.run())
+    since_s = world.observer.reports[0].start_s
+    for report in world.observer.reports:
+        record = step_record(report, since_s=since_s, num_tokens_before=0)
+        assert 0 < (record["step_time"] or 0) <= world.observer.ended_s
+        for name in ("time/weights", "time/checkpoint"):
+            assert 0 <= (record[name] or 0) <= (record["step_time"] or 0)
+        assert all(0 <= span.end_s - span.start_s <= world.observer.ended_s for span in report.spans)
+        since_s = report.end_s
+    assert {span.name for report in world.observer.reports for span in report.spans} == {
+        "weights",
+        "checkpoint",
+        "write",
+    }

@@ -197,9 +197,9 @@ class Driver:
         self._count_update(outcome)
         for group in groups:
             self._ledger.advance(group.group_id, GroupState.TRAINED, version=trained_version)
-        self._ledger.flush()
         self._progress.step += 1
         self._is_updating = False
+        await within("writing the ledger", self._config.deadlines.checkpoint_s, self._ledger.flush())
         staged = await self._publisher.stage() if outcome.applied or self._is_colocated else None
         await self._saver.take_if_due()
         if staged is None:

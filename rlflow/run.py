@@ -157,7 +157,7 @@ def _after(error: WorkerLost | PayloadLost, run: _Run, observer: RunObserver, re
 async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stopper) -> int:
     """Train to the end, or until asked to stop; returns the steps done."""
     observer.runners = fleet.workers.runners
-    ledger = Ledger(run.run_dir.ledger)
+    ledger = await asyncio.to_thread(Ledger, run.run_dir.ledger)
     driver = Driver(
         config=run.config,
         workers=fleet.workers,
@@ -181,7 +181,7 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stoppe
     finally:
         stopper.hand_to(None)
         watch.cancel()
-        ledger.close()
+        await asyncio.to_thread(ledger.close)  # waits for the disk
 
 
 async def _watch_engines(fleet: Fleet, driver: Driver) -> None:

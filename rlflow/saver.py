@@ -8,7 +8,7 @@ the checkpoint is given up and the run goes on: the next one has what is there t
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,7 +30,7 @@ class _Taken:
 
     step: int
     state: dict[str, Any]
-    ledger: bytes
+    ledger: Awaitable[bytes]
     payloads: tuple[PayloadRef, ...]
     """Those of the groups in `state`, in order; what they refer to never changes."""
 
@@ -162,7 +162,8 @@ class Saver:
                 return
             writing = self._workers.trainer.write_snapshot(partial / "trainer")
             await within("saving the trainer", self._deadline_s, writing)
-            await asyncio.to_thread((partial / "ledger.db").write_bytes, taken.ledger)
+            ledger = await within("copying the ledger", self._deadline_s, taken.ledger)
+            await asyncio.to_thread((partial / "ledger.db").write_bytes, ledger)
             folder = await asyncio.to_thread(self._checkpoints.commit, partial, taken.state)
         self.saved_step = taken.step
         self.spans.append(Span(actor="checkpoint", name="write", start_s=start_s, end_s=self._now()))

@@ -7,10 +7,11 @@ import gc
 import itertools
 import json
 import shutil
+import sqlite3
 import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -888,3 +889,29 @@ def test_a_clock_that_is_set_changes_no_duration(tmp_path: Path) -> None:
         "checkpoint",
         "write",
     }
+
+
+def test_a_ledger_that_cannot_be_written_ends_the_run_with_everything_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process keeps it locked from the third step on."""
+    monkeypatch.setattr("rlflow.groups.ledger.LOCK_S", 0.0)
+    path = tmp_path / "ledger.db"
+    world = make_world(tmp_path, steps=10, max_versions=1, ledger=path)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        world.observer.on_step = lambda report: report.step == 3 and other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(RunError, match=r"the ledger in .*ledger\.db cannot be used .*database is locked"):
+            run_virtually(world.driver.run())
+        world.ledger.close()
+    (saved,) = world.observer.saves
+    assert counts_by_state(world.checkpoints.folder / saved / "ledger.db") == world.ledger.counts()
+    assert_conserved(world)
+    resumed = make_world(tmp_path, steps=10, max_versions=1, ledger=world.checkpoints.folder / saved / "ledger.db")
+
+    async def resume() -> None:
+        folder = world.checkpoints.folder / saved
+        await resumed.driver.restore(folder, read_state(folder))
+        await resumed.driver.run()
+
+    run_virtually(resume())
+    assert len(resumed.trainer.trained) == len(set(resumed.trainer.trained)) == 30

@@ -42,6 +42,7 @@ from rlflow.rollout.fleet import EngineFleet
 from rlflow.runtime.deadlines import within
 from rlflow.runtime.derived import object_store_bytes, policy_is_reference, reference_ranks
 from rlflow.runtime.environment import ONE_ARENA
+from rlflow.runtime.signals import hang_ups_ignored
 from rlflow.workers.reference import ReferenceWorker
 from rlflow.workers.trainer.actor import TrainerWorker
 
@@ -79,7 +80,9 @@ def ray_cluster(config: Config) -> Iterator[None]:
             # The processes of a cluster that is there do not have this process's environment.
             join_ray(config.cluster.address, **quiet, runtime_env={"env_vars": _EVERYWHERE})
         else:
-            ray.init(object_store_memory=object_store_bytes(config), **quiet, **stack.enter_context(private_ray()))
+            arguments = stack.enter_context(private_ray())
+            with hang_ups_ignored():
+                ray.init(object_store_memory=object_store_bytes(config), **quiet, **arguments)
         stack.callback(ray.shutdown)
         yield
 

@@ -4,9 +4,9 @@
         |          |          |        |         |
         +----------+----------+--------+---------+--> dropped(reason)
 
-Rules: every admitted group ends exactly once, and takes no other transition than these. What the run needs is in memory:
-the live groups, one count for each state, and of each task its last pass; it does not grow with the run. Every group is
-also in SQLite, so that a person can ask what became of a task during the run and after it.
+Rules: every admitted group ends exactly once, and takes no other transition than these. What the run needs is in
+memory, and does not grow with the run: the live groups, one count for each state, and of each task its last pass.
+Everything is also in SQLite, so that a person can ask what became of a task during the run and after it.
 
     a change -> the row as it is now, in memory -> (one thread) -> SQLite
 

@@ -16,6 +16,7 @@ from rlflow.config import Config, OnExists
 from rlflow.errors import ConfigError
 from rlflow.rundir.lock import NAME, hold
 from rlflow.rundir.store import CheckpointStore
+from rlflow.runtime.disk import disk_errors
 
 _FIXED = (
     "model.path",
@@ -83,10 +84,11 @@ def claim(config: Config) -> Iterator[RunDir]:
                     entry.rename(aside / entry.name)
         if checkpoints.steps():
             _check_same_run(config, path)
-        run_dir = rewound(RunDir(path=path, checkpoints=checkpoints, resume_from=None))
-        partial = path / "config.yaml.partial"
-        partial.write_text(yaml.safe_dump(plain(config), sort_keys=False))
-        partial.rename(path / "config.yaml")
+        with disk_errors("the run", path):
+            run_dir = rewound(RunDir(path=path, checkpoints=checkpoints, resume_from=None))
+            partial = path / "config.yaml.partial"
+            partial.write_text(yaml.safe_dump(plain(config), sort_keys=False))
+            partial.rename(path / "config.yaml")
         yield run_dir
 
 

@@ -20,10 +20,7 @@ RESUMES = "run the same command again: it resumes from the last complete checkpo
 
 _CAUSES = {
     errno.ENOSPC: ("no disk space left for {what} in {where} ({free} MB free)", "free some, or move run.dir,"),
-    errno.EDQUOT: (
-        "your quota has no space left for {what} in {where}",
-        "remove what you do not need, or move run.dir,",
-    ),
+    errno.EDQUOT: ("your quota leaves no space for {what} in {where}", "free some, or move run.dir,"),
     errno.EFBIG: ("no file may become as large as {what} in {where}", "raise the limit (ulimit -f)"),
     errno.EROFS: ("{what} cannot be written: {where} is read-only", "have it mounted for writing, or move run.dir,"),
     errno.EACCES: ("{what} cannot be written: {where} does not let you", "give yourself the rights, or move run.dir,"),

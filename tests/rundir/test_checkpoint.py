@@ -124,7 +124,7 @@ def test_a_full_disk_says_what_to_do(tmp_path: Path) -> None:
         (errno.EROFS, "a checkpoint cannot be written: .*ro is read-only; have it mounted for writing"),
         (errno.EACCES, "a checkpoint cannot be written: .*ro does not let you; give yourself the rights"),
         (errno.EPERM, "a checkpoint cannot be written: .*ro does not let you; give yourself the rights"),
-        (errno.EDQUOT, "your quota has no space left for a checkpoint in .*ro; remove what you do not need"),
+        (errno.EDQUOT, "your quota leaves no space for a checkpoint in .*ro; free some"),
         (errno.EIO, r"a checkpoint cannot be written: the disk of .*ro fails; look at it \(dmesg\)"),
     ],
 )

@@ -13,7 +13,7 @@ _OWN_MOUNTS = ["unshare", "--user", "--map-root-user", "--mount"]
 
 
 def on_small_disk(folder: Path, size: str, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command for which `folder` is a file system of `size` ("1m"). Nobody else sees it; it ends with the command.
+    """Run a command for which `folder` is a file system of `size` ("1m"), which ends with it and nobody else sees.
 
     Skips the test where a user may not have mounts of his own.
     """

@@ -899,8 +899,13 @@ def test_a_ledger_that_cannot_be_written_ends_the_run_with_everything_saved(
     path = tmp_path / "ledger.db"
     world = make_world(tmp_path, steps=10, max_versions=1, ledger=path)
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
-        world.observer.on_step = lambda report: report.step == 3 and other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(RunError, match=r"the ledger in .*ledger\.db cannot be used .*database is locked"):
+
+        def lock(report: StepReport) -> None:
+            if report.step == 3:
+                other.execute("BEGIN IMMEDIATE")
+
+        world.observer.on_step = lock
+        with pytest.raises(RunError, match=r"the ledger cannot be written in .*ledger\.db: database is locked"):
             run_virtually(world.driver.run())
         world.ledger.close()
     (saved,) = world.observer.saves

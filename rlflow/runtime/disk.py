@@ -15,29 +15,26 @@ from rlflow.errors import RunError
 
 TEMPORARY = "/tmp"
 """The folder for sockets, whatever TMPDIR says: a socket's path has at most 107 bytes."""
-RESUMES = "run the same command again: it resumes from the last complete checkpoint"
-
-
-_CAUSES = {
-    errno.ENOSPC: ("no disk space left for {what} in {where} ({free} MB free)", "free some, or move run.dir,"),
-    errno.EDQUOT: ("your quota leaves no space for {what} in {where}", "free some, or move run.dir,"),
-    errno.EFBIG: ("no file may become as large as {what} in {where}", "raise the limit (ulimit -f)"),
-    errno.EROFS: ("{what} cannot be written: {where} is read-only", "have it mounted for writing, or move run.dir,"),
-    errno.EACCES: ("{what} cannot be written: {where} does not let you", "give yourself the rights, or move run.dir,"),
-    errno.EIO: ("{what} cannot be written: the disk of {where} fails", "look at it (dmesg), or move run.dir,"),
+RESUMES = (
+    "run the same command again, with run.dir moved to another disk if need be: it resumes from the last complete "
+    "checkpoint"
+)
+_CURES: dict[int | None, str] = {
+    errno.ENOSPC: "free some",
+    errno.EDQUOT: "free some of your quota",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EROFS: "have it mounted for writing",
+    errno.EACCES: "give yourself the right to write there",
+    errno.EPERM: "give yourself the right to write there",
+    errno.EIO: "look at that disk (dmesg)",
 }
-"""The system's error number -> (what is wrong, what to do)."""
 _OF_SQLITE = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
     sqlite3.SQLITE_READONLY: errno.EROFS,
     sqlite3.SQLITE_CANTOPEN: errno.EACCES,
     sqlite3.SQLITE_PERM: errno.EACCES,
 }
-_CURES_OF_SQLITE = {
-    sqlite3.SQLITE_BUSY: "end the process that keeps it locked (`fuser` names it)",
-    sqlite3.SQLITE_CORRUPT: "leave it where it is",
-    sqlite3.SQLITE_NOTADB: "leave it where it is",
-}
+"""Others are the disk's, or nobody knows whose."""
 
 
 @contextmanager
@@ -56,17 +53,14 @@ def disk_errors(what: str, where: Path, afterwards: str = RESUMES) -> Iterator[N
 
 def describe_disk_error(error: Exception, what: str, where: Path) -> str | None:
     """In one sentence, what a disk refused to do and the cure; None for an error of another kind."""
-    number = _error_number(error)
-    if number in _CAUSES:
-        wrong, cure = _CAUSES[number]
-        existing = next(each for each in (where, *where.absolute().parents) if each.exists())
-        wrong = wrong.format(what=what, where=where, free=shutil.disk_usage(existing).free >> 20)
-        said = f" (SQLite: {error})" if isinstance(error, sqlite3.Error) else ""
-        return f"{wrong}{said}; {cure}"
-    if isinstance(error, sqlite3.Error):
-        cure = _CURES_OF_SQLITE.get(_code(error), "look at its disk (dmesg)")
-        return f"{what} in {where} cannot be used (SQLite: {error}); {cure}"
-    return None
+    number, said = _error_number(error), getattr(error, "strerror", None) or str(error)
+    if number not in _CURES:
+        return None
+    cure = "end the process that keeps it locked" if _code(error) == sqlite3.SQLITE_BUSY else _CURES[number]
+    if number != errno.ENOSPC:
+        return f"{what} cannot be written in {where}: {said}; {cure}"
+    existing = next(each for each in (where, *where.absolute().parents) if each.exists())
+    return f"no disk space left for {what} in {where} ({shutil.disk_usage(existing).free >> 20} MB free); {cure}"
 
 
 def sync(path: Path) -> None:
@@ -79,15 +73,15 @@ def sync(path: Path) -> None:
 
 
 def _error_number(error: Exception) -> int | None:
-    """The system's error number; safetensors gives it only in its text, SQLite has its own."""
+    """The system's error number; safetensors gives it only in its text, SQLite has numbers of its own."""
     if isinstance(error, OSError):
-        return errno.EACCES if error.errno == errno.EPERM else error.errno
+        return error.errno
     if isinstance(error, sqlite3.Error):
-        return _OF_SQLITE.get(_code(error))
+        return _OF_SQLITE.get(_code(error), errno.EIO)
     found = re.search(r"\(os error (\d+)\)", str(error))
     return int(found[1]) if found else None
 
 
-def _code(error: sqlite3.Error) -> int:
-    """SQLite's primary code, without what the extended one adds."""
-    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+def _code(error: Exception) -> int:
+    """SQLite's primary code of an error, which is in the last byte; 0 if the error is not SQLite's."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF

@@ -129,7 +129,9 @@ def test_a_copy_holds_what_could_not_be_written(tmp_path: Path, monkeypatch: pyt
             ledger.advance(1, GroupState.RUNNING)
             ledger.admit("b", version=0)
             await ledger.flush()
-            with pytest.raises(RunError, match=r"the ledger in .*ledger\.db .*database is locked.*end the process"):
+            with pytest.raises(
+                RunError, match=r"the ledger cannot be written in .*ledger\.db: database is locked; end the process"
+            ):
                 await ledger.flush()
             ledger.drop(2, DropReason.FAILED, "lost")
             (tmp_path / "copy.db").write_bytes(await ledger.copy())

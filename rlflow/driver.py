@@ -199,7 +199,7 @@ class Driver:
             self._ledger.advance(group.group_id, GroupState.TRAINED, version=trained_version)
         self._progress.step += 1
         self._is_updating = False
-        await within("writing the ledger", self._config.deadlines.checkpoint_s, self._ledger.flush())
+        await self._flush_ledger()
         staged = await self._publisher.stage() if outcome.applied or self._is_colocated else None
         await self._saver.take_if_due()
         if staged is None:
@@ -346,6 +346,10 @@ class Driver:
         await self._cancel_unfinished()
         await self._saver.wait_until_written()
         await self._save()
+        await self._flush_ledger()
+
+    async def _flush_ledger(self) -> None:
+        await within("writing the ledger", self._config.deadlines.checkpoint_s, self._ledger.flush())
 
     async def _save(self, deadline_s: float | None = None) -> None:
         """Write a checkpoint of this moment, unless this step has one; returns when it is on disk.

@@ -23,7 +23,7 @@ from rlflow.algorithms.registry import check_functions
 from rlflow.config import Config, Late, Order, Placement
 from rlflow.driver import StepReport
 from rlflow.errors import ConfigError, DeadlineError, PayloadLost, RunError, WorkerError, WorkerLost
-from rlflow.groups.ledger import DropReason, Ledger, counts_by_state
+from rlflow.groups.ledger import DropReason, GroupState, Ledger, counts_by_state
 from rlflow.groups.sampler import TaskSampler
 from rlflow.roles import StepOutcome
 from rlflow.rundir.store import RunState, read_state
@@ -920,3 +920,22 @@ def test_a_ledger_that_cannot_be_written_ends_the_run_with_everything_saved(
 
     run_virtually(resume())
     assert len(resumed.trainer.trained) == len(set(resumed.trainer.trained)) == 30
+
+
+def test_a_ledger_that_fails_after_the_last_step_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlflow.groups.ledger.LOCK_S", 0.0)
+    path = tmp_path / "ledger.db"
+    world = make_world(tmp_path, steps=2, ledger=path)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+
+        def lock(report: StepReport) -> None:
+            if report.step == 2:
+                world.ledger.advance(world.ledger.admit("one more", version=2), GroupState.RUNNING)
+                other.execute("BEGIN IMMEDIATE")
+
+        world.observer.on_step = lock
+        with pytest.raises(RunError, match="the ledger cannot be written"):
+            run_virtually(world.driver.run())
+        world.ledger.close()
+    assert world.observer.saves == ["step_2"]
+    assert counts_by_state(world.checkpoints.folder / "step_2" / "ledger.db")["dropped_cancelled"] == 1

@@ -208,7 +208,7 @@ class Ledger:
         return asyncio.shield(asyncio.get_running_loop().run_in_executor(self._writer, self._serialize))
 
     def close(self) -> None:
-        """Write what is left. Raises RunError if that cannot be done and no flush could have said so."""
+        """Write what is left. Raises RunError if that fails, unless it has failed before: `flush` says that."""
         self._writer.shutdown()
         is_known = self.failure is not None
         self._store(self._changed)

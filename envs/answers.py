@@ -27,17 +27,20 @@ def final_answer(text: str) -> str:
 
 
 def normalise(text: str) -> str:
-    """Lower case, without punctuation, articles and repeated space, as SQuAD compares (arXiv:1606.05250)."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+    """Lower case, without punctuation, articles and repeated space, as SQuAD compares (arXiv:1606.05250).
+
+    A text of nothing else keeps them, because an empty reply would equal the answer "A".
+    """
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()) or text.lower().strip()
 
 
 def references(answer: str | None, answers: Sequence[str] | None, separator: str | None) -> list[str]:
-    """All right answers: the list if there is one, else the answer, cut at `separator`."""
+    """All right answers: the list if there is one, else the answer, cut at `separator`; none is empty."""
     if answers is not None:
         return list(answers)
     if answer is None:
         return []
-    return [part.strip() for part in answer.split(separator)] if separator else [answer]
+    return [part.strip() for part in answer.split(separator) if part.strip()] if separator else [answer]
 
 
 def token_f1(text: str, reference: str) -> float:

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rlflow.config import Config, Late, Placement
-from rlflow.errors import ConfigError, DeadlineError, PayloadLost, RunError, WorkerLost
+from rlflow.errors import DeadlineError, RunError, WorkerError, WorkerLost, first_error_stands
 from rlflow.groups.evaluation import Evaluation, evaluate
 from rlflow.groups.intake import Intake, Listener, Progress
 from rlflow.groups.ledger import GroupState, Ledger
@@ -43,7 +43,7 @@ from rlflow.publisher import Publisher, PublishListener
 from rlflow.roles import StepOutcome, Workers
 from rlflow.rundir.store import CheckpointStore, RunState
 from rlflow.runtime.clock import steady
-from rlflow.runtime.deadlines import within
+from rlflow.runtime.deadlines import or_hung, within
 from rlflow.runtime.derived import least_streamed_tokens
 from rlflow.saver import SaveListener, Saver
 from rlflow.types import EpisodeSummary, PayloadRef, ReadyGroup, Span, Task
@@ -51,8 +51,8 @@ from rlflow.types import EpisodeSummary, PayloadRef, ReadyGroup, Span, Task
 MAX_SKIPPED_UPDATES = 3
 """Updates in a row that may be skipped for a gradient that is not finite."""
 ANSWER_S = 120.0
-"""Seconds for a trainer to copy its state after one of its ranks has lost what it was to read. The other ranks may wait
-for that rank in a collective, up to a deadline that costs more than the steps since the last checkpoint."""
+"""Seconds for a trainer to copy its state after a call to one of its ranks has failed. The other ranks may wait for
+that rank in a collective, up to a deadline that costs more than the steps since the last checkpoint."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,7 +85,7 @@ class StepReport:
 
 
 class Observer(Listener, PublishListener, SaveListener, Protocol):
-    """Told what happens; only a full disk may make it fail the run."""
+    """Told what happens."""
 
     async def step(self, report: StepReport) -> None: ...
 
@@ -141,21 +141,27 @@ class Driver:
     # -- from outside
 
     async def run(self) -> None:
+        """Train to the end. After an error of any kind the steps since the last checkpoint are saved, and its notes say
+        so, or why not. WorkerLost, which WorkerHung is too, means that nobody is left who could save."""
         try:
             await self._publisher.hand_over(await self._publisher.stage())
             await self._publisher.wait_until_loaded()
             while self._progress.step < self._config.run.steps and not self._progress.stop_requested:
                 await self._train_one_step()
             await self._finish()
-        except (ConfigError, RunError) as error:
-            if isinstance(error, DeadlineError):
-                error.add_note(self.describe())  # now, while everything still waits
-            if not isinstance(error, WorkerLost):  # else nobody is left who could save
-                await self._save_after(error)
+        except Exception as error:
+            with first_error_stands():
+                if isinstance(error, DeadlineError):
+                    error.add_note(self.describe())  # now, while everything still waits
+                if isinstance(error, WorkerLost):
+                    await self._workers.end()  # so that nothing is waited for that a hung process owes
+                else:
+                    await self._save_after(error)
             raise
         finally:
-            await self._end_tasks()
-            await self._saver.wait_until_ended()
+            with first_error_stands():
+                await self._end_tasks()
+                await self._saver.wait_until_ended()
 
     @property
     def step(self) -> int:
@@ -191,7 +197,7 @@ class Driver:
         groups = await self._accumulate_step()
         self._is_updating = True
         stepping = self._workers.trainer.step()
-        outcome = await within("the optimiser step", self._config.deadlines.train_s, stepping)
+        outcome = await or_hung("the optimiser step", self._config.deadlines, "train_s", stepping)
         self._is_updating = outcome.applied
         self._spans += outcome.spans
         self._count_update(outcome)
@@ -240,12 +246,7 @@ class Driver:
         self._observer.phase("training")
         masks = self._config.staleness.late is Late.mask
         accumulating = self._workers.trainer.accumulate(groups, self._intake.oldest_allowed if masks else None)
-        self._spans += await within(
-            "accumulating gradients",
-            self._config.deadlines.train_s,
-            accumulating,
-            "raise deadlines.train_s if a step takes this long",
-        )
+        self._spans += await or_hung("accumulating gradients", self._config.deadlines, "train_s", accumulating)
 
     def _count_update(self, outcome: StepOutcome) -> None:
         if outcome.applied:
@@ -263,15 +264,15 @@ class Driver:
     async def _wake_trainer(self) -> None:
         """Give shared devices to the trainer; the engines get them back with the next version."""
         if self._is_colocated:
-            deadline = self._config.deadlines.weights_s
-            await within("putting the engines to sleep", deadline, self._workers.engines.sleep())
-            await within("bringing the trainer back to its devices", deadline, self._workers.trainer.reload())
+            engines, reloading = self._workers.engines, self._workers.trainer.reload
+            await within("putting the engines to sleep", engines.patience_s, engines.sleep())
+            await or_hung("bringing the trainer back to its devices", self._config.deadlines, "weights_s", reloading())
 
     async def _profile(self, is_on: bool) -> None:
         """Begin or end the profile of run.profile_steps, unless that was done before."""
         if is_on != self._is_profiled:
             self._is_profiled = is_on
-            await within("profiling", self._config.deadlines.train_s, self._workers.profile(is_on))
+            await or_hung("profiling", self._config.deadlines, "train_s", self._workers.profile(is_on))
 
     # -- evaluation and report
 
@@ -281,12 +282,12 @@ class Driver:
             return
         await self._wait_until_evaluated()
         await self._publisher.wait_until_loaded()
-        pinning = self._workers.engines.pin()
+        engines = self._workers.engines
         evaluating = evaluate(
             self._config,
             self._workers,
             self._evaluation_tasks,
-            engine=await within("setting an engine aside", self._config.deadlines.weights_s, pinning),
+            engine=await within("setting an engine aside", engines.patience_s, engines.pin()),
             step=self._progress.step,
             version=self._progress.version,
         )
@@ -374,15 +375,16 @@ class Driver:
         await self._end_tasks()
         self._intake.cancel_unfinished(keep_ready=self._progress.step < self._config.run.steps)
 
-    async def _save_after(self, error: ConfigError | RunError) -> None:
+    async def _save_after(self, error: Exception) -> None:
         """Save the steps since the last checkpoint, if the trainer still answers and holds a single version."""
         why = "the steps since the last checkpoint could not be saved"
         try:
             await self._cancel_unfinished()
             if self._is_updating:
-                error.add_note(f"{why}: the update may have been done in part")
+                error.add_note(f"{why}: the update may have been done in part, or not counted")
             else:
-                await self._save(ANSWER_S if isinstance(error, PayloadLost) else None)
+                await self._save(ANSWER_S if isinstance(error, WorkerError) else None)
+                error.add_note(f"the run is saved as it was after step {self._progress.step}")
         except Exception as second:  # of any kind: the first error is the one to report
             error.add_note(f"{why}: {second or repr(second)}")
 

@@ -1,8 +1,11 @@
 """Errors that a person reads. Each says what is wrong, what was found and what to do."""
 
 import os
+import sys
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _OWN_FOLDER = os.path.dirname(__file__)
 _PYTHON_FOLDER = sysconfig.get_path("stdlib")
@@ -84,6 +87,23 @@ class DeadlineError(RunError):
     def __str__(self) -> str:
         message = f"{self.stage} did not finish within its deadline of {self.seconds:g} s"
         return f"{message}; {self.hint}" if self.hint else message
+
+
+class WorkerHung(DeadlineError, WorkerLost):
+    """A rank of the trainer or the critic, or the reference, did not answer in time. Its process may live, but nothing
+    ends a collective that is stuck, so that it counts as lost."""
+
+
+@contextmanager
+def first_error_stands() -> Iterator[None]:
+    """While an exception is being handled, what the block raises becomes a note on it instead of taking its place."""
+    first = sys.exception()
+    try:
+        yield
+    except Exception as second:
+        if first is None:
+            raise
+        first.add_note(f"then: {describe_failure(second)}")
 
 
 def first_line(error: BaseException) -> str:

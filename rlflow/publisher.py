@@ -13,7 +13,7 @@ from typing import Protocol
 from rlflow.config import Config, Late, Placement
 from rlflow.groups.intake import Intake, Progress
 from rlflow.roles import StagedWeights, Workers
-from rlflow.runtime.deadlines import within
+from rlflow.runtime.deadlines import or_hung, within
 from rlflow.types import Span
 
 
@@ -41,7 +41,6 @@ class Publisher:
         self.pause_s = 0.0
         """The longest pause of an engine since the reader set this to 0."""
         self._config = config
-        self._deadline_s = config.deadlines.weights_s
         self._is_colocated = config.cluster.placement is Placement.colocated
         self._workers = workers
         self._intake = intake
@@ -55,7 +54,7 @@ class Publisher:
         await self.wait_until_loaded()  # the engines still read the version before from where this one will be
         self._listener.phase("weights")
         staging = self._workers.trainer.stage_weights(self._progress.version)
-        staged = await within("staging the weights", self._deadline_s, staging)
+        staged = await or_hung("staging the weights", self._config.deadlines, "weights_s", staging)
         self.spans += staged.spans
         return staged
 
@@ -63,7 +62,7 @@ class Publisher:
         """Let the engines load a version; wait for them if nothing can go on without them."""
         if self._is_colocated:
             offloading = self._workers.trainer.offload()
-            await within("taking the trainer off its devices", self._deadline_s, offloading)
+            await or_hung("taking the trainer off its devices", self._config.deadlines, "weights_s", offloading)
         self._loading = asyncio.create_task(self._load(staged, self._progress.step), name="load weights")
         if self._config.staleness.max_versions == 0 or self._is_colocated:
             await self.wait_until_loaded()
@@ -83,14 +82,15 @@ class Publisher:
 
     async def _load(self, staged: StagedWeights, step: int) -> None:
         """Never raises: a failure reaches the main task through the intake."""
+        engines = self._workers.engines
         try:
             if self._config.staleness.late is Late.requeue:
                 # First, so that no engine is paused for tokens that nobody will train on, or carries them over.
                 cancelling = self._workers.runners.cancel_stale(self._intake.oldest_allowed)
-                await within("ending the groups that are too old", self._deadline_s, cancelling)
+                await within("ending the groups that are too old", engines.patience_s, cancelling)
             start_s = self._now()
-            loading = self._workers.engines.load_weights(staged)
-            loaded = await within("loading the weights into the engines", self._deadline_s, loading)
+            loading = engines.load_weights(staged)
+            loaded = await within("loading the weights into the engines", engines.patience_s, loading)
             self.spans.append(Span(actor="engines", name="weights", start_s=start_s, end_s=self._now()))
         except Exception as error:
             self._intake.fail(error)

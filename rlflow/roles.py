@@ -126,6 +126,12 @@ class Runners(Protocol):
 
 
 class Engines(Protocol):
+    @property
+    def patience_s(self) -> float:
+        """Seconds after which a call will not come back: more than it takes to end an engine that hangs, start it
+        again and give it the weights, until it is given up."""
+        ...
+
     async def load_weights(self, staged: StagedWeights) -> LoadOutcome:
         """Put a complete version into every engine; an engine samples under it, or under the one before, only.
 
@@ -206,6 +212,10 @@ async def _nothing_to_profile(is_on: bool) -> None:
     del is_on
 
 
+async def _nothing_to_end() -> None:
+    pass
+
+
 @dataclass(kw_only=True, slots=True)
 class Workers:
     """Everything that the driver steers."""
@@ -218,3 +228,5 @@ class Workers:
     """One line for each kind of call that is being waited for; for the message when a run stalls."""
     profile: Callable[[bool], Awaitable[None]] = _nothing_to_profile
     """Between two steps: begins a profile of what computes, or ends it and writes it to run.dir."""
+    end: Callable[[], Awaitable[None]] = _nothing_to_end
+    """Kills every process, because one that nothing can do without is lost; calls under way fail."""

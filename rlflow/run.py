@@ -11,8 +11,11 @@ from the newest one, at most MAX_RESTARTS times without a newer one.
 
 import asyncio
 import signal
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rlflow.algorithms.registry import check_functions
 from rlflow.cluster.devices import has_gpus, wait_until_there_is_room
@@ -21,7 +24,7 @@ from rlflow.config import Config
 from rlflow.driver import Driver
 from rlflow.environments.find import held_out_tasks, load_environment
 from rlflow.envs.base import EnvironmentSpec
-from rlflow.errors import PayloadLost, RunError, WorkerLost
+from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerLost, describe_failure, first_error_stands
 from rlflow.groups.ledger import Ledger
 from rlflow.groups.sampler import TaskSampler
 from rlflow.models.resolve import resolve_model, resolve_reward_model
@@ -66,7 +69,7 @@ def train(config: Config) -> int:
     evaluation_tasks = held_out_tasks(config, spec)
     model_path = resolve_model(config.model.path)
     reward_model_path = resolve_reward_model(config.reward.model) if config.reward.model is not None else None
-    with claim(config) as run_dir:
+    with claim(config) as run_dir, _faults_kept_in(run_dir.path):
         state = read_state(run_dir.resume_from) if run_dir.resume_from else None
         if state is not None and state.step >= config.run.steps:
             print(f"{run_dir.path} already has {state.step} of {config.run.steps} steps; raise run.steps to go on")
@@ -87,6 +90,27 @@ def train(config: Config) -> int:
             check(run.config)  # what null has become may be refused
             ended_by = asyncio.run(_train(run))
     return 0 if ended_by is None else 128 + ended_by
+
+
+@contextmanager
+def _faults_kept_in(folder: Path) -> Iterator[None]:
+    """Turn an error that nobody has written for people into one line; its traceback goes to a file of the folder."""
+    try:
+        yield
+    except (ConfigError, RunError):
+        raise
+    except Exception as error:
+        whole, file = "".join(traceback.format_exception(error)), folder / "traceback.txt"
+        try:
+            file.write_text(whole)
+            where = f"in {file}"
+        except OSError as second:
+            where = f"here, because {file} cannot be written ({second.strerror}):\n{whole}"
+        fault = "this is a fault of rlflow or of a plugin, and its traceback is"
+        told = RunError(f"{describe_failure(error)}; {fault} {where}")
+        for note in getattr(error, "__notes__", []):
+            told.add_note(note)
+        raise told from error
 
 
 async def _train(run: _Run) -> signal.Signals | None:
@@ -116,7 +140,8 @@ async def _train(run: _Run) -> signal.Signals | None:
                     run = _after(error, run, observer, restarts)
                 finally:
                     if fleet is not None:
-                        await fleet.stop()
+                        with first_error_stands():
+                            await fleet.stop()
     finally:
         stopper.restore()
 
@@ -151,6 +176,8 @@ def _after(error: WorkerLost | PayloadLost, run: _Run, observer: RunObserver, re
         f"{error}; the run goes on after step {step}, which is the last that was saved, so that "
         f"{setback.step - step} are done again (restart {number}, of {MAX_RESTARTS} without a newer checkpoint)"
     )
+    for note in getattr(error, "__notes__", []):
+        observer.message(note)
     return replace(run, run_dir=run_dir, state=state, setback=setback)
 
 
@@ -181,7 +208,8 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stoppe
     finally:
         stopper.hand_to(None)
         watch.cancel()
-        await asyncio.to_thread(ledger.close)  # waits for the disk
+        with first_error_stands():
+            await asyncio.to_thread(ledger.close)  # waits for the disk
 
 
 async def _watch_engines(fleet: Fleet, driver: Driver) -> None:

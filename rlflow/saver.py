@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlflow.config import Config
-from rlflow.errors import PayloadLost, WorkerLost
+from rlflow.errors import DeadlineError, PayloadLost, WorkerLost
 from rlflow.groups.intake import Intake, Progress
 from rlflow.groups.ledger import Ledger
 from rlflow.roles import Workers
 from rlflow.rundir.store import CheckpointStore, RunState, state_to_json
-from rlflow.runtime.deadlines import within
+from rlflow.runtime.deadlines import or_hung, within
 from rlflow.runtime.disk import disk_errors
 from rlflow.types import PayloadRef, Span
 
@@ -65,7 +65,7 @@ class Saver:
         self.spans: list[Span] = []
         """Added here, taken out by the reader."""
         self._config = config
-        self._deadline_s = config.deadlines.checkpoint_s
+        self._deadlines = config.deadlines
         self._workers = workers
         self._intake = intake
         self._ledger = ledger
@@ -90,12 +90,14 @@ class Saver:
     async def take(self, deadline_s: float | None = None) -> None:
         """Copy the state of this moment: between two steps, and when no write is under way.
 
-        `deadline_s` bounds the trainer's copying; None means deadlines.checkpoint_s.
+        `deadline_s` bounds the trainer's copying too, beside deadlines.checkpoint_s.
         """
         assert self._writing is None, "there is one copy at a time"
         self._listener.phase("saving")
-        copying = self._workers.trainer.snapshot()
-        await within("copying the trainer's state", self._deadline_s if deadline_s is None else deadline_s, copying)
+        stage, copying = "copying the trainer's state", self._workers.trainer.snapshot()
+        if deadline_s is not None:
+            copying = within(stage, deadline_s, copying)
+        await or_hung(stage, self._deadlines, "checkpoint_s", copying)
         # Nothing is awaited from here on, so that the parts are of one moment.
         self._intake.drop_lost()
         progress, ready = self._progress, self._intake.ready.groups
@@ -139,11 +141,12 @@ class Saver:
         progress.step = progress.served_step = self.saved_step = state.step
         progress.version = progress.served_version = state.version
         self._intake.sampler.restore(state.sampler)
-        await within("loading the checkpoint", self._deadline_s, self._workers.trainer.load(folder / "trainer"))
+        loading = self._workers.trainer.load(folder / "trainer")
+        await or_hung("loading the checkpoint", self._deadlines, "checkpoint_s", loading)
         count = sum(len(group.episodes) for group in state.ready)
         if count:
-            loading = self._workers.runners.load_payloads(folder / "ready", count)
-            payloads = iter(await within("loading the ready groups", self._deadline_s, loading))
+            reading = self._workers.runners.load_payloads(folder / "ready", count)
+            payloads = iter(await or_hung("loading the ready groups", self._deadlines, "checkpoint_s", reading))
             for group in state.ready:
                 group.payloads = [next(payloads) for _ in group.episodes]
         await self._intake.restore(state.ready)
@@ -156,13 +159,13 @@ class Saver:
             try:
                 if taken.payloads:
                     saving = self._workers.runners.save_payloads(taken.payloads, partial / "ready")
-                    await within("saving the ready groups", self._deadline_s, saving)
-            except (WorkerLost, PayloadLost) as error:
+                    await within("saving the ready groups", self._deadlines.checkpoint_s, saving)
+            except (WorkerLost, PayloadLost, DeadlineError) as error:
                 self._listener.given_up(taken.step, str(error))
                 return
             writing = self._workers.trainer.write_snapshot(partial / "trainer")
-            await within("saving the trainer", self._deadline_s, writing)
-            ledger = await within("copying the ledger", self._deadline_s, taken.ledger)
+            await or_hung("saving the trainer", self._deadlines, "checkpoint_s", writing)
+            ledger = await within("copying the ledger", self._deadlines.checkpoint_s, taken.ledger)
             await asyncio.to_thread((partial / "ledger.db").write_bytes, ledger)
             folder = await asyncio.to_thread(self._checkpoints.commit, partial, taken.state)
         self.saved_step = taken.step

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from rlflow.algorithms.registry import check_functions
 from rlflow.config import Config, Late, Order, Placement
 from rlflow.driver import StepReport
-from rlflow.errors import ConfigError, DeadlineError, PayloadLost, RunError, WorkerError, WorkerLost
+from rlflow.errors import ConfigError, DeadlineError, EngineLost, PayloadLost, RunError, WorkerError, WorkerLost
 from rlflow.groups.ledger import DropReason, GroupState, Ledger, counts_by_state
 from rlflow.groups.sampler import TaskSampler
 from rlflow.roles import StepOutcome
@@ -181,20 +181,28 @@ def test_a_lost_group_is_played_again_and_given_up_after_three_failures(tmp_path
     assert_conserved(world)
 
 
-async def run_and_die(world: World, deaths: int) -> None:
+async def run_and_die(world: World, deaths: int, error: Exception) -> None:
     """The only runner dies so many times, with six groups each, before any of them ends."""
     world.runners.duration_s = lambda rng: rng.uniform(5.0, 6.0)
     running = asyncio.create_task(world.driver.run())
     for _ in range(deaths):
         await asyncio.sleep(2.0)
         assert len(world.runners.started) == 6
-        world.runners.die("the episode runner died")
+        world.runners.lose_all(error)
     await running
 
 
-def test_what_one_process_takes_along_counts_as_one_failure(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        WorkerLost("the episode runner died"),
+        EngineLost("no token came"),
+        DeadlineError("a reply", 300.0),
+    ],
+)
+def test_what_one_process_takes_along_counts_as_one_failure(error: Exception, tmp_path: Path) -> None:
     world = make_world(tmp_path, max_versions=1)
-    run_virtually(run_and_die(world, deaths=15))
+    run_virtually(run_and_die(world, 15, error))
     assert world.trainer.version == 4
     assert world.ledger.counts()["dropped_failed"] == 15 * 6
     assert_conserved(world)
@@ -203,7 +211,7 @@ def test_what_one_process_takes_along_counts_as_one_failure(tmp_path: Path) -> N
 def test_a_runner_that_dies_for_ever_ends_the_run(tmp_path: Path) -> None:
     world = make_world(tmp_path, max_versions=1)
     with pytest.raises(RunError, match="^16 groups in a row gave nothing to train on; .*the episode runner died"):
-        run_virtually(run_and_die(world, deaths=16))
+        run_virtually(run_and_die(world, 16, WorkerLost("the episode runner died")))
     assert world.trainer.version == 0
     assert_conserved(world)
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from children import TIMEOUT_S, ended_after, wait_for
 from ledgers import trained_tasks
-from listening import is_loopback, listeners, socket_files
+from listening import answers_as_a_store, is_loopback, listeners, ports_of, socket_files
 from rounding import allowed_difference
 from safetensors.torch import load_file
 from training import largest_relative_difference, plain_score, save_reward_model
@@ -260,6 +260,25 @@ def test_a_killed_run_resumes_and_outlives_its_trainer_and_trains_every_task_onc
     assert "already has 8 of 8 steps" in train(run, *settings)
 
 
+def test_a_rank_that_hangs_is_lost_after_one_deadline_and_the_run_goes_on(tmp_path: Path) -> None:
+    """Its deadline is shorter than what it takes to notice by itself that a process is stopped."""
+    run = tmp_path / "run"
+    settings = ["run.steps=5", "run.checkpoint_every=2", "trainer.ranks=2", "deadlines.train_s=10"]
+    with running(run, *settings) as process:
+        wait_for(process, "step 3/5")
+        children = psutil.Process(process.pid).children(recursive=True)
+        rank = next(child for child in children if child.name().startswith("ray::TrainerWor"))
+        rank.suspend()
+        wait_for(process, "did not finish within its deadline of 10 s; raise deadlines.train_s if it takes this long")
+        wait_for(process, "resumed at step 2 of 5, version 2")
+        assert not rank.is_running(), "a rank that hangs is killed"
+        wait_for(process, "report: ")
+        assert process.wait(timeout=TIMEOUT_S) == 0
+    assert [record["step"] for record in metrics.read(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    counts = counts_by_state(run / "ledger.db")
+    assert (counts["trained"], counts["dropped_failed"]) == (10, 0)
+
+
 def test_a_signal_finishes_the_step_and_saves(tmp_path: Path) -> None:
     """Also: weights go from two ranks to two engines, all of which is compared; all that listens is on loopback, and no
     socket is left behind."""
@@ -271,6 +290,8 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path: Path) -> None:
         found = listeners(process.pid)
         assert {"gcs_server", "raylet", "ray::TrainerWor", "VLLM::EngineCor"} <= found.keys()
         assert all(is_loopback(address) for addresses in found.values() for address in addresses), found
+        # A store lets everybody who reaches it write.
+        assert not [name for port, name in ports_of(process.pid).items() if answers_as_a_store(port)]
         sockets = socket_files(process.pid)
         assert any(path.is_socket() for path in sockets)
         os.killpg(process.pid, signal.SIGINT)

@@ -19,10 +19,10 @@ class ReferenceWorker:
         self._num_ranks = num_ranks
 
     def rendezvous(self) -> str:
-        """An address for the ranks to meet at; loopback unless they are on several machines."""
+        """Where the ranks may meet."""
         from rlflow.workers.trainer.process_group import new_rendezvous
 
-        return new_rendezvous()
+        return new_rendezvous(on_one_machine=self._config.cluster.address is None)
 
     def start(self, rendezvous: str) -> None:
         from rlflow.workers.trainer.frozen import FrozenPolicy

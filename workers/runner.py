@@ -3,18 +3,19 @@
     GroupOrder -> episodes side by side (play -> score) -> PlayedGroup for the driver, payloads for the object store
 
 Rules: a group is returned whole or not at all. If one of its episodes raises, or the group becomes too old, the other
-episodes are cancelled and their environments closed first.
+episodes are cancelled and their environments closed first. An episode is not to blame for an engine that is silent: the
+group is lost, and is played again.
 """
 
 import asyncio
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
 from rlflow.config import Config
-from rlflow.errors import EngineLost, StaleGroup, WorkerLost
+from rlflow.errors import EngineLost, StaleGroup
 from rlflow.rewards.client import Scorer
 from rlflow.rollout import payloads as payload_files
 from rlflow.rollout.chat import Chat, episode_seed
@@ -161,11 +162,24 @@ class EpisodeRunner:
         )
 
     async def _play_and_score(self, group: _UnderWay, index: int) -> _Scored:
-        order = group.order
+        order, clock = group.order, asyncio.get_running_loop().time
+        silence_s = 0.0
 
-        def generate(request: GenerateRequest) -> Awaitable[Completion]:
+        async def generate(request: GenerateRequest) -> Completion:
+            nonlocal silence_s
+            heard_s = clock()
+
+            def sampled(part: Completion) -> None:
+                nonlocal heard_s
+                heard_s = clock()
+                group.note(part)
+
             is_greedy = order.is_last_greedy and index == order.num_episodes - 1
-            return self._client.generate(replace(request, engine=order.engine, is_greedy=is_greedy), group.note)
+            try:
+                return await self._client.generate(replace(request, engine=order.engine, is_greedy=is_greedy), sampled)
+            except asyncio.CancelledError:
+                silence_s = max(silence_s, clock() - heard_s)
+                raise
 
         chat = Chat(
             generate,
@@ -178,8 +192,12 @@ class EpisodeRunner:
         played = await play_episode(
             self._environments, order.task, chat, self._config, seed=order.seed, gateway=self._gateway
         )
+        limits = self._config.env
+        limit_s = limits.setup_timeout_s if played.end is EpisodeEnd.SETUP_TIMEOUT else limits.episode_timeout_s
+        if played.end.is_error and silence_s > limit_s / 2:
+            raise EngineLost(f"an episode waited {silence_s:.0f} s for a token, and failed: {played.detail}")
         if played.end is EpisodeEnd.EPISODE_TIMEOUT and not self._client.is_served:
-            raise WorkerLost("all rollout engines were lost, and none was back before the episode ran out of time")
+            raise EngineLost("all rollout engines were lost, and none was back before the episode ran out of time")
         played_at_s = now()
         verdict = None if played.end.is_error else await self._scorer.score(played.transcript)
         return _Scored(

@@ -50,6 +50,12 @@ def calculate(arguments: str) -> str:
     return str(int(terms[1]) + int(terms[2])) if terms else f"error: not a sum: {expression!r}"
 
 
+def is_right(text: str, answer: str) -> bool:
+    """Whether the last number of the text is the answer; a list of numbers is one guess."""
+    numbers = [word.strip(".,") for word in re.findall(r"[-\w.,]+", text) if re.search(r"[0-9]", word)]
+    return numbers[-1:] == [answer]
+
+
 def main() -> None:
     task = json.load(sys.stdin)
     client = OpenAI()
@@ -66,9 +72,9 @@ def main() -> None:
             assert call.type == "function"
             results.append(calculate(call.function.arguments))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": results[-1]})
-    is_right = task["answer"] in re.findall(r"\d+", text)
-    reward = 0.2 * bool(results) + 0.3 * (task["answer"] in results) + 0.5 * is_right
-    print(json.dumps({"reward": reward, "metrics": {"right": float(is_right), "tools/calls": len(results)}}))
+    right = is_right(text, task["answer"])
+    reward = 0.2 * bool(results) + 0.3 * (results[-1:] == [task["answer"]]) + 0.5 * right
+    print(json.dumps({"reward": reward, "metrics": {"right": float(right), "tools/calls": len(results)}}))
 
 
 if __name__ == "__main__":

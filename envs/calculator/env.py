@@ -126,7 +126,11 @@ def make_tasks(digits: int, size: int, seed: int) -> list[Task]:
 
 
 def right_by_tool(task: Task, completion: str, messages: list[Message]) -> float | None:
-    """1.0 when the tool has said the answer and the last reply says so too, RIGHT_CALL without the latter, else 0.0."""
-    if not any(message["role"] == "tool" and message["content"] == task.answer for message in messages):
+    """1.0 when the tool has said the answer and the last reply says so too, RIGHT_CALL without the latter, else 0.0.
+
+    The last call counts, because a model could try all numbers.
+    """
+    said = [message["content"] for message in messages if message["role"] == "tool"]
+    if said[-1:] != [task.answer]:
         return 0.0
     return 1.0 if is_right(task, completion) else RIGHT_CALL

@@ -4,13 +4,24 @@ import asyncio
 import json
 import os
 import re
-import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
 from typing import cast
 
-from rlflow.processes.sandbox.run import Outcome, SandboxLimits, SandboxResult, run
+from rlflow.errors import SandboxError
+from rlflow.processes.sandbox.exchange import LOST
+from rlflow.processes.sandbox.run import (
+    Linked,
+    Outcome,
+    SandboxLimits,
+    SandboxResult,
+    command_of_python,
+    run,
+    run_linked,
+)
 
 Pair = tuple[str, str]
 """What a program reads, and what it must print."""
@@ -19,6 +30,8 @@ _BLOCK = re.compile(
     r"^[ \t]*```(?:python3?|py)?[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE
 )
 MAX_ERROR = 1000
+START_SECONDS = 60.0
+"""What the two processes of a program and its tests may take to start, each waiting for the other."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -46,10 +59,17 @@ async def code(
     seconds: for all tests of a reply together; less than reward.timeout_s.
     memory_mb: of each process.
 
-    A program that is missing, crashes, hangs or takes too much has failed its tests. Statements share an interpreter
-    with the solution: `exit()` and prints do not pass for success, but results that equal everything do.
+    A program that is missing, crashes, hangs or takes too much has failed its tests.
 
-    Raises SandboxError when the program could not be run, and ValueError when `tests` has another form or is empty.
+    Statements run in a process of their own. What they name and neither define nor import is the program's: functions,
+    classes, values. The program is sent the arguments of each call and returns plain values, which are compared where
+    it cannot reach; it never sees a test or an expected value. `check(f)`, functions test_* without parameters and
+    unittest work too. The program's changes to an argument reach the test only if it returns None. Of its
+    own classes' objects a test can use attributes, calls, items, iteration and comparisons with each other; an operator
+    with a plain value beside such an object fails, because the program could answer it as it likes.
+
+    Raises SandboxError when the program could not be run, and ValueError when `tests` has another form, is empty, asks
+    nothing of the program, or needs what does not cross: printed text, eval, asyncio, fixtures, objects of the test.
     """
     statements = statements_of(tests)
     program = last_program(completion)
@@ -97,19 +117,45 @@ def pairs_of(tests: object) -> list[Pair]:
 
 
 async def run_statements(program: str, statements: Sequence[str], limits: SandboxLimits) -> Tested:
-    """Import the program once, then run each statement in a copy of its names."""
-    token = secrets.token_hex(16)
-    request = json.dumps({"token": token, "statements": list(statements)})
-    result = await run(_HARNESS, files={"solution.py": program}, stdin=request, limits=limits)
-    errors: dict[int, str] = {}
-    for line in result.stdout.splitlines():
-        if line.startswith(token):
-            index, error = json.loads(line.removeprefix(token))
-            errors[index] = error
+    """Run statements beside a process that has the program, and nothing of them but the calls that they make.
+
+    Raises ValueError when a statement cannot be run in this way, or asks nothing of the program.
+    """
+    patient = replace(limits, seconds=limits.seconds + START_SECONDS, output_bytes=2**16 + 64 * len(statements))
+    request = json.dumps([limits.seconds, list(statements)])
+    tests = Linked(command=_command("tests_process"), files={**_sources(), "tests.json": request}, limits=patient)
+    solution = Linked(
+        command=_command("solution_process"), files={**_sources(), "solution.py": program}, limits=patient
+    )
+    judged, ended = await run_linked(tests, solution)
+    if judged.outcome is Outcome.KILLED or (judged.outcome is Outcome.EXITED and judged.exit_code not in (0, LOST)):
+        raise SandboxError(
+            f"the process that runs the tests ended with {judged.exit_code}: {judged.stderr[-MAX_ERROR:]}"
+        )
+    errors: dict[int | str, str] = dict(json.loads(line) for line in judged.stdout.splitlines())
+    if "refused" in errors:
+        raise ValueError(f"these tests cannot judge a program: {errors['refused']}")
     passed = tuple(errors.get(index) == "" for index in range(len(statements)))
-    first = next((index for index, is_passed in enumerate(passed) if not is_passed), None)
-    error = "" if first is None else errors.get(-1) or errors.get(first) or _why(result, limits)
-    return Tested(passed=passed, error=error[:MAX_ERROR], is_timed_out=result.outcome is Outcome.TIMED_OUT)
+    is_late = "late" in errors or Outcome.TIMED_OUT in (judged.outcome, ended and ended.outcome)
+    error = next((text for text in errors.values() if text), "")
+    if not all(passed) and not error:
+        error = _too_long(limits) if is_late else _why(ended or judged, limits)
+    return Tested(passed=passed, error=error[:MAX_ERROR], is_timed_out=is_late)
+
+
+@cache
+def _sources() -> dict[str, str]:
+    """The modules of both processes, with empty packages around them."""
+    folder = "rlflow/processes/sandbox"
+    modules = ("exchange", "solution_process", "tests_process")
+    packages = ("rlflow", "rlflow/processes", folder)
+    return {f"{each}/__init__.py": "" for each in packages} | {
+        f"{folder}/{each}.py": files("rlflow.processes.sandbox").joinpath(f"{each}.py").read_text() for each in modules
+    }
+
+
+def _command(module: str) -> list[str]:
+    return [*command_of_python()[:-1], "-c", f"from rlflow.processes.sandbox.{module} import main; main()"]
 
 
 async def run_pairs(program: str, pairs: Sequence[Pair], limits: SandboxLimits) -> Tested:
@@ -144,10 +190,14 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
+def _too_long(limits: SandboxLimits) -> str:
+    return f"the program took longer than {limits.seconds:g} s"
+
+
 def _why(result: SandboxResult, limits: SandboxLimits) -> str:
     match result.outcome:
         case Outcome.TIMED_OUT:
-            return f"the program took longer than {limits.seconds:g} s"
+            return _too_long(limits)
         case Outcome.OUT_OF_MEMORY:
             return f"the program needed more than {limits.memory_mb} MB of memory"
         case Outcome.TOO_MUCH_OUTPUT:
@@ -156,52 +206,3 @@ def _why(result: SandboxResult, limits: SandboxLimits) -> str:
             return f"the program was ended by signal {-(result.exit_code or -9)}"
         case Outcome.EXITED:
             return result.stderr.strip()[-MAX_ERROR:] or f"the program exited with code {result.exit_code}"
-
-
-_HARNESS = """
-import ast, io, json, os, sys, traceback
-
-def run_all():
-    request = json.load(sys.stdin)
-    token, statements = request["token"], request["statements"]
-    report = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.stdin = io.StringIO()
-
-    def say(index, error):
-        report.write(token + json.dumps([index, error]) + "\\n")
-        report.flush()
-
-    names = {"__name__": "solution"}
-    failure = failed(lambda: exec(compile(open("solution.py").read(), "solution.py", "exec"), names))
-    if failure:
-        say(-1, failure)
-        return
-    for index, statement in enumerate(statements):
-        say(index, failed(lambda: check(statement, dict(names))))
-
-def check(statement, names):
-    tree = ast.parse(statement)
-    found = tree.body[0] if len(tree.body) == 1 else None
-    test = found.test if isinstance(found, ast.Assert) and found.msg is None else None
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
-        sides = [ast.Expression(test.left), ast.Expression(test.comparators[0])]
-        left, right = [eval(compile(side, "test", "eval"), names) for side in sides]
-        assert left == right, f"{ast.unparse(test.left)} is {left!r:.200}, not {right!r:.200}"
-    else:
-        exec(compile(statement, "test", "exec"), names)
-
-def failed(action):
-    try:
-        action()
-    except BaseException as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "solution.py"]
-        place = f" (line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
-        if isinstance(error, SyntaxError) and error.filename == "solution.py":
-            place = f" (line {error.lineno}: {(error.text or '').strip()})"
-            return f"SyntaxError: {error.msg}{place}"[:1000]
-        return f"{type(error).__name__}: {str(error)[:500]}{place}"[:1000]
-    return ""
-
-run_all()
-"""

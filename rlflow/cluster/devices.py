@@ -142,8 +142,8 @@ class Devices:
 
     def release(self) -> None:
         """Give back what was reserved; processes that still run there end."""
-        for group in self._groups:
-            remove_placement_group(group)
+        while self._groups:
+            remove_placement_group(self._groups.pop())
 
 
 async def wait_until_there_is_room(config: Config) -> None:

@@ -4,40 +4,23 @@ The rules are in `rlflow.rollout.fleet`; this module does only what needs Ray.
 """
 
 import asyncio
-import os
-import subprocess
 from collections.abc import Awaitable, Sequence
 from typing import Any, NoReturn
 
 import ray
 
 from rlflow.cluster.calls import answer, has_ended, wait_until_back
-from rlflow.config import Config, DeadlinesConfig
+from rlflow.cluster.runners import tell
+from rlflow.config import DeadlinesConfig
 from rlflow.errors import DeadlineError, EngineLost, RunError, WeightsOvertaken, WorkerError
 from rlflow.roles import StagedWeights
 from rlflow.runtime.deadlines import within
 from rlflow.workers.engine.engine import RolloutEngine
 
-TELL_TIMEOUT_S = 30.0
-"""Seconds for an episode runner to learn which engines serve. A slower one is killed, and told when it is back."""
-
 
 class EngineActor(RolloutEngine):
-    """A rollout engine whose vLLM processes never outlive it, however it ends."""
-
-    def __init__(self, config: Config, model_path: str, index: int, threads: int) -> None:
-        super().__init__(config, model_path, index, threads)
-        # vLLM does not notice that its parent was killed, and would keep its memory forever. So this process and its
-        # later children are a group of their own, which a shell kills when this process ends. The shell reads from a
-        # pipe that nobody else holds, so it cannot miss the end.
-        if os.getpgid(0) != os.getpid():
-            os.setpgid(0, 0)
-        kill_group = 'read -r _; kill -KILL -- "-$1" 2>/dev/null'
-        self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", kill_group, "rlflow-guard", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+    """A rollout engine that says when it ends. It leads a group, because vLLM does not notice that its parent was
+    killed, and would keep its memory forever."""
 
     async def linger(self) -> None:
         """Never returns: the call fails when this process ends."""
@@ -80,23 +63,20 @@ class RayEngine:
 
     async def _timed(self, stage: str, seconds: float, what: str, call: Any) -> Any:
         """The answer to a call that must come within a deadline."""
-        try:
-            answering = self._vital(answer(self._name, call, what))
-            return await within(f"{stage} of {self._name}", seconds, answering)
-        except DeadlineError:
-            self._end()
-            raise
+        return await self._vital(within(f"{stage} of {self._name}", seconds, answer(self._name, call, what)))
 
     async def _vital(self, answering: Awaitable[Any]) -> Any:
-        """The answer to a call. An engine whose call failed is killed, because its state may be inconsistent."""
+        """The answer to a call. An engine whose call failed is killed, because its state may be inconsistent; one that
+        did not answer in time is lost as if it had died."""
         try:
             return await answering
         except WeightsOvertaken:
             raise
         except RunError as error:
-            if has_ended(error):
+            if not has_ended(error):
+                self._end()
+            if has_ended(error) or isinstance(error, DeadlineError):
                 raise EngineLost(str(error)) from error
-            self._end()
             raise
 
     def _end(self) -> None:
@@ -132,10 +112,5 @@ class Membership:
             await asyncio.gather(life, return_exceptions=True)
 
     async def _send(self, runner: Any) -> None:
-        call = answer("episode runner", runner.set_serving.remote(self._serving))
-        try:
-            await within("telling an episode runner which engines serve", TELL_TIMEOUT_S, call)
-        except WorkerError:
-            return  # it died, and its watch tells it when it is back
-        except DeadlineError:
-            ray.kill(runner, no_restart=False)
+        # If it dies, its watch tells it when it is back.
+        await tell(runner, "which engines serve", runner.set_serving.remote(self._serving))

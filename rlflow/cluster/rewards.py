@@ -7,6 +7,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from rlflow.cluster.devices import Devices
+from rlflow.cluster.pulse import watched
 from rlflow.config import Config, ProcessKind
 from rlflow.envs.base import RewardFunction
 from rlflow.errors import RewardLost, first_line
@@ -35,12 +36,14 @@ def start_rewards(
         chosen = choose_rewards(config.reward, own)
         if is_environment_alone(chosen):
             return {}
-        worker = ray.remote(ScorerPool).options(name="reward", **options, **devices.of(ProcessKind.reward, 0))
-        return {"reward": worker.remote(chosen, config.reward.workers, config.reward.timeout_s)}
+        actor, name = watched(ScorerPool, config), "reward"
+        worker = actor.options(name=name, **options, **devices.of(ProcessKind.reward, 0))
+        return {name: worker.remote(name, chosen, config.reward.workers, config.reward.timeout_s)}
+    actor = watched(RewardModelWorker, config)
     return {
-        f"reward model {index}": ray.remote(RewardModelWorker)
-        .options(name=f"reward model {index}", **options, **devices.of(ProcessKind.reward_model, index))
-        .remote(config, model_path, threads)
+        (name := f"reward model {index}"): actor.options(
+            name=name, **options, **devices.of(ProcessKind.reward_model, index)
+        ).remote(name, config, model_path, threads)
         for index in range(config.reward.model_replicas)
     }
 

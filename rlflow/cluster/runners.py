@@ -16,12 +16,13 @@ from ray.experimental import get_local_object_locations
 
 from rlflow.cluster.calls import answer, has_ended, wait_until_back
 from rlflow.cluster.devices import Devices
+from rlflow.cluster.pulse import watched
 from rlflow.cluster.rewards import scorer_of
 from rlflow.cluster.slots import num_runners
 from rlflow.config import Config, ProcessKind
 from rlflow.environments.pool import EnvironmentPool
 from rlflow.envs.base import Environment, EnvironmentSpec, Program
-from rlflow.errors import WorkerError, WorkerLost
+from rlflow.errors import DeadlineError, WorkerError, WorkerLost
 from rlflow.rollout.client import EngineHandle
 from rlflow.rollout.gateway.server import Gateway
 from rlflow.runtime.clock import as_seen_here, now
@@ -30,6 +31,8 @@ from rlflow.types import EpisodePayload, GroupOrder, Message, PayloadRef, Played
 from rlflow.workers.runner import EpisodeRunner
 
 _WHO = "episode runner"
+TELL_TIMEOUT_S = 30.0
+"""Seconds for an episode runner to take note of something. A slower one hangs, and is killed."""
 
 
 def start_runners(
@@ -42,11 +45,11 @@ def start_runners(
     max_calls: int,
 ) -> list[Any]:
     """One actor for every few engines. `rewards` and `engines` are names of actors."""
-    actor: Any = ray.remote(RunnerActor)
+    actor = watched(RunnerActor, config)
     options = {"max_concurrency": max_calls, "max_restarts": -1}
     return [
         actor.options(**options, **devices.of(ProcessKind.runner, index)).remote(
-            config, model_path, spec.build, leases, rewards, engines
+            f"episode runner {index}", config, model_path, spec.build, leases, rewards, engines
         )
         for index, leases in enumerate(shares_of(spec.leases, num_runners(config)))
     ]
@@ -148,13 +151,9 @@ class RayRunners:
         return any(found[each]["node_ids"] == [here] and _is_error(each) for each in handles)
 
     async def cancel_stale(self, oldest_version: int) -> None:
-        calls = [
-            answer(_WHO, actor.cancel_stale.remote(oldest_version), "cancel stale groups") for actor in self._actors
-        ]
-        for result in await asyncio.gather(*calls, return_exceptions=True):
-            # A runner that died has lost its groups: their own calls fail.
-            if isinstance(result, BaseException) and not isinstance(result, WorkerError):
-                raise result
+        # If one dies, it has lost its groups: their own calls fail.
+        stale = "which groups are too old"
+        await asyncio.gather(*(tell(each, stale, each.cancel_stale.remote(oldest_version)) for each in self._actors))
 
     async def transcript(self, payload: PayloadRef) -> list[Message]:
         actor = self._actors[await self._choose()]
@@ -196,6 +195,16 @@ class RayRunners:
         except WorkerError:
             return  # it is gone for good, and stays among those that are not there
         del self._returning[index]
+
+
+async def tell(runner: Any, what: str, call: Any) -> None:
+    """Wait until a runner has taken note of something, or has died. One that hangs is killed, and Ray restarts it."""
+    try:
+        await within(f"telling an {_WHO} {what}", TELL_TIMEOUT_S, answer(_WHO, call, what))
+    except DeadlineError:
+        ray.kill(runner, no_restart=False)
+    except WorkerError:
+        pass
 
 
 def _is_error(payload: ray.ObjectRef) -> bool:

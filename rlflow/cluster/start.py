@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import ray
 
@@ -30,16 +30,17 @@ from rlflow.cluster.calls import (
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
 from rlflow.cluster.profile import profile
+from rlflow.cluster.pulse import watched
 from rlflow.cluster.ray import join_ray, private_ray
 from rlflow.cluster.rewards import start_rewards
 from rlflow.cluster.runners import RayRunners, start_runners
 from rlflow.cluster.shared_files import check_shared_files
 from rlflow.config import Config, Placement, ProcessKind
 from rlflow.envs.base import EnvironmentSpec
-from rlflow.errors import ConfigError, PayloadLost, WorkerError, WorkerLost
+from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerError, WorkerLost
 from rlflow.roles import Workers
 from rlflow.rollout.fleet import EngineFleet
-from rlflow.runtime.deadlines import within
+from rlflow.runtime.deadlines import or_hung
 from rlflow.runtime.derived import object_store_bytes, policy_is_reference, reference_ranks
 from rlflow.runtime.environment import ONE_ARENA
 from rlflow.runtime.signals import hang_ups_ignored
@@ -116,7 +117,7 @@ class Fleet:
         await asyncio.wait(settled, timeout=STOP_S)
 
     async def end(self) -> None:
-        """Kill all processes, and give back what was reserved for them."""
+        """Kill all processes, and give back what was reserved for them. Safe to call twice."""
         await self.membership.close()
         await self.engine_fleet.close()
         for actor in (*self.engines, *self.runners, *self.rewards, *self.vital.values()):
@@ -162,15 +163,16 @@ async def start_fleet(
     ranks |= {f"critic rank {rank}": actor for rank, actor in enumerate(critics)}
     vital = ranks | {f"reference rank {rank}": actor for rank, actor in enumerate(references)}
     is_joined = config.cluster.address is not None
+    workers = Workers(
+        runners=RayRunners(runners, on_one_machine=not is_joined, patience_s=config.deadlines.start_s),
+        engines=engine_fleet,
+        trainer=RayActorCritic(policy, critic) if critic else policy,
+        reference=RayReference(references) if references else None,
+        open_calls=open_calls,
+        profile=partial(profile, ranks, list(engines.values())),
+    )
     fleet = Fleet(
-        workers=Workers(
-            runners=RayRunners(runners, on_one_machine=not is_joined, patience_s=config.deadlines.start_s),
-            engines=engine_fleet,
-            trainer=RayActorCritic(policy, critic) if critic else policy,
-            reference=RayReference(references) if references else None,
-            open_calls=open_calls,
-            profile=partial(profile, ranks, list(engines.values())),
-        ),
+        workers=workers,
         runners=runners,
         engines=list(engines.values()),
         engine_fleet=engine_fleet,
@@ -181,13 +183,10 @@ async def start_fleet(
         devices=devices,
         is_joined=is_joined,
     )
+    workers.end = fleet.end
     try:
-        await within(
-            "starting the workers",
-            config.deadlines.start_s,
-            _start_all(config, engine_fleet, [trainers, critics, references], runners, list(rewards.values())),
-            "raise deadlines.start_s if the model takes this long to load",
-        )
+        starting = _start_all(config, engine_fleet, [trainers, critics, references], runners, list(rewards.values()))
+        await or_hung("starting the workers", config.deadlines, "start_s", starting)
     except BaseException:
         await fleet.end()
         raise
@@ -198,7 +197,7 @@ async def run_unless_lost(fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`.
 
     Raises WorkerLost, with the fleet and the work ended, when a process of `fleet.vital` is lost before. A PayloadLost
-    of the work is raised as it is, with the fleet ended too.
+    of the work is raised as it is, with the fleet ended too. An error that no lost process explains is raised as it is.
     """
     working = asyncio.create_task(work)
     watching = [asyncio.create_task(wait_until_ended(name, actor)) for name, actor in fleet.vital.items()]
@@ -207,6 +206,8 @@ async def run_unless_lost(fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
         error = working.exception() if working.done() else None
         if working.done() and error is None:
             return working.result()
+        if error is not None and not isinstance(error, RunError):
+            raise error
         is_lost = isinstance(error, WorkerLost | PayloadLost)
         if isinstance(error, WorkerError) and not is_lost and fleet.is_joined:
             await asyncio.wait(watching, timeout=NOTICE_S, return_when=asyncio.FIRST_COMPLETED)
@@ -222,10 +223,11 @@ async def run_unless_lost(fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
 
 def _create_engines(config: Config, model_path: str, devices: Devices, threads: int) -> dict[str, Any]:
     """Name -> actor."""
+    actor = watched(EngineActor, config, leads_group=True)
     return {
-        (name := f"engine {index}"): ray.remote(EngineActor)
-        .options(name=name, max_concurrency=MANY_CALLS, max_restarts=-1, **devices.of(ProcessKind.engine, index))
-        .remote(config, model_path, index, threads)
+        (name := f"engine {index}"): actor.options(
+            name=name, max_concurrency=MANY_CALLS, max_restarts=-1, **devices.of(ProcessKind.engine, index)
+        ).remote(f"rollout engine {index}", config, model_path, index, threads)
         for index in range(config.rollout.engines)
     }
 
@@ -233,20 +235,23 @@ def _create_engines(config: Config, model_path: str, devices: Devices, threads: 
 def _create_ranks(config: Config, model_path: str, devices: Devices, threads: int, kind: ProcessKind) -> list[Any]:
     """The ranks of the trainer or of the critic."""
     # Beside the writes, all calls come on one thread, though not the main one: torch's and CUDA's settings of it hold.
-    actor = cast(Any, ray.remote)(concurrency_groups={DISK: 1, WATCH: 1}, runtime_env={"env_vars": ONE_ARENA})(
-        TrainerWorker
-    )
+    groups = {DISK: 1, WATCH: 1}
+    actor = watched(TrainerWorker, config, concurrency_groups=groups, runtime_env={"env_vars": ONE_ARENA})
     is_critic, count = kind is ProcessKind.critic, config.trainer.ranks
     return [
-        actor.options(**devices.of(kind, rank)).remote(config, model_path, rank, count, threads, is_critic=is_critic)
+        actor.options(**devices.of(kind, rank)).remote(
+            f"{kind.value} rank {rank}", config, model_path, rank, count, threads, is_critic=is_critic
+        )
         for rank in range(count)
     ]
 
 
 def _create_references(config: Config, model_path: str, devices: Devices, threads: int) -> list[Any]:
-    actor, count = cast(Any, ray.remote)(concurrency_groups={WATCH: 1})(ReferenceWorker), reference_ranks(config)
+    actor, count = watched(ReferenceWorker, config, concurrency_groups={WATCH: 1}), reference_ranks(config)
     return [
-        actor.options(**devices.of(ProcessKind.reference, rank)).remote(config, model_path, rank, count, threads)
+        actor.options(**devices.of(ProcessKind.reference, rank)).remote(
+            f"reference rank {rank}", config, model_path, rank, count, threads
+        )
         for rank in range(count)
     ]
 

@@ -229,13 +229,16 @@ class WeightsConfig:
 
 @dataclass
 class DeadlinesConfig:
-    """Seconds that a wait may take before the run says which one it was and stops."""
+    """Seconds that a wait may take. Then the run says which one it was, and ends or replaces what did not answer."""
 
     start_s: float = 600.0
     group_s: float = 900.0
     train_s: float = 1800.0
     weights_s: float = 600.0
     checkpoint_s: float = 1800.0
+    heartbeat_s: float = 20.0
+    """A process that is stopped, or does nothing and holds Python's lock, for as long is killed, and the run goes on as
+    after any other death. A long kernel, a long compile or a loaded machine is no reason."""
 
 
 @dataclass

@@ -46,20 +46,20 @@ async def evaluate(
 
     If the engine or a runner is lost, that is the result: no reward, and a `detail`.
     """
-    deadlines = config.deadlines
     places = asyncio.Semaphore(AT_ONCE)
 
     async def play(index: int, task: Task) -> PlayedGroup:
         # A negative id: the ledger has no such group.
         order = GroupOrder(group_id=-1 - index, task=task, num_episodes=config.eval.episodes, seed=index, engine=engine)
         async with places:
-            return await within(f"evaluating task {task.id}", deadlines.group_s, workers.runners.play(order))
+            return await within(f"evaluating task {task.id}", config.deadlines.group_s, workers.runners.play(order))
 
     try:
         try:
             played = await all_or_none([play(index, task) for index, task in enumerate(tasks)])
         finally:
-            await within("giving the evaluation's engine back", deadlines.weights_s, workers.engines.unpin(engine))
+            giving_back = workers.engines.unpin(engine)
+            await within("giving the evaluation's engine back", workers.engines.patience_s, giving_back)
     except RunError as error:
         num_failed = len(tasks) * config.eval.episodes
         return Evaluation(step=step, version=version, num_failed=num_failed, detail=str(error))

@@ -10,7 +10,7 @@ Rules:
 - No more groups start than `staleness.admission_budget` allows, and none while the ready ones hold too many bytes.
 - A group that is too old for the update is dropped here at the latest, by the rules of `staleness`.
 - A task whose group failed, or came too late, is played again. Many failures in a row end the run; any error but a lost
-  group ends it at once.
+  group ends it at once, as does a reference that hangs.
 
 The main loop of `driver.py` calls `admit` when there may be room and `take` when it can train. It meets the groups'
 tasks in the ledger, in the ready queue and in one event.
@@ -22,14 +22,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rlflow.config import Config, Order
-from rlflow.errors import DeadlineError, PayloadLost, RunError, StaleGroup, WorkerLost
+from rlflow.errors import DeadlineError, EngineLost, PayloadLost, RunError, StaleGroup, WorkerHung, WorkerLost
 from rlflow.groups import staleness
 from rlflow.groups.grading import Grader, why_no_verdict
 from rlflow.groups.ledger import DropReason, GroupState, Ledger
 from rlflow.groups.ready import ReadyQueue
 from rlflow.groups.sampler import TaskSampler
 from rlflow.roles import Workers
-from rlflow.runtime.deadlines import within
+from rlflow.runtime.deadlines import or_hung, within
 from rlflow.types import EpisodeSummary, GroupOrder, PayloadRef, ReadyGroup, Span, Task
 
 MAX_TASK_FAILURES = 3
@@ -112,6 +112,7 @@ class Intake:
         self._crowded_shares: list[float] = []
         """One for each group that was played in this step."""
         self._lost_in_a_row = 0
+        self._last_loss = ""
         self._newest_lost = 0
         """The newest group at the last loss that counted; the loss of an older group may be part of that loss."""
         self._filtered_in_a_row = 0
@@ -119,23 +120,25 @@ class Intake:
         self._closing = False
 
     def admit(self) -> None:
-        """Start as many groups as the staleness bound and the ready queue allow."""
+        """Start as many groups as the staleness bound and the ready queue allow. An error, such as one of a user's
+        curriculum, is raised by the main task, because the caller may be a group's."""
         if self._ledger.failure is not None:
             self.fail(self._ledger.failure)
         if self._closing or self._failure is not None:
             return
-        for _ in range(self._budget()):
-            try:
-                task, task_pass = self.sampler.next()
-            except Exception as error:
-                # The curriculum is a user's code. The main task raises this, because the caller may be a group's task.
-                self.fail(error)
-                return
-            version = self._progress.served_version
-            group_id = self._ledger.admit(task.id, task_pass=task_pass, version=version)
-            was_late = task_pass is not None and self._was_late(task.id, task_pass)
-            self.ready.expect(group_id, version, was_late=was_late)
-            self._tasks[group_id] = asyncio.create_task(self._live(group_id, task), name=f"group {group_id}")
+        try:
+            for _ in range(self._budget()):
+                self._admit_one()
+        except Exception as error:
+            self.fail(error)
+
+    def _admit_one(self) -> None:
+        task, task_pass = self.sampler.next()
+        version = self._progress.served_version
+        group_id = self._ledger.admit(task.id, task_pass=task_pass, version=version)
+        was_late = task_pass is not None and self._was_late(task.id, task_pass)
+        self.ready.expect(group_id, version, was_late=was_late)
+        self._tasks[group_id] = asyncio.create_task(self._live(group_id, task), name=f"group {group_id}")
 
     async def take(self, places: int) -> list[ReadyGroup]:
         """Groups for the update in hand, at least one and at most `places`, none of them too late.
@@ -164,7 +167,7 @@ class Intake:
             self._waited_s += waited_s
             left_s -= waited_s
             if left_s <= 0:
-                raise DeadlineError("waiting for a group to train on", limit_s)
+                raise DeadlineError("waiting for a group to train on", limit_s, self._last_loss)
 
     def end_step(self, step_s: float) -> None:
         """A step of so many seconds is over: let more groups live, or fewer, in the next one."""
@@ -253,16 +256,7 @@ class Intake:
     async def _live(self, group_id: int, task: Task) -> None:
         """Never raises: anything but a lost group stops the run."""
         try:
-            await self._play(group_id, task)
-        except StaleGroup as error:
-            self._drop(group_id, DropReason.STALE, str(error))
-        except (WorkerLost, PayloadLost) as error:
-            # All groups that one process takes with it are one failure; groups admitted later are not among them.
-            is_first = group_id > self._newest_lost
-            self._newest_lost = max(self._tasks) if is_first else self._newest_lost
-            self._lose(group_id, DropReason.FAILED, str(error), counts=is_first)
-        except RunError as error:
-            self._lose(group_id, DropReason.FAILED, str(error))
+            await self._play_unless_lost(group_id, task)
         except Exception as error:
             # The main task raises it again; nobody awaits this one.
             self.fail(error)
@@ -270,6 +264,21 @@ class Intake:
             del self._tasks[group_id]
             self.admit()
             self._changed.set()
+
+    async def _play_unless_lost(self, group_id: int, task: Task) -> None:
+        try:
+            await self._play(group_id, task)
+        except WorkerHung:
+            raise
+        except StaleGroup as error:
+            self._drop(group_id, DropReason.STALE, str(error))
+        except (WorkerLost, PayloadLost, EngineLost, DeadlineError) as error:
+            # All groups that one process takes with it are one failure; groups admitted later are not among them.
+            is_first = group_id > self._newest_lost
+            self._newest_lost = max(self._tasks) if is_first else self._newest_lost
+            self._lose(group_id, DropReason.FAILED, str(error), counts=is_first)
+        except RunError as error:
+            self._lose(group_id, DropReason.FAILED, str(error))
 
     async def _play(self, group_id: int, task: Task) -> None:
         self._ledger.advance(group_id, GroupState.RUNNING)
@@ -319,11 +328,8 @@ class Intake:
     async def _references(self, payloads: Sequence[PayloadRef]) -> list[object] | None:
         if self._workers.reference is None:
             return None
-        return await within(
-            "the reference log-probabilities",
-            self._config.deadlines.train_s,
-            self._workers.reference.logprobs(payloads),
-        )
+        computing = self._workers.reference.logprobs(payloads)
+        return await or_hung("the reference log-probabilities", self._config.deadlines, "train_s", computing)
 
     def _drop_if_late(self, group: ReadyGroup) -> bool:
         """The gate at consumption: what admission, order and cancelling have missed ends here."""
@@ -342,10 +348,10 @@ class Intake:
         """Drop a group that gave nothing. Many in a row mean that something is broken, and end the run."""
         self._drop(group_id, reason, detail)
         self._lost_in_a_row += counts
+        self._last_loss = f"the last one was dropped as {reason}: {detail}"
         limit = max(16, 2 * self._config.algorithm.groups_per_step)
         if self._lost_in_a_row >= limit:
-            last = f"the last one was dropped as {reason}: {detail}"
-            self.fail(RunError(f"{limit} groups in a row gave nothing to train on; {last}"))
+            self.fail(RunError(f"{limit} groups in a row gave nothing to train on; {self._last_loss}"))
 
     def _drop(self, group_id: int, reason: DropReason, detail: str) -> None:
         self.ready.forget(group_id)

@@ -1,14 +1,15 @@
 """Picks the reward process for each episode: the one with the fewest open requests.
 
 If that process dies, the request is retried elsewhere, at most 3 times, because the reply itself may be what kills it;
-then there is no verdict, as when scoring fails otherwise. A process that died gets nothing until it is back.
+then there is no verdict, as when scoring fails otherwise. A process that died gets nothing until it is back. When none
+is there, that says nothing about the reply: the group fails, and is played again.
 """
 
 import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from rlflow.errors import DeadlineError, RewardLost
+from rlflow.errors import RewardLost
 from rlflow.rewards.call import ChosenReward, combine, environment_verdict
 from rlflow.runtime.deadlines import within
 from rlflow.types import EpisodeEnd, Transcript, Verdict
@@ -58,13 +59,10 @@ class RewardClient:
         """The processes that died, each with the wait for its return."""
 
     async def score(self, transcript: Transcript) -> Verdict:
+        """Raises RewardLost when every process is gone for good, DeadlineError when none is there in time."""
         problem = ""
         for _ in range(MAX_ASKED):
-            try:
-                index = await within("waiting for a process that scores", self._patience_s, self._choose())
-            except (RewardLost, DeadlineError) as error:
-                problem = str(error)
-                break
+            index = await within("waiting for a process that scores", self._patience_s, self._choose())
             self._num_open[index] += 1
             try:
                 return await self._processes[index].score(transcript)

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from rlflow.errors import EngineLost, RunError
+from rlflow.errors import EngineLost
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.runtime.deadlines import within
 
@@ -108,7 +108,7 @@ class EngineClient:
         """Sample one reply; `sampled` is called with each part as it arrives.
 
         A lost engine costs only the part under way. Raises EngineLost when the engine that the request names is lost,
-        RunError when MAX_LOSSES calls in a row gave no token, DeadlineError when no engine serves for `patience_s`, and
+        or when MAX_LOSSES calls in a row gave no token, DeadlineError when no engine serves for `patience_s`, and
         whatever an engine raises.
         """
         reply = Completion(ids=[], logprobs=[], versions=[], cache_versions=[], finish_reason="length")
@@ -125,7 +125,7 @@ class EngineClient:
             if part is None or (part.finish_reason == "abort" and not part.ids):
                 losses += 1
                 if losses == MAX_LOSSES:
-                    raise RunError(f"{losses} engine calls in a row gave a reply no token: the engines were lost")
+                    raise EngineLost(f"{losses} engine calls in a row gave a reply no token: the engines were lost")
                 continue
             losses = 0
             if sampled is not None:

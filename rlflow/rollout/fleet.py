@@ -15,16 +15,19 @@ from typing import NoReturn, Protocol
 from rlflow.config import Config, Update
 from rlflow.errors import ConfigError, EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import LoadOutcome, StagedWeights
-from rlflow.rollout.health import EngineState, Health, serving, waves
+from rlflow.rollout.health import MAX_DEATHS, EngineState, Health, serving, waves
 from rlflow.runtime.concurrency import all_or_none
 from rlflow.runtime.derived import samples_while_loading
+
+TELLING_S = 60.0
+"""Most seconds until the episode runners know which engines serve, before an engine loads and after it."""
 
 
 class EngineProcess(Protocol):
     """One engine and its process. Each call has a deadline of its own, except the waits that watch.
 
     If a call raises anything but WeightsOvertaken, the process has been ended; EngineLost means that it ended by
-    itself.
+    itself, or did not answer in time.
     """
 
     async def wait_until_placed(self) -> None:
@@ -66,6 +69,11 @@ class EngineFleet:
         alarm: Callable[[str], None],
     ) -> None:
         self._start_s = config.deadlines.start_s
+        # Loads come one after the other: the one under way, each engine's in the update, and one in each of its lives.
+        most_loads = 1 + (1 + MAX_DEATHS) * len(engines)
+        loading_s = most_loads * (config.deadlines.weights_s + TELLING_S)
+        self.patience_s = loading_s + MAX_DEATHS * 2 * self._start_s
+        """See `roles.Engines`. In each life an engine waits for a place, and starts."""
         self._is_rolling = config.rollout.update is Update.rolling and samples_while_loading(config)
         self._engines = engines
         self._tell = tell

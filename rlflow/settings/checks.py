@@ -53,7 +53,7 @@ _POSITIVE = {
     "critic": ("learning_rate",),
     "cluster": ("reference_ranks",),
     "staleness": ("max_ready_mb",),
-    "deadlines": ("start_s", "group_s", "train_s", "weights_s", "checkpoint_s"),
+    "deadlines": ("start_s", "group_s", "train_s", "weights_s", "checkpoint_s", "heartbeat_s"),
 }
 _NOT_NEGATIVE = {
     "run": ("seed", "checkpoint_every"),

@@ -1,5 +1,6 @@
 """Tells people and files what the driver does: console, metrics.jsonl, trackers, trace, samples, report."""
 
+import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -7,11 +8,12 @@ from typing import Any, Self
 
 from rlflow.config import Config, Dtype
 from rlflow.driver import StepReport
-from rlflow.errors import WorkerError, describe_failure
+from rlflow.errors import RunError, describe_failure, first_error_stands
 from rlflow.groups.evaluation import Evaluation
 from rlflow.groups.ledger import DropReason
 from rlflow.roles import Runners
 from rlflow.rundir.directory import RunDir, plain
+from rlflow.rundir.killed import KilledLog
 from rlflow.rundir.restarts import Setback
 from rlflow.rundir.store import RunState
 from rlflow.runtime.deadlines import within
@@ -26,6 +28,8 @@ from rlflow.telemetry.trackers import Tracker, open_trackers
 
 MISMATCH_ALARM = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean |log-probability difference| between engine and trainer at the same version above which something is wrong."""
+SHOW_S = 30.0
+"""Seconds that training waits for the episodes that are shown."""
 
 
 class RunObserver:
@@ -52,6 +56,7 @@ class RunObserver:
         self._trace = Trace(run_dir.path / "trace.json")
         self._trackers = open_trackers(config.trackers, run_dir.path, flatten(plain(config)))
         self._console = Console(config.run.steps, run_dir.path)
+        self._killed = KilledLog(run_dir.path)
         self._closing = ExitStack()
         for each in (self._file, self._evaluations, self._trace):
             if each is not None:
@@ -63,12 +68,14 @@ class RunObserver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closing.close()
+        with first_error_stands():
+            self._closing.close()
 
     def message(self, text: str) -> None:
         self._console.message(text)
 
     def alarm(self, text: str) -> None:
+        self._tell_of_the_hung()
         self._console.alarm(text)
 
     def phase(self, name: str) -> None:
@@ -121,6 +128,7 @@ class RunObserver:
         self._trace.add(report.spans)
         self._tell_trackers(lambda tracker: tracker.log(report.step, record))
         self._console.step(record)
+        self._tell_of_the_hung()
         self._check(report, record)
         if self._setback is not None and report.step == self._setback.step:
             self.message(f"step {report.step} is done again, {self._setback.seconds:.0f} s after the loss")
@@ -148,6 +156,10 @@ class RunObserver:
                 name, why = type(tracker).__name__, describe_failure(error)
                 self.alarm(f"{name} fails, and gets nothing more of this run: {why}; metrics.jsonl has every step")
 
+    def _tell_of_the_hung(self) -> None:
+        for line in self._killed.news():
+            self._console.alarm(line)
+
     def _check(self, report: StepReport, record: StepRecord) -> None:
         if not report.outcome.applied:
             self._console.alarm(f"step {report.step}: the gradient was not finite; the update was skipped")
@@ -161,18 +173,18 @@ class RunObserver:
             )
 
     async def _show(self, report: StepReport) -> None:
+        """Nobody trains on what is shown, so that a runner that hangs or fails is only told."""
         assert self.runners is not None, "set runners before the first step"
-        shown = []
+        reading = asyncio.gather(*(self.runners.transcript(payload) for *_, payload in report.payloads))
         try:
-            for task_id, episode, payload in report.payloads:
-                reading = self.runners.transcript(payload)
-                messages = await within("reading an episode to show", self._config.deadlines.group_s, reading)
-                one = samples.ShownEpisode(task_id=task_id, reward=episode.reward, end=episode.end, messages=messages)
-                shown.append(one)
-        except WorkerError as error:
+            conversations = await within("reading the episodes to show", SHOW_S, reading)
+        except RunError as error:
             self.alarm(f"the samples of step {report.step} cannot be shown: {error}")
             return
-        worst, best = shown
+        worst, best = (
+            samples.ShownEpisode(task_id=task_id, reward=episode.reward, end=episode.end, messages=messages)
+            for (task_id, episode, _), messages in zip(report.payloads, conversations, strict=True)
+        )
         samples.write_samples(self._run_dir.path, report.step, best, worst)
         self._console.samples(best, worst)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import sys
 import threading
@@ -16,10 +17,12 @@ from ray import cloudpickle
 from ray.exceptions import ObjectLostError, RayError, RayTaskError, TaskCancelledError
 
 from rlflow.cluster.calls import DISK, WATCH, RayTrainer, answer, open_calls, wait_until_ended
+from rlflow.cluster.pulse import watched
 from rlflow.cluster.start import ray_cluster
 from rlflow.config import Config, TrainerConfig
 from rlflow.errors import ConfigError, DeadlineError, PayloadLost, RunError, WorkerError, WorkerLost
 from rlflow.roles import StepOutcome
+from rlflow.rundir.killed import KilledLog
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +39,9 @@ class Faulty:
 
     def die(self) -> None:
         os._exit(1)
+
+    def hang(self) -> None:
+        ctypes.PyDLL(None).sleep(1000)  # which keeps Python's lock
 
     async def wait(self) -> None:
         await asyncio.Event().wait()
@@ -122,6 +128,18 @@ async def test_the_end_of_a_process_is_noticed_while_nobody_asks_it_for_anything
     ray.kill(actor)
     with pytest.raises(WorkerLost, match="^the clerk died: "):
         await asyncio.wait_for(watching, timeout=60)
+
+
+async def test_an_actor_that_waits_with_the_lock_of_python_is_lost(cluster: None, tmp_path: Path) -> None:
+    """Also when Ray's own threads go on working."""
+    config = Config()
+    config.run.dir, config.deadlines.heartbeat_s = str(tmp_path), 2.0
+    killed = KilledLog(tmp_path)
+    actor = watched(Faulty, config).options(num_cpus=0).remote("clerk 3")
+    with pytest.raises(WorkerLost, match="^the clerk died: "):
+        await asyncio.wait_for(answer("clerk", actor.hang.remote()), timeout=120)
+    (line,) = killed.news()
+    assert "clerk 3 (process " in line
 
 
 async def test_a_cancelled_wait_cancels_the_call(cluster: None) -> None:

@@ -15,7 +15,8 @@ import pytest
 from rlflow import run as running
 from rlflow.cluster import start
 from rlflow.config import Config
-from rlflow.errors import PayloadLost, WorkerLost
+from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerHung, WorkerLost
+from rlflow.rundir.directory import RunDir
 from rlflow.rundir.store import CheckpointStore
 from rlflow.runtime.signals import Stopper
 
@@ -77,3 +78,83 @@ def test_a_loss_after_a_signal_ends_the_run_as_the_signal_does(tmp_path: Path, m
         "stopping: finishing the step and saving; Ctrl-C once more to leave at once",
         "the trainer rank 0 died; step 4 is the last that was saved, and the run was asked to stop",
     ]
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_a_fault_is_told_in_one_line_and_its_traceback_is_kept(is_writable: bool, tmp_path: Path) -> None:
+    if not is_writable:
+        (tmp_path / "traceback.txt").mkdir()
+    with pytest.raises(RunError) as caught, running._faults_kept_in(tmp_path):
+        error = ZeroDivisionError("a share of nothing")
+        error.add_note("the run is saved as it was after step 3")
+        raise error
+    first, *lines = str(caught.value).splitlines()
+    told = "ZeroDivisionError: a share of nothing (test_losses.py:"
+    assert first.startswith(told) and "; this is a fault of rlflow or of a plugin, and its traceback is" in first
+    assert caught.value.__notes__ == ["the run is saved as it was after step 3"]
+    traceback = (tmp_path / "traceback.txt").read_text().splitlines() if is_writable else lines
+    assert (bool(lines), traceback[0]) == (not is_writable, "Traceback (most recent call last):")
+    assert "ZeroDivisionError: a share of nothing" in traceback
+
+
+@pytest.mark.parametrize("error", [ConfigError("wrong"), RunError("broken"), WorkerLost("lost")])
+def test_an_error_that_was_written_for_people_is_told_as_it_is(error: Exception, tmp_path: Path) -> None:
+    with pytest.raises(type(error)) as caught, running._faults_kept_in(tmp_path):
+        raise error
+    assert caught.value is error
+    assert not list(tmp_path.iterdir())
+
+
+def run_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any, list[str], list[int]]:
+    """A run whose trainer hangs in every fleet, and never gets as far as a checkpoint; what it tells; its fleets."""
+    told: list[str] = []
+    fleets: list[int] = []
+    observer = SimpleNamespace(alarm=told.append, message=told.append, num_steps=0)
+
+    async def stop() -> None:
+        raise OSError("the fleet cannot be stopped")
+
+    async def start(run: object, observer: object) -> object:
+        fleets.append(len(fleets))
+        return SimpleNamespace(stop=stop if len(fleets) == 4 else lambda: asyncio.sleep(0))
+
+    async def drive(run: object, observer: object, fleet: object, stopper: Stopper) -> int:
+        error = WorkerHung("accumulating gradients", 20.0, "raise deadlines.train_s if it takes this long")
+        error.add_note("engine 0: healthy")
+        raise error
+
+    async def as_it_is(fleet: object, work: Any) -> Any:
+        return await work
+
+    for name, fake in (("_start", start), ("_drive", drive), ("run_unless_lost", as_it_is)):
+        monkeypatch.setattr(running, name, fake)
+    monkeypatch.setattr(running, "RunObserver", lambda *arguments: nullcontext(observer))
+    run_dir = RunDir(path=tmp_path, checkpoints=CheckpointStore(tmp_path / "checkpoints", keep=1), resume_from=None)
+    run = running._Run(
+        config=Config(),
+        spec=cast(Any, None),
+        tasks=(),
+        evaluation_tasks=(),
+        model_path="",
+        reward_model_path=None,
+        run_dir=run_dir,
+        state=None,
+    )
+    return run, told, fleets
+
+
+def test_a_rank_that_hangs_is_restarted_three_times_and_then_the_deadline_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, told, fleets = run_that_hangs(monkeypatch, tmp_path)
+    with pytest.raises(WorkerHung, match="^accumulating gradients did not finish .*raise deadlines.train_s") as caught:
+        asyncio.run(running._train(run))
+    assert fleets == [0, 1, 2, 3]
+    assert (
+        len([line for line in told if "accumulating gradients did not finish within its deadline of 20 s" in line]) == 3
+    )
+    assert told.count("engine 0: healthy") == 3, "what everything did is told too"
+    state, never_got_far, then = caught.value.__notes__
+    assert state == "engine 0: healthy"
+    assert never_got_far.startswith("the run was started again 3 times from step 0, and never got as far as its")
+    assert then.startswith("then: OSError: the fleet cannot be stopped")

@@ -1,4 +1,4 @@
-"""Processes killed under a real fleet: two vLLM engines, a runner, a trainer. No episode is lost."""
+"""Processes killed, and stopped, under a real fleet: two vLLM engines, a runner, a trainer. No episode is lost."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rlflow.config import Config, Update
 from rlflow.environments.find import load_environment
 from rlflow.errors import RunError, StaleGroup
 from rlflow.models.resolve import resolve_model
+from rlflow.rundir.killed import KilledLog
 from rlflow.types import EpisodeEnd, GroupOrder, PlayedGroup, Task
 
 pytestmark = pytest.mark.slow
@@ -29,8 +30,9 @@ TIMEOUT_S = 240.0
 GROUPS = 8
 
 
-def config() -> Config:
+def config(run_dir: Path) -> Config:
     config = Config()
+    config.run.dir, config.deadlines.heartbeat_s = str(run_dir), 5.0
     config.model.path, config.model.max_length = "tiny", 512
     config.reward.function = "rlflow.envs.arithmetic.reward:share_of_digits"
     config.rollout.engines, config.rollout.kv_cache_gb = 2, 0.1
@@ -81,8 +83,8 @@ def is_healthy(line: str) -> bool:
 
 
 @asynccontextmanager
-async def stage() -> AsyncIterator[Stage]:
-    settings = config()
+async def stage(run_dir: Path) -> AsyncIterator[Stage]:
+    settings = config(run_dir)
     spec = load_environment(settings.env, settings.reward)
     alarms: list[str] = []
     with ray_cluster(settings):
@@ -150,8 +152,11 @@ async def kill_and_recover(on: Stage, kill: Callable[[], Awaitable[None]], engin
     assert {episode.oldest_version for episode in group.episodes} == {version}
 
 
-async def test_killed_engines_come_back_with_the_current_weights_and_lose_no_episode() -> None:
-    async with stage() as on:
+async def test_lost_engines_come_back_with_the_current_weights_and_lose_no_episode(
+    tmp_path: Path,
+) -> None:
+    killed = KilledLog(tmp_path)
+    async with stage(tmp_path) as on:
         actor = await on.process(0)
         core = vllm_of(actor)
 
@@ -162,11 +167,14 @@ async def test_killed_engines_come_back_with_the_current_weights_and_lose_no_epi
         await kill_and_recover(on, kill_actor, engine=0, version=2)
         other = vllm_of(await on.process(1))
 
-        async def kill_vllm() -> None:
-            os.kill(other, signal.SIGKILL)
+        async def stop_vllm() -> None:
+            os.kill(other, signal.SIGSTOP)
 
-        await kill_and_recover(on, kill_vllm, engine=1, version=3)
+        await kill_and_recover(on, stop_vllm, engine=1, version=3)
         assert await on.process(0) != actor
+        (line,) = killed.news()
+        assert f"process {other} of rollout engine 1 (" in line
+        assert ") was stopped for 5 s" in line
         first, again, second, _ = on.alarms
         assert "rollout engine 0 died" in first
         assert re.search("^rollout engine 0 serves again, [0-9]+ s after it was lost$", again)

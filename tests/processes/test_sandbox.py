@@ -111,6 +111,22 @@ async def test_packages_of_this_environment_can_be_imported(method: str) -> None
     assert result.stdout == "3\n", result.stderr
 
 
+WRITER = "import os; os.write(0, b'5'); print(os.read(0, 9).decode(), flush=True); os._exit({code})"
+ECHO = "import os, time; os.write(0, b'got ' + os.read(0, 9)); print('sent', flush=True); "
+ECHO += "os.read(0, 9); time.sleep({rest})"
+
+
+@pytest.mark.parametrize(("code", "rest", "said"), [(0, 900, None), (3, 0, "sent\n")])
+async def test_two_programs_with_a_socket_between_them(method: str, code: int, rest: int, said: str | None) -> None:
+    programs = [
+        sandbox.Linked(command=[sys.executable, "-c", source.format(code=code, rest=rest)], files={}, limits=QUICK)
+        for source in (WRITER, ECHO)
+    ]
+    first, second = await sandbox.run_linked(*programs)
+    assert (first.exit_code, first.stdout) == (code, "got 5\n")
+    assert (second and second.stdout) == said
+
+
 async def test_a_command(method: str) -> None:
     result = await run(["cat", "folder/words"], files={"folder/words": b"abc"}, limits=ROOMY)
     assert result.is_success

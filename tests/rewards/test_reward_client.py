@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from transcripts import said
 
-from rlflow.errors import ConfigError, RewardLost
+from rlflow.errors import ConfigError, DeadlineError, RewardLost
 from rlflow.rewards.call import ChosenReward
 from rlflow.rewards.client import MAX_ASKED, EnvironmentScorer, RewardClient
 from rlflow.types import EpisodeEnd, Transcript, Verdict
@@ -129,19 +129,21 @@ async def test_replies_wait_while_no_process_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_gone", "detail"),
+    ("is_gone", "error", "detail"),
     [
-        (True, "every process that scores is gone for good"),
-        (False, "waiting for a process that scores did not finish within its deadline of 0.01 s"),
+        (True, RewardLost, "every process that scores is gone for good"),
+        (False, DeadlineError, "waiting for a process that scores did not finish within its deadline of 0.01 s"),
     ],
 )
-async def test_without_a_process_there_is_no_verdict(is_gone: bool, detail: str) -> None:
+async def test_without_a_process_the_group_fails(is_gone: bool, error: type[Exception], detail: str) -> None:
+    """Which puts its task back; to have no verdict would be the end of the task."""
     one = FakeProcess(is_gone=is_gone)
     client = RewardClient([one], patience_s=0.01)
     await send(client)
     one.die()
     await settle()
-    assert await client.score(EPISODE) == Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=detail)
+    with pytest.raises(error, match=f"^{detail}$"):
+        await client.score(EPISODE)
 
 
 async def test_what_is_no_death_is_raised() -> None:

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from rlflow.envs.answers import final_answer, normalise, token_f1
+from rlflow.envs.calculator.env import right_by_tool
 from rlflow.envs.rewards.exact_match import exact_match
 from rlflow.envs.rewards.f1 import f1
 from rlflow.envs.rewards.format import format
@@ -22,7 +23,7 @@ from rlflow.envs.rewards.overlong import overlong
 from rlflow.envs.rewards.search_f1 import search_f1
 from rlflow.envs.rewards.tool_calls import tool_calls
 from rlflow.errors import ConfigError
-from rlflow.types import Message
+from rlflow.types import Message, Task
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,10 @@ def test_normalise_as_squad_does() -> None:
         ("Paris Paris", "Paris", 1.0),
         ("Rome", "Paris", 0.0),
         ("", "Paris", 0.0),
-        ("the", "a", 1.0),
+        ("a", "A", 1.0),
+        ("the", "a", 0.0),
+        ("", "A", 0.0),
+        ("", "", 1.0),
     ],
 )
 def test_token_f1(text: str, reference: str, value: float) -> None:
@@ -64,6 +68,9 @@ def test_exact_match() -> None:
     assert exact_match("Rome", "Paris;Rome", separator=";") == 1.0
     assert exact_match("Rome", "Paris", ["Paris", "Rome"]) == 1.0
     assert exact_match("Rome", None) is None
+    assert exact_match("a", "A", normalised=True) == 1.0
+    assert [exact_match(text, "A", normalised=True) for text in ("", "the", "...", "an")] == [0.0] * 4
+    assert exact_match("", "Paris|", separator="|") == 0.0
 
 
 def test_f1() -> None:
@@ -111,6 +118,15 @@ def test_overlong() -> None:
         (r"\boxed{1+x^2}", "x^2+1", 1.0),
         ("<answer>1+x^2</answer>", "x^2+1", 1.0),
         ("<answer>6</answer> because 5", "5", 0.0),
+        (r"\boxed{1,2,3,4,5}", "5", 0.0),
+        (r"\boxed{1}\boxed{5}\boxed{7}", "5", 0.0),
+        (r"\boxed{5} or \boxed{6}", "5", 0.0),
+        (r"\boxed{5=6}", "5", 0.0),
+        (r"\boxed{\boxed{6}5}", "5", 0.0),
+        (r"\boxed{[0,10]}", "5", 0.0),
+        ("1 2 3 4 5 6", "5", 0.0),
+        ("\u0665", "5", 0.0),
+        ("nan", "5", 0.0),
         ("The answer is 2", "2x+3", 0.0),
         ("I do not know", "5", 0.0),
         ("", "5", 0.0),
@@ -334,3 +350,38 @@ def test_a_judge_refuses_settings_that_cannot_work(monkeypatch: pytest.MonkeyPat
     for options, message in wrong:
         with pytest.raises(ConfigError, match=message):
             judge(PROMPT, "", None, 1.0, url="http://localhost/v1", model="m", **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "value"),
+    [
+        ("12 + 30 = 42", "42", True),
+        ("The answer is 42.", "42", True),
+        ("41, 42, 43", "42", False),
+        (" ".join(map(str, range(200))), "42", False),
+        ("-42", "42", False),
+        ("42.5", "42", False),
+        ("1.42", "42", False),
+        ("1,042", "42", False),
+        ("x42", "42", False),
+        ("\u0664\u0662", "42", False),
+        ("42" * 10_000, "42", False),
+        ("", "42", False),
+    ],
+)
+def test_the_example_agent_reads_one_number(text: str, answer: str, value: bool) -> None:
+    pytest.importorskip("openai")
+    from rlflow.envs.agent.calculator import is_right
+
+    assert is_right(text, answer) is value
+
+
+def test_one_call_of_a_tool_earns_and_not_many() -> None:
+    task = Task(id="a", prompt=(), answer="42", data={})
+
+    def reward(reply: str, *results: str) -> float | None:
+        return right_by_tool(task, reply, [*(Message(role="tool", content=each) for each in results)])
+
+    assert [reward("42", "42"), reward("41", "42"), reward("42", "41"), reward("42")] == [1.0, 0.2, 0.0, 0.0]
+    assert reward("41", *map(str, range(200))) == 0.0
+    assert reward("20 21 42 43", "42") == 0.2

@@ -13,7 +13,7 @@ from letters import limits
 
 from rlflow.config import Config
 from rlflow.envs.base import Environment, Prompt, SingleTurn, Step
-from rlflow.errors import EnvironmentFailure, EnvironmentLost, NoReply, StaleGroup
+from rlflow.errors import EngineLost, EnvironmentFailure, EnvironmentLost, NoReply, StaleGroup
 from rlflow.rollout.chat import Chat, anchor_of, episode_seed
 from rlflow.rollout.client import RemoteCalls
 from rlflow.rollout.episode import PlayedEpisode, play_episode, summarize
@@ -790,6 +790,46 @@ async def test_only_groups_that_hold_a_token_too_old_are_ended() -> None:
         each.cancel()
     await asyncio.gather(new, pinned, return_exceptions=True)
     assert {environment.closed for environment in build.built} == {1}
+
+
+class Asks(ScriptedEnvironment):
+    """Asks another agent while it is set up."""
+
+    async def reset(self, task: Task) -> Prompt:
+        await self.ask([Message(role="user", content="q")], agent="one")
+        return await super().reset(task)
+
+
+@dataclass
+class Builds(ThirdFails):
+    world: type[ScriptedEnvironment] = ScriptedEnvironment
+
+    async def open(self, seed: int) -> Environment:
+        self.built.append(self.world())
+        return self.built[-1]
+
+
+@pytest.mark.parametrize(
+    ("world", "config", "phase"),
+    [(ScriptedEnvironment, limits(episode_s=0.2), "episode"), (Asks, limits(setup_s=0.2), "setup")],
+)
+async def test_a_silent_engine_loses_the_group_and_is_no_fault_of_the_episode(
+    world: type[ScriptedEnvironment], config: Config, phase: str
+) -> None:
+    engine, build = SlicedEngine(), Builds(world=world)
+    one = sliced_runner(engine, build)
+    one._config = config
+    with pytest.raises(EngineLost, match=f"for a token, and failed: .*took longer than 0.2 s .env.{phase}_timeout_s"):
+        await one.play(GroupOrder(group_id=1, task=TASK, num_episodes=2, seed=0))
+    assert [environment.closed for environment in build.built] == [1, 1]
+
+
+async def test_an_episode_that_takes_too_long_by_itself_has_no_verdict() -> None:
+    one = runner(FakeActors(), Builds(world=Hangs))
+    one._config = limits(episode_s=0.2)
+    group, *_ = await one.play(GroupOrder(group_id=1, task=TASK, num_episodes=2, seed=0))
+    assert isinstance(group, PlayedGroup)
+    assert [episode.end for episode in group.episodes] == [EpisodeEnd.EPISODE_TIMEOUT] * 2
 
 
 async def test_a_group_says_what_share_of_its_parts_came_from_engines_without_room() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 import pytest
+from fakes import run_virtually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from rlflow.config import Config, Update
 from rlflow.errors import ConfigError, EngineLost, RunError, WeightsOvertaken
 from rlflow.roles import StagedWeights
 from rlflow.rollout.fleet import EngineFleet
+from rlflow.runtime.deadlines import within
 
 
 def staged(version: int) -> StagedWeights:
@@ -387,6 +389,65 @@ async def test_a_load_under_way_hears_that_no_engine_is_left() -> None:
         on.engines[0].release()
         with pytest.raises(RunError, match="no rollout engine is left"):
             await update
+
+
+class HungProcess(FakeProcess):
+    """Hangs in its first loads until the deadline of the call, which ends it; everything else takes nearly as long."""
+
+    hangs = 0
+    deadlines = Config().deadlines
+
+    async def wait_until_placed(self) -> None:
+        await asyncio.sleep(self.deadlines.start_s - 1)
+
+    async def start(self) -> None:
+        await super().start()
+        await asyncio.sleep(self.deadlines.start_s - 1)
+
+    async def load_weights(self, staged: StagedWeights) -> float:
+        if not self.hangs:
+            return await super().load_weights(staged)
+        self.hangs -= 1
+        await asyncio.sleep(self.deadlines.weights_s)
+        self.die("a weight update did not finish")
+        raise EngineLost("a weight update did not finish")
+
+
+def hang_in_loads(num_engines: int, hangs: int) -> list[str]:
+    """What happens to an update in which each engine hangs so often, all of it within the patience of the fleet."""
+
+    async def tell(serving: Sequence[int]) -> None:
+        await asyncio.sleep(29)
+
+    async def update() -> list[str]:
+        config = Config()
+        config.staleness.max_versions = 1
+        engines = [HungProcess(index, []) for index in range(num_engines)]
+        fleet = EngineFleet(config, engines, tell, lambda alarm: None)
+        await fleet.start()
+        try:
+            await within("version 1", fleet.patience_s, fleet.load_weights(staged(1)))
+            for engine in engines:
+                engine.hangs = hangs
+            await within("version 2", fleet.patience_s, fleet.load_weights(staged(2)))
+            return fleet.describe()
+        finally:
+            await fleet.close()
+
+    return run_virtually(update())
+
+
+def test_an_update_waits_until_the_only_engine_is_back_that_hung() -> None:
+    assert hang_in_loads(1, hangs=1) == [
+        "engine 0: healthy, version 2, died 1 times, last: a weight update did not finish"
+    ]
+
+
+def test_the_patience_of_a_fleet_is_longer_than_its_engines_can_hang() -> None:
+    """The engines are given up before the driver would give up the fleet."""
+    for num_engines in (1, 2, 7, 9):
+        with pytest.raises(RunError, match="^no rollout engine is left; each died 3 times in a row: engine 0: a we"):
+            hang_in_loads(num_engines, hangs=9)
 
 
 async def test_a_fault_of_the_fleet_itself_ends_the_run() -> None:

@@ -69,6 +69,7 @@ def make_ready(group_id: int, *versions: int) -> ReadyGroup:
 @dataclass
 class FakeEngines:
     version: int = -1
+    patience_s: float = 600.0
     loaded: list[int] = field(default_factory=list)
     load_s: float = 0.1
     awake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -149,11 +150,11 @@ class FakeRunners:
             crowded_share=self.crowded_share,
         )
 
-    def die(self, why: str) -> None:
+    def lose_all(self, error: Exception) -> None:
         """All groups under way are lost."""
         for _, ended in self.started.values():
             if not ended.done():
-                ended.set_exception(WorkerLost(why))
+                ended.set_exception(error)
 
     async def cancel_stale(self, oldest_version: int) -> None:
         for group_id, (version, ended) in self.started.items():
@@ -201,9 +202,15 @@ class FakeTrainer:
     is_offloaded: bool = False
     log: list[str] = field(default_factory=list)
     """Calls as they are made, between them the engines' sleep and the end of their load."""
+    hangs_in: str = ""
+    """The call, by its name in `log`, that does not answer from the update `hangs_at` on, nor does any after it."""
+    hangs_at: int = 0
+    unanswered: list[str] = field(default_factory=list)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the processes are ended: calls under way fail."""
 
     async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
-        self._note("accumulate")
+        await self._begin("accumulate")
         self.calls += 1
         if self.calls == self.dies_at:
             raise WorkerError("the trainer died")
@@ -215,7 +222,7 @@ class FakeTrainer:
         return []
 
     async def step(self) -> StepOutcome:
-        self._note("step")
+        await self._begin("step")
         applied = self.steps not in self.not_finite
         self.steps += 1
         self.version += applied
@@ -229,39 +236,51 @@ class FakeTrainer:
         )
 
     async def stage_weights(self, version: int) -> StagedWeights:
-        self._note("stage")
+        await self._begin("stage")
         assert version == self.version
         return StagedWeights(version=version, path="", num_bytes=0, slots=(), buckets=())
 
     async def snapshot(self) -> None:
-        self._note("snapshot")
+        await self._begin("snapshot")
         self.taken = json.dumps({"version": self.version, "trained": self.trained})
 
     async def write_snapshot(self, folder: Path) -> None:
-        self.log.append("write")
+        await self._begin("write")
         number, self.writes = self.writes, self.writes + 1
         content, self.taken = self.taken, None
         assert content is not None
         folder.mkdir(parents=True)
-        await asyncio.sleep(self.write_s)
+        await self._unless_ended(self.write_s)
         if number == self.full_at:
             raise OSError(errno.ENOSPC, "No space left on device")
         (folder / "trainer.json").write_text(content)
 
     async def offload(self) -> None:
-        self.log.append("offload")
+        await self._begin("offload")
         self.is_offloaded = True
 
     async def reload(self) -> None:
-        self.log.append("reload")
+        await self._begin("reload")
         self.is_offloaded = False
 
-    def _note(self, call: str) -> None:
-        assert not self.is_offloaded, f"{call} of a trainer that is off its devices"
+    async def _begin(self, call: str) -> None:
+        needs_devices = call not in ("write", "offload", "reload")
+        assert not (needs_devices and self.is_offloaded), f"{call} of a trainer that is off its devices"
         self.log.append(call)
+        is_stuck = bool(self.unanswered) and self.hangs_in != "write"  # writes have a thread of their own
+        if is_stuck or (call == self.hangs_in and self.steps >= self.hangs_at):
+            self.unanswered.append(call)
+            await self._unless_ended(1e9)
+
+    async def _unless_ended(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self.ended.wait(), seconds)
+        except TimeoutError:
+            return
+        raise WorkerLost("the trainer was ended")
 
     async def load(self, folder: Path) -> None:
-        self._note("restore")
+        await self._begin("restore")
         content = json.loads((folder / "trainer.json").read_text())
         self.version, self.trained = content["version"], content["trained"]
 
@@ -339,9 +358,13 @@ def make_world(
     engines, trainer, observer = FakeEngines(log=log), FakeTrainer(log=log), FakeObserver()
     runners = FakeRunners(engines=engines, rng=random.Random(seed))
     opened, checkpoints = Ledger(ledger), CheckpointStore(folder / "checkpoints", keep=2)
+
+    async def end() -> None:
+        trainer.ended.set()
+
     driver = Driver(
         config=config,
-        workers=Workers(runners=runners, engines=engines, trainer=trainer, reference=None),
+        workers=Workers(runners=runners, engines=engines, trainer=trainer, reference=None, end=end),
         sampler=TaskSampler(make_tasks(num_tasks), seed, config.curriculum),
         ledger=opened,
         checkpoints=checkpoints,

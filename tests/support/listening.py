@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,15 +18,36 @@ _UDP_UNCONNECTED = "07"
 
 def listeners(pid: int) -> dict[str, set[str]]:
     """The addresses that a process of this user and all that it started listen on, TCP and UDP, by process name."""
-    sockets = _open_sockets()
     found: dict[str, set[str]] = {}
+    for name, address, _ in _listening(pid, ("tcp", "tcp6", "udp", "udp6")):
+        found.setdefault(name, set()).add(address)
+    return found
+
+
+def ports_of(pid: int) -> dict[int, str]:
+    """The TCP ports that a process of this user and all that it started listen on, with the process's name."""
+    return {port: name for name, _, port in _listening(pid, ("tcp", "tcp6"))}
+
+
+def answers_as_a_store(port: int) -> bool:
+    """Whether torch's store listens on this port of loopback: it answers a ping after its magic number."""
+    validate, ping = 0, 13
+    ask = struct.pack("<BI", validate, 0x3C85F7CE) + struct.pack("<BI", ping, 0x01020304)
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2.0) as connection:
+        connection.sendall(ask)
+        return connection.recv(16) == struct.pack("<I", 0x01020304)
+    return False
+
+
+def _listening(pid: int, kinds: Sequence[str]) -> Iterator[tuple[str, str, int]]:
+    """Name of the process, address, port."""
+    sockets = _open_sockets(kinds)
     for each in _tree(pid):
         with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             name = Path(f"/proc/{each}/comm").read_text().strip()
             for entry in Path(f"/proc/{each}/fd").iterdir():
-                if address := sockets.get(_inode(entry)):
-                    found.setdefault(name, set()).add(address)
-    return found
+                if found := sockets.get(_inode(entry)):
+                    yield name, *found
 
 
 def _inode(entry: Path) -> str:
@@ -56,15 +80,17 @@ def _tree(pid: int) -> list[int]:
     return tree
 
 
-def _open_sockets() -> dict[str, str]:
-    """Inode -> local address of each socket of this machine that strangers can send to."""
+def _open_sockets(kinds: Sequence[str]) -> dict[str, tuple[str, int]]:
+    """Inode -> local address and port of each socket of this machine that strangers can send to."""
     found = {}
-    for name, state in (("tcp", _LISTENS), ("tcp6", _LISTENS), ("udp", _UDP_UNCONNECTED), ("udp6", _UDP_UNCONNECTED)):
+    for name in kinds:
+        state = _LISTENS if name.startswith("tcp") else _UDP_UNCONNECTED
         path = Path(f"/proc/net/{name}")
         for line in path.read_text().splitlines()[1:] if path.exists() else ():
             fields = line.split()
             if fields[3] == state:
-                found[fields[9]] = _address(fields[1].partition(":")[0])
+                address, _, port = fields[1].partition(":")
+                found[fields[9]] = _address(address), int(port, 16)
     return found
 
 
@@ -80,5 +106,5 @@ def socket_files(pid: int) -> set[Path]:
     for each in _tree(pid):
         with suppress(psutil.NoSuchProcess):  # it has just ended
             sockets = psutil.Process(each).net_connections("unix")
-            found |= {Path(str(socket.laddr)) for socket in sockets if str(socket.laddr).startswith("/")}
+            found |= {Path(str(each.laddr)) for each in sockets if str(each.laddr).startswith("/")}
     return found

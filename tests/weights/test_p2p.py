@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from rlflow.errors import RunError
+from rlflow.weights.p2p import rendezvous
 from rlflow.weights.p2p import sender as p2p
 from rlflow.weights.p2p.exchange import Arrivals, MessageStamp, check, cut_messages, digest, pack, seal, unpack
 from rlflow.weights.p2p.receiver import PeerReceiver, Worker
@@ -78,10 +79,13 @@ def test_what_is_packed_arrives(source: str, size: int, dtype: str, bucket_bytes
         assert all(torch.equal(targets[name], each) for name, each in tensors.items())
 
 
-def test_a_request_that_never_comes_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "file://{folder}/store"])
+def test_a_request_that_never_comes_holds_up_no_other(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A worker took its number, and died before it wrote."""
-    monkeypatch.setattr(p2p, "_LOOK_AGAIN", datetime.timedelta(milliseconds=100))
-    store, _ = host_store("127.0.0.1", 10.0)
+    monkeypatch.setattr(rendezvous, "LOOK_AGAIN", datetime.timedelta(milliseconds=100))
+    store, _ = host_store(address.format(folder=tmp_path), 10.0)
     assert store.add(p2p.NUM_REQUESTS, 1) == 1
     submit(store, {"engine": 3})
     assert p2p._next(store, 0) is None

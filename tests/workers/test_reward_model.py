@@ -275,6 +275,7 @@ async def test_a_row_that_fails_is_an_error_and_the_next_one_is_scored() -> None
 @pytest.mark.slow
 async def test_killed_reward_models_come_back_and_no_reply_is_lost(tmp_path: Path) -> None:
     config = tiny_config()
+    config.run.dir = str(tmp_path)
     config.reward.model_replicas = 2
     folder = save_reward_model(tmp_path)
     with ray_cluster(config):

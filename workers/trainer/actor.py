@@ -52,10 +52,10 @@ class TrainerWorker:
         self._profile: RankProfile | None = None
 
     def rendezvous(self) -> str:
-        """An address for the ranks to meet at; loopback unless they are on several machines."""
+        """Where the ranks may meet."""
         from rlflow.workers.trainer.process_group import new_rendezvous
 
-        return new_rendezvous()
+        return new_rendezvous(on_one_machine=self._config.cluster.address is None)
 
     def start(self, rendezvous: str) -> None:
         from rlflow.weights.senders import build_sender

@@ -4,18 +4,16 @@ import datetime
 import ipaddress
 import os
 import socket
+import tempfile
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from rlflow.runtime.gpus import has_gpu
-from rlflow.weights.p2p.rendezvous import own_address
-
-LOOPBACK = "127.0.0.1"
+from rlflow.weights.p2p.rendezvous import connect, host_of, host_store, own_address
 
 
 def choose_device(rank: int) -> torch.device:
@@ -30,8 +28,10 @@ def choose_device(rank: int) -> torch.device:
     return device
 
 
-def new_rendezvous() -> str:
-    """An address of this machine, as Ray knows it, for ranks to meet at."""
+def new_rendezvous(on_one_machine: bool) -> str:
+    """Where ranks may meet: a file that only this user can reach, or an address of this machine, as Ray knows it."""
+    if on_one_machine:
+        return f"file://{tempfile.mkdtemp(prefix='rlflow-ranks-')}/store"
     import ray
 
     host = ray.util.get_node_ip_address()
@@ -46,23 +46,16 @@ def join(rendezvous: str, rank: int, world_size: int, device: torch.device, time
     `rendezvous` is `tcp://host:port`, where rank 0 listens, or `file:///path` of a file that does not exist yet, for
     ranks of one machine. Raises ValueError for anything else.
     """
-    timeout = datetime.timedelta(seconds=timeout_s)
-    address = urlsplit(rendezvous)
-    if address.scheme == "file":
-        own, store = LOOPBACK, FileStore(address.path, world_size)
-    elif address.scheme == "tcp" and address.hostname and address.port:
-        own, listener = own_address(address.hostname), None
-        if rank == 0:
-            # A listener of our own, because the store's would listen on every interface.
-            listener = socket.create_server((address.hostname, address.port)).detach()
-        store = TCPStore(address.hostname, address.port, world_size, rank == 0, timeout, master_listen_fd=listener)
-    else:
+    place = urlsplit(rendezvous)
+    if place.scheme not in ("file", "tcp") or not (place.path or place.port):
         raise ValueError(f"rendezvous must be tcp://host:port or file:///path; got {rendezvous}")
+    store = host_store(rendezvous, timeout_s)[0] if rank == 0 else connect(rendezvous, timeout_s)
     # Without these the back ends listen on the address of the machine's name, which others may not reach.
-    interface = _interface_of(own)
+    interface = _interface_of(own_address(host_of(rendezvous)))
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, interface)
     backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

@@ -54,7 +54,8 @@ def _become_program(request: ProgramRequest, pipe: int, folder: str | None) -> N
             with open(name, "wb") as file:
                 file.write(base64.b64decode(content))
         # The program gets its input, its output, and `pipe`, which closes when it starts; no other descriptor.
-        os.dup2(linux.memory_file(base64.b64decode(request["stdin"])), 0)
+        link = request["link"]
+        os.dup2(linux.memory_file(base64.b64decode(request["stdin"])) if link is None else link, 0)
         os.closerange(3, pipe)
         os.closerange(pipe + 1, MAX_OPEN_FILES)
         if folder is not None:

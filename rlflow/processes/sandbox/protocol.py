@@ -25,6 +25,8 @@ class ProgramRequest(TypedDict):
     """Relative path: content in base 64."""
     stdin: str
     """In base 64."""
+    link: int | None
+    """A descriptor that the supervisor inherits, to be standard input instead of `stdin`."""
     seconds: float
     cpu_seconds: int
     memory_mb: int

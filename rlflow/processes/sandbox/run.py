@@ -51,6 +51,8 @@ from rlflow.processes.sandbox.protocol import (
 
 ANSWER_SECONDS = 180.0
 """Beyond the program's own limit: set-up, the end of all its processes, the removal of its files."""
+LINGER_SECONDS = 2.0
+"""What a program that has ended may take until its result is there."""
 PROGRAM_FILE = "program.py"
 TRIAL_SECONDS = 60.0
 """The limit of a program that does nothing, on a machine that may be very busy."""
@@ -144,18 +146,67 @@ async def run(
         ValueError: a path of `files` is absolute or leaves the folder.
     """
     method = await _find_method()
-    contents: dict[str, bytes] = {}
-    for name, content in (files or {}).items():
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or not path.parts:
-            raise ValueError(f"a file of a sandbox has a relative path without `..`; got {name!r}")
-        contents[name] = _bytes_of(content) if isinstance(content, str) else content
+    contents = {name: _checked_content(name, content) for name, content in (files or {}).items()}
     if isinstance(program, str):
         contents[PROGRAM_FILE] = _bytes_of(program)
     command = command_of_python() if isinstance(program, str) else program
-    slot = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(len(os.sched_getaffinity(0))))
-    async with slot:
+    async with _slot():
         return await _run(method, command, contents, stdin, limits or SandboxLimits())
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Linked:
+    """One of two programs, each of which has a socket to the other one as its standard input."""
+
+    command: Sequence[str]
+    files: Mapping[str, str]
+    limits: SandboxLimits
+
+
+async def run_linked(first: Linked, second: Linked) -> tuple[SandboxResult, SandboxResult | None]:
+    """Run two programs in a sandbox each, until the first one ends; they share the core of one.
+
+    If the first one exits with 0, the second one is killed and has no result; else that happens after LINGER_SECONDS.
+    Raises as `run` does.
+    """
+    method = await _find_method()
+    async with _slot():
+        ends = socket.socketpair()
+        tasks = [
+            asyncio.create_task(
+                _run(
+                    method,
+                    program.command,
+                    {name: _checked_content(name, content) for name, content in program.files.items()},
+                    end,
+                    program.limits,
+                )
+            )
+            for program, end in zip((first, second), ends, strict=True)
+        ]
+        try:
+            result = await tasks[0]
+            if not result.is_success:
+                await asyncio.wait(tasks, timeout=LINGER_SECONDS)
+            return result, tasks[1].result() if tasks[1].done() else None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for end in ends:
+                end.close()
+
+
+def _slot() -> asyncio.Semaphore:
+    """One for each processor core."""
+    return _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(len(os.sched_getaffinity(0))))
+
+
+def _checked_content(name: str, content: str | bytes) -> bytes:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        raise ValueError(f"a file of a sandbox has a relative path without `..`; got {name!r}")
+    return _bytes_of(content) if isinstance(content, str) else content
 
 
 async def describe() -> str:
@@ -224,8 +275,13 @@ def readable_paths() -> list[str]:
 
 
 async def _run(
-    method: _Method, command: Sequence[str], files: Mapping[str, bytes], stdin: str, limits: SandboxLimits
+    method: _Method,
+    command: Sequence[str],
+    files: Mapping[str, bytes],
+    stdin: str | socket.socket,
+    limits: SandboxLimits,
 ) -> SandboxResult:
+    link = None if isinstance(stdin, str) else stdin
     request = ProgramRequest(
         method=method.name,
         bwrap=method.bwrap,
@@ -233,7 +289,8 @@ async def _run(
         readable=readable_paths(),
         command=list(command),
         files={name: base64.b64encode(content).decode() for name, content in files.items()},
-        stdin=base64.b64encode(_bytes_of(stdin)).decode(),
+        stdin=base64.b64encode(_bytes_of(stdin)).decode() if isinstance(stdin, str) else "",
+        link=link.fileno() if link else None,
         seconds=limits.seconds,
         cpu_seconds=limits.cpu_seconds,
         memory_mb=limits.memory_mb,
@@ -251,6 +308,7 @@ async def _run(
             env={},
             cwd="/",
             start_new_session=True,
+            pass_fds=(link.fileno(),) if link else (),
         )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
     except BaseException as error:
@@ -260,6 +318,8 @@ async def _run(
         raise
     finally:
         theirs.close()
+        if link:
+            link.close()  # so that its peer notices when the program ends
     try:
         return await _result(request, process, reader, writer, limits)
     finally:

@@ -7,6 +7,7 @@ Each worker counts the processor time of its own code in a `Meter`, so that the 
 """
 
 import asyncio
+import math
 import random
 import time
 from collections import OrderedDict, deque
@@ -117,6 +118,8 @@ class Slots:
 
 class ModelledEngines:
     """A fleet that takes new weights in turn, or all at once."""
+
+    patience_s = math.inf
 
     def __init__(self, plan: Plan, meter: Meter) -> None:
         self._plan = plan

@@ -1,8 +1,9 @@
 """How the ranks of a trainer and the workers of an engine find each other: a store that rank 0 hosts, and groups.
 
 Neither side's default process group is touched. Each engine has a group of its own with all ranks of the trainer, so
-that one that dies breaks no other, and one that joins only builds its own. Everything listens on the address at which
-the store is reached, which is loopback if all ranks are on one machine.
+that one that dies breaks no other, and one that joins only builds its own. On one machine the store is a file, because
+whoever reaches a store that listens can write to it; connections of groups listen on loopback. On several machines
+everything listens on the address at which the store is reached.
 """
 
 import datetime
@@ -21,6 +22,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 from torch.distributed import (
+    FileStore,  # pyright: ignore[reportPrivateImportUsage]
     PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
     ProcessGroup,
     Store,  # pyright: ignore[reportPrivateImportUsage]
@@ -34,10 +36,11 @@ from rlflow.runtime.environment import variables
 from rlflow.weights.shape.landings import layout_from_json, layout_to_json
 from rlflow.weights.source import WeightSource
 
+LOOPBACK = "127.0.0.1"
 MAX_CHANNELS = 8
 """Channels of a group's NCCL: each engine has a group with every rank, whose kernels run beside those of training and
 must all find room on the GPU; eight carry what a network card does."""
-_LOOK_AGAIN = datetime.timedelta(seconds=10)
+LOOK_AGAIN = datetime.timedelta(seconds=10)
 _TELL_S = 10.0
 _logger = logging.getLogger(__name__)
 _ENVIRONMENT = threading.Lock()
@@ -57,29 +60,54 @@ class Deadline:
         return datetime.timedelta(seconds=max(0.001, self._end_s - time.monotonic()))
 
 
-def host_store(host: str, timeout_s: float) -> tuple[Store, int]:
-    """A store that listens on a free port of `host`, and the port."""
-    listener = socket.create_server((host, 0))
-    port: int = listener.getsockname()[1]
-    timeout = datetime.timedelta(seconds=timeout_s)
+def is_file(address: str) -> bool:
+    """Whether processes meet in a file, which needs no listener and is as private as its folder, and not at a host."""
+    return urlsplit(address).scheme == "file"
+
+
+def host_store(address: str, timeout_s: float) -> tuple[Store, int]:
+    """A store at file:///path, or at tcp://host:port, and the port at which it listens, which is free if `port` is 0.
+
+    A file has none: the 0 says so.
+    """
+    place, timeout = urlsplit(address), datetime.timedelta(seconds=timeout_s)
+    if is_file(address):
+        return _store_in(place.path, timeout), 0
     # Brings its own listener: the store's would listen on every interface.
+    listener = socket.create_server((place.hostname, place.port or 0))
+    host, port = listener.getsockname()
     fd = listener.detach()
     return TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=fd), port
 
 
-def connect(host: str, port: int, timeout_s: float) -> Store:
-    """A new connection: while one thread waits on a connection, no other can use it.
+def connect(address: str, timeout_s: float) -> Store:
+    """A new connection to what `host_store` hosts: while one thread waits on a connection, no other can use it.
 
     Raises RuntimeError when nobody answers.
     """
-    return TCPStore(host, port, None, False, datetime.timedelta(seconds=timeout_s), wait_for_workers=False)
+    place, timeout = urlsplit(address), datetime.timedelta(seconds=timeout_s)
+    if is_file(address):
+        return _store_in(place.path, timeout)
+    assert place.hostname and place.port, f"a store is at tcp://host:port or file:///path, not at {address}"
+    return TCPStore(place.hostname, place.port, None, False, timeout, wait_for_workers=False)
+
+
+def _store_in(path: str, timeout: datetime.timedelta) -> Store:
+    store = FileStore(path, -1)  # of no fixed number of processes, so that none of them removes it
+    store.set_timeout(timeout)
+    return store
+
+
+def host_of(address: str) -> str:
+    """The host at which the processes of a store find each other; loopback if a file makes them share a machine."""
+    return urlsplit(address).hostname or LOOPBACK
 
 
 class HostedStore:
     """The store, as a rank of the trainer sees it. Rank 0 hosts it for as long as it keeps this."""
 
     def __init__(self, backend: WeightSource, rank: int, rendezvous: str, timeout_s: float) -> None:
-        """Collective. `rendezvous` is where the ranks met; the store listens on the same address.
+        """Collective. `rendezvous` is where the ranks met; the store is on the same host, or beside that file.
 
         Raises ConfigError when no layout tells what the ranks hold.
         """
@@ -87,48 +115,44 @@ class HostedStore:
         if source is None:
             raise ConfigError("adapters are merged into whole parameters first; set weights.transport=shm")
         self.source = source
-        self.host = urlsplit(rendezvous).hostname or "127.0.0.1"
         self._rank = rank
         self.timeout_s = timeout_s
         specs = backend.parameter_specs()
         self.dtype = specs[0][1]
         """The engines'."""
         self._num_bytes = sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in specs)
-        port = 0
+        own, port = f"{rendezvous}.weights" if is_file(rendezvous) else f"tcp://{host_of(rendezvous)}:0", 0
         if rank == 0:
-            self._hosted, port = host_store(self.host, timeout_s)
+            self._hosted, port = host_store(own, timeout_s)
             self._hosted.set(_LAYOUT, layout_to_json(source))
         found = backend.add_up([float(port), float(rank == 0)])
-        self._port = round(found[0] / found[1])
+        self.address = own if is_file(own) else f"tcp://{host_of(own)}:{round(found[0] / found[1])}"
+        """Of the store, for ranks and workers."""
 
     def connect(self, timeout_s: float | None = None) -> Store:
         """A connection for one thread."""
-        return connect(self.host, self._port, timeout_s or self.timeout_s)
+        return connect(self.address, timeout_s or self.timeout_s)
 
     def staged(self, version: int) -> StagedWeights | None:
         """Where to ask for a version: the answer of rank 0; None on the other ranks."""
         if self._rank > 0:
             return None
-        address = f"tcp://{self.host}:{self._port}"
-        return StagedWeights(version=version, path=address, num_bytes=self._num_bytes, slots=(), buckets=())
+        return StagedWeights(version=version, path=self.address, num_bytes=self._num_bytes, slots=(), buckets=())
 
 
 class TrainerStore:
     """The trainer's store and layout, as a worker of an engine sees them."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
-        """`address` is tcp://host:port. Raises RuntimeError when nobody answers there."""
-        found = urlsplit(address)
-        assert found.hostname and found.port, f"the trainer's store is at tcp://host:port, not at {address}"
-        self.host = found.hostname
-        self._port = found.port
+        """`address` is where `HostedStore` is. Raises RuntimeError when nobody answers there."""
+        self.address = address
         self.timeout_s = timeout_s
         self.store: Store = self.connect()
         self.layout = layout_from_json(self.store.get(_LAYOUT))
 
     def connect(self, timeout_s: float | None = None) -> Store:
         """A connection for one thread."""
-        return connect(self.host, self._port, timeout_s or self.timeout_s)
+        return connect(self.address, timeout_s or self.timeout_s)
 
 
 class PeerGroup:
@@ -190,19 +214,19 @@ class PeerGroup:
     def _watch(self) -> None:
         try:
             store = self._home.connect()
-            while not _is_there(store, self._broken):
+            while not comes(store, self._broken):
                 pass  # for as long as the trainer keeps the store
         except RuntimeError as error:
             _logger.info("a group of ranks and workers ends, because the trainer's store does: %s", error)
         self._abort()
 
 
-def _is_there(store: Store, key: str) -> bool:
-    """Wait a while for a key. Raises RuntimeError when the store is lost."""
+def comes(store: Store, key: str) -> bool:
+    """Wait a while for a key: whether it is there. Raises RuntimeError when the store is lost."""
     try:
-        store.wait([key], _LOOK_AGAIN)
-    except torch.distributed.DistStoreError as error:
-        if "timeout" not in str(error):
+        store.wait([key], LOOK_AGAIN)
+    except RuntimeError as error:  # a store that listens raises a subclass of its own
+        if "timeout" not in str(error).lower():
             raise
         return False
     return True
@@ -219,7 +243,7 @@ def build_group(
 ) -> ProcessGroup:
     """What torch calls a process group, which nothing of torch's own knows."""
     timeout = datetime.timedelta(seconds=home.timeout_s)
-    address = own_address(home.host)
+    address = own_address(host_of(home.address))
     # torch declares neither kind as a process group, though both are used as one.
     if device.type != "cuda":
         gloo: Any = torch.distributed.ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]

@@ -6,7 +6,6 @@ Nothing is gathered, and training goes on while the copy is sent. One thread rea
 one store in the same order; each is answered by a thread of its own, so that an engine that hangs holds up no other.
 """
 
-import datetime
 import json
 import logging
 import threading
@@ -28,7 +27,7 @@ from rlflow.weights.p2p.exchange import (
     pack,
     seal,
 )
-from rlflow.weights.p2p.rendezvous import Deadline, HostedStore, PeerGroup, wait_all
+from rlflow.weights.p2p.rendezvous import Deadline, HostedStore, PeerGroup, comes, wait_all
 from rlflow.weights.shape.landings import landings_from_json, layout_of
 from rlflow.weights.shape.layout import EngineLayout, Layout
 from rlflow.weights.shape.plan import TransferPlan, plan
@@ -38,7 +37,6 @@ _BUCKET = "bucket"
 """Key of the store: the bytes of a bucket."""
 NUM_REQUESTS = "requests"
 _CLOSING = "closing"
-_LOOK_AGAIN = datetime.timedelta(seconds=10)
 _KEPT_REQUESTS = 1000
 """So many requests stay in the store after they were answered: no rank is that far behind another."""
 _CLOSE_S = 10.0
@@ -263,12 +261,7 @@ def _next(store: Store, number: int) -> dict[str, Any] | None:
 
     A worker takes a number, then writes: one that dies in between leaves a gap, which those after it show.
     """
-    while True:
-        try:
-            store.wait([request_key(number)], _LOOK_AGAIN)
-            return json.loads(store.get(request_key(number)))
-        except torch.distributed.DistStoreError as error:
-            if "timeout" not in str(error):
-                raise
+    while not comes(store, request_key(number)):
         if store.add(NUM_REQUESTS, 0) > number + 1 and not store.check([request_key(number)]):
             return None
+    return json.loads(store.get(request_key(number)))

@@ -1,0 +1,80 @@
+"""What the observer of a real run asks of the workers, and what becomes of it when they do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from fakes import make_world, run_virtually
+
+from rlflow.config import Config
+from rlflow.errors import RunError, WorkerLost
+from rlflow.roles import Mean, Runners
+from rlflow.rundir.directory import RunDir
+from rlflow.rundir.store import CheckpointStore
+from rlflow.telemetry.observer import RunObserver
+from rlflow.types import Message, PayloadRef
+
+
+class Answers:
+    async def transcript(self, payload: PayloadRef) -> list[Message]:
+        return [{"role": "assistant", "content": f"conversation of {payload}"}]
+
+
+class Hangs:
+    async def transcript(self, payload: PayloadRef) -> list[Message]:
+        await asyncio.sleep(1e9)
+        raise AssertionError
+
+
+class Fails:
+    def __init__(self, error: RunError) -> None:
+        self._error = error
+
+    async def transcript(self, payload: PayloadRef) -> list[Message]:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("runners", "shown"),
+    [
+        (Answers(), "conversation of "),
+        (Hangs(), "ALARM: the samples of step 1 cannot be shown: reading the episodes to show did not finish within"),
+        (Fails(WorkerLost("it died")), "ALARM: the samples of step 1 cannot be shown: it died"),
+        (Fails(RunError("no room")), "ALARM: the samples of step 1 cannot be shown: no room"),
+    ],
+)
+def test_samples_are_shown_or_an_alarm_says_why_not(
+    runners: object, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = make_world(tmp_path, steps=1)
+    run_virtually(world.driver.run())
+    (report,) = world.observer.reports
+    report.outcome.metrics |= dict.fromkeys(("entropy", "sampling/logp_difference_mean"), Mean(total=0.0, count=1.0))
+    config = Config()
+    config.trackers.tensorboard = False
+    run_dir = RunDir(path=tmp_path, checkpoints=CheckpointStore(tmp_path, keep=1), resume_from=None)
+
+    async def tell() -> float:
+        with RunObserver(config, run_dir, None) as observer:
+            observer.runners = cast(Runners, runners)
+            await observer.step(report)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(tell()) <= 30
+    assert shown in capsys.readouterr().out
+
+
+async def test_what_fails_at_the_end_does_not_take_the_place_of_the_first_error(tmp_path: Path) -> None:
+    run_dir = RunDir(path=tmp_path, checkpoints=CheckpointStore(tmp_path, keep=1), resume_from=None)
+
+    def broken() -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(KeyError, match="the first") as caught, RunObserver(Config(), run_dir, None) as observer:
+        cast(Any, observer)._closing.callback(broken)
+        raise KeyError("the first")
+    (note,) = caught.value.__notes__
+    assert note.startswith("then: OSError: [Errno 28] No space left on device (")

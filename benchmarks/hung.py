@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -64,6 +65,7 @@ class Run:
     """A run, what it prints with the time of each line, and its processes."""
 
     process: subprocess.Popen[str]
+    folder: str
     lines: list[tuple[float, str]] = field(default_factory=list)
     added: threading.Condition = field(default_factory=threading.Condition)
     has_ended: bool = False
@@ -100,15 +102,10 @@ class Run:
         """The actor of this name, which its companion is told."""
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
-            if any(word.endswith("companion.py") for word in words) and name in words and self._has(process):
+            is_ours = any(word.startswith(self.folder) for word in words)
+            if is_ours and name in words and any(word.endswith("companion.py") for word in words):
                 return psutil.Process(int(words[words.index(name) - 3]))
         raise AssertionError(f"no {name} runs")
-
-    def _has(self, process: psutil.Process) -> bool:
-        return any(each.startswith(str(Path(self.run_dir()))) for each in process.cmdline())
-
-    def run_dir(self) -> str:
-        return next(word for word in self.process.args if word.startswith("run.dir=")).partition("=")[2]  # type: ignore[union-attr]
 
     def find(self, target: str) -> psutil.Process:
         if target == "vLLM core":
@@ -126,20 +123,21 @@ class Run:
 
 
 @contextmanager
-def running(*settings: str, alarms: bool = False) -> Iterator[Run]:
-    """A run, which has made some steps and goes on until the block ends; with `alarms` it is short and ends."""
+def running(*settings: str) -> Iterator[Run]:
+    """A run, which is killed when the block ends."""
     with ExitStack() as stack:
-        run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "run"
-        command = [sys.executable, "-m", "rlflow", "train", "recipe=smoke", f"run.dir={run_dir}", *SETTINGS, *settings]
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        what = ["recipe=smoke", f"run.dir={folder}/run"]
+        command = [sys.executable, "-m", "rlflow", "train", *what, *SETTINGS, *settings]
+        options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         if any("cluster.address" in each for each in settings):
             nodes = stack.enter_context(RayNodes())
-            nodes.add("rollout", "play", "training", cpus=2)
+            nodes.add("rollout", "play", "training", cpus=4)
             command = [each.replace("ADDRESS", nodes.address) for each in command]
             process = nodes.on_head(command, **options)
         else:
-            process = subprocess.Popen(command, text=True, start_new_session=True, **options)  # type: ignore[call-overload]
-        run = Run(process)
+            process = subprocess.Popen(command, text=True, start_new_session=True, **options)
+        run = Run(process, folder)
         threading.Thread(target=run.read, daemon=True).start()
         try:
             yield run
@@ -207,7 +205,7 @@ def false_alarms(count: int, settings: Sequence[str]) -> None:
             began_s = time.monotonic()
             with running(*settings, "run.steps=5") as run:
                 assert run.wait_for_step(5) is not None, run.tail()
-            lines = [line for _, line in run.lines if "was killed" in line]
+            lines = [line for _, line in run.lines if "and was killed" in line]
             assert not lines, lines
             print(f"run {number} of {count}: 5 steps in {time.monotonic() - began_s:.0f} s, nothing killed", flush=True)
     finally:

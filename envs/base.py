@@ -135,7 +135,8 @@ class EnvironmentSpec:
     """An environment as data: it is pickled and sent to the process that builds it."""
 
     tasks: Callable[[], Sequence[Task]]
-    """Called once, by the driver. The order and the ids must not change between runs: a resumed run counts by them."""
+    """Called once, by the driver. The order, the ids and the tasks themselves must not change between runs: a resumed
+    run counts by the ids, and refuses tasks that were edited."""
     build: Callable[[], Environment | Program]
     """Called once an episode, in a process for environments."""
     reward: RewardFunction | None = None

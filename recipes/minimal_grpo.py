@@ -80,9 +80,9 @@ class MinimalGrpo:
             raise ValueError("the minimal loop scores by one function(task, completion); leave the rest alone")
         self.reward: RewardFunction = load(chosen)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=torch.float32, attn_implementation="eager"
+            model_path, trust_remote_code=False, dtype=torch.float32, attn_implementation="eager"
         )
-        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_path)
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
         self.engine = RolloutEngine(config, model_path, index=0, threads=1)
         self.arena = Arena([(name, p.dtype, tuple(p.shape)) for name, p in self.model.named_parameters()])
         trainer = config.trainer

@@ -24,6 +24,7 @@ _VERBS = {
     "stop": "have a run finish its step, save and end",
     "recipes": "list the recipes, or print one",
     "algorithms": "list advantages, losses and corrections with their options",
+    "checkpoint": "is every byte of a run's checkpoints what was written: rlflow checkpoint verify RUN",
     "export": "write a checkpoint as a folder for transformers and vLLM",
     "report": "write a run's report.html",
     "ledger": "count a run's groups by state",
@@ -188,6 +189,9 @@ def _parser() -> argparse.ArgumentParser:
     verb["recipes"].add_argument("name", nargs="?", metavar="NAME", help="print this recipe")
     for name in ("stop", "export", "report", "ledger"):
         verb[name].add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    of_checkpoint = verb["checkpoint"].add_subparsers(dest="what", metavar="VERB", required=True)
+    verify = of_checkpoint.add_parser("verify", help="one line for each checkpoint; exit code 1 if one is not whole")
+    verify.add_argument("run", type=Path, metavar="RUN", help="the run's directory, or the folder of one checkpoint")
     verb["stop"].add_argument(
         "--timeout", type=float, metavar="SECONDS", help="how long to wait; by default what the run's deadlines allow"
     )
@@ -234,6 +238,12 @@ def _run_verb(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         from rlflow.rundir.lock import stop
 
         print(stop(options.run, options.timeout))
+    elif options.verb == "checkpoint":
+        from rlflow.rundir.store import verify
+
+        found = verify(options.run)
+        print("\n".join(f"{name}  {damage or 'whole'}" for name, damage in found.items()) or "no checkpoint yet")
+        return int(any(found.values()))
     elif options.verb == "export":
         from rlflow.tools.export import export
 

@@ -6,6 +6,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 _OWN_FOLDER = os.path.dirname(__file__)
 _PYTHON_FOLDER = sysconfig.get_path("stdlib")
@@ -73,6 +74,22 @@ class NotACopy(RunError):
 
 class StaleGroup(RunError):
     """A group was ended because it holds tokens that are too old for any update."""
+
+
+class CheckpointDamaged(RunError):
+    """Files of a checkpoint are not what was written."""
+
+    def __init__(self, folder: Path, damage: str) -> None:
+        super().__init__(folder, damage)
+        self.folder = folder
+        self.damage = damage
+        """Which files, and what is wrong with them."""
+
+    def __str__(self) -> str:
+        return (
+            f"checkpoint {self.folder} is damaged: {self.damage}; use another one: `rlflow checkpoint verify "
+            f"{self.folder.parent.parent}` says which are whole"
+        )
 
 
 class DeadlineError(RunError):

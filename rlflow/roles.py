@@ -120,7 +120,9 @@ class Runners(Protocol):
         """Whether one of them is lost for good, as far as this process knows; calls nobody."""
         ...
 
-    async def save_payloads(self, payloads: Sequence[PayloadRef], path: Path) -> None: ...
+    async def save_payloads(self, payloads: Sequence[PayloadRef], path: Path) -> str:
+        """Write them to one file; returns its SHA-256."""
+        ...
 
     async def load_payloads(self, path: Path, count: int) -> list[PayloadRef]: ...
 
@@ -181,10 +183,11 @@ class Trainer(Protocol):
         """Between two steps: copy the state aside for `write_snapshot`. Replaces the copy before."""
         ...
 
-    async def write_snapshot(self, folder: Path) -> None:
+    async def write_snapshot(self, folder: Path) -> dict[str, str]:
         """Write what `snapshot` copied, and drop the copy. Other calls go on meanwhile.
 
-        Returns or raises only when no rank is writing any more.
+        Returns the SHA-256 of each file by its path in the folder. Returns or raises only when no rank is writing any
+        more.
         """
         ...
 

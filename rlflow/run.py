@@ -30,12 +30,16 @@ from rlflow.groups.sampler import TaskSampler
 from rlflow.models.resolve import resolve_model, resolve_reward_model
 from rlflow.rundir.directory import RunDir, claim, rewound
 from rlflow.rundir.restarts import MAX_RESTARTS, Restarts, Setback, larger_setback
-from rlflow.rundir.store import RunState, read_state
+from rlflow.rundir.store import RunState
+from rlflow.runtime.deadlines import within
 from rlflow.runtime.derived import by_device
 from rlflow.runtime.signals import Stopper
 from rlflow.settings.checks import check
 from rlflow.telemetry.observer import RunObserver
 from rlflow.types import Task
+
+ACCEPT_EDITED = "accept_edited_tasks"
+"""A file of this name in run.dir says to go on although tasks were edited."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -45,11 +49,12 @@ class _Run:
     config: Config
     spec: EnvironmentSpec
     tasks: Sequence[Task]
+    rows: str
+    """Their digests."""
     evaluation_tasks: Sequence[Task]
     model_path: str
     reward_model_path: str | None
     run_dir: RunDir
-    state: RunState | None
     setback: Setback | None = None
     """The loss that this start makes up for; None at the first start of this process."""
 
@@ -65,31 +70,46 @@ def train(config: Config) -> int:
     spec = load_environment(config.env, config.reward)
     # Before anything is started: a wrong row of the data set, or a curriculum that does not exist, fails here.
     tasks = spec.tasks()
-    TaskSampler(tasks, config.run.seed, config.curriculum)
+    sampler = TaskSampler(tasks, config.run.seed, config.curriculum)
     evaluation_tasks = held_out_tasks(config, spec)
     model_path = resolve_model(config.model.path)
     reward_model_path = resolve_reward_model(config.reward.model) if config.reward.model is not None else None
     with claim(config) as run_dir, _faults_kept_in(run_dir.path):
-        state = read_state(run_dir.resume_from) if run_dir.resume_from else None
+        state = run_dir.state
         if state is not None and state.step >= config.run.steps:
             print(f"{run_dir.path} already has {state.step} of {config.run.steps} steps; raise run.steps to go on")
             return 0
+        if state is not None:
+            _check_same_tasks(run_dir, sampler, state)
         run = _Run(
             # Workers write to it too.
             config=replace(config, run=replace(config.run, dir=str(run_dir.path))),
             spec=spec,
             tasks=tasks,
+            rows=sampler.rows,
             evaluation_tasks=evaluation_tasks,
             model_path=model_path,
             reward_model_path=reward_model_path,
             run_dir=run_dir,
-            state=state,
         )
         with ray_cluster(config):
             run = replace(run, config=by_device(run.config, on_gpus=has_gpus()))
             check(run.config)  # what null has become may be refused
             ended_by = asyncio.run(_train(run))
     return 0 if ended_by is None else 128 + ended_by
+
+
+def _check_same_tasks(run_dir: RunDir, sampler: TaskSampler, state: RunState) -> None:
+    """Raises ConfigError for other tasks than the checkpoint's, and for edited ones unless a file accepts them."""
+    sampler.restore(state.sampler)
+    edited, accepted = sampler.edited(state.sampler), run_dir.path / ACCEPT_EDITED
+    if edited and not accepted.exists():
+        raise ConfigError(
+            f"{edited} were edited since {run_dir.resume_from} was saved; restore the data, begin another run.dir, or "
+            f"make the file {accepted} to go on with them as they are now"
+        )
+    if edited:
+        print(f"ALARM: {edited} were edited since {run_dir.resume_from} was saved; {accepted} accepts it", flush=True)
 
 
 @contextmanager
@@ -119,10 +139,10 @@ async def _train(run: _Run) -> signal.Signals | None:
     Returns the signal that ended the run before its last step, if one did.
     """
     stopper = Stopper(lambda: _last_saved(run.run_dir))
-    restarts = Restarts(run.state.step if run.state else 0)
+    restarts = Restarts(run.run_dir.state.step if run.run_dir.state else 0)
     try:
         while True:
-            with RunObserver(run.config, run.run_dir, run.state, run.setback) as observer:
+            with RunObserver(run.config, run.run_dir, run.setback) as observer:
                 fleet: Fleet | None = None
                 try:
                     fleet = await stopper.run_unless_stopped(_start(run, observer), observer.message)
@@ -137,7 +157,7 @@ async def _train(run: _Run) -> signal.Signals | None:
                         return stopper.signal
                     if fleet is None and run.setback is None:
                         raise  # it has never worked, so it would fail again
-                    run = _after(error, run, observer, restarts)
+                    run = await _after(error, run, observer, restarts)
                 finally:
                     if fleet is not None:
                         with first_error_stands():
@@ -165,11 +185,14 @@ def _last_saved(run_dir: RunDir) -> str:
     return f"step {steps[-1]} is the last that was saved" if steps else "nothing has been saved yet"
 
 
-def _after(error: WorkerLost | PayloadLost, run: _Run, observer: RunObserver, restarts: Restarts) -> _Run:
-    """The run from its newest checkpoint on. Raises the error when it has been restarted from there too often."""
-    run_dir = rewound(run.run_dir)
-    state = read_state(run_dir.resume_from) if run_dir.resume_from else None
-    step = state.step if state else 0
+async def _after(error: WorkerLost | PayloadLost, run: _Run, observer: RunObserver, restarts: Restarts) -> _Run:
+    """The run from its newest whole checkpoint on. Raises the error when it was restarted from there too often."""
+    observer.phase("checking the checkpoint")
+    checking = asyncio.to_thread(rewound, run.run_dir)
+    run_dir = await within("checking the checkpoint", run.config.deadlines.checkpoint_s, checking)
+    for alarm in run_dir.alarms:
+        observer.alarm(alarm)
+    step = run_dir.state.step if run_dir.state else 0
     number = restarts.count(error, step)
     setback = larger_setback(run.setback, observer.num_steps)
     observer.alarm(
@@ -178,7 +201,7 @@ def _after(error: WorkerLost | PayloadLost, run: _Run, observer: RunObserver, re
     )
     for note in getattr(error, "__notes__", []):
         observer.message(note)
-    return replace(run, run_dir=run_dir, state=state, setback=setback)
+    return replace(run, run_dir=run_dir, setback=setback)
 
 
 async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stopper) -> int:
@@ -188,7 +211,7 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stoppe
     driver = Driver(
         config=run.config,
         workers=fleet.workers,
-        sampler=TaskSampler(run.tasks, run.config.run.seed, run.config.curriculum),
+        sampler=TaskSampler(run.tasks, run.config.run.seed, run.config.curriculum, run.rows),
         ledger=ledger,
         checkpoints=run.run_dir.checkpoints,
         observer=observer,
@@ -197,10 +220,11 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stoppe
     stopper.hand_to(driver.request_stop)
     watch = asyncio.create_task(_watch_engines(fleet, driver))
     try:
-        if run.state is not None and run.run_dir.resume_from is not None:
-            await driver.restore(run.run_dir.resume_from, run.state)
-            done = f"{run.state.step} of {run.config.run.steps}"
-            observer.message(f"resumed at step {done}, version {run.state.version}")
+        state = run.run_dir.state
+        if state is not None and run.run_dir.resume_from is not None:
+            await driver.restore(run.run_dir.resume_from, state)
+            done = f"{state.step} of {run.config.run.steps}"
+            observer.message(f"resumed at step {done}, version {state.version}")
         if run.setback is not None:
             observer.message(f"training again {run.setback.seconds:.0f} s after the loss")
         await driver.run()

@@ -20,7 +20,7 @@ from rlflow.groups.ledger import Ledger
 from rlflow.roles import Workers
 from rlflow.rundir.store import CheckpointStore, RunState, state_to_json
 from rlflow.runtime.deadlines import or_hung, within
-from rlflow.runtime.disk import disk_errors
+from rlflow.runtime.disk import disk_errors, write_digested
 from rlflow.types import PayloadRef, Span
 
 
@@ -153,21 +153,23 @@ class Saver:
 
     async def _write(self, taken: _Taken) -> None:
         start_s = self._now()
+        digests: dict[str, str] = {}
         with disk_errors("a checkpoint", self._checkpoints.folder):
             partial = await asyncio.to_thread(self._checkpoints.begin, taken.step)
             # The trainer comes last, because the run does not survive the loss of its processes.
             try:
                 if taken.payloads:
                     saving = self._workers.runners.save_payloads(taken.payloads, partial / "ready")
-                    await within("saving the ready groups", self._deadlines.checkpoint_s, saving)
+                    digests["ready"] = await within("saving the ready groups", self._deadlines.checkpoint_s, saving)
             except (WorkerLost, PayloadLost, DeadlineError) as error:
                 self._listener.given_up(taken.step, str(error))
                 return
             writing = self._workers.trainer.write_snapshot(partial / "trainer")
-            await or_hung("saving the trainer", self._deadlines, "checkpoint_s", writing)
+            shards = await or_hung("saving the trainer", self._deadlines, "checkpoint_s", writing)
+            digests |= {f"trainer/{name}": digest for name, digest in shards.items()}
             ledger = await within("copying the ledger", self._deadlines.checkpoint_s, taken.ledger)
-            await asyncio.to_thread((partial / "ledger.db").write_bytes, ledger)
-            folder = await asyncio.to_thread(self._checkpoints.commit, partial, taken.state)
+            digests["ledger.db"] = await asyncio.to_thread(write_digested, partial / "ledger.db", [ledger])
+            folder = await asyncio.to_thread(self._checkpoints.commit, partial, taken.state, digests)
         self.saved_step = taken.step
         self.spans.append(Span(actor="checkpoint", name="write", start_s=start_s, end_s=self._now()))
         self._listener.saved(folder)

@@ -11,17 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from checkpoints import commit
 from safetensors.numpy import load_file
 
 from rlflow.cli import main
 from rlflow.errors import ConfigError
 from rlflow.groups.sampler import SamplerState
 from rlflow.models.resolve import check_folder, resolve_model
-from rlflow.rundir.store import CheckpointStore, RunState, state_to_json
+from rlflow.rundir.store import CheckpointStore, RunState
 from rlflow.tools.export import export
 
 Cli = Callable[..., tuple[int, str, str]]
-SAMPLER = SamplerState(kind="uniform", tasks="", put_back=[], curriculum={})
+SAMPLER = SamplerState(kind="uniform", tasks="", rows="", put_back=[], curriculum={})
 RECIPES = [
     "agent_calculator",
     "aipo_arithmetic_async",
@@ -230,7 +231,7 @@ def write_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             first = start * weight[0].numel()
             shards.append(Shard(name=name, shape=tuple(weight.shape), start=first, tensors=elements))
         Snapshot(rank=rank, num_ranks=2, shards=shards, updates=2).write(partial / "trainer")
-    store.commit(partial, state_to_json(RunState(step=2, version=2, sampler=SAMPLER, ready=[])))
+    commit(store, partial, RunState(step=2, version=2, sampler=SAMPLER, ready=[]))
     (folder / "run" / "config.yaml").write_text("model:\n  path: tiny\n")
     return model
 

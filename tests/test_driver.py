@@ -304,12 +304,12 @@ def lose_while_saving(world: World, times: int) -> None:
     save = world.runners.save_payloads
     errors = [WorkerLost("the episode runner died"), PayloadLost("a payload is lost")][:times]
 
-    async def lose(payloads: Sequence[PayloadRef], path: Path) -> None:
+    async def lose(payloads: Sequence[PayloadRef], path: Path) -> str:
         await asyncio.sleep(0.1)
         if errors:
             world.runners.lost.add(payloads[0])
             raise errors.pop(0)
-        await save(payloads, path)
+        return await save(payloads, path)
 
     world.runners.save_payloads = lose
 
@@ -472,9 +472,9 @@ def test_stopped_and_resumed_runs_conserve_every_task(
         world.observer.on_step = on_step
 
         async def go(world: World = world) -> None:
-            latest = world.checkpoints.latest()
-            if latest:
-                await world.driver.restore(latest, read_state(latest))
+            found = world.checkpoints.newest_whole()
+            if found:
+                await world.driver.restore(found.folder, found.state)
             await world.driver.run()
 
         try:
@@ -493,11 +493,11 @@ def test_stopped_and_resumed_runs_conserve_every_task(
         assert all(evaluation.step % 3 == 0 for evaluation in world.observer.evaluations)
         if kill is not None and world.trainer.version < steps:
             world.ledger.close()
-            latest = world.checkpoints.latest()
+            found = world.checkpoints.newest_whole()
             for left_over in folder.glob("ledger.db*"):
                 left_over.unlink()
-            if latest:
-                shutil.copy(latest / "ledger.db", ledger)
+            if found:
+                shutil.copy(found.folder / "ledger.db", ledger)
             else:
                 world.trainer.trained.clear()
     final = world
@@ -725,7 +725,7 @@ def test_a_save_that_takes_long_holds_up_no_step_and_is_of_one_moment(tmp_path: 
     assert len(state.ready) == counts["ready"] > 0
     assert {group.task_id for group in state.ready} & set(slow.trainer.trained[12:])
     assert all(group.advantages and group.episodes for group in state.ready)
-    payloads = json.loads((slow.checkpoints.path(4) / "ready" / "payloads.json").read_text())
+    payloads = json.loads((slow.checkpoints.path(4) / "ready").read_text())
     assert payloads == [f"{group.task_id}/{group.group_id}/{i}" for group in state.ready for i in range(4)]
     assert (state, counts) == saved_state(at_once, 4)[1:]
 
@@ -763,9 +763,9 @@ def test_a_disk_that_stays_full_keeps_the_checkpoint_before(tmp_path: Path) -> N
     world.config.run.checkpoint_every = 2
     write = world.trainer.write_snapshot
 
-    async def full(folder: Path) -> None:
+    async def full(folder: Path) -> dict[str, str]:
         world.trainer.full_at = world.trainer.writes or None
-        await write(folder)
+        return await write(folder)
 
     world.trainer.write_snapshot = full  # type: ignore[method-assign]
     with pytest.raises(RunError, match="no disk space left") as raised:
@@ -844,9 +844,9 @@ def test_a_run_killed_in_a_write_goes_on_from_the_checkpoint_before(tmp_path: Pa
     again = make_world(left / "run", steps=9, max_versions=1, ledger=left / "resumed.db")
 
     async def resume() -> None:
-        latest = again.checkpoints.latest()
-        assert latest is not None
-        await again.driver.restore(latest, read_state(latest))
+        found = again.checkpoints.newest_whole()
+        assert found is not None
+        await again.driver.restore(found.folder, found.state)
         await again.driver.run()
 
     run_virtually(resume())

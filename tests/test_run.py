@@ -111,10 +111,20 @@ def test_adapters_are_trained_beside_a_reference_and_a_critic_without_one_more_p
 
 
 def test_a_resumed_critic_goes_on_from_what_it_knew(tmp_path: Path) -> None:
-    """Its head says 0 until the first step has taught it something."""
+    """Its head says 0 until the first step has taught it something. The newest checkpoint is damaged meanwhile."""
     run = tmp_path / "run"
-    for steps in (1, 2):
-        train(run, f"run.steps={steps}", "algorithm.advantage=gae", "critic.learning_rate=1e-2")
+    settings = ["run.steps=2", "run.checkpoint_every=1", "algorithm.advantage=gae", "critic.learning_rate=1e-2"]
+    train(run, *settings)
+    shard = run / "checkpoints" / "step_2" / "trainer" / "critic" / "rank_0.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 0x40
+    shard.write_bytes(content)
+    out = train(run, *settings)
+    wrong = "trainer/critic/rank_0.safetensors is not what was written"
+    assert f"ALARM: checkpoint step_2 is damaged ({wrong}) and is now step_2.damaged; step_1 is whole" in out
+    assert "resumed at step 1 of 2, version 1" in out
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_1", "step_2", "step_2.damaged"]
+    assert len(trained_tasks(run)) == 4
     before, after = metrics.read(run / "metrics.jsonl")
     assert (before["critic/update_skipped"], after["critic/update_skipped"]) == (0, 0)
     assert before["critic/value"] == 0
@@ -271,9 +281,9 @@ def test_a_rank_that_hangs_is_lost_after_one_deadline_and_the_run_goes_on(tmp_pa
         rank.suspend()
         wait_for(process, "did not finish within its deadline of 10 s; raise deadlines.train_s if it takes this long")
         wait_for(process, "resumed at step 2 of 5, version 2")
-        assert not rank.is_running(), "a rank that hangs is killed"
         wait_for(process, "report: ")
         assert process.wait(timeout=TIMEOUT_S) == 0
+        assert not rank.is_running(), "a rank that hangs is killed"
     assert [record["step"] for record in metrics.read(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
     counts = counts_by_state(run / "ledger.db")
     assert (counts["trained"], counts["dropped_failed"]) == (10, 0)

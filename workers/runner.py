@@ -16,6 +16,7 @@ from typing import cast
 
 from rlflow.config import Config
 from rlflow.errors import EngineLost, StaleGroup
+from rlflow.models.opening import open_tokenizer
 from rlflow.rewards.client import Scorer
 from rlflow.rollout import payloads as payload_files
 from rlflow.rollout.chat import Chat, episode_seed
@@ -89,10 +90,7 @@ class EpisodeRunner:
         self._under_way: set[_UnderWay] = set()
         self._rendering = None
         if renderer is None:
-            # Imported here because only the actor needs transformers, which takes seconds to import.
-            from transformers import AutoTokenizer
-
-            renderer = Renderer(AutoTokenizer.from_pretrained(model_path))
+            renderer = Renderer(open_tokenizer(model_path, trust=config.model.trust_remote_code))
             # One thread, because tokenizers are not safe to share between threads.
             self._rendering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
         self._renderer = renderer
@@ -139,9 +137,9 @@ class EpisodeRunner:
         """The conversation of one episode."""
         return payload.messages
 
-    async def save_payloads(self, path: Path, *payloads: EpisodePayload) -> None:
+    async def save_payloads(self, path: Path, *payloads: EpisodePayload) -> str:
         with disk_errors("a checkpoint", path.parent):
-            await asyncio.to_thread(payload_files.save_payloads, path, payloads)
+            return await asyncio.to_thread(payload_files.save_payloads, path, payloads)
 
     async def load_payloads(self, path: Path) -> tuple[int | EpisodePayload, ...]:
         """The number of payloads in a file, then the payloads in the order in which they were saved.

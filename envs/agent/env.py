@@ -75,10 +75,12 @@ class CommandProgram(Program):
 
     {prompt}     the last message of the task's prompt
     {task_file}  a file with the task as JSON, which is also the command's standard input
-    {base_url}   of the endpoint, which is also in OPENAI_BASE_URL
     {model}      to name in requests
     {lease}      which of the leases is this episode's, which is also in RLFLOW_LEASE
     {python}     the interpreter that runs rlflow
+
+    The endpoint is in OPENAI_BASE_URL only, because its address is a secret and every user of a machine sees command
+    lines.
     """
 
     def __init__(self, command: Sequence[str], folder: str, lease: str = "") -> None:
@@ -130,7 +132,6 @@ def filled(command: Sequence[str], task: Task, endpoint: Endpoint, *, task_file:
     values = {
         "{prompt}": task.prompt[-1]["content"],
         "{task_file}": task_file,
-        "{base_url}": endpoint.base_url,
         "{model}": endpoint.model,
         "{lease}": lease,
         "{python}": sys.executable,
@@ -187,6 +188,11 @@ def _checked_folder(folder: str, command: Sequence[str]) -> str:
         raise ConfigError(f"env.args.folder={folder} is not a folder (from {Path.cwd()})")
     if not command:
         raise ConfigError("env.args.command is empty; give the program and its arguments")
+    if any("{base_url}" in word for word in command):
+        raise ConfigError(
+            "env.args.command has {base_url}, a secret that every user of the machine would see in the command line; "
+            "leave it out, and let the program read the environment variable OPENAI_BASE_URL"
+        )
     program = command[0]
     if program != "{python}" and shutil.which(str(path / program) if "/" in program else program) is None:
         raise ConfigError(f"env.args.command: there is no program {program!r} to run, in {path} or on the PATH")

@@ -180,9 +180,10 @@ class RayTrainer:
     async def snapshot(self) -> None:
         await self._all("snapshot")
 
-    async def write_snapshot(self, folder: Path) -> None:
+    async def write_snapshot(self, folder: Path) -> dict[str, str]:
         writing = [actor.write_snapshot.options(concurrency_group=DISK).remote(folder) for actor in self._actors]
-        await wait_until_all_ended([self._answer(rank, call, "write_snapshot") for rank, call in enumerate(writing)])
+        answers = [self._answer(rank, call, "write_snapshot") for rank, call in enumerate(writing)]
+        return {name: digest for found in await wait_until_all_ended(answers) for name, digest in found.items()}
 
     async def load(self, folder: Path) -> None:
         await self._all("load", folder)
@@ -238,10 +239,11 @@ class RayActorCritic:
     async def snapshot(self) -> None:
         await asyncio.gather(self._policy.snapshot(), self._critic.snapshot())
 
-    async def write_snapshot(self, folder: Path) -> None:
-        await wait_until_all_ended(
+    async def write_snapshot(self, folder: Path) -> dict[str, str]:
+        policy, critic = await wait_until_all_ended(
             [self._policy.write_snapshot(folder), self._critic.write_snapshot(folder / "critic")]
         )
+        return policy | {f"critic/{name}": digest for name, digest in critic.items()}
 
     async def load(self, folder: Path) -> None:
         await asyncio.gather(self._policy.load(folder), self._critic.load(folder / "critic"))

@@ -159,10 +159,10 @@ class RayRunners:
         actor = self._actors[await self._choose()]
         return await answer(_WHO, actor.transcript.remote(payload), "transcript")
 
-    async def save_payloads(self, payloads: Sequence[PayloadRef], path: Path) -> None:
+    async def save_payloads(self, payloads: Sequence[PayloadRef], path: Path) -> str:
         actor = self._actors[await self._choose()]
         # Should it die meanwhile, it writes again when Ray has restarted it.
-        await answer(_WHO, actor.save_payloads.options(max_task_retries=-1).remote(path, *payloads), "save")
+        return await answer(_WHO, actor.save_payloads.options(max_task_retries=-1).remote(path, *payloads), "save")
 
     async def load_payloads(self, path: Path, count: int) -> list[PayloadRef]:
         # A first value beside the payloads keeps the number of return values above one, and tells success.

@@ -105,6 +105,7 @@ class Fleet:
     devices: Devices
     is_joined: bool
     """Whether the cluster has other machines, which may be lost."""
+    has_ended: bool = False
 
     async def stop(self) -> None:
         """Let the actors that own processes or shared memory end them; the rest ends with Ray."""
@@ -118,6 +119,7 @@ class Fleet:
 
     async def end(self) -> None:
         """Kill all processes, and give back what was reserved for them. Safe to call twice."""
+        self.has_ended = True
         await self.membership.close()
         await self.engine_fleet.close()
         for actor in (*self.engines, *self.runners, *self.rewards, *self.vital.values()):
@@ -203,6 +205,8 @@ async def run_unless_lost(fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
     watching = [asyncio.create_task(wait_until_ended(name, actor)) for name, actor in fleet.vital.items()]
     try:
         await asyncio.wait((working, *watching), return_when=asyncio.FIRST_COMPLETED)
+        if by_work := fleet.has_ended:  # because of a process that hangs: the work is about to say which
+            await asyncio.wait([working], timeout=NOTICE_S)
         error = working.exception() if working.done() else None
         if working.done() and error is None:
             return working.result()
@@ -211,7 +215,7 @@ async def run_unless_lost(fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
         is_lost = isinstance(error, WorkerLost | PayloadLost)
         if isinstance(error, WorkerError) and not is_lost and fleet.is_joined:
             await asyncio.wait(watching, timeout=NOTICE_S, return_when=asyncio.FIRST_COMPLETED)
-        ended = [watch for watch in watching if watch.done()]
+        ended = [watch for watch in watching if watch.done() and not (by_work and working.done())]
         if ended or is_lost:
             await fleet.end()  # before the work, so that nothing that it waits for is still to come
         return ended[0].result() if ended else working.result()

@@ -108,6 +108,9 @@ class ModelConfig:
     float32 without, because CPUs are faster in it."""
     max_length: int = 1024
     """Tokens of prompt and completion together."""
+    trust_remote_code: bool = False
+    """Run the Python code that the folder of `path` or `reward.model` brings, with your rights, in every process that
+    opens it."""
 
 
 @dataclass

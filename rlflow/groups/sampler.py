@@ -18,6 +18,12 @@ from rlflow.curriculum.registry import make_curriculum
 from rlflow.errors import ConfigError
 from rlflow.types import Task
 
+ROW_DIGITS = 16
+_NAMED = 5
+"""Tasks that a message names."""
+_as_text = json.JSONEncoder(skipkeys=True, default=repr).encode
+"""What JSON does not have reaches no environment, so that any text will do for it."""
+
 
 @dataclass(kw_only=True, slots=True)
 class SamplerState:
@@ -27,18 +33,28 @@ class SamplerState:
     """curriculum.kind, as in the settings."""
     tasks: str
     """A digest of the tasks' ids in their order."""
+    rows: str
+    """A digest of each task, `ROW_DIGITS` hexadecimal digits, in their order."""
     put_back: list[tuple[str, int]]
     """(task id, pass) of the tasks to try again, in order."""
     curriculum: dict[str, Any]
     """The curriculum's own state, as JSON."""
 
 
+def digests_of_rows(tasks: Sequence[Task]) -> str:
+    """`SamplerState.rows` of these tasks: whatever an environment or a reward can see of each."""
+    texts = (_as_text((task.prompt, task.answer, task.kind, task.data)) for task in tasks)
+    return "".join(hashlib.sha256(text.encode()).hexdigest()[:ROW_DIGITS] for text in texts)
+
+
 class TaskSampler:
     """All that the intake knows of the curriculum."""
 
-    def __init__(self, tasks: Sequence[Task], seed: int, config: CurriculumConfig | None = None) -> None:
-        """`config` None is the uniform curriculum. Raises ConfigError for one that does not exist, or not for these
-        tasks."""
+    def __init__(
+        self, tasks: Sequence[Task], seed: int, config: CurriculumConfig | None = None, rows: str | None = None
+    ) -> None:
+        """`config` None is the uniform curriculum, and `rows` None digests the tasks. Raises ConfigError for a
+        curriculum that does not exist, or not for these tasks."""
         assert tasks, "the environment loader rejects an empty task list"
         config = config or CurriculumConfig()
         self._kind = config.kind
@@ -47,6 +63,7 @@ class TaskSampler:
         for task in tasks:
             digest.update(task.id.encode(errors="surrogatepass") + b"\0")
         self._digest = digest.hexdigest()
+        self.rows = digests_of_rows(tasks) if rows is None else rows
         self._curriculum = make_curriculum(config, tasks, seed)
         self._put_back: deque[tuple[str, int]] = deque()
 
@@ -78,7 +95,23 @@ class TaskSampler:
             curriculum = json.loads(json.dumps(self._curriculum.state(), allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"state() of curriculum.kind={self._kind} must return JSON values: {error}") from error
-        return SamplerState(kind=self._kind, tasks=self._digest, put_back=list(self._put_back), curriculum=curriculum)
+        return SamplerState(
+            kind=self._kind,
+            tasks=self._digest,
+            rows=self.rows,
+            put_back=list(self._put_back),
+            curriculum=curriculum,
+        )
+
+    def edited(self, state: SamplerState) -> str:
+        """Which rows are not what they were when `state` was saved, for a person; empty when all are.
+
+        `state` must be one that `restore` takes.
+        """
+        of_row = {task_id: slice(row * ROW_DIGITS, (row + 1) * ROW_DIGITS) for row, task_id in enumerate(self._tasks)}
+        found = [f"{task_id!r}" for task_id, where in of_row.items() if state.rows[where] != self.rows[where]]
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        return f"{len(found)} of {len(self._tasks)} tasks ({', '.join(found[:_NAMED])}{more})" if found else ""
 
     def restore(self, state: SamplerState) -> None:
         """Raises ConfigError for the state of another curriculum, or of other tasks."""

@@ -21,7 +21,8 @@ BUILTIN = ("smollm2-135m", "tiny")
 POLICY, REWARD = "model.path", "reward.model"
 LOCK_TIMEOUT_S = 600.0
 _CONVERSION_REVISION = 1  # counts changes of what the builders write, so that an older cached folder is not used
-_HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_CODE = "*.py"  # runs only with model.trust_remote_code
+_HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", _CODE)
 
 
 def resolve_model(path: str) -> str:
@@ -63,7 +64,7 @@ def resolve_config(path: str, setting: str = POLICY) -> str:
     """The folder with the config.json of a model, named as by `setting`; no weights are needed or downloaded."""
     if setting == POLICY and path in BUILTIN:
         return str(_cached(path))
-    folder = _find(path, ("config.json",), setting)
+    folder = _find(path, ("config.json", _CODE), setting)
     _check_config(folder, setting)
     return str(folder.resolve())
 
@@ -91,7 +92,7 @@ def check_folder(folder: Path, setting: str = POLICY) -> None:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ConfigError(
             f"{setting}: {folder} has no tokenizer (tokenizer.json); "
-            "save it there with AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+            "save it there with save_pretrained(folder) of the tokenizer"
         )
     settings = folder / "tokenizer_config.json"
     is_beside = any((folder / f"chat_template.{ending}").is_file() for ending in ("jinja", "json"))

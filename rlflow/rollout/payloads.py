@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
+from rlflow.runtime.disk import write_tensors
 from rlflow.types import EpisodePayload, Sample, Support
 
 _COMPLETION_FIELDS = {
@@ -31,8 +32,8 @@ def payload_bytes(payload: EpisodePayload) -> int:
     )
 
 
-def save_payloads(path: Path, payloads: Sequence[EpisodePayload]) -> None:
-    """Write payloads to one file, which appears when it is complete."""
+def save_payloads(path: Path, payloads: Sequence[EpisodePayload]) -> str:
+    """Write payloads to one file, which appears when it is complete; returns its SHA-256."""
     samples = [sample for payload in payloads for sample in payload.samples]
     messages = json.dumps([payload.messages for payload in payloads]).encode()
     arrays: dict[str, NDArray[Any]] = {
@@ -50,10 +51,11 @@ def save_payloads(path: Path, payloads: Sequence[EpisodePayload]) -> None:
         arrays["support_counts"] = _join([support.counts for support in supports], np.int32)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    save_file(arrays, partial)
+    digest = write_tensors(partial, arrays)
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.replace(path)
+    return digest
 
 
 def load_payloads(path: Path) -> tuple[EpisodePayload, ...]:

@@ -13,10 +13,10 @@ import yaml
 from pydantic import TypeAdapter
 
 from rlflow.config import Config, OnExists
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, first_line
 from rlflow.rundir.lock import NAME, hold
-from rlflow.rundir.store import CheckpointStore
-from rlflow.runtime.disk import disk_errors
+from rlflow.rundir.store import CheckpointStore, RunState
+from rlflow.runtime.disk import disk_errors, sync
 
 _FIXED = (
     "model.path",
@@ -40,6 +40,10 @@ class RunDir:
     checkpoints: CheckpointStore
     resume_from: Path | None
     """The checkpoint to go on from; None begins at step 0."""
+    state: RunState | None = None
+    """What that checkpoint says."""
+    alarms: tuple[str, ...] = ()
+    """What a person must know: one for each newer checkpoint, which was damaged."""
 
     @property
     def ledger(self) -> Path:
@@ -59,7 +63,7 @@ def claim(config: Config) -> Iterator[RunDir]:
     """Prepare `run.dir` as `run.on_exists` says and hold its lock.
 
     Raises ConfigError when another process writes the directory, when it holds a run that must not be touched, or when
-    it cannot be resumed with these settings.
+    it cannot be resumed with these settings; RunError when none of its checkpoints is whole.
     """
     path = Path(config.run.dir or f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     try:
@@ -84,33 +88,45 @@ def claim(config: Config) -> Iterator[RunDir]:
                     entry.rename(aside / entry.name)
         if checkpoints.steps():
             _check_same_run(config, path)
+            print(f"reading the newest checkpoint in {checkpoints.folder} to check it ...", flush=True)
         with disk_errors("the run", path):
             run_dir = rewound(RunDir(path=path, checkpoints=checkpoints, resume_from=None))
+            for alarm in run_dir.alarms:  # at once: whatever fails next, the folder has its new name
+                print(f"ALARM: {alarm}", flush=True)
             partial = path / "config.yaml.partial"
             partial.write_text(yaml.safe_dump(plain(config), sort_keys=False))
+            sync(partial)
             partial.rename(path / "config.yaml")
         yield run_dir
 
 
 def rewound(run_dir: RunDir) -> RunDir:
-    """The directory, made ready to resume from the newest checkpoint, or to begin anew if there is none.
+    """The directory, made ready to resume from the newest whole checkpoint, or to begin anew if there is none at all.
 
-    The ledger becomes that of the checkpoint; what came after it is played again.
+    The ledger becomes that of the checkpoint; what came after it is played again. Raises RunError when none is whole.
     """
-    latest = run_dir.checkpoints.latest()
+    found = run_dir.checkpoints.newest_whole()
     for left_over in run_dir.path.glob("ledger.db*"):
         left_over.unlink()
-    if latest is not None:
-        shutil.copyfile(latest / "ledger.db", run_dir.ledger)
-    return replace(run_dir, resume_from=latest)
+    if found is None:
+        return replace(run_dir, resume_from=None, state=None, alarms=())
+    shutil.copyfile(found.folder / "ledger.db", run_dir.ledger)
+    return replace(run_dir, resume_from=found.folder, state=found.state, alarms=found.alarms)
 
 
 def _check_same_run(config: Config, path: Path) -> None:
-    before: dict[str, Any] = yaml.safe_load((path / "config.yaml").read_text())
+    try:
+        before: dict[str, Any] = yaml.safe_load((path / "config.yaml").read_text())
+        # A section may be newer than the run.
+        begun = [before.get(key.split(".")[0], {}).get(key.split(".")[1], attrgetter(key)(Config())) for key in _FIXED]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError) as error:
+        raise ConfigError(
+            f"{path / 'config.yaml'}, with which the run was begun, cannot be read ({first_line(error)}); bring it "
+            "back from a copy, or begin anew with run.on_exists=fresh or another run.dir"
+        ) from error
     now = plain(config)
-    for key in _FIXED:
+    for key, first in zip(_FIXED, begun, strict=True):
         section, name = key.split(".")
-        first = before.get(section, {}).get(name, attrgetter(key)(Config()))  # the section may be newer than the run
         if first != now[section][name]:
             raise ConfigError(
                 f"{key} is {attrgetter(key)(config)!r}, but the run in {path} was begun with {first!r}; give it "

@@ -11,6 +11,7 @@ from rlflow.plugins.names import did_you_mean
 DECIDED = {
     "model": "model.path",
     "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
     "max_model_len": "model.max_length",
     "seed": "run.seed",
     "max_num_seqs": "rollout.max_running",

@@ -15,7 +15,6 @@ from rlflow.roles import Runners
 from rlflow.rundir.directory import RunDir, plain
 from rlflow.rundir.killed import KilledLog
 from rlflow.rundir.restarts import Setback
-from rlflow.rundir.store import RunState
 from rlflow.runtime.deadlines import within
 from rlflow.runtime.derived import dtype_of
 from rlflow.telemetry import metrics, samples
@@ -35,21 +34,21 @@ SHOW_S = 30.0
 class RunObserver:
     """The driver's Observer of a real run. `runners` must be set before the first step."""
 
-    def __init__(self, config: Config, run_dir: RunDir, state: RunState | None, setback: Setback | None = None) -> None:
+    def __init__(self, config: Config, run_dir: RunDir, setback: Setback | None = None) -> None:
         """`setback` is the loss that this start makes up for; None for a start without one."""
         self.runners: Runners | None = None
-        self.num_steps = state.step if state else 0
+        self.num_steps = run_dir.state.step if run_dir.state else 0
         """Steps done so far."""
         self._setback = setback
         self._config = config
         self._run_dir = run_dir
-        metrics.truncate_after(run_dir.metrics, state.step if state else 0)
+        metrics.truncate_after(run_dir.metrics, self.num_steps)
         before = metrics.read(run_dir.metrics) if run_dir.metrics.is_file() else []
         self._num_tokens = int(before[-1]["num_tokens"]) if before else 0
         self._rewards: list[float] = [record["reward"] for record in before]
         self._since_s: float | None = None
         self._file = MetricsFile(run_dir.metrics)
-        metrics.truncate_after(run_dir.evaluations, state.step if state else 0)
+        metrics.truncate_after(run_dir.evaluations, self.num_steps)
         self._evaluations: MetricsFile | None = None
         if config.eval.every:
             self._evaluations = MetricsFile(run_dir.evaluations, required=metrics.EVALUATION)
@@ -83,7 +82,7 @@ class RunObserver:
 
     def dropped(self, group_id: int, reason: DropReason, detail: str) -> None:
         if reason in (DropReason.FAILED, DropReason.NO_VERDICT):
-            self._console.alarm(f"group {group_id} dropped ({reason}): {detail}")
+            self.alarm(f"group {group_id} dropped ({reason}): {detail}")
 
     def waiting(self, reason: str) -> None:
         self._console.message(f"no group to train on yet: {reason}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from rlflow.errors import ConfigError, RunError
+from rlflow.models.opening import open_model
 from rlflow.models.resolve import BUILTIN, resolve_model
 from rlflow.rundir.store import CheckpointStore, read_state
 from rlflow.runtime.disk import disk_errors
@@ -19,7 +20,7 @@ from rlflow.runtime.disk import disk_errors
 if TYPE_CHECKING:
     import torch
 
-_COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
 _MAX_FILE_BYTES = 4 << 30
 
 
@@ -39,9 +40,10 @@ def export(run: Path, out: Path, *, step: int | None, dtype: str, adapter_only: 
     if step is not None and step not in steps:
         raise ConfigError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
     checkpoint = store.path(steps[-1] if step is None else step)
-    read_state(checkpoint)  # checks that every file has the size it was written with
+    read_state(checkpoint)  # checks every byte
     try:
-        model_path = yaml.safe_load((run / "config.yaml").read_text())["model"]["path"]
+        trained = yaml.safe_load((run / "config.yaml").read_text())["model"]
+        model_path, trust = trained["path"], trained.get("trust_remote_code", False)
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ConfigError(f"{run / 'config.yaml'} does not say which model the run trained ({error!r})") from error
     with disk_errors("the exported model", out.absolute().parent, "export again"):
@@ -53,7 +55,7 @@ def export(run: Path, out: Path, *, step: int | None, dtype: str, adapter_only: 
             else:
                 source = Path(resolve_model(model_path))
                 _copy_files(source, partial, dtype)
-                _write_weights(checkpoint / "trainer", source, partial, dtype)
+                _write_weights(checkpoint / "trainer", source, partial, dtype, trust=trust)
             partial.chmod(0o755)
             partial.rename(out)
         except BaseException:
@@ -93,7 +95,7 @@ def _write_adapters(trainer: Path, target: Path, dtype: str, model_path: str) ->
     peft_config(reader.lora, targets, base).save_pretrained(target)
 
 
-def _weights(trainer: Path, source: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(trainer: Path, source: Path, *, trust: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter of the trained model, whole. `source` is the model that the adapters belong to."""
     from rlflow.workers.trainer.lora import adapters_of, merged, module_of
     from rlflow.workers.trainer.shards import PARAMETER, ShardReader, read_full
@@ -105,7 +107,8 @@ def _weights(trainer: Path, source: Path) -> Iterator[tuple[str, torch.Tensor]]:
     from transformers import AutoModelForCausalLM
 
     modules = {module_of(name) for name in reader.shapes}
-    for name, weight in AutoModelForCausalLM.from_pretrained(source, dtype="auto").named_parameters():
+    model = open_model(AutoModelForCausalLM, str(source), trust=trust, dtype="auto")
+    for name, weight in model.named_parameters():
         module = name.removesuffix(".weight")
         names = adapters_of(module) if module in modules else ()
         modules.discard(module)
@@ -118,13 +121,13 @@ def _weights(trainer: Path, source: Path) -> Iterator[tuple[str, torch.Tensor]]:
         )
 
 
-def _write_weights(trainer: Path, source: Path, target: Path, dtype: str) -> None:
+def _write_weights(trainer: Path, source: Path, target: Path, dtype: str, *, trust: bool) -> None:
     import torch
     from safetensors.torch import save_file
 
     files: list[list[str]] = []
     num_bytes = 0
-    for bucket in _buckets(_weights(trainer, source), getattr(torch, dtype), _MAX_FILE_BYTES):
+    for bucket in _buckets(_weights(trainer, source, trust=trust), getattr(torch, dtype), _MAX_FILE_BYTES):
         save_file(bucket, target / f"{len(files)}.partial", metadata={"format": "pt"})
         files.append(list(bucket))
         num_bytes += sum(tensor.nbytes for tensor in bucket.values())

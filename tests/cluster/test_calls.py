@@ -60,11 +60,12 @@ class Rank:
         self._stepped.set()
         return StepOutcome(applied=True, grad_norm=1.0, learning_rate=0.1, metrics={})
 
-    def write_snapshot(self, folder: Path) -> None:
+    def write_snapshot(self, folder: Path) -> dict[str, str]:
         if not self._stepped.wait(timeout=60):
             raise TimeoutError("the step waited for the write")
         if folder.name == "full":
             raise RunError("no disk space left")
+        return {f"rank of process {os.getpid()}": "e3b0"}
 
 
 @pytest.fixture(scope="module")
@@ -163,4 +164,7 @@ async def test_a_trainer_steps_while_it_writes(cluster: None) -> None:
         await asyncio.sleep(0)
         assert (await trainer.step()).applied
         await asyncio.wait([writing])
-        assert writing.exception() is None if outcome is None else isinstance(writing.exception(), outcome)
+        if outcome is None:
+            assert list(writing.result().values()) == ["e3b0", "e3b0"]
+        else:
+            assert isinstance(writing.exception(), outcome)

@@ -12,7 +12,7 @@ from rlflow.cluster import start
 from rlflow.cluster.engines import RayEngine
 from rlflow.cluster.runners import RayRunners
 from rlflow.config import DeadlinesConfig
-from rlflow.errors import EngineLost, WorkerLost
+from rlflow.errors import EngineLost, WorkerHung, WorkerLost
 from rlflow.roles import StagedWeights
 
 STAGED = StagedWeights(version=1, path="", num_bytes=0, slots=(), buckets=())
@@ -77,7 +77,33 @@ async def test_a_fault_of_the_driver_is_not_taken_for_a_loss(is_lost: bool, monk
         pass
 
     monkeypatch.setattr(start, "wait_until_ended", until_ended)
-    fleet: Any = SimpleNamespace(is_joined=True, end=end, vital={"trainer rank 0": None})
+    fleet: Any = SimpleNamespace(is_joined=True, has_ended=False, end=end, vital={"trainer rank 0": None})
     async with asyncio.timeout(30):
         with pytest.raises(KeyError, match="a bug"):
+            await start.run_unless_lost(fleet, work())
+
+
+async def test_the_deadline_is_told_and_not_the_end_of_the_processes_that_it_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed = asyncio.Event()
+
+    async def until_ended(who: str, actor: object) -> None:
+        await killed.wait()
+        raise WorkerLost(f"the {who} died")
+
+    async def end() -> None:
+        fleet.has_ended = True
+        killed.set()
+
+    async def work() -> None:
+        await end()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        raise WorkerHung("accumulating gradients", 10.0)
+
+    monkeypatch.setattr(start, "wait_until_ended", until_ended)
+    fleet: Any = SimpleNamespace(is_joined=False, has_ended=False, end=end, vital={"trainer rank 0": None})
+    async with asyncio.timeout(30):
+        with pytest.raises(WorkerHung, match="^accumulating gradients"):
             await start.run_unless_lost(fleet, work())

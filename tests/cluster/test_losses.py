@@ -35,7 +35,7 @@ async def test_a_lost_payload_ends_the_fleet_at_once(monkeypatch: pytest.MonkeyP
         raise PayloadLost("what the trainer was to read is lost")
 
     monkeypatch.setattr(start, "wait_until_ended", nothing_lost)
-    fleet: Any = SimpleNamespace(is_joined=True, end=end, vital={"trainer rank 0": None})
+    fleet: Any = SimpleNamespace(is_joined=True, has_ended=False, end=end, vital={"trainer rank 0": None})
     async with asyncio.timeout(30):
         with pytest.raises(PayloadLost):
             await start.run_unless_lost(fleet, work())

@@ -8,6 +8,8 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,20 @@ def test_a_state_of_another_kind_or_of_other_tasks_is_refused() -> None:
             ConfigError, match="other tasks than the . that env.name and env.args give now, or in another"
         ):
             make_sampler(tasks, "balanced").restore(state)
+
+
+def test_edited_tasks_are_named_whatever_their_column() -> None:
+    tasks = make_tasks(9)
+    state = make_sampler(tasks, "uniform").state
+    assert make_sampler(make_tasks(9), "uniform").edited(state) == ""
+    odd: Any = {"when": date(2026, 1, 2), (1, 2): 3, 4: [None, {"b": 1.5}]}
+    edits = [{"answer": "7"}, {"kind": "x"}, {"data": odd}, {"prompt": ({"role": "user", "content": "0 "},)}]
+    for edit in edits:
+        changed = [replace(tasks[0], **edit), *tasks[1:]]
+        assert make_sampler(changed, "uniform").edited(state) == "1 of 9 tasks ('t0')"
+        assert make_sampler(changed, "uniform").edited(make_sampler(changed, "uniform").state) == ""
+    all_of_them = make_sampler([replace(task, kind="x") for task in tasks], "uniform").edited(state)
+    assert all_of_them == "9 of 9 tasks ('t0', 't1', 't2', 't3', 't4' and 4 more)"
 
 
 # -- uniform and balanced

@@ -86,9 +86,22 @@ async def test_its_temporary_folder_goes_with_it(tmp_path: Path) -> None:
 
 
 def test_only_known_names_are_filled_in_and_only_once() -> None:
-    command = ("--ask={prompt}", "{base_url}/{model}", '{"a": {b}}', "{task_file}{lease}")
+    command = ("--ask={prompt}", "x/{model}", '{"a": {b}}', "{task_file}{lease}")
     words = filled(command, TASK, ENDPOINT, task_file="/t.json", lease="2")
-    assert words == ["--ask=say {model}", "http://127.0.0.1:9/s/v1/policy", '{"a": {b}}', "/t.json2"]
+    assert words == ["--ask=say {model}", "x/policy", '{"a": {b}}', "/t.json2"]
+
+
+async def test_no_command_line_shows_the_secret_of_the_endpoint(tmp_path: Path) -> None:
+    script = 'cat /proc/$$/cmdline /proc/$PPID/cmdline > "$1"; test "${OPENAI_BASE_URL%/s/v1}" = http://127.0.0.1:9'
+    await run(script, str(tmp_path / "lines"), "{base_url}")
+    lines = (tmp_path / "lines").read_bytes()
+    assert str(tmp_path).encode() in lines
+    assert ENDPOINT.base_url.encode() not in lines
+
+
+def test_a_command_that_would_show_the_secret_is_refused() -> None:
+    with pytest.raises(ConfigError, match="env.args.command has {base_url}, .* OPENAI_BASE_URL"):
+        load(tasks=TASKS, command="{python} my_agent.py --url={base_url}")
 
 
 async def test_an_exit_code_is_a_failure_with_the_last_words() -> None:

@@ -14,14 +14,10 @@ from disks import on_small_disk
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from ledgers import copied
 
 from rlflow.errors import RunError
 from rlflow.groups.ledger import ROWS_AT_ONCE, DropReason, GroupState, Ledger, counts_by_state
-
-
-async def copied(ledger: Ledger) -> bytes:
-    return await ledger.copy()
-
 
 LIFE = [GroupState.RUNNING, GroupState.SCORED, GroupState.READY, GroupState.TRAINING, GroupState.TRAINED]
 

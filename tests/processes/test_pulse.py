@@ -96,7 +96,8 @@ while seconds < 3 * float(sys.argv[1]):  # until one call has kept Python's lock
 print('ends', flush=True)
 """
 FAMILY = """
-import subprocess, sys
+import ctypes, subprocess, sys
+ctypes.CDLL(None).prctl(15, sys.argv[4].encode())  # its name
 child = subprocess.Popen([sys.executable, "-c", sys.argv[3], *sys.argv[1:3]])
 child.wait()
 """
@@ -172,26 +173,44 @@ def hang_another(folder: Path) -> None:
         assert process.wait(TIMEOUT_S) == -signal.SIGKILL
 
 
-def test_who_stops_the_whole_run_and_continues_it_finds_it_alive(tmp_path: Path) -> None:
-    """As Ctrl-Z does; also if the companion is not stopped with the others."""
+@contextmanager
+def family(folder: Path, name: str) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
+    """A process of this name, and an actor that it has started; no signal to the one reaches the other's companion."""
     code = ACTOR.format(work=IDLE, leads_group=True)
-    command = [sys.executable, "-c", FAMILY, str(HEARTBEAT_S), str(tmp_path / NAME), code]
+    command = [sys.executable, "-c", FAMILY, str(HEARTBEAT_S), str(folder / NAME), code, name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "begins\n"
         (child,) = psutil.Process(parent.pid).children()
         try:
-            parent.send_signal(signal.SIGSTOP)
-            child.suspend()
-            for _ in range(2):
-                hang_another(tmp_path)
-            assert child.status() == psutil.STATUS_STOPPED
-            child.resume()
-            parent.send_signal(signal.SIGCONT)
-            hang_another(tmp_path)
-            assert child.status() == psutil.STATUS_SLEEPING
+            yield parent, child
         finally:
             child.kill()
+            parent.kill()
+
+
+def test_who_stops_the_whole_run_and_continues_it_finds_it_alive(tmp_path: Path) -> None:
+    """As Ctrl-Z does."""
+    with family(tmp_path, "parent") as (parent, child):
+        parent.send_signal(signal.SIGSTOP)
+        child.suspend()
+        for _ in range(2):
+            hang_another(tmp_path)
+        assert child.status() == psutil.STATUS_STOPPED
+        child.resume()
+        parent.send_signal(signal.SIGCONT)
+        hang_another(tmp_path)
+        assert child.status() == psutil.STATUS_SLEEPING
+
+
+def test_a_stopped_raylet_is_killed_by_what_it_has_started(tmp_path: Path) -> None:
+    log = KilledLog(tmp_path)
+    with family(tmp_path, "raylet") as (raylet, child):
+        raylet.send_signal(signal.SIGSTOP)
+        assert raylet.wait(TIMEOUT_S) == -signal.SIGKILL
+        (line,) = log.news()
+        assert f"process {raylet.pid} of Ray (raylet) was stopped for 1 s" in line
+        assert child.is_running()
 
 
 def test_all_that_a_process_has_started_ends_with_it_if_it_leads_a_group(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,9 +117,12 @@ ECHO += "os.read(0, 9); time.sleep({rest})"
 
 
 @pytest.mark.parametrize(("code", "rest", "said"), [(0, 900, None), (3, 0, "sent\n")])
-async def test_two_programs_with_a_socket_between_them(method: str, code: int, rest: int, said: str | None) -> None:
+async def test_two_programs_with_a_socket_between_them(
+    method: str, code: int, rest: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "LINGER_SECONDS", 60.0)
     programs = [
-        sandbox.Linked(command=[sys.executable, "-c", source.format(code=code, rest=rest)], files={}, limits=QUICK)
+        sandbox.Linked(command=[sys.executable, "-c", source.format(code=code, rest=rest)], files={}, limits=ROOMY)
         for source in (WRITER, ECHO)
     ]
     first, second = await sandbox.run_linked(*programs)
@@ -286,7 +289,7 @@ for path in ({str(victim)!r}, "/etc/shadow", "/etc/passwd", "/root/.bashrc", "/p
 
 @pytest.fixture
 def listeners(tmp_path: Path) -> Iterator[list[object]]:
-    """Addresses where somebody listens: TCP, a path, an abstract name."""
+    """Addresses where somebody listens: TCP, a path and an abstract name for connections, and for datagrams."""
     abstract = f"\0rlflow-test-{secrets.token_hex(8)}"
     opened = [socket.create_server(("127.0.0.1", 0))]
     addresses: list[object] = [opened[0].getsockname()]
@@ -294,7 +297,9 @@ def listeners(tmp_path: Path) -> Iterator[list[object]]:
         opened.append(socket.socket(socket.AF_UNIX))
         opened[-1].bind(address)
         opened[-1].listen()
-        addresses.append(address)
+        opened.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        opened[-1].bind(f"{address}-datagrams")
+        addresses += [address, f"{address}-datagrams"]
     yield addresses
     for each in opened:
         each.close()
@@ -308,6 +313,18 @@ for address in {[*listeners, ("1.1.1.1", 53)]!r}:
         family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
         socket.socket(family).connect(address)
         print("reached", address)
+    except OSError:
+        pass
+    try:
+        # One of a pair can be connected to another one instead.
+        socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].connect(address)
+        print("reached", address, "with one of a pair")
+    except (OSError, TypeError):
+        pass
+for family in range(1, 46):
+    try:
+        socket.socket(family, socket.SOCK_STREAM)
+        print("opened a socket of family", family)
     except OSError:
         pass
 try:
@@ -417,6 +434,33 @@ def test_what_a_program_may_read_holds_this_python_and_nothing_twice() -> None:
     assert not any(Path(secret).is_relative_to(path) for secret in ("/etc/shadow", "/root/.ssh") for path in paths)
 
 
+@pytest.mark.parametrize("is_relative", [False, True])
+async def test_an_interpreter_behind_links(method: str, is_relative: bool, tmp_path: Path) -> None:
+    (tmp_path / "projects").mkdir()
+    (tmp_path / "work").symlink_to("projects" if is_relative else tmp_path / "projects")
+    (tmp_path / "projects" / ".venv").symlink_to(
+        os.path.relpath(sys.prefix, tmp_path / "projects") if is_relative else sys.prefix
+    )
+    caller = f"""
+import asyncio, sys
+from rlflow.processes.sandbox import run as sandbox
+assert sys.prefix == {str(tmp_path / "work" / ".venv")!r}, sys.prefix
+method = sandbox._Method(name={method!r}, bwrap={sandbox._candidates()[0].bwrap!r})
+sandbox._candidates = lambda: [method]
+result = asyncio.run(sandbox.run("import sys, numpy; print(sys.executable)"))
+print(result.stdout, result.stderr)
+"""
+    python = str(tmp_path / "work" / ".venv" / "bin" / "python")
+    done = subprocess.run(
+        [python, "-c", caller],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.stdout.split() == [python], done.stderr
+
+
 def test_the_command_line_of_bubblewrap() -> None:
     words = namespaces.bubblewrap_command("/usr/bin/bwrap", ["/usr"], "/opt/site/rlflow", 64, ["python3", "-I"])
     assert words[:6] == ["/usr/bin/bwrap", "--unshare-all", "--die-with-parent", "--as-pid-1", "--cap-drop", "ALL"]
@@ -432,9 +476,10 @@ ALLOW, KILL = "allow", "kill"
 X86, ARM = 0xC000003E, 0xC00000B7
 
 
-def verdict(program: bytes, architecture: int, call: int, first_argument: int = 0) -> str | int:
+def verdict(program: bytes, architecture: int, call: int, arguments: Sequence[int]) -> str | int:
     """What the kernel would do, by the rules of classic BPF: "allow", "kill", or the errno."""
-    data = struct.pack("=IIQ6Q", call, architecture, 0, first_argument & (2**64 - 1), 0, 0, 0, 0, 0)
+    words = [each & (2**64 - 1) for each in (*arguments, *[0] * 6)[:6]]
+    data = struct.pack("=IIQ6Q", call, architecture, 0, *words)
     code = [struct.unpack_from("=HBBI", program, offset) for offset in range(0, len(program), 8)]
     place, held = 0, 0
     while True:
@@ -456,8 +501,28 @@ def verdict(program: bytes, architecture: int, call: int, first_argument: int = 
         ("x86_64", 7, 0x40000003, 0, 0, KILL),  # of 32 bits
         ("x86_64", 7, X86, 0x40000000, 0, errno.EPERM),  # x32
         ("x86_64", 7, X86, 41, 2, errno.EPERM),  # socket
-        ("x86_64", None, X86, 41, 2, ALLOW),
-        ("x86_64", 7, X86, 53, 1, ALLOW),  # socketpair
+        ("x86_64", None, X86, 41, 2, errno.EPERM),
+        ("x86_64", None, X86, 41, 40, errno.EPERM),  # socket of AF_VSOCK
+        ("x86_64", 7, X86, 42, 3, errno.EPERM),  # connect
+        ("x86_64", 7, X86, 53, (1, 0x80801), ALLOW),  # socketpair of streams
+        ("x86_64", None, X86, 53, (1, 1), ALLOW),
+        ("x86_64", None, X86, 53, (1, 2), errno.EPERM),  # of datagrams
+        ("x86_64", None, X86, 53, (1, 5), errno.EPERM),
+        ("x86_64", None, X86, 53, (30, 1), errno.EPERM),  # of AF_TIPC
+        ("x86_64", None, X86, 9, (0, 4096, 3, 0x22), ALLOW),  # mmap, anonymous and private
+        ("x86_64", None, X86, 9, (0, 4096, 3, 0x01), ALLOW),  # a file, shared
+        ("x86_64", None, X86, 9, (0, 4096, 3, 0x21), errno.EPERM),  # anonymous and shared
+        ("x86_64", 7, X86, 9, (0, 4096, 3, 0x23), errno.EPERM),
+        ("x86_64", None, X86, 319, 0, errno.EPERM),  # memfd_create
+        ("x86_64", None, X86, 447, 0, errno.EPERM),  # memfd_secret
+        ("x86_64", None, X86, 72, (5, 1), ALLOW),  # fcntl(F_GETFD)
+        ("x86_64", None, X86, 72, (5, 6), ALLOW),  # fcntl(F_SETLK)
+        ("x86_64", None, X86, 72, (5, 1031), errno.EPERM),  # fcntl(F_SETPIPE_SZ)
+        ("x86_64", None, X86, 436, (3, 9, 4), ALLOW),  # close_range
+        ("x86_64", None, X86, 436, (3, 9, 2), errno.EPERM),
+        ("x86_64", None, X86, 157, 41, errno.EPERM),  # prctl(PR_SET_THP_DISABLE)
+        ("x86_64", None, X86, 157, 1, ALLOW),
+        ("x86_64", None, X86, 56, 0x003D0B00, errno.EPERM),  # clone of a thread with descriptors of its own
         ("x86_64", 7, X86, 57, 0, errno.EPERM),  # fork
         ("x86_64", None, X86, 57, 0, ALLOW),
         ("x86_64", 7, X86, 56, 0x003D0F00, ALLOW),  # clone of a thread
@@ -479,6 +544,10 @@ def verdict(program: bytes, architecture: int, call: int, first_argument: int = 
         ("x86_64", 7, X86, 157, 15, ALLOW),
         ("aarch64", 7, ARM, 198, 2, errno.EPERM),  # socket
         ("aarch64", 7, X86, 198, 2, KILL),
+        ("aarch64", None, ARM, 199, (1, 2), errno.EPERM),  # socketpair
+        ("aarch64", None, ARM, 222, (0, 4096, 3, 0x21), errno.EPERM),  # mmap
+        ("aarch64", None, ARM, 279, 0, errno.EPERM),  # memfd_create
+        ("aarch64", None, ARM, 0, 0, errno.EPERM),  # io_setup
         ("aarch64", 7, ARM, 220, 0x003D0F00, ALLOW),  # clone of a thread
         ("aarch64", 7, ARM, 220, 0x01200011, errno.EPERM),
         ("aarch64", 7, ARM, 129, 8, errno.EPERM),  # kill
@@ -486,9 +555,15 @@ def verdict(program: bytes, architecture: int, call: int, first_argument: int = 
     ],
 )
 def test_the_filter(
-    machine: str, alone_pid: int | None, architecture: int, call: int, argument: int, expected: str | int
+    machine: str,
+    alone_pid: int | None,
+    architecture: int,
+    call: int,
+    argument: int | tuple[int, ...],
+    expected: str | int,
 ) -> None:
-    assert verdict(program_of(machine, alone_pid), architecture, call, argument) == expected
+    arguments = argument if isinstance(argument, tuple) else (argument,)
+    assert verdict(program_of(machine, alone_pid), architecture, call, arguments) == expected
 
 
 def test_a_machine_whose_calls_are_not_known() -> None:

@@ -14,6 +14,7 @@ from rlflow.envs.python_repair.data import make_tasks, source_of
 from rlflow.envs.python_repair.env import load
 from rlflow.envs.rewards.code import Tested as Result
 from rlflow.envs.rewards.code import code, run_statements
+from rlflow.processes.sandbox import run as sandbox
 from rlflow.processes.sandbox.run import SandboxLimits
 from rlflow.types import Message
 
@@ -181,7 +182,9 @@ async def test_the_program_hears_its_names_and_arguments_and_nothing_else() -> N
     assert (await run_statements(SPY, tests, LIMITS)).passed == (False, False, True)
 
 
-async def test_why_a_program_did_not_answer() -> None:
+async def test_why_a_program_did_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "LINGER_SECONDS", 60.0)
+
     async def tested(body: str, seconds: float = 20.0) -> Result:
         limits = replace(LIMITS, seconds=seconds)
         return await run_statements(f"def double(n):\n    if n == 2: return 4\n    {body}", DOUBLE, limits)

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from checkpoints import digests_of
 from letters import limits
 
 from rlflow.config import Config
@@ -704,7 +705,8 @@ async def test_the_last_episode_of_a_group_is_greedy_where_it_is_a_baseline() ->
 async def test_a_runner_saves_payloads_and_loads_them_after_their_number(tmp_path: Path) -> None:
     saved = EpisodePayload(samples=samples_of([turn("p", "a")]), messages=[Message(role="user", content="p")])
     one = runner(FakeActors(), ThirdFails())
-    await one.save_payloads(tmp_path / "ready", saved, saved)
+    digest = await one.save_payloads(tmp_path / "ready", saved, saved)
+    assert digests_of(tmp_path) == {"ready": digest}
     count, *loaded = await one.load_payloads(tmp_path / "ready")
     assert count == 2
     for payload in loaded:

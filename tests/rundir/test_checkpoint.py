@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkpoints import commit
 from fakes import make_episode
 from safetensors import SafetensorError
 
@@ -36,7 +37,8 @@ def make_state(step: int) -> RunState:
         references=None,
         num_bytes=10,
     )
-    sampler = SamplerState(kind="uniform", tasks="e3b0", put_back=[("t3", 0)], curriculum={"pass": 1, "position": 5})
+    curriculum = {"pass": 1, "position": 5}
+    sampler = SamplerState(kind="uniform", tasks="e3b0", rows="00ff", put_back=[("t3", 0)], curriculum=curriculum)
     return RunState(step=step, version=step - 1, sampler=sampler, ready=[group])
 
 
@@ -45,7 +47,7 @@ def write(store: CheckpointStore, step: int) -> Path:
     (partial / "trainer").mkdir()
     (partial / "trainer" / "weights").write_bytes(b"12345")
     Ledger(partial / "ledger.db").close()
-    return store.commit(partial, state_to_json(make_state(step)))
+    return commit(store, partial, make_state(step))
 
 
 def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -77,6 +79,7 @@ def test_the_form_on_disk_stays_so_that_older_checkpoints_are_read() -> None:
         "sampler": {
             "kind": "uniform",
             "tasks": "e3b0",
+            "rows": "00ff",
             "put_back": [["t3", 0]],
             "curriculum": {"pass": 1, "position": 5},
         },
@@ -98,7 +101,9 @@ def test_the_last_ones_are_kept_and_half_written_ones_removed(tmp_path: Path) ->
         write(store, step)
     store.begin(12)
     assert store.steps() == [10, 11]
-    assert store.latest() == tmp_path / "step_11"
+    found = store.newest_whole()
+    assert found is not None
+    assert (found.folder, found.state, found.alarms) == (tmp_path / "step_11", make_state(11), ())
     store.begin(13)
     assert not (tmp_path / "step_12.partial").exists()
 

@@ -403,6 +403,19 @@ TRAPS: dict[str, tuple[str, str]] = {
         "assert double(2) == 4",
         "class E(Exception):\n    __eq__ = lambda *_: True\ndef double(n): raise E(4)",
     ),
+    "be the exception that is caught": (
+        "try:\n    double('x')\n    assert False\nexcept TooMuch:\n    pass\nassert double('y') is None",
+        "TooMuch = AssertionError\ndef double(n): return None",
+    ),
+    "be the exceptions that are caught": (
+        "try:\n    double('x')\n    assert False\nexcept tuple(ERRORS):\n    pass\nassert double('y') is None",
+        "ERRORS = [ValueError, Exception]\ndef double(n): return None",
+    ),
+    "an address for numpy": (
+        "import numpy\nassert numpy.asarray(double(2)).tolist() == [4.0]",
+        "class D:\n    __array_interface__ = dict(shape=(1,), typestr='<f8', data=(64, True), version=3)\n"
+        "def double(n): return D()",
+    ),
     "a hash in the set": (
         "assert double(2) in {4}",
         "class H:\n    __eq__ = lambda *_: True\n    __hash__ = lambda *_: 4\ndef double(n): return H()",

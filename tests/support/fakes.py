@@ -19,6 +19,7 @@ from rlflow.groups.ledger import DropReason, Ledger
 from rlflow.groups.sampler import TaskSampler
 from rlflow.roles import LoadOutcome, Mean, StagedWeights, StepOutcome, Workers
 from rlflow.rundir.store import CheckpointStore
+from rlflow.runtime.disk import write_digested
 from rlflow.tools.simulate.clock import run_virtually as run_virtually
 from rlflow.types import (
     EpisodeEnd,
@@ -167,13 +168,12 @@ class FakeRunners:
     def is_lost(self, payloads: Sequence[PayloadRef]) -> bool:
         return not self.lost.isdisjoint(payloads)
 
-    async def save_payloads(self, payloads: Sequence[PayloadRef], path: Path) -> None:
+    async def save_payloads(self, payloads: Sequence[PayloadRef], path: Path) -> str:
         assert self.lost.isdisjoint(payloads), "nobody can write what is lost"
-        path.mkdir(parents=True)
-        (path / "payloads.json").write_text(json.dumps(payloads))
+        return write_digested(path, [json.dumps(payloads).encode()])
 
     async def load_payloads(self, path: Path, count: int) -> list[PayloadRef]:
-        payloads = json.loads((path / "payloads.json").read_text())
+        payloads = json.loads(path.read_text())
         assert len(payloads) == count
         return payloads
 
@@ -244,7 +244,7 @@ class FakeTrainer:
         await self._begin("snapshot")
         self.taken = json.dumps({"version": self.version, "trained": self.trained})
 
-    async def write_snapshot(self, folder: Path) -> None:
+    async def write_snapshot(self, folder: Path) -> dict[str, str]:
         await self._begin("write")
         number, self.writes = self.writes, self.writes + 1
         content, self.taken = self.taken, None
@@ -253,7 +253,7 @@ class FakeTrainer:
         await self._unless_ended(self.write_s)
         if number == self.full_at:
             raise OSError(errno.ENOSPC, "No space left on device")
-        (folder / "trainer.json").write_text(content)
+        return {"trainer.json": write_digested(folder / "trainer.json", [content.encode()])}
 
     async def offload(self) -> None:
         await self._begin("offload")

@@ -32,7 +32,7 @@ def test_a_killed_process_is_told_before_what_follows_from_it(
 ) -> None:
     config = Config()
     config.run.dir, config.trackers.tensorboard = str(tmp_path / "run"), False
-    with claim(config) as run_dir, RunObserver(config, run_dir, None) as observer:
+    with claim(config) as run_dir, RunObserver(config, run_dir) as observer:
         (run_dir.path / NAME).write_text("rank 0 was killed\n")
         observer.alarm("rank 0 died")
     out = capsys.readouterr().out

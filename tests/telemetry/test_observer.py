@@ -58,7 +58,7 @@ def test_samples_are_shown_or_an_alarm_says_why_not(
     run_dir = RunDir(path=tmp_path, checkpoints=CheckpointStore(tmp_path, keep=1), resume_from=None)
 
     async def tell() -> float:
-        with RunObserver(config, run_dir, None) as observer:
+        with RunObserver(config, run_dir) as observer:
             observer.runners = cast(Runners, runners)
             await observer.step(report)
         return asyncio.get_running_loop().time()
@@ -73,7 +73,7 @@ async def test_what_fails_at_the_end_does_not_take_the_place_of_the_first_error(
     def broken() -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(KeyError, match="the first") as caught, RunObserver(Config(), run_dir, None) as observer:
+    with pytest.raises(KeyError, match="the first") as caught, RunObserver(Config(), run_dir) as observer:
         cast(Any, observer)._closing.callback(broken)
         raise KeyError("the first")
     (note,) = caught.value.__notes__

@@ -251,7 +251,7 @@ def test_a_sleeping_engine_goes_on_with_the_next_version(policy: Policy, bench: 
 
 def test_vllm_is_asked_for_the_next_larger_rank_and_for_the_adapted_layers_only(policy: Policy) -> None:
     layers = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    assert adapted_layers(str(policy.folder)) == layers
+    assert adapted_layers(tiny_config(), str(policy.folder)) == layers
     arguments = engine_arguments(adapter_config(), str(policy.folder), 0, on_gpu=False)
     assert arguments["max_lora_rank"] == 8
     assert arguments["lora_target_modules"] == layers

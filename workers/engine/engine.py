@@ -92,7 +92,7 @@ class RolloutEngine:
         """
         if self._llm is not None:
             raise RunError(f"rollout engine {self._index} was started already; start a fresh process")
-        shape = await asyncio.to_thread(cache_shape, self._model_path)
+        shape = await asyncio.to_thread(cache_shape, self._config, self._model_path)
         check_engine(self._config, shape, self._model_path, self._on_gpu)
         self._stop_token_ids = stop_token_ids(self._model_path)
         await self._within("engine start", self._config.deadlines.start_s, self._build())

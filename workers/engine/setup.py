@@ -14,6 +14,7 @@ from typing import Any
 
 from rlflow.config import ADAPTER_RANKS, Config, Dtype, ModelPlacement, Placement, Quantization, Speculative, Transport
 from rlflow.errors import ConfigError
+from rlflow.models.opening import build_model, open_config
 from rlflow.rollout.requests import PART_TOKENS
 from rlflow.runtime.derived import CPU_CACHE_GB, dtype_of, max_running, needs_reference, sends_adapters, transport_of
 from rlflow.runtime.environment import share_cpu
@@ -93,6 +94,7 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
     """Keyword arguments of vLLM's AsyncEngineArgs."""
     arguments: dict[str, Any] = {
         "model": model_path,
+        "trust_remote_code": config.model.trust_remote_code,
         # Only texts that end a reply are looked for in text.
         "skip_tokenizer_init": not config.rollout.stop,
         "dtype": dtype_of(config).value,
@@ -127,7 +129,7 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
             max_loras=1,
             max_lora_rank=largest_rank(config.lora.rank),
             # Otherwise vLLM would multiply for the embedding and the head too, with nothing.
-            lora_target_modules=adapted_layers(model_path),
+            lora_target_modules=adapted_layers(config, model_path),
         )
     else:
         # The first weight update fills every parameter and fails if one is left out; nothing of a checkpoint is needed.
@@ -212,15 +214,16 @@ def largest_rank(rank: int) -> int:
     return next(each for each in ADAPTER_RANKS if each >= rank)
 
 
-def adapted_layers(model_path: str) -> list[str]:
+def adapted_layers(config: Config, model_path: str) -> list[str]:
     """The last parts of the names of all layers that have adapters; see `lora.linear_layers`."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from rlflow.workers.trainer.lora import linear_layers
 
+    trust = config.model.trust_remote_code
     with torch.device("meta"):
-        return linear_layers(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path)))
+        return linear_layers(build_model(AutoModelForCausalLM, open_config(model_path, trust=trust), trust=trust))
 
 
 def cache_bytes(config: Config, *, on_gpu: bool) -> int | None:
@@ -239,13 +242,11 @@ def stop_token_ids(model_path: str) -> list[int]:
     return []
 
 
-def cache_shape(model_path: str) -> CacheShape:
+def cache_shape(config: Config, model_path: str) -> CacheShape:
     """Read from the model's config.json; raises ConfigError when there is none."""
-    from transformers import AutoConfig  # slow to import, and needed by engines only
-
     if not (Path(model_path) / "config.json").is_file():
         raise ConfigError(f"model.path must be a folder with a config.json; found none in {model_path}")
-    text = AutoConfig.from_pretrained(model_path).get_text_config()
+    text = open_config(model_path, trust=config.model.trust_remote_code).get_text_config()
     heads = text.num_attention_heads
     return CacheShape(
         num_layers=text.num_hidden_layers,
@@ -261,12 +262,12 @@ def check_engine(config: Config, shape: CacheShape, model_path: str, on_gpu: boo
             f"the model in {model_path} has head_dim {shape.head_dim}, which vLLM cannot run on a CPU; take a "
             f"model whose head_dim is one of {', '.join(map(str, CPU_HEAD_DIMS))}"
         )
-    if not on_gpu and sends_adapters(config) and _is_mixture(model_path):
+    if not on_gpu and sends_adapters(config) and _is_mixture(config, model_path):
         raise ConfigError(
             f"the model in {model_path} is a mixture of experts, which vLLM cannot run with adapters on a CPU; set "
             "lora.send=merged"
         )
-    if config.rollout.expert_parallel and not _is_mixture(model_path):
+    if config.rollout.expert_parallel and not _is_mixture(config, model_path):
         raise ConfigError(
             f"rollout.expert_parallel has no effect on the model in {model_path}, which is no mixture of experts; "
             "leave it false"
@@ -274,12 +275,10 @@ def check_engine(config: Config, shape: CacheShape, model_path: str, on_gpu: boo
     _check_cache(config, shape, on_gpu=on_gpu)
 
 
-def _is_mixture(model_path: str) -> bool:
-    from transformers import AutoConfig
-
+def _is_mixture(config: Config, model_path: str) -> bool:
     from rlflow.workers.trainer.layers import has_experts
 
-    return has_experts(AutoConfig.from_pretrained(model_path))
+    return has_experts(open_config(model_path, trust=config.model.trust_remote_code))
 
 
 def smallest_cache(config: Config, shape: CacheShape) -> int:

@@ -155,12 +155,15 @@ class TrainerWorker:
         self._snapshot = None
         self._snapshot = self._backend.snapshot()
 
-    def write_snapshot(self, folder: Path) -> None:
-        """Write the copy of `snapshot`, and drop it. The only call that may run while others do."""
+    def write_snapshot(self, folder: Path) -> dict[str, str]:
+        """Write the copy of `snapshot`, and drop it. The only call that may run while others do.
+
+        Returns the SHA-256 of each file by name.
+        """
         snapshot, self._snapshot = self._snapshot, None
         assert snapshot is not None, "a snapshot is taken before it is written"
         with disk_errors("a checkpoint", folder):
-            snapshot.write(folder)
+            return snapshot.write(folder)
 
     def load(self, folder: Path) -> None:
         self._backend.load(folder)

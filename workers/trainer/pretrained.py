@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 from transformers.utils.logging import disable_progress_bar
 
 from rlflow.config import Config
 from rlflow.errors import ConfigError
+from rlflow.models.opening import build_model, open_config, open_model
 from rlflow.workers.trainer.attention import ATTENTION, check_attention
 from rlflow.workers.trainer.lora import name_in_files
 
@@ -122,10 +123,12 @@ def empty_model(
     packed.
     """
     disable_progress_bar()
-    model_config: PreTrainedConfig = AutoConfig.from_pretrained(folder, **options)
+    trust = config.model.trust_remote_code
+    model_config = open_config(folder, trust=trust, setting=setting, **options)
     check_attention(model_config, config.model.max_length, setting)
     with torch.device("meta"):
-        model = auto_class.from_config(model_config, dtype=torch.float32, attn_implementation=ATTENTION).eval()
+        precision = {"dtype": torch.float32, "attn_implementation": ATTENTION}
+        model = build_model(auto_class, model_config, trust=trust, setting=setting, **precision).eval()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the policy that is trained must be the one that sampled
@@ -136,7 +139,8 @@ def empty_model(
         for name, parameter in model.named_parameters()
         if name.rpartition(".")[0] in heads
     }
-    values = FirstValues(model, folder, new, lambda dtype: auto_class.from_pretrained(folder, dtype=dtype, **options))
+    load = partial(open_model, auto_class, folder, trust=trust, setting=setting, **options)
+    values = FirstValues(model, folder, new, lambda dtype: load(dtype=dtype))
     values.fill_buffers(model)
     for name, buffer in model.named_buffers():
         if buffer.isnan().any():

@@ -9,12 +9,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 from jinja2 import TemplateError
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from rlflow.batching import Conversation, pack_conversations
 from rlflow.config import Config
 from rlflow.errors import ConfigError
+from rlflow.models.opening import open_config, open_tokenizer
 from rlflow.models.resolve import REWARD
 from rlflow.runtime.gpus import has_gpu
 from rlflow.types import EpisodeEnd, Message, Transcript, Verdict
@@ -29,13 +30,14 @@ class RewardModel:
 
     def __init__(self, config: Config, folder: str) -> None:
         """Raises ConfigError for a model that cannot be packed, or whose score is not that of its last token."""
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        trust = config.model.trust_remote_code
+        self._tokenizer = open_tokenizer(folder, trust=trust, setting=REWARD)
         if not self._tokenizer.chat_template:
             raise ConfigError(
                 f"reward.model: the tokenizer in {folder} has no chat template, and what is scored is a conversation; "
                 "put a chat_template.jinja into the folder"
             )
-        text = AutoConfig.from_pretrained(folder).get_text_config()
+        text = open_config(folder, trust=trust, setting=REWARD).get_text_config()
         positions: int = text.max_position_embeddings
         window = attention_window(text)
         self._max_tokens = positions if window is None else min(positions, window)

@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rlflow.config import LoraConfig, Optimizer
 from rlflow.errors import RunError
+from rlflow.runtime.disk import write_digested, write_tensors
 
 PARAMETER = "parameter"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_FORMAT = 4
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,8 +57,8 @@ class Snapshot:
     """If its `rank` is set, the parameters are those of adapters."""
     optimizer: Optimizer = Optimizer.adamw
 
-    def write(self, folder: Path) -> None:
-        """Write this rank's files, and on rank 0 the manifest; from any thread."""
+    def write(self, folder: Path) -> dict[str, str]:
+        """Write this rank's files, and on rank 0 the manifest; from any thread. Returns the SHA-256 of each by name."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, Tensor] = {}
         layout: dict[str, dict[str, Any]] = {}
@@ -69,11 +68,11 @@ class Snapshot:
             layout[shard.name] = {"shape": shard.shape, "dtype": dtype, "start": shard.start, "stop": stop}
             if stop > shard.start:
                 tensors |= {f"{kind}/{shard.name}": tensor.contiguous() for kind, tensor in shard.tensors.items()}
-        save_file(tensors, folder / f"rank_{self.rank}.safetensors", metadata={"updates": str(self.updates)})
-        (folder / f"rank_{self.rank}.json").write_text(json.dumps(layout), encoding="utf-8")
+        name, arrays = f"rank_{self.rank}.safetensors", {key: tensor.numpy() for key, tensor in tensors.items()}
+        digests = {name: write_tensors(folder / name, arrays, {"updates": str(self.updates)})}
+        texts = {f"rank_{self.rank}.json": json.dumps(layout)}
         if self.rank == 0:
             manifest = {
-                "format": _FORMAT,
                 "num_ranks": self.num_ranks,
                 "updates": self.updates,
                 "kinds": sorted({kind for shard in self.shards for kind in shard.tensors}),
@@ -81,23 +80,19 @@ class Snapshot:
                 "objective": dict(self.objective),
                 "lora": asdict(self.lora),
             }
-            (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+            texts["manifest.json"] = json.dumps(manifest)
+        return digests | {name: write_digested(folder / name, [text.encode()]) for name, text in texts.items()}
 
 
 class ShardReader:
     """Reads any elements of any tensor of a checkpoint, from the files that hold them.
 
-    Raises RunError if the checkpoint is incomplete or has another format.
+    Raises RunError if the checkpoint is incomplete; `read_state` of the whole one has checked its bytes.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         manifest = self._read_json("manifest.json")
-        if manifest["format"] != _FORMAT:
-            raise RunError(
-                f"checkpoint {folder} has format {manifest['format']}, but this rlflow reads format {_FORMAT}; "
-                "use the rlflow that wrote it"
-            )
         self.updates: int = manifest["updates"]
         self.objective: dict[str, float] = manifest["objective"]
         self.kinds: list[str] = manifest["kinds"]

@@ -59,64 +59,66 @@ class Remote:
     answer for the comparison, such as `==` or `-` beside a plain value, is not passed on.
     """
 
-    __slots__ = ("_number", "_peer")
-    _peer: "Peer"
-    _number: int
+    __slots__ = ("_exchange_number", "_exchange_peer")
+    _exchange_peer: "Peer"
+    _exchange_number: int
 
     def __init__(self, peer: "Peer", number: int) -> None:
-        object.__setattr__(self, "_peer", peer)
-        object.__setattr__(self, "_number", number)
+        object.__setattr__(self, "_exchange_peer", peer)
+        object.__setattr__(self, "_exchange_number", number)
 
     def __call__(self, *arguments: object, **named: object) -> object:
-        return self._peer.ask("call", self, list(arguments), named)
+        return self._exchange_peer.ask("call", self, list(arguments), named)
 
     def __getattr__(self, name: str) -> object:
-        return self._peer.ask("getattr", self, name)
+        if name.startswith("__") and name != "__name__":  # numpy asks for addresses in this way
+            raise AttributeError(name)
+        return self._exchange_peer.ask("getattr", self, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        self._peer.ask("setattr", self, name, value)
+        self._exchange_peer.ask("setattr", self, name, value)
 
     def __str__(self) -> str:
-        return str(self._peer.ask("str", self))
+        return str(self._exchange_peer.ask("str", self))
 
     def __repr__(self) -> str:
-        return str(self._peer.ask("repr", self))
+        return str(self._exchange_peer.ask("repr", self))
 
     def __bool__(self) -> bool:
-        return bool(self._peer.ask("bool", self))
+        return bool(self._exchange_peer.ask("bool", self))
 
     def __len__(self) -> int:
-        return operator.index(self._peer.ask("len", self))  # pyright: ignore[reportArgumentType]  or TypeError
+        return operator.index(self._exchange_peer.ask("len", self))  # pyright: ignore[reportArgumentType]  or TypeError
 
     def __iter__(self) -> Iterator[object]:
-        found: Any = self._peer.ask("iter", self)
+        found: Any = self._exchange_peer.ask("iter", self)
         return found if type(found) is Remote else iter(found)
 
     def __next__(self) -> object:
-        return self._peer.ask("next", self)
+        return self._exchange_peer.ask("next", self)
 
     def __getitem__(self, key: object) -> object:
-        return self._peer.ask("getitem", self, key)
+        return self._exchange_peer.ask("getitem", self, key)
 
     def __setitem__(self, key: object, value: object) -> None:
-        self._peer.ask("setitem", self, key, value)
+        self._exchange_peer.ask("setitem", self, key, value)
 
     def __enter__(self) -> object:
-        return self._peer.ask("call", self.__getattr__("__enter__"), [], {})
+        return self._exchange_peer.ask("enter", self)
 
     def __exit__(self, *_: object) -> None:
-        self._peer.ask("call", self.__getattr__("__exit__"), [None, None, None], {})
+        self._exchange_peer.ask("exit", self)
 
     def __instancecheck__(self, value: object) -> bool:
-        return type(value) is Remote and bool(self._peer.ask("isinstance", value, self))
+        return type(value) is Remote and bool(self._exchange_peer.ask("isinstance", value, self))
 
     def __hash__(self) -> int:
-        return self._number
+        return self._exchange_number
 
 
 def _between_remotes(name: str) -> Callable[[Remote, object], object]:
     def method(self: Remote, other: object) -> object:
-        return self._peer.ask(name, self, other) if type(other) is Remote else NotImplemented
+        return self._exchange_peer.ask(name, self, other) if type(other) is Remote else NotImplemented
 
     return method
 
@@ -127,6 +129,8 @@ for _name in _BINARY:
 
 OPERATIONS: dict[str, Callable[..., object]] = {
     "call": lambda function, arguments, named: function(*arguments, **named),
+    "enter": lambda value: value.__enter__(),
+    "exit": lambda value: value.__exit__(None, None, None),
     **{each.__name__: each for each in (getattr, setattr, len, iter, next, str, repr, bool, isinstance)},
     **{name: getattr(operator, name) for name in (*_BINARY, "getitem", "setitem")},
 }
@@ -152,7 +156,7 @@ class Peer:
         self._operations = operations
         self._report = report
         self._own: dict[int, object] = {}
-        self._errors: dict[int, type[BaseException]] = {}
+        self._errors: dict[int, type[Any]] = {}
         self._remotes: dict[int, Remote] = {}
         self._lock = threading.RLock()
         self._depth = 0
@@ -202,7 +206,8 @@ class Peer:
     def _result(self, operation: str, arguments: tuple[Any, ...], answer: list[Any]) -> object:
         try:
             kind, value, more, *place = answer
-            found, further = self._decode(value), self._decode(more)
+            found = self._decode(value) if kind == "returned" else self._error_of(*value[1:])
+            further = self._decode(more)
             if kind == "returned":
                 if found is None and operation == "call" and further is not None:
                     for old, new in zip(arguments[1], further, strict=True):
@@ -289,7 +294,9 @@ class Peer:
             case "mine", [int() as number]:
                 return self._remotes.setdefault(number, Remote(self, number))
             case "error", [number, str() as name, base]:
-                return self._error_of(number, name, base)
+                found = self._error_of(number, name, base)
+                assert not self._report or not issubclass(AssertionError, found), "it would catch failed assertions"
+                return found
             case "builtin", [str() as name] if not self._report:
                 return getattr(builtins, name)
             case "iterator", _ if not self._report:
@@ -303,7 +310,7 @@ class Peer:
             return found
         assert type(number) is int
         if number not in self._errors:
-            self._errors[number] = type(name, (self._decode(base),), {})
+            self._errors[number] = type(name, (self._error_of(*base[1:]),), {})
         return self._errors[number]
 
     def _content(self, message: list[Any]) -> bytes:

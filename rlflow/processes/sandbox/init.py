@@ -8,7 +8,9 @@ import signal
 from rlflow.processes.sandbox import linux, namespaces, seccomp
 from rlflow.processes.sandbox.protocol import ProgramRequest
 
-MAX_OPEN_FILES = 256
+MAX_OPEN_FILES = 64
+"""Each may be a socket that holds 200 KB."""
+MAX_WAITING_SIGNALS = 128
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -43,6 +45,8 @@ def _become_program(request: ProgramRequest, pipe: int, folder: str | None) -> N
     try:
         linux.prctl("NO_NEW_PRIVS", linux.PR_SET_NO_NEW_PRIVS, 1)
         linux.die_with_parent()
+        # Of a huge page that is unmapped but for a small part, only the part would be counted.
+        linux.prctl("THP_DISABLE", linux.PR_SET_THP_DISABLE, 1)
         if folder is None:
             os.setsid()
             namespaces.become_nobody()
@@ -57,11 +61,12 @@ def _become_program(request: ProgramRequest, pipe: int, folder: str | None) -> N
         link = request["link"]
         os.dup2(linux.memory_file(base64.b64decode(request["stdin"])) if link is None else link, 0)
         os.closerange(3, pipe)
-        os.closerange(pipe + 1, MAX_OPEN_FILES)
+        os.closerange(pipe + 1, 2**16)
         if folder is not None:
             if os.geteuid() == 0:
                 _drop_capabilities()
-            linux.restrict_files(request["readable"], [folder], [f"/dev/{name}" for name in namespaces.DEVICES])
+            readable = [path for path in request["readable"] if not os.path.islink(path)]  # anyone may follow a link
+            linux.restrict_files(readable, [folder], [f"/dev/{name}" for name in namespaces.DEVICES])
         _limit(request, has_namespace=folder is None)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # an interpreter ignores them, which its children would inherit
             signal.signal(number, signal.SIG_DFL)
@@ -91,6 +96,7 @@ def _limit(request: ProgramRequest, *, has_namespace: bool) -> None:
         resource.RLIMIT_AS: (request["memory_mb"] * megabyte,) * 2,
         resource.RLIMIT_FSIZE: (request["file_mb"] * megabyte,) * 2,
         resource.RLIMIT_NOFILE: (MAX_OPEN_FILES,) * 2,
+        resource.RLIMIT_SIGPENDING: (MAX_WAITING_SIGNALS,) * 2,
         resource.RLIMIT_CORE: (0, 0),
     }
     if has_namespace:

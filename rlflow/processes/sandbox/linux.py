@@ -1,6 +1,7 @@
 """Calls of Linux that Python 3.11 has no function for, Landlock's among them. Each raises OSError with its name."""
 
 import ctypes
+import fcntl
 import os
 import struct
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ PR_SET_SECCOMP = 22
 PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
+PR_SET_THP_DISABLE = 41
 
 # The same on x86-64 and on aarch64.
 _NR_MOUNT_SETATTR = 442
@@ -30,6 +32,10 @@ _NR_LANDLOCK_CREATE_RULESET = 444
 _NR_LANDLOCK_ADD_RULE = 445
 _NR_LANDLOCK_RESTRICT_SELF = 446
 _NR_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+
+_F_ADD_SEALS = 1033
+_SEAL_ALL = 1 | 2 | 4 | 8
+"""No further seals, shorter, longer, other content."""
 
 _AT_FDCWD = -100
 _AT_RECURSIVE = 0x8000
@@ -85,11 +91,12 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def memory_file(content: bytes) -> int:
-    """A descriptor, which programs inherit, from which `content` can be read."""
-    descriptor = os.memfd_create("rlflow", 0)
+    """A descriptor, which programs inherit, from which `content` can be read, and where nothing can be written."""
+    descriptor = os.memfd_create("rlflow", os.MFD_ALLOW_SEALING)
     with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(content)
     os.lseek(descriptor, 0, os.SEEK_SET)
+    fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEAL_ALL)
     return descriptor
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from rlflow.processes import frames
 
@@ -10,6 +10,11 @@ NAMESPACES = "namespaces"
 BUBBLEWRAP = "bubblewrap"
 FILTERS = "filters"
 _MAX_BYTES = 2**32 - 1
+
+
+Limit = Literal["time", "memory"]
+TIME: Limit = "time"
+MEMORY: Limit = "memory"
 
 
 class ProgramRequest(TypedDict):
@@ -39,7 +44,8 @@ class ProgramReport(TypedDict):
     """Why the program could not be started; "" when it could."""
     status: int | None
     """As `os.wait` gives it; None when the program was killed with all others."""
-    is_timed_out: bool
+    end: Limit | None
+    """The limit that ended it, of those that the supervisor watches."""
     seconds: float
 
 

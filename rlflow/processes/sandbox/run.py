@@ -6,19 +6,24 @@
 Three methods; each program gets the first that works on this machine, and a ConfigError says why none does.
 
 - *bubblewrap* (an ordinary user who has `bwrap` 0.7 or later) and *namespaces* (root, or any user who may make user
-  namespaces) cover the same: a network that leads nowhere; process, IPC, mount and user namespaces, so that
-  the program sees no other process, and all that it started is dead when it ends, detached or not; a file system in
-  memory with nothing but /usr, the libraries, this Python and its packages, read-only, and an empty /sandbox (working
-  directory, HOME and TMPDIR) and /tmp, gone afterwards; no /proc. Root's programs run as nobody. `file_mb` bounds all
-  files of /sandbox together, and those of /tmp; `processes` all processes and threads.
+  namespaces) cover the same: process, IPC, network, mount and user namespaces, so that the program sees no other
+  process, and all that it started is dead when it ends, detached or not; a file system in memory with nothing but /usr,
+  the libraries, this Python and its packages, read-only, and an empty /sandbox (working directory, HOME and TMPDIR) and
+  /tmp, gone afterwards; no /proc. Root's programs run as nobody. `file_mb` bounds all files of /sandbox together, and
+  those of /tmp; `processes` all processes and threads.
 - *filters* (containers that refuse namespaces; Linux 6.2 or later, x86_64 or aarch64): seccomp and Landlock. One
-  process, with threads. No sockets but pairs, no signals to others. Files outside its own folder and the paths above
-  can be neither read nor changed, though the program can find out whether one exists. `chmod` and the like seem to
-  succeed and do nothing. `file_mb` bounds each file and nothing their number, `processes` has no effect.
+  process, with threads. No signals to others. Files outside its own folder and the paths above can be neither read nor
+  changed, though the program can find out whether one exists. `chmod` and the like seem to succeed and do nothing.
+  `file_mb` bounds each file and nothing their number, `processes` has no effect.
 
-All methods: limits on wall-clock time, on CPU time and memory of each process (so `processes` times `memory_mb` in
-all), open files and output; no core files, no new privileges, no inherited descriptor, none of the caller's environment
-variables; first to go when the machine runs out of memory. The caller's end, however sudden, is the program's.
+All methods: limits on wall-clock time, on CPU time and address space of each process, on the memory that all of them
+hold together, on open files and output; no sockets but connected pairs; no core files, no new privileges, no inherited
+descriptor, none of the caller's environment variables; first to go when the machine runs out of memory. The caller's
+end, however sudden, is the program's.
+
+Memory that an address space does not show is refused (`seccomp`): memfds, shared anonymous mappings, System V's and
+POSIX' queues, larger pipes and sockets, and more of the kind. One process therefore stays below `memory_mb` plus the
+files in memory. Several together may go above it for some hundredths of a second, until the next look at them.
 
 Not covered: faults of the kernel; processor caches and timing; what is readable in this Python's own folders (so keep
 no secrets in a virtual environment). Against people rather than a model that games its reward, use a virtual machine.
@@ -42,7 +47,9 @@ from rlflow.errors import ConfigError, SandboxError
 from rlflow.processes.sandbox.protocol import (
     BUBBLEWRAP,
     FILTERS,
+    MEMORY,
     NAMESPACES,
+    TIME,
     ProgramReport,
     ProgramRequest,
     frame_of,
@@ -71,7 +78,7 @@ class SandboxLimits:
     cpu_seconds: int = 10
     """The limit of each process, its threads together."""
     memory_mb: int = 512
-    """Address space of each process."""
+    """Address space of each process, and what all of them hold together; files in memory are apart."""
     file_mb: int = 64
     """What it may write, in each of its two folders; in each file where it has no file system of its own."""
     processes: int = 16
@@ -93,7 +100,7 @@ class Outcome(StrEnum):
     TIMED_OUT = "timed_out"
     """Wall-clock or CPU time."""
     OUT_OF_MEMORY = "out_of_memory"
-    """A Python program's MemoryError ended it."""
+    """A Python program's MemoryError ended it, or its processes held more than `memory_mb` together."""
     TOO_MUCH_OUTPUT = "too_much_output"
     KILLED = "killed"
     """By a signal, such as that of a segmentation fault."""
@@ -261,17 +268,36 @@ def _bytes_of(text: str) -> bytes:
 
 
 def readable_paths() -> list[str]:
-    """What a program may read: the system, this Python, and the packages beside it. None is below another one."""
+    """What a program may read: the system, this Python, and the packages beside it. None is below another one.
+
+    A symbolic link on the way to one of them stays a link, and shows nothing else of the folder that it points to.
+    """
     paths = [path for path in _SYSTEM if os.path.exists(path)]
-    wanted = [os.path.realpath(sys.base_prefix), sys.base_prefix, sys.prefix]
-    link = sys.executable
-    while os.path.islink(link):
-        link = os.path.normpath(os.path.join(os.path.dirname(link), os.readlink(link)))
-        wanted.append(os.path.dirname(os.path.dirname(link)))
-    for path in wanted:
+    links, python = _follow(sys.executable)
+    wanted = [os.path.dirname(os.path.dirname(python))]
+    for prefix in (sys.base_prefix, sys.prefix):
+        more, folder = _follow(prefix)
+        links += more
+        wanted.append(folder)
+    for path in (*wanted, *links):
         if not any(PurePosixPath(path).is_relative_to(held) for held in paths):
             paths = [held for held in paths if not PurePosixPath(held).is_relative_to(path)] + [path]
     return paths
+
+
+def _follow(path: str) -> tuple[list[str], str]:
+    """The symbolic links that lead from an absolute path to what it names, and that."""
+    links: list[str] = []
+    place, rest = "/", list(PurePosixPath(path).parts[1:])
+    while rest:
+        step = os.path.normpath(os.path.join(place, rest.pop(0)))
+        if os.path.islink(step):
+            links.append(step)
+            target = PurePosixPath(os.readlink(step))
+            place, rest = ("/" if target.is_absolute() else place), [*target.parts[target.is_absolute() :], *rest]
+        else:
+            place = step
+    return links, place
 
 
 async def _run(
@@ -371,8 +397,10 @@ async def _result(
     code = None if status is None else os.waitstatus_to_exitcode(status)
     if any(len(each) > limits.output_bytes for each in outputs):
         outcome, code = Outcome.TOO_MUCH_OUTPUT, None
-    elif report["is_timed_out"] or code == -signal.SIGXCPU:
+    elif report["end"] == TIME or code == -signal.SIGXCPU:
         outcome, code = Outcome.TIMED_OUT, None
+    elif report["end"] == MEMORY:
+        outcome, code = Outcome.OUT_OF_MEMORY, None
     elif code is None or code < 0:
         outcome = Outcome.KILLED
     elif code and stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):

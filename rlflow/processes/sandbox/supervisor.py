@@ -2,12 +2,13 @@
 
     caller --socket--> supervisor --pipe-- init --> program
 
-The supervisor waits for the program, its limit, or the end of the caller. Then it kills what is left, waits until
-nothing is, and answers. It is the reaper of all that is orphaned below it, so that nothing can leave its sight.
+The supervisor waits for the program, one of its limits, or the end of the caller. Then it kills what is left, waits
+until nothing is, and answers. It is the reaper of all that is orphaned below it, so that nothing can leave its sight.
 """
 
 import contextlib
 import fcntl
+import math
 import os
 import select
 import shutil
@@ -20,10 +21,22 @@ import time
 
 from rlflow.processes.sandbox import linux, namespaces, protocol
 from rlflow.processes.sandbox.init import run_init
-from rlflow.processes.sandbox.protocol import BUBBLEWRAP, FILTERS, NAMESPACES, ProgramReport, ProgramRequest
+from rlflow.processes.sandbox.memory import held_bytes
+from rlflow.processes.sandbox.protocol import (
+    BUBBLEWRAP,
+    FILTERS,
+    MEMORY,
+    NAMESPACES,
+    TIME,
+    Limit,
+    ProgramReport,
+    ProgramRequest,
+)
 
 SET_UP_SECONDS = 30.0
 REMOVE_SECONDS = 60.0
+LOOK_SECONDS = 0.01
+"""Between two looks at how much memory is held; twice as long as a look when that is more."""
 
 
 def main() -> None:
@@ -51,7 +64,7 @@ def _supervise(request: ProgramRequest, connection: socket.socket) -> ProgramRep
             namespaces.leave()
         return _Watch(request, connection).run(folder)
     except OSError as error:
-        return ProgramReport(failure=str(error), status=None, is_timed_out=False, seconds=0.0)
+        return ProgramReport(failure=str(error), status=None, end=None, seconds=0.0)
     finally:
         if folder is not None:
             _remove(folder)
@@ -87,7 +100,7 @@ class _Watch:
         with contextlib.suppress(OSError):  # the child does the same; either may be first
             os.setpgid(child, child)
         try:
-            is_timed_out = self._wait(ours)
+            end = self._wait(ours, child)
         finally:
             seconds = time.monotonic() - self._started_at if self._started_at else 0.0
             # Kill everything below this process, and go on when it is gone. The group may be gone before its leader.
@@ -103,30 +116,36 @@ class _Watch:
         failure = said.get("F", "")
         if "R" not in said:
             late = f"it took longer than {SET_UP_SECONDS:g} s"
-            failure = said.get("E") or (late if is_timed_out else "it ended before it could start the program")
+            failure = said.get("E") or (late if end == TIME else "it ended before it could start the program")
         status = int(said["X"]) if "X" in said and not failure else None
-        return ProgramReport(failure=failure, status=status, is_timed_out=is_timed_out and not failure, seconds=seconds)
+        return ProgramReport(failure=failure, status=status, end=None if failure else end, seconds=seconds)
 
-    def _wait(self, pipe: int) -> bool:
-        """Wait until the program ended, was over its limit (then True), or nobody waits for it any more."""
+    def _wait(self, pipe: int, child: int) -> Limit | None:
+        """Wait until the program ended, was over a limit, or nobody waits for it any more."""
         poll = select.poll()
         poll.register(pipe, select.POLLIN)
         poll.register(self._connection, select.POLLIN)
         deadline = time.monotonic() + SET_UP_SECONDS
+        allowed, pause = self._request["memory_mb"] * 2**20, math.inf
         while (left := deadline - time.monotonic()) > 0:
-            ready = [descriptor for descriptor, _ in poll.poll(left * 1000)]
+            ready = [descriptor for descriptor, _ in poll.poll(min(left, pause) * 1000)]
             if self._connection.fileno() in ready:
-                return False
+                return None
             if pipe in ready:
                 part = os.read(pipe, 4096)
                 self._said += part
                 letters = {line[:1] for line in self._said.splitlines()}
                 if not part or letters & {b"X", b"E", b"F"}:
-                    return False
+                    return None
                 if not self._started_at and b"R" in letters:
                     self._started_at = time.monotonic()
-                    deadline = self._started_at + self._request["seconds"]
-        return True
+                    deadline, pause = self._started_at + self._request["seconds"], LOOK_SECONDS
+            if self._started_at:
+                looked_at = time.monotonic()
+                if held_bytes(child, 2 if self._request["method"] == BUBBLEWRAP else 1, allowed) > allowed:
+                    return MEMORY
+                pause = max(LOOK_SECONDS, 2 * (time.monotonic() - looked_at))
+        return TIME
 
 
 def _become_init(request: ProgramRequest, pipe: int, folder: str | None) -> None:

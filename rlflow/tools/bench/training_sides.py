@@ -197,8 +197,10 @@ def _padded(config: Config, groups: Sequence[Group], model_path: str, device: to
     import torch
     from transformers import AutoModelForCausalLM
 
+    from rlflow.models.opening import open_model
+
     trainer = config.trainer
-    model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model: Any = open_model(AutoModelForCausalLM, model_path, trust=config.model.trust_remote_code, dtype=torch.float32)
     model.to(device)
     if trainer.gradient_checkpointing is not Checkpointing.none:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -16,6 +16,7 @@ from rlflow.cluster.placement import describe as describe_places
 from rlflow.cluster.placement import describe_way, fit
 from rlflow.config import Config
 from rlflow.errors import ConfigError, DeadlineError, SandboxError
+from rlflow.models.opening import open_tokenizer
 from rlflow.models.resolve import resolve_config, resolve_model, resolve_reward_model
 from rlflow.processes.sandbox.run import describe
 from rlflow.runtime.deadlines import within
@@ -177,13 +178,11 @@ def check_size(here: Here, needs: Needs, load: Callable[[Config], ModelSize] = l
 
 def load_model(config: Config) -> tuple[str, list[Trial]]:
     """Its folder, and how its chat template takes conversations. Raises ConfigError if anything is missing."""
-    from transformers import AutoTokenizer
-
     from rlflow.rollout.render import Renderer
     from rlflow.tools.env.template_check import check_template
 
     folder = resolve_model(config.model.path)
-    return folder, check_template(Renderer(AutoTokenizer.from_pretrained(folder)))
+    return folder, check_template(Renderer(open_tokenizer(folder, trust=config.model.trust_remote_code)))
 
 
 def check_model(
@@ -243,7 +242,7 @@ def check_engine(here: Here, needs: Needs) -> Iterator[Finding]:
         folder = resolve_config(needs.config.model.path)
     except ConfigError:
         return  # `check_model` says so
-    check(needs.config, cache_shape(folder), folder, on_gpu=torch.cuda.is_available())
+    check(needs.config, cache_shape(needs.config, folder), folder, on_gpu=torch.cuda.is_available())
     yield from ()
 
 

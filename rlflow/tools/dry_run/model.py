@@ -12,14 +12,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
 from rlflow.config import Config
 from rlflow.errors import ConfigError, first_line
+from rlflow.models.opening import build_model, open_config
 from rlflow.models.resolve import POLICY, REWARD
 from rlflow.tools.dry_run.memory import FLOAT32, Activations, ModelFacts, RewardModelFacts, Weight
 from rlflow.workers.engine.setup import cache_shape
@@ -64,10 +65,10 @@ def read_model(config: Config, folder: str) -> ModelFacts:
         adapters=tuple(weight for weight in weights if is_adapter(weight.name)),
         activations=activations,
         trainer_activations=trainer_activations,
-        cache=cache_shape(folder),
+        cache=cache_shape(config, folder),
         hidden_size=model.config.get_text_config().hidden_size,
         vocabulary_size=len(head.weight),
-        converted=_converted(model, folder),
+        converted=_converted(model, open_config(folder, trust=config.model.trust_remote_code)),
     )
 
 
@@ -90,11 +91,13 @@ def _build(config: Config, folder: str) -> PreTrainedModel:
 
 
 def _on_meta(auto_class: Any, config: Config, folder: str, setting: str) -> PreTrainedModel:
+    trust = config.model.trust_remote_code
     try:
-        model_config = AutoConfig.from_pretrained(folder)
+        model_config = open_config(folder, trust=trust, setting=setting)
         check_attention(model_config, config.model.max_length, setting)
         with torch.device("meta"):
-            model = auto_class.from_config(model_config, dtype=torch_dtype(config), attn_implementation=_ATTENTION)
+            options = {"dtype": torch_dtype(config), "attn_implementation": _ATTENTION}
+            model = build_model(auto_class, model_config, trust=trust, setting=setting, **options)
     except ConfigError:
         raise
     except (ValueError, KeyError, AttributeError, OSError) as error:
@@ -110,12 +113,11 @@ def _on_meta(auto_class: Any, config: Config, folder: str, setting: str) -> PreT
     return model
 
 
-def _converted(model: PreTrainedModel, folder: str) -> int:
+def _converted(model: PreTrainedModel, in_files: PreTrainedConfig) -> int:
     """Bytes of the files if they must be converted; 0 if not."""
     if not converted_patterns(model):
         return 0
-    dtype = AutoConfig.from_pretrained(folder).dtype
-    width = dtype.itemsize if isinstance(dtype, torch.dtype) else FLOAT32
+    width = in_files.dtype.itemsize if isinstance(in_files.dtype, torch.dtype) else FLOAT32
     return width * sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -21,6 +21,7 @@ from rlflow.environments.find import load_environment
 from rlflow.environments.pool import EnvironmentPool
 from rlflow.envs.base import POLICY, Environment, EnvironmentSpec, Program
 from rlflow.errors import ConfigError
+from rlflow.models.opening import open_tokenizer
 from rlflow.models.resolve import resolve_model
 from rlflow.rewards.choose import choose_rewards, is_environment_alone
 from rlflow.rewards.client import EnvironmentScorer, Scorer
@@ -86,9 +87,7 @@ def env_check(config: Config, *, num_tasks: int, as_json: bool) -> int:
 
 
 async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -> Report:
-    from transformers import AutoTokenizer
-
-    renderer = Renderer(AutoTokenizer.from_pretrained(resolve_model(config.model.path)))
+    renderer = Renderer(open_tokenizer(resolve_model(config.model.path), trust=config.model.trust_remote_code))
     slowest: dict[str, float] = {}
     played: list[Played] = []
     rewards = choose_rewards(config.reward, spec.reward)

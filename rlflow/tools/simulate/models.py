@@ -20,6 +20,7 @@ from rlflow.config import Update
 from rlflow.errors import StaleGroup, WorkerError
 from rlflow.roles import LoadOutcome, Mean, StagedWeights, StepOutcome
 from rlflow.rollout.health import waves
+from rlflow.runtime.disk import write_digested
 from rlflow.tools.simulate.plan import Plan
 from rlflow.types import EpisodeEnd, EpisodeSummary, GroupOrder, PayloadRef, PlayedGroup, ReadyGroup, Span
 
@@ -225,8 +226,9 @@ class ModelledRunners:
 
     transcript = load_payloads = _not_in_the_model
 
-    async def save_payloads(self, payloads: Sequence[PayloadRef], path: Path) -> None:
-        """Nothing: there are no payloads, and no simulation is resumed."""
+    async def save_payloads(self, payloads: Sequence[PayloadRef], path: Path) -> str:
+        """An empty file: there are no payloads, and no simulation is resumed."""
+        return write_digested(path, [])
 
     def is_lost(self, payloads: Sequence[PayloadRef]) -> bool:
         return False
@@ -314,7 +316,8 @@ class ModelledTrainer:
     async def snapshot(self) -> None:
         """Nothing: no simulation is resumed."""
 
-    async def write_snapshot(self, folder: Path) -> None:
+    async def write_snapshot(self, folder: Path) -> dict[str, str]:
         """Nothing, as above."""
+        return {}
 
     load = offload = reload = _not_in_the_model

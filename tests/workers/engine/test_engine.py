@@ -491,7 +491,7 @@ def test_missing_model_folder_says_so(tmp_path: Path) -> None:
 
 def test_cache_that_holds_no_sequence_says_how_much_it_takes(tmp_path: Path) -> None:
     tiny_llama(seed=1).config.save_pretrained(tmp_path)
-    shape = cache_shape(str(tmp_path))
+    shape = cache_shape(tiny_config(), str(tmp_path))
     assert shape.num_bytes(33, bytes_per_element=4) == 64 * 2 * 2 * 2 * 32 * 4
     config = tiny_config()
     config.rollout.kv_cache_gb = 0.0001
@@ -505,15 +505,15 @@ def test_cache_that_holds_no_sequence_says_how_much_it_takes(tmp_path: Path) -> 
 def test_unsupported_head_size_is_refused_on_a_cpu_only(tmp_path: Path) -> None:
     LlamaConfig(hidden_size=64, num_attention_heads=4).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="has head_dim 16, which vLLM cannot run on a CPU"):
-        check_engine(tiny_config(), cache_shape(str(tmp_path)), str(tmp_path), on_gpu=False)
-    check_engine(tiny_config(), cache_shape(str(tmp_path)), str(tmp_path), on_gpu=True)
+        check_engine(tiny_config(), cache_shape(tiny_config(), str(tmp_path)), str(tmp_path), on_gpu=False)
+    check_engine(tiny_config(), cache_shape(tiny_config(), str(tmp_path)), str(tmp_path), on_gpu=True)
 
 
 def test_a_mixture_takes_no_adapters_on_a_cpu(tmp_path: Path) -> None:
     tiny_mixture(seed=1).config.save_pretrained(tmp_path)
     config = tiny_config()
     config.lora.rank = 4
-    shape = cache_shape(str(tmp_path))
+    shape = cache_shape(tiny_config(), str(tmp_path))
     with pytest.raises(ConfigError, match=r"is a mixture of experts, which .* set lora.send=merged"):
         check_engine(config, shape, str(tmp_path), on_gpu=False)
     check_engine(config, shape, str(tmp_path), on_gpu=True)

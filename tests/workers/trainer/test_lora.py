@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoints import commit
 from fakes import make_ready
 from rounding import FLOOR, allowed_difference
 from safetensors.torch import save_file
@@ -33,7 +34,7 @@ from rlflow.cluster.gpus import gpu_plan
 from rlflow.config import Checkpointing, Config, LoraConfig, ProcessKind, Send, TrainerConfig
 from rlflow.errors import ConfigError, RunError
 from rlflow.groups.sampler import SamplerState
-from rlflow.rundir.store import CheckpointStore, RunState, state_to_json
+from rlflow.rundir.store import CheckpointStore, RunState
 from rlflow.runtime.derived import needs_reference, policy_is_reference
 from rlflow.tools.export import export
 from rlflow.types import CriticTargets, ReadyGroup, Span
@@ -206,8 +207,8 @@ def write_run(folder: Path, model: str) -> FsdpTrainer:
     store = CheckpointStore(folder / "run" / "checkpoints", keep=1)
     partial = store.begin(1)
     trainer.snapshot().write(partial / "trainer")
-    sampler = SamplerState(kind="uniform", tasks="", put_back=[], curriculum={})
-    store.commit(partial, state_to_json(RunState(step=1, version=1, sampler=sampler, ready=[])))
+    sampler = SamplerState(kind="uniform", tasks="", rows="", put_back=[], curriculum={})
+    commit(store, partial, RunState(step=1, version=1, sampler=sampler, ready=[]))
     (folder / "run" / "config.yaml").write_text(f"model:\n  path: {model}\n")
     return trainer
 
@@ -237,8 +238,8 @@ def test_a_run_without_adapters_has_none_to_export(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=1)
     partial = store.begin(1)
     one_rank(tiny_config(), tmp_path).snapshot().write(partial / "trainer")
-    sampler = SamplerState(kind="uniform", tasks="", put_back=[], curriculum={})
-    store.commit(partial, state_to_json(RunState(step=1, version=1, sampler=sampler, ready=[])))
+    sampler = SamplerState(kind="uniform", tasks="", rows="", put_back=[], curriculum={})
+    commit(store, partial, RunState(step=1, version=1, sampler=sampler, ready=[]))
     (tmp_path / "run" / "config.yaml").write_text(f"model:\n  path: {model}\n")
     with pytest.raises(ConfigError, match="--adapter has no effect: the run trained the whole model"):
         export(tmp_path / "run", tmp_path / "out", step=None, dtype="float32", adapter_only=True)

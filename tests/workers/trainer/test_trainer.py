@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoints import digests_of
 from processes import spawn_ranks
 from rounding import allowed_difference
 from safetensors.torch import load_file, save_file
@@ -267,7 +268,7 @@ def test_what_is_written_is_of_the_moment_of_the_snapshot(model_path: str, tmp_p
     take_step()
     take_step()
     snapshot.write(tmp_path / "later")
-    trainer.snapshot().write(tmp_path / "now")
+    assert trainer.snapshot().write(tmp_path / "now") == digests_of(tmp_path / "now")
     for name in ("manifest.json", "rank_0.json", "rank_0.safetensors"):
         at_once, later, now = ((tmp_path / folder / name).read_bytes() for folder in ("at_once", "later", "now"))
         assert later == at_once

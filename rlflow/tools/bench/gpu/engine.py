@@ -119,7 +119,7 @@ async def _sleep(plan: Plan, report: Report) -> None:
 @asynccontextmanager
 async def _engine(config: Config, plan: Plan, report: Report) -> AsyncIterator[tuple[RolloutEngine, Any]]:
     """An engine that serves version 0, and what stages another version."""
-    check_engine(config, cache_shape(plan.model_path), plan.model_path, plan.on_gpu)
+    check_engine(config, cache_shape(config, plan.model_path), plan.model_path, plan.on_gpu)
     started = time.perf_counter()
     engine = RolloutEngine(config, plan.model_path, 0, len(os.sched_getaffinity(0)))
     specs = [(name, torch_dtype(config), tuple(tensor.shape)) for name, tensor in tensors_of(plan.model_path)]

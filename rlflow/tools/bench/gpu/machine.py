@@ -60,12 +60,13 @@ def write_random(size: str, folder: Path) -> str:
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
+    from rlflow.models.opening import build_model
     from rlflow.models.resolve import resolve_model
 
     torch.manual_seed(0)
     options: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **SHAPES[size]}
     config = Qwen2Config(vocab_size=151936, max_position_embeddings=32768, rms_norm_eps=1e-6, **options)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    build_model(AutoModelForCausalLM, config, trust=False, dtype=torch.bfloat16).save_pretrained(folder)
     for file in Path(resolve_model("tiny")).iterdir():
         if file.name.startswith(("tokenizer", "chat_template", "generation_config")):
             shutil.copy(file, folder)

@@ -1,0 +1,53 @@
+"""Configurations, tokenizers and models of a folder: the only place that asks transformers for them.
+
+`trust` is `model.trust_remote_code`. Without it no Python code of the folder runs, and nobody is asked on the terminal.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rlflow.errors import ConfigError
+from rlflow.models.resolve import POLICY
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def open_config(folder: str, *, trust: bool, setting: str = POLICY, **options: Any) -> "PreTrainedConfig":
+    """`options` replace what config.json says. `setting` named the folder, for the ConfigError if it needs trust."""
+    from transformers import AutoConfig
+
+    return _opened(AutoConfig.from_pretrained, folder, folder, trust, setting, options)
+
+
+def open_tokenizer(folder: str, *, trust: bool, setting: str = POLICY) -> Any:
+    """The tokenizer with its chat template, as AutoTokenizer finds it."""
+    from transformers import AutoTokenizer
+
+    return _opened(AutoTokenizer.from_pretrained, folder, folder, trust, setting, {})
+
+
+def open_model(auto_class: Any, folder: str, *, trust: bool, setting: str = POLICY, **options: Any) -> Any:
+    """A model with its weights, by one of transformers' Auto classes."""
+    return _opened(auto_class.from_pretrained, folder, folder, trust, setting, options)
+
+
+def build_model(
+    auto_class: Any, config: "PreTrainedConfig", *, trust: bool, setting: str = POLICY, **options: Any
+) -> Any:
+    """A model without weights, from what `open_config` gave."""
+    return _opened(auto_class.from_config, config, str(config.name_or_path), trust, setting, options)
+
+
+def _opened(
+    call: Callable[..., Any], source: object, folder: str, trust: bool, setting: str, options: dict[str, Any]
+) -> Any:
+    try:
+        return call(source, trust_remote_code=trust, **options)
+    except ValueError as error:
+        if trust or "trust_remote_code" not in str(error):
+            raise
+        raise ConfigError(
+            f"{setting}: {folder} needs Python code of its own (auto_map), and none of it is run; take a model that "
+            "transformers knows, or read that code and set model.trust_remote_code=true"
+        ) from error

@@ -28,7 +28,7 @@ _VERBS = {
     "export": "write a checkpoint as a folder for transformers and vLLM",
     "report": "write a run's report.html",
     "ledger": "count a run's groups by state",
-    "doctor": "is this machine, or a cluster, fit: rlflow doctor [key=value ...] [--cluster] [--json]",
+    "doctor": "is this machine, or a cluster, fit: rlflow doctor [key=value ...] [--cluster] [--clean] [--json]",
     "env": "play an environment with scripts (check), or write a new one (new)",
     "bench": "measure on this machine",
     "simulate": "the driver on a fleet of modelled engines: throughput by staleness",
@@ -130,6 +130,7 @@ def _doctor(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--cluster", action="store_true", help="look at every node of cluster.address, and between them"
     )
+    parser.add_argument("--clean", action="store_true", help="remove what killed runs have left on this machine")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     options = parser.parse_intermixed_args(arguments)
     from rlflow.settings.compose import train
@@ -140,7 +141,8 @@ def _doctor(arguments: Sequence[str]) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if not any(word.startswith("recipe=") for word in settings):
         settings.append("run.name=run")
-    run = partial(doctor, is_run=names_run(settings), cluster=options.cluster, json_wanted=options.json)
+    wanted = {"cluster": options.cluster, "clean": options.clean, "json_wanted": options.json}
+    run = partial(doctor, is_run=names_run(settings), **wanted)
     return train(settings, _report, run, needs_recipe=False)
 
 

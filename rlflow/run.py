@@ -92,7 +92,7 @@ def train(config: Config) -> int:
             reward_model_path=reward_model_path,
             run_dir=run_dir,
         )
-        with ray_cluster(config):
+        with ray_cluster(run.config, run_dir.path):
             run = replace(run, config=by_device(run.config, on_gpus=has_gpus()))
             check(run.config)  # what null has become may be refused
             ended_by = asyncio.run(_train(run))

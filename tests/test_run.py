@@ -27,6 +27,7 @@ from training import largest_relative_difference, plain_score, save_reward_model
 from rlflow.config import Config
 from rlflow.groups.ledger import counts_by_state
 from rlflow.recipes.minimal_grpo import Group, MinimalGrpo, Update
+from rlflow.runtime import scratch
 from rlflow.telemetry import metrics
 from rlflow.telemetry.metrics import REQUIRED
 from rlflow.telemetry.samples import read_samples
@@ -52,6 +53,16 @@ def running(run: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(command(run, *overrides), stdout=subprocess.PIPE, text=True, start_new_session=True)
     with ended_after(process):
         yield process
+
+
+def scratch_of(run: Path) -> Path:
+    """The folder of the temporary files of the run that is under way in a directory."""
+    (found,) = [path.parent for path in scratch.ROOT.glob("rlflow-run-*/run_dir") if path.read_text() == str(run)]
+    return found
+
+
+def shared_memory(folder: Path) -> list[str]:
+    return [path.name for path in scratch.SHARED.iterdir() if path.name.startswith(folder.name)]
 
 
 def test_the_reward_rises(tmp_path: Path) -> None:
@@ -245,18 +256,27 @@ def test_a_killed_run_resumes_and_outlives_its_trainer_and_trains_every_task_onc
     ]  # fmt: skip
     with running(run, *settings) as process:
         wait_for(process, "step 5/8")
+        killed = scratch_of(run)
         process.kill()
         assert process.wait(timeout=TIMEOUT_S) == -signal.SIGKILL
+    assert killed.is_dir()
     with running(run, *settings) as process:
         wait_for(process, "resumed at step 3 of 8, version 3")
         wait_for(process, "step 4/8")
         children = psutil.Process(process.pid).children(recursive=True)
+        assert not killed.exists()
+        assert (run / "logs/raylet.out").is_file()
+        own = scratch_of(run)
         next(child for child in children if child.name().startswith("ray::TrainerWor")).kill()
         wait_for(process, "ALARM: the trainer rank ")
         wait_for(process, "resumed at step 3 of 8, version 3")
         wait_for(process, " is done again, ")
+        # One trainer of two has an arena; that of the killed one is gone.
+        assert len(shared_memory(own)) == 1
         wait_for(process, "report: ")
         assert process.wait(timeout=TIMEOUT_S) == 0
+    assert not own.exists()
+    assert shared_memory(killed) == shared_memory(own) == []
     counts = counts_by_state(run / "ledger.db")
     total = counts.pop("admitted_total")
     assert sum(counts.values()) == total

@@ -1,4 +1,4 @@
-"""Actors that are killed when they hang, so that a hung process takes the way of a dead one."""
+"""Actors that are killed when they hang, so that a hung process takes the way of a dead one, and leaves as little."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ import ray
 from rlflow.config import Config
 from rlflow.processes.pulse import start_pulse
 from rlflow.rundir import killed
+from rlflow.runtime import scratch
 
 
 def watched(process: type, config: Config, *, leads_group: bool = False, **options: Any) -> Any:
@@ -19,6 +20,7 @@ def watched(process: type, config: Config, *, leads_group: bool = False, **optio
     log, heartbeat_s = Path(config.run.dir) / killed.NAME, config.deadlines.heartbeat_s
 
     def begin(self: Any, name: str, *arguments: Any, **named: Any) -> None:
+        scratch.enter(name.replace(" ", "-"))
         start_pulse(name, heartbeat_s, log, leads_group=leads_group)
         process.__init__(self, *arguments, **named)
 

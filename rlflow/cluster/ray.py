@@ -7,24 +7,23 @@ has. `join_ray` joins a cluster that others have started, and says why that fail
 import ipaddress
 import os
 import secrets
-import shutil
 import socket
+import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, worker
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
 from ray._raylet import Config as RayConfig  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import AuthenticationError
 
 from rlflow.errors import ConfigError
-from rlflow.runtime.disk import TEMPORARY
 from rlflow.runtime.environment import variables
 
 LOOPBACK = "127.0.0.1"
@@ -32,14 +31,12 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 @contextmanager
-def private_ray() -> Iterator[dict[str, Any]]:
+def private_ray(folder: Path) -> Iterator[dict[str, Any]]:
     """The arguments of `ray.init` that start a Ray of this run's own, valid while the block lasts.
 
-    Sockets, logs, token and what Ray moves out of memory are in a folder that only this user can enter; every user can
-    write to the folder that Ray would choose. The folder is removed with the block, unless the run failed: its logs may
-    tell why.
+    Sockets, logs, token and what Ray moves out of memory are in the run's folder, which only this user can enter; every
+    user can write to the folder that Ray would choose.
     """
-    folder = Path(tempfile.mkdtemp(prefix="rlflow-ray-", dir=TEMPORARY))
     token = folder / "token"
     with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
@@ -55,7 +52,6 @@ def private_ray() -> Iterator[dict[str, Any]]:
     }
     # This process read that setting when it imported Ray; Ray's processes read it from the environment.
     is_enabled, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    failed = False
     try:
         with variables(changes):
             _read_variables_again()
@@ -67,17 +63,41 @@ def private_ray() -> Iterator[dict[str, Any]]:
                 # Not the folder itself: Ray lets everybody into the one that it is given.
                 "_temp_dir": str(folder / "ray"),
             }
-    except Exception as error:
-        if not isinstance(error, ConfigError):
-            failed = True
-            error.add_note(f"what the processes of the run have logged is in {folder}")
-        raise
     finally:
         _read_variables_again()
         ray_constants.ENABLE_RAY_CLUSTER = is_enabled
-        if not failed:
-            # A process of Ray that is just ending may still write there.
-            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def agents_end_with_this_process() -> Iterator[None]:
+    """For a Ray that this process has just started: its agents end when this process does, however that ends.
+
+    The kernel ends the servers of such a Ray, and its workers follow. The agents would stay for more than a minute (Ray
+    2.60): they first report the end to the GCS, which has ended too.
+    """
+    node = worker._global_node
+    assert node is not None, "Ray was started here"
+    raylet = psutil.Process(node.all_processes[ray_constants.PROCESS_TYPE_RAYLET][0].process.pid)
+    agents = [str(child.pid) for child in raylet.children() if _is_agent(child)]
+    guard = subprocess.Popen(
+        ["/bin/sh", "-c", 'read -r _; kill -KILL "$@" 2>/dev/null', "rlflow-guard", *agents],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        guard.kill()
+        guard.communicate()
+
+
+def _is_agent(process: psutil.Process) -> bool:
+    """Whether Ray started the process as an agent, which takes a title of its own later."""
+    try:
+        words = [word.strip() for word in process.cmdline()]
+    except psutil.NoSuchProcess:
+        return False  # a worker that was not needed
+    return any(word.endswith(("/agent.py", "/agent/main.py", "Agent")) for word in words)
 
 
 def _read_variables_again() -> None:

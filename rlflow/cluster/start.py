@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -31,7 +32,7 @@ from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
 from rlflow.cluster.profile import profile
 from rlflow.cluster.pulse import watched
-from rlflow.cluster.ray import join_ray, private_ray
+from rlflow.cluster.ray import agents_end_with_this_process, join_ray, private_ray
 from rlflow.cluster.rewards import start_rewards
 from rlflow.cluster.runners import RayRunners, start_runners
 from rlflow.cluster.shared_files import check_shared_files
@@ -40,6 +41,7 @@ from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerError, WorkerLost
 from rlflow.roles import Workers
 from rlflow.rollout.fleet import EngineFleet
+from rlflow.runtime import scratch
 from rlflow.runtime.deadlines import or_hung
 from rlflow.runtime.derived import object_store_bytes, policy_is_reference, reference_ranks
 from rlflow.runtime.environment import ONE_ARENA
@@ -66,8 +68,11 @@ _EVERYWHERE = {
 
 
 @contextmanager
-def ray_cluster(config: Config) -> Iterator[None]:
-    """Join `cluster.address`, or start Ray on this machine for as long as the block lasts."""
+def ray_cluster(config: Config, run_dir: Path | None = None) -> Iterator[None]:
+    """Join `cluster.address`, or start Ray on this machine for as long as the block lasts.
+
+    `run_dir` is the directory of the run that this is for; see `scratch.opened`.
+    """
     if ray.is_initialized():
         raise ConfigError("Ray is already running in this process; start rlflow in a process of its own")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -77,14 +82,18 @@ def ray_cluster(config: Config) -> Iterator[None]:
         os.environ.setdefault(name, value)
     quiet = {"log_to_driver": False, "logging_level": "error"}
     with ExitStack() as stack:
+        folder = stack.enter_context(scratch.opened(run_dir))
         if config.cluster.address is not None:
             # The processes of a cluster that is there do not have this process's environment.
-            join_ray(config.cluster.address, **quiet, runtime_env={"env_vars": _EVERYWHERE})
+            theirs = {**_EVERYWHERE, scratch.VARIABLE: os.environ[scratch.VARIABLE]}
+            join_ray(config.cluster.address, **quiet, runtime_env={"env_vars": theirs})
+            stack.callback(ray.shutdown)
         else:
-            arguments = stack.enter_context(private_ray())
+            own = stack.enter_context(private_ray(folder))
             with hang_ups_ignored():
-                ray.init(object_store_memory=object_store_bytes(config), **quiet, **arguments)
-        stack.callback(ray.shutdown)
+                ray.init(object_store_memory=object_store_bytes(config), **quiet, **own)
+            stack.callback(ray.shutdown)
+            stack.enter_context(agents_end_with_this_process())
         yield
 
 

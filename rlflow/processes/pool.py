@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar
 
 from rlflow.errors import ConfigError, DeadlineError
 from rlflow.processes.frames import MAX_FRAME_BYTES, Fields, check_size, encode, frame_of, read_frame
+from rlflow.runtime import scratch
 
 START_TIMEOUT_S = 120.0
 """How long a process may take to start and load its code."""
@@ -125,6 +126,7 @@ class HostedProcess:
         self._connection: socket.socket | asyncio.StreamWriter = ours
         life_read, self._life_fd = os.pipe()
         descriptors = (theirs.fileno(), life_read)
+        scratch.folder()  # is named in the environment from here on
         variables = {name: value for name, value in os.environ.items() if name not in CLUSTER_KEYS}
         variables["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         try:

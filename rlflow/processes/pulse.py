@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlflow.processes import companion
+from rlflow.runtime import scratch
 
 BEATS = 4
 """In one heartbeat_s."""
@@ -27,8 +28,11 @@ def start_pulse(name: str, heartbeat_s: float, log: Path, *, leads_group: bool =
         *(str(os.getpid()), str(heartbeat_s), str(int(leads_group)), name, str(log)),
     ]
 
+    # The folder of temporary files is in use until the group is gone.
+    lock = [scratch.hold()] if leads_group else []
+
     def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0, pass_fds=lock)
 
     # The first one at once: a thread may never get Python's lock.
     threading.Thread(target=_beat, args=(start, start(), heartbeat_s / BEATS), name="pulse", daemon=True).start()

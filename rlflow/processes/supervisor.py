@@ -18,6 +18,7 @@ import threading
 from collections.abc import Sequence
 
 from rlflow.processes.sandbox import linux
+from rlflow.runtime import scratch
 
 MAX_OUTPUT_BYTES = 16 << 20
 """Standard output and error of one worker together. The rest is dropped: what is printed ends up in a log on disk."""
@@ -45,6 +46,7 @@ def supervise(life_fd: int, worker_fds: Sequence[int]) -> None:
         return
     for descriptor in (*worker_fds, output_write):
         os.close(descriptor)
+    scratch.hold()  # for as long as anything that the worker started may write there
     with contextlib.suppress(ProcessLookupError):  # the worker does the same; after this line the group exists
         os.setpgid(worker, worker)
 

@@ -1,4 +1,4 @@
-"""Where temporary files go, how files are written and last, and what a person is told when a disk refuses."""
+"""How files are written and last, and what a person is told when a disk refuses."""
 
 import errno
 import hashlib
@@ -18,8 +18,6 @@ from safetensors import SafetensorError
 
 from rlflow.errors import RunError
 
-TEMPORARY = "/tmp"
-"""The folder for sockets, whatever TMPDIR says: a socket's path has at most 107 bytes."""
 RESUMES = (
     "run the same command again, with run.dir moved to another disk if need be: it resumes from the last complete "
     "checkpoint"

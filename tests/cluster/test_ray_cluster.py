@@ -8,15 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from listening import is_loopback, listeners
 
 from rlflow.cluster import ray as local_ray
-from rlflow.cluster.ray import private_ray
 from rlflow.cluster.start import ray_cluster
 from rlflow.config import Config
-from rlflow.errors import ConfigError, RunError
+from rlflow.errors import ConfigError
+from rlflow.runtime import scratch
 
 pytestmark = pytest.mark.slow
 
@@ -74,16 +75,38 @@ def test_ray_on_this_machine_is_for_this_run_alone() -> None:
     assert _what_ray_is_told() == before
 
 
-def test_what_rays_processes_logged_is_kept_when_a_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_ray, "TEMPORARY", str(tmp_path))
-    with pytest.raises(RunError) as failure, private_ray() as options:
-        raise RunError("an engine is lost")
-    [kept] = tmp_path.iterdir()
-    assert Path(options["_temp_dir"]).parent == kept
-    assert failure.value.__notes__ == [f"what the processes of the run have logged is in {kept}"]
-    with pytest.raises(ConfigError), private_ray():
-        raise ConfigError("the person knows what to do")
-    assert list(tmp_path.iterdir()) == [kept]
+_KILLED = """
+import os, signal, sys
+import ray
+from pathlib import Path
+from rlflow.cluster.start import ray_cluster
+from rlflow.config import Config
+from rlflow.runtime import scratch
+with ray_cluster(Config(), Path(sys.argv[1])):
+    from ray._private import worker
+    raylet = worker._global_node.all_processes["raylet"][0].process.pid
+    print(scratch.folder(), raylet, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_killed_driver_takes_all_of_ray_with_it_and_the_next_start_keeps_its_logs(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _KILLED, str(tmp_path)]
+    driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    folder, raylet = driver.stdout.readline().split()
+    processes = [psutil.Process(int(raylet)), *psutil.Process(driver.pid).children(recursive=True)]
+    agents = [child for child in psutil.Process(int(raylet)).children() if local_ray._is_agent(child)]
+    assert len(agents) == 2
+    driver.kill()
+    driver.communicate(timeout=60)
+    # Agents that are left to themselves stay for more than a minute.
+    assert psutil.wait_procs(processes, timeout=30)[1] == []
+    assert (Path(folder) / "token").is_file()
+    with scratch.opened(tmp_path):
+        assert not Path(folder).exists()
+    assert (tmp_path / "logs/raylet.out").stat().st_size > 0
+    assert not list(tmp_path.rglob("token"))
 
 
 @pytest.mark.parametrize(

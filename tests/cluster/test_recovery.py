@@ -22,6 +22,7 @@ from rlflow.environments.find import load_environment
 from rlflow.errors import RunError, StaleGroup
 from rlflow.models.resolve import resolve_model
 from rlflow.rundir.killed import KilledLog
+from rlflow.runtime import scratch
 from rlflow.types import EpisodeEnd, GroupOrder, PlayedGroup, Task
 
 pytestmark = pytest.mark.slow
@@ -172,6 +173,8 @@ async def test_lost_engines_come_back_with_the_current_weights_and_lose_no_episo
 
         await kill_and_recover(on, stop_vllm, engine=1, version=3)
         assert await on.process(0) != actor
+        # What each engine's predecessor left is gone; its own meeting place is there.
+        assert [len([*scratch.folder().glob(f"rollout-engine-{index}/vllm_dist_*")]) for index in (0, 1)] == [1, 1]
         (line,) = killed.news()
         assert f"process {other} of rollout engine 1 (" in line
         assert ") was stopped for 5 s" in line

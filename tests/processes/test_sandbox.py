@@ -33,6 +33,7 @@ from rlflow.processes.sandbox.run import (
     run,
 )
 from rlflow.processes.sandbox.seccomp import program_of
+from rlflow.runtime import scratch
 
 QUICK = SandboxLimits(seconds=0.7, cpu_seconds=5, memory_mb=256, file_mb=8, processes=8, output_bytes=5000)
 ROOMY = SandboxLimits(seconds=20, memory_mb=256)
@@ -627,3 +628,21 @@ def test_the_last_block_that_is_python() -> None:
     assert last_program("```\nx = 1\n```\n```text\nno\n```") == "x = 1\n"
     assert last_program("```python\nx = 1") is None
     assert last_program("  ```Python\n  x = 1\n  ```") == "  x = 1\n"
+
+
+async def test_a_killed_supervisor_leaves_no_files(method: str) -> None:
+    before = set(scratch.folder().iterdir())
+    own = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    children = set(own.read_text().split())
+    program = "open('made', 'w').write('x'); print('ready', flush=True); import time; time.sleep(60)"
+    running = asyncio.create_task(run(program, limits=ROOMY))
+    while not (supervisor := set(own.read_text().split()) - children):
+        await asyncio.sleep(0)
+    folders = [*scratch.folder().glob("sandbox-*/made")]
+    while method == FILTERS and not folders:
+        await asyncio.sleep(0)
+        folders = [*scratch.folder().glob("sandbox-*/made")]
+    os.kill(int(supervisor.pop()), signal.SIGKILL)
+    with pytest.raises(SandboxError, match="could not be run in its sandbox|that watches a sandbox died"):
+        await running
+    assert set(scratch.folder().iterdir()) == before

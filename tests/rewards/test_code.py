@@ -262,6 +262,6 @@ async def test_no_attack_solves_a_repair_and_every_right_version_does() -> None:
     answers = {task.answer for held_out in (True, False) for task in make_tasks(None, 0, is_evaluation=held_out)}
     assert answers == {f"```python\n{source_of(name)}```" for name in TESTS}
     rewards = await asyncio.gather(
-        *(score_of("two_sum", block(program.replace("NAME", "two_sum"))) for program in ATTACKS.values())
+        *(score_of("divisors", block(program.replace("NAME", "divisors"))) for program in ATTACKS.values())
     )
     assert {name: reward for name, reward in zip(ATTACKS, rewards, strict=True) if reward} == {}

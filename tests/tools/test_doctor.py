@@ -23,6 +23,7 @@ from rlflow.config import Config, Placement, Transport
 from rlflow.errors import ConfigError, SandboxError
 from rlflow.models.resolve import resolve_model
 from rlflow.processes.machine_limits import Limits, memory_bytes, read_limits, read_memory
+from rlflow.runtime import scratch
 from rlflow.tools.doctor import trials
 from rlflow.tools.doctor.cluster import Link, NodeReport, check_links, check_nodes, pairs_of
 from rlflow.tools.doctor.findings import (
@@ -43,6 +44,7 @@ from rlflow.tools.doctor.here import (
     Space,
     hub_folder,
     is_proxied,
+    look_around,
     probe_packages,
     probe_space,
     ray_folder,
@@ -99,6 +101,7 @@ HERE = Here(
     run_dir=ROOMY,
     ray_dir=replace(ROOMY, path="/tmp/ray"),
     hub_dir=replace(ROOMY, path="/data/hub"),
+    left_behind={},
     open_files=(1024, 65536),
     loopback_problem="",
     hostname_problem="",
@@ -231,6 +234,13 @@ def test_a_head_that_computes_nothing_has_no_lines_about_computing() -> None:
             "shared memory",
             "Ray would keep its objects on a disk",
             "--shm-size=5g",
+        ),
+        (
+            {"left_behind": {"/tmp/rlflow-run-0123456789ab": 3 * GIB}},
+            "warning",
+            "left behind",
+            "/tmp/rlflow-run-0123456789ab, 3.00 GiB with its shared memory, of a run that was killed",
+            "rlflow doctor --clean",
         ),
         (
             {"run_dir": Space(path="/data/run", total=100 * GIB, free=19 * GIB)},
@@ -971,3 +981,21 @@ def test_every_node_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "engine 0, trainer 0" in placed[0] + placed[-1]
     assert len(computing) >= 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_killed_runs_left_is_listed_and_removed_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scratch, "ROOT", tmp_path)
+    monkeypatch.setattr(scratch, "SHARED", tmp_path)
+    left = tmp_path / "rlflow-run-0123456789ab"
+    left.mkdir()
+    (tmp_path / f"{left.name}-weights").write_bytes(bytes(2 << 20))
+    assert look_around(tmp_path, {}, computes=True).left_behind == {str(left): 2 << 20}
+    with scratch.opened() as living:
+        assert main(["doctor", "--clean"]) == 0
+        assert capsys.readouterr().out == f"removed {left}, 2.00 MiB with its shared memory\n"
+        assert list(tmp_path.iterdir()) == [living]
+    assert main(["doctor", "--clean", "--json"]) == 0
+    assert capsys.readouterr().out == "{}\n"
+    assert main(["doctor", "--clean", "--cluster"]) == 2

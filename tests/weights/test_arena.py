@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import torch
 
 from rlflow.config import Transport
 from rlflow.errors import ConfigError
+from rlflow.runtime import scratch
 from rlflow.weights.engine.messages import OPENING, Opening
-from rlflow.weights.shm.arena import BEING_WRITTEN, Arena, cut_buckets, lay_out, remove_abandoned, tensor_at
+from rlflow.weights.shm.arena import BEING_WRITTEN, Arena, cut_buckets, lay_out, tensor_at
 
 SPECS = [
     ("embed.weight", torch.float32, (3, 5)),
@@ -120,19 +122,28 @@ def test_missing_folder_is_a_config_error(tmp_path: Path) -> None:
         Arena(SPECS, folder=tmp_path / "absent")
 
 
-def test_arenas_of_dead_processes_are_removed_and_live_ones_kept(tmp_path: Path) -> None:
+def test_arenas_of_dead_runs_are_removed_and_those_of_living_ones_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = (
-        "import os, sys, torch\n"
+        "import os, signal, sys, torch\n"
+        "from pathlib import Path\n"
+        "from rlflow.runtime import scratch\n"
         "from rlflow.weights.shm.arena import Arena\n"
-        "arena = Arena([('a', torch.float32, (4,))], folder=sys.argv[1])\n"
-        "os._exit(0)\n"
+        "scratch.ROOT = scratch.SHARED = Path(sys.argv[1])\n"
+        "arena = Arena([('a', torch.float32, (4,))], folder=scratch.SHARED)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=120)
-    (left,) = tmp_path.iterdir()
+    environment = {name: value for name, value in os.environ.items() if name != scratch.VARIABLE}
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment, check=False, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    folder, left = sorted(tmp_path.iterdir())
+    assert left.name.startswith(f"{folder.name}-")
     live = Arena(SPECS, folder=tmp_path)
-    assert not left.exists()
-    remove_abandoned(tmp_path)
-    assert live.path.exists()
+    monkeypatch.setattr(scratch, "ROOT", tmp_path)
+    monkeypatch.setattr(scratch, "SHARED", tmp_path)
+    assert list(scratch.leavings(remove=True)) == [folder]
+    assert list(tmp_path.iterdir()) == [live.path]
     live.close()
 
 

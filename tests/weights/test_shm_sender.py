@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlflow.runtime import scratch
 from rlflow.weights.shm.arena import ArenaView
 from rlflow.weights.shm.sender import AdapterSender, SharedMemorySender
 
@@ -63,6 +64,8 @@ def test_each_machine_has_the_version_under_the_same_name(kind: Any, machines: l
     folders = [tmp_path / f"machine_{index}" for index in range(max(machines) + 1)]
     for folder in folders:
         folder.mkdir()
+        (folder / f"{scratch.folder().name}-0123").touch()  # of a trainer that was killed
+        (folder / "rlflow-run-ba9876543210-0123").touch()  # of another run
     meeting = Meeting(len(machines))
 
     def run(rank: int) -> Any:
@@ -74,11 +77,11 @@ def test_each_machine_has_the_version_under_the_same_name(kind: Any, machines: l
     first, *others = [staged for _, staged in found]
     assert others == [None] * len(others)
     for folder in folders:
-        (path,) = folder.iterdir()
+        (path,) = set(folder.iterdir()) - {folder / "rlflow-run-ba9876543210-0123"}
         assert path.name == Path(first.path).name
         view = ArenaView(str(path), first.num_bytes)
         view.check(7)
         assert all(torch.equal(tensor, WEIGHTS[name]) for name, tensor in view.tensors(first.slots))
     for sender, _ in found:
         sender.close()
-    assert not [path for folder in folders for path in folder.iterdir()]
+    assert all([path.name for path in folder.iterdir()] == ["rlflow-run-ba9876543210-0123"] for folder in folders)

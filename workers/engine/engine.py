@@ -22,7 +22,6 @@ from rlflow.roles import StagedWeights
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
 from rlflow.runtime.deadlines import within
 from rlflow.runtime.derived import keeps_cache, max_running, sends_adapters
-from rlflow.runtime.disk import TEMPORARY
 from rlflow.runtime.environment import variables
 from rlflow.runtime.gpus import has_gpu
 from rlflow.weights.engine.messages import ADAPTER_ID, WeightReport
@@ -100,7 +99,7 @@ class RolloutEngine:
     async def _build(self) -> None:
         # vLLM leaves the files of its sockets behind. Its process says that it is ready before it has connected to all
         # of them; once it has answered a call, nobody else will.
-        folder = tempfile.TemporaryDirectory(prefix="rlflow-vllm-", dir=TEMPORARY)
+        folder = tempfile.TemporaryDirectory(prefix="vllm-")
         with folder as sockets, variables({"VLLM_RPC_BASE_PATH": sockets}):
             self._llm = await asyncio.to_thread(self._start_vllm)
             await self._llm.is_sleeping()

@@ -68,7 +68,7 @@ class Snapshot:
             layout[shard.name] = {"shape": shard.shape, "dtype": dtype, "start": shard.start, "stop": stop}
             if stop > shard.start:
                 tensors |= {f"{kind}/{shard.name}": tensor.contiguous() for kind, tensor in shard.tensors.items()}
-        name, arrays = f"rank_{self.rank}.safetensors", {key: tensor.numpy() for key, tensor in tensors.items()}
+        name, arrays = f"rank_{self.rank}.safetensors", {key: each.detach().numpy() for key, each in tensors.items()}
         digests = {name: write_tensors(folder / name, arrays, {"updates": str(self.updates)})}
         texts = {f"rank_{self.rank}.json": json.dumps(layout)}
         if self.rank == 0:

@@ -25,6 +25,8 @@ class ProgramRequest(TypedDict):
     """The folder that holds the package rlflow."""
     readable: list[str]
     """Absolute paths that the program may read; none is below another one."""
+    folder: str
+    """The program's own, which the supervisor makes and removes; only for filters."""
     command: list[str]
     files: dict[str, str]
     """Relative path: content in base 64."""

@@ -33,6 +33,7 @@ import asyncio
 import base64
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -55,6 +56,8 @@ from rlflow.processes.sandbox.protocol import (
     frame_of,
     interpreter_arguments,
 )
+from rlflow.runtime import scratch
+from rlflow.runtime.trees import remove_tree
 
 ANSWER_SECONDS = 180.0
 """Beyond the program's own limit: set-up, the end of all its processes, the removal of its files."""
@@ -313,6 +316,7 @@ async def _run(
         bwrap=method.bwrap,
         package=str(Path(__file__).resolve().parent.parent.parent.parent),
         readable=readable_paths(),
+        folder=f"{scratch.folder()}/sandbox-{secrets.token_hex(8)}",
         command=list(command),
         files={name: base64.b64encode(content).decode() for name, content in files.items()},
         stdin=base64.b64encode(_bytes_of(stdin)).decode() if isinstance(stdin, str) else "",
@@ -357,6 +361,8 @@ async def _run(
         except TimeoutError as error:
             process.kill()
             raise SandboxError(f"a sandbox did not end within {ANSWER_SECONDS:g} s") from error
+        if os.path.lexists(request["folder"]):  # the supervisor was killed
+            await asyncio.to_thread(remove_tree, request["folder"])
 
 
 async def _result(

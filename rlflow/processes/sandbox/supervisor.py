@@ -11,12 +11,9 @@ import fcntl
 import math
 import os
 import select
-import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 
 from rlflow.processes.sandbox import linux, namespaces, protocol
@@ -32,9 +29,9 @@ from rlflow.processes.sandbox.protocol import (
     ProgramReport,
     ProgramRequest,
 )
+from rlflow.runtime.trees import remove_tree
 
 SET_UP_SECONDS = 30.0
-REMOVE_SECONDS = 60.0
 LOOK_SECONDS = 0.01
 """Between two looks at how much memory is held; twice as long as a look when that is more."""
 
@@ -58,8 +55,10 @@ def main() -> None:
 
 def _supervise(request: ProgramRequest, connection: socket.socket) -> ProgramReport:
     linux.prctl("CHILD_SUBREAPER", linux.PR_SET_CHILD_SUBREAPER, 1)
-    folder = tempfile.mkdtemp(prefix="rlflow-sandbox-") if request["method"] == FILTERS else None
+    folder = request["folder"] if request["method"] == FILTERS else None
     try:
+        if folder is not None:
+            os.mkdir(folder, 0o700)
         if request["method"] == NAMESPACES:
             namespaces.leave()
         return _Watch(request, connection).run(folder)
@@ -67,16 +66,7 @@ def _supervise(request: ProgramRequest, connection: socket.socket) -> ProgramRep
         return ProgramReport(failure=str(error), status=None, end=None, seconds=0.0)
     finally:
         if folder is not None:
-            _remove(folder)
-
-
-def _remove(folder: str) -> None:
-    """Also a tree that is deeper than a path may be long, or that lacks permissions."""
-    for words in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-        subprocess.run(
-            [*words, "--", folder], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=REMOVE_SECONDS
-        )
-    shutil.rmtree(folder, ignore_errors=True)
+            remove_tree(folder)
 
 
 class _Watch:

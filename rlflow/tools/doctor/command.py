@@ -1,4 +1,4 @@
-"""`rlflow doctor [key=value ...] [--cluster] [--json]`."""
+"""`rlflow doctor [key=value ...] [--cluster] [--clean] [--json]`."""
 
 import json
 import os
@@ -9,10 +9,12 @@ from pathlib import Path
 from rlflow.cluster.placement import machines_taken
 from rlflow.config import Config
 from rlflow.errors import ConfigError
+from rlflow.runtime import scratch
 from rlflow.runtime.derived import by_device
 from rlflow.tools.doctor.findings import Finding, as_json, as_text, check_placement, in_order
 from rlflow.tools.doctor.machine import check_machine, needs_of
 from rlflow.tools.doctor.trials import look
+from rlflow.tools.dry_run.memory import size
 
 
 def names_run(words: Sequence[str]) -> bool:
@@ -20,8 +22,11 @@ def names_run(words: Sequence[str]) -> bool:
     return any(word.startswith(("recipe=", "model.path=")) for word in words)
 
 
-def doctor(config: Config, *, is_run: bool, cluster: bool, json_wanted: bool) -> int:
-    """Print what was found; the exit code is 1 when something of it is an error. Raises ConfigError."""
+def doctor(config: Config, *, is_run: bool, cluster: bool, clean: bool, json_wanted: bool) -> int:
+    """Print what was found; the exit code is 1 when something of it is an error. Raises ConfigError.
+
+    `clean` looks at nothing, and removes what killed runs of this user have left on this machine.
+    """
     run_dir = Path(config.run.dir or "runs").absolute()
     is_for_pods = config.cluster.kubernetes.image is not None
     if cluster and is_for_pods:
@@ -30,6 +35,13 @@ def doctor(config: Config, *, is_run: bool, cluster: bool, json_wanted: bool) ->
             "pods to come; leave it out, or run in the head's pod of a job: "
             "kubectl exec -it POD -- rlflow doctor cluster=ray --cluster"
         )
+    if clean:
+        if cluster:
+            raise ConfigError("--clean is about this machine; leave --cluster out, and call it on each node")
+        removed = {str(path): num_bytes for path, num_bytes in scratch.leavings(remove=True).items()}
+        lines = [f"removed {path}, {size(num_bytes)} with its shared memory" for path, num_bytes in removed.items()]
+        print(json.dumps(removed) if json_wanted else "\n".join(lines or ["no killed run has left anything"]))
+        return 0
     if cluster:
         from rlflow.tools.doctor.cluster import examine_cluster  # imports Ray
 

@@ -11,7 +11,7 @@ from rlflow.errors import ConfigError
 ORDER = (
     *("Python", "packages", "torch", "GPUs", "NCCL", "GPU memory", "vLLM", "Ray", "sandbox", "clock", "open files"),
     *("loopback", "host name", "processors", "memory", "shared memory", "run directory", "Ray's directory"),
-    *("environment", "placement", "model", "chat template", "reward model", "engine", "tasks"),
+    *("left behind", "environment", "placement", "model", "chat template", "reward model", "engine", "tasks"),
 )
 """Names of findings about a machine, as they are shown."""
 

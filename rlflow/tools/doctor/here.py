@@ -25,6 +25,7 @@ from packaging.requirements import Requirement
 import rlflow
 from rlflow.processes.machine_limits import Limits, read_limits, read_memory
 from rlflow.processes.pool import CLUSTER_KEYS
+from rlflow.runtime import scratch
 from rlflow.runtime.gpus import count_gpus, driver_version
 
 CONNECT_TIMEOUT_S = 5.0
@@ -93,6 +94,8 @@ class Here:
     """Where Ray keeps its sockets, logs and what does not fit into memory."""
     hub_dir: Space
     """Where models of the hub are downloaded to."""
+    left_behind: dict[str, int]
+    """Folder of a run that has ended -> bytes of it and its shared memory."""
     open_files: tuple[int, int]
     """Soft and hard limit."""
     loopback_problem: str
@@ -164,6 +167,7 @@ def look_around(run_dir: Path, environment: Mapping[str, str], *, computes: bool
         run_dir=probe_space(run_dir),
         ray_dir=probe_space(ray_folder(environment)),
         hub_dir=probe_space(hub_folder(environment)),
+        left_behind={str(path): num_bytes for path, num_bytes in scratch.leavings(remove=False).items()},
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
         loopback_problem=_loopback_problem(),
         hostname_problem=_hostname_problem(),

@@ -244,6 +244,9 @@ def _check_folders(here: Here, needs: Needs) -> Iterator[Finding]:
         yield warning(name, f"{full}, so that Ray writes no objects there when its memory is full", cure)
     else:
         yield ok(name, text)
+    for path, num_bytes in here.left_behind.items():
+        text = f"{path}, {size(num_bytes)} with its shared memory, of a run that was killed"
+        yield warning("left behind", text, "rlflow doctor --clean; the next run does the same")
 
 
 def check_environment(here: Here, needs: Needs) -> Iterator[Finding]:

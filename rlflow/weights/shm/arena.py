@@ -7,12 +7,11 @@ hold the version that it carries, or `BEING_WRITTEN`, so that a reader notices w
 """
 
 import errno
-import fcntl
 import math
 import mmap
 import os
+import secrets
 import sys
-import uuid
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ import torch
 
 from rlflow.errors import ConfigError
 from rlflow.roles import StagedWeights, TensorSlot
+from rlflow.runtime import scratch
 from rlflow.weights.source import Specs
 
 ALIGNMENT = 64
@@ -34,8 +34,6 @@ BUCKET_BYTES = 128 * 2**20
 """What an engine lays out between two of its steps: smaller ones hold a step up for less, and take more steps in all. A
 large model's embedding alone is as large."""
 
-_PREFIX = "rlflow-weights-"
-
 
 class Arena:
     """Owns one arena file from construction to `close` (or the end of the process).
@@ -46,7 +44,7 @@ class Arena:
     def __init__(
         self,
         specs: Specs,
-        folder: str | Path = "/dev/shm",
+        folder: Path = scratch.SHARED,
         bucket_bytes: int = BUCKET_BYTES,
         label: str = "",
     ) -> None:
@@ -56,8 +54,9 @@ class Arena:
         """
         self.slots, self.num_bytes = lay_out(specs)
         self.buckets = cut_buckets(self.slots, bucket_bytes)
-        remove_abandoned(Path(folder))
-        self.path, file = _create_file(Path(folder), label or uuid.uuid4().hex, self.num_bytes)
+        # Whose it is, so that it goes with the run's other temporary files.
+        self.path = folder / f"{scratch.folder().name}-{label or secrets.token_hex(8)}"
+        file = _create_file(self.path, self.num_bytes)
         self._close = weakref.finalize(self, _close_file, self.path, file)
         self._bytes: torch.Tensor | None = torch.frombuffer(mmap.mmap(file, self.num_bytes), dtype=torch.uint8)
         self._slot_of = {slot.name: slot for slot in self.slots}
@@ -151,53 +150,25 @@ def tensor_at(arena_bytes: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
     return found.view(getattr(torch, slot.dtype)).view(slot.shape)
 
 
-def remove_abandoned(folder: Path) -> None:
-    """Remove arenas of this user whose process is gone: nobody holds their lock."""
-    for path in folder.glob(f"{_PREFIX}*"):
-        try:
-            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-        except (FileNotFoundError, PermissionError):
-            continue
-        try:
-            if os.fstat(file).st_uid == os.getuid():
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink(missing_ok=True)
-        except BlockingIOError:
-            continue  # its owner lives
-        finally:
-            os.close(file)
-
-
-def arena_path(folder: Path, label: str) -> Path:
-    """Where an arena with this label is."""
-    return folder / f"{_PREFIX}{label}"
-
-
-def _create_file(folder: Path, label: str, num_bytes: int) -> tuple[Path, int]:
-    """An open, locked file of `num_bytes` that nobody else may read, with its memory reserved."""
-    path, unlocked = arena_path(folder, label), folder / f".{_PREFIX}{label}"
+def _create_file(path: Path, num_bytes: int) -> int:
+    """An open file of `num_bytes` that nobody else may read, with its memory reserved."""
     try:
-        file = os.open(unlocked, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        raise ConfigError(f"the weights are handed over in {folder}, which cannot be written: {error}") from error
+        raise ConfigError(f"the weights are handed over in {path.parent}, which cannot be written: {error}") from error
     try:
-        # It takes the name that `remove_abandoned` looks for only once it is locked.
-        fcntl.flock(file, fcntl.LOCK_EX)
-        unlocked.rename(path)
         os.posix_fallocate(file, 0, num_bytes)
     except OSError as error:
-        os.close(file)
-        unlocked.unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
+        _close_file(path, file)
         if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EINTR):
             raise
-        space = os.statvfs(folder)
+        space = os.statvfs(path.parent)
         raise ConfigError(
-            f"{folder} has too little room to hand the weights over: {num_bytes / 2**20:.0f} MiB needed, "
+            f"{path.parent} has too little room to hand the weights over: {num_bytes / 2**20:.0f} MiB needed, "
             f"{space.f_bavail * space.f_frsize / 2**20:.0f} MiB free; make it larger (a container needs --shm-size or "
             "a memory-backed volume there), or take a smaller model or model.dtype=bfloat16"
         ) from error
-    return path, file
+    return file
 
 
 def _close_file(path: Path, file: int) -> None:

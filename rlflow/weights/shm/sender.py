@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from rlflow.roles import StagedWeights
+from rlflow.runtime import scratch
 from rlflow.weights.p2p.exchange import source_view, target_view
 from rlflow.weights.shape.layout import EngineLayout, mesh_layout
 from rlflow.weights.shape.plan import Move, plan
-from rlflow.weights.shm.arena import Arena, arena_path, lay_out, tensor_at
+from rlflow.weights.shm.arena import Arena, lay_out, tensor_at
 from rlflow.weights.source import Specs, WeightSender, WeightSource
 
 
@@ -36,15 +37,18 @@ class AdapterSender(WeightSender):
         self._num_machines = 0
         # A name that was never used: what a dead process has left must not be taken for it.
         label = f"{round(backend.add_up([float(secrets.randbits(52)) if rank == 0 else 0.0])[0]):013x}"
-        self._path = arena_path(folder, label)  # the same on all machines
         while True:
+            found = next(folder.glob(f"*-{label}"), None)
             flags = [0.0] * world_size
-            flags[rank] = float(not self._path.exists())
+            flags[rank] = float(found is None)
             lacking = [other for other, lacks in enumerate(backend.add_up(flags)) if lacks]
-            if not lacking:
+            if found is not None and not lacking:
+                self._path = found
                 return
             self._num_machines += 1
             if lacking[0] == rank:
+                for left in folder.glob(f"{scratch.folder().name}-*"):
+                    left.unlink(missing_ok=True)  # of a trainer that this one replaces
                 self._arena = Arena(self._specs(), folder, label=label)
             self._meet()  # nobody looks before it is there
 

@@ -50,6 +50,17 @@ def _listening(pid: int, kinds: Sequence[str]) -> Iterator[tuple[str, str, int]]
                     yield name, *found
 
 
+def listening_addresses() -> set[str]:
+    """ "kind address:port" of everything in this network namespace that strangers can reach, and abstract sockets."""
+    kinds = ("tcp", "tcp6", "udp", "udp6")
+    found = {f"{kind} {address}:{port}" for kind in kinds for address, port in _open_sockets([kind]).values()}
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        name = line.split()[7:]
+        if name and name[0].startswith("@"):
+            found.add(f"unix {name[0]}")
+    return found
+
+
 def _inode(entry: Path) -> str:
     """Of the socket that this is, or some other text."""
     try:

@@ -95,6 +95,17 @@ class Node:
             _tell(process, "kill")
         self._process.wait(STOP_S)
 
+    def cut(self) -> None:
+        """Take the machine off its network."""
+        self._link("down")
+
+    def mend(self) -> None:
+        self._link("up")
+
+    def _link(self, state: str) -> None:
+        assert self.network is not None, "nodes without networks of their own have no links"
+        _ip("link", "set", _outside(self.ip), state)
+
     def stop(self) -> None:
         """As `kill`; nothing of a test's cluster has to end in order."""
         if self._process.poll() is None:
@@ -234,8 +245,7 @@ def _bridge() -> Iterator[None]:
 @contextmanager
 def _network(ip: str) -> Iterator[str]:
     """A network namespace with this address, on the bridge."""
-    number = ip.rpartition(".")[2]
-    name, outside = f"{_BRIDGE}-{number}", f"{_BRIDGE}v{number}"
+    name, outside = f"{_BRIDGE}-{ip.rpartition('.')[2]}", _outside(ip)
     _ip("netns", "add", name)
     try:
         _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", name)
@@ -246,6 +256,11 @@ def _network(ip: str) -> Iterator[str]:
         yield name
     finally:
         _ip("netns", "delete", name)
+
+
+def _outside(ip: str) -> str:
+    """The end of a machine's link that is on the bridge."""
+    return f"{_BRIDGE}v{ip.rpartition('.')[2]}"
 
 
 def _ip(*words: str) -> None:

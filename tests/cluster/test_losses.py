@@ -68,7 +68,7 @@ def test_a_loss_after_a_signal_ends_the_run_as_the_signal_does(tmp_path: Path, m
     for name, fake in (("_start", start), ("_drive", drive), ("run_unless_lost", as_it_is)):
         monkeypatch.setattr(running, name, fake)
     monkeypatch.setattr(running, "RunObserver", lambda *arguments: nullcontext(observer))
-    run = SimpleNamespace(config=Config(), run_dir=SimpleNamespace(checkpoints=checkpoints), state=None, setback=None)
+    run = SimpleNamespace(config=Config(), run_dir=SimpleNamespace(checkpoints=checkpoints, state=None), setback=None)
     try:
         assert asyncio.run(running._train(cast(Any, run))) is signal.SIGTERM
     finally:
@@ -138,7 +138,7 @@ def run_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any
         model_path="",
         reward_model_path=None,
         run_dir=run_dir,
-        state=None,
+        rows={},
     )
     return run, told, fleets
 

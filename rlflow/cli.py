@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlflow.errors import ConfigError, RunError
+from rlflow.runtime.streams import discard, make_dispensable, open_closed_streams
 
 if TYPE_CHECKING:
     from rlflow.config import Config
@@ -37,8 +39,28 @@ _OF_TORCH = ("torch", "vllm", "accelerate", "jinja2")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 the run failed, 2 the command or its configuration is wrong."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    """Exit code: 0 done, 1 the run failed, 2 the command or its configuration is wrong, 128 + a signal: ended by it."""
+    open_closed_streams()
+    try:
+        try:
+            return _run(list(sys.argv[1:] if arguments is None else arguments))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads what is printed has seen enough
+        discard(sys.stdout)
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        from rlflow.runtime.disk import describe_disk_error
+
+        if (told := describe_disk_error(error, "a file", Path(error.filename or "."))) is None:
+            raise
+        if error.filename is None:
+            told = f"what is printed, or a file, cannot be written: {error.strerror}; look where the output goes"
+        discard(sys.stdout)
+        return _report(RunError(f"{told} and call again"))
+
+
+def _run(words: list[str]) -> int:
     try:
         if words[:1] in (["-sc"], ["--shell-completion"]):  # how the shell asks for completions
             return _complete(words)
@@ -97,6 +119,7 @@ def _train(arguments: Sequence[str]) -> int:
 def _start(config: Config) -> int:
     from rlflow.run import train  # imports Ray
 
+    make_dispensable()
     return train(config)
 
 

@@ -42,6 +42,7 @@ from rlflow.groups.sampler import TaskSampler
 from rlflow.publisher import Publisher, PublishListener
 from rlflow.roles import StepOutcome, Workers
 from rlflow.rundir.store import CheckpointStore, RunState
+from rlflow.runtime.clock import steady
 from rlflow.runtime.deadlines import or_hung, within
 from rlflow.runtime.derived import least_streamed_tokens
 from rlflow.saver import SaveListener, Saver
@@ -111,7 +112,7 @@ class Driver:
         self._ledger = ledger
         self._observer = observer
         self._evaluation_tasks = evaluation_tasks
-        self._now = now
+        self._now = now = steady(now, lambda: asyncio.get_running_loop().time())
         self._progress = Progress()
         self._intake = Intake(
             config=config, workers=workers, sampler=sampler, ledger=ledger, listener=observer, progress=self._progress
@@ -202,9 +203,9 @@ class Driver:
         self._count_update(outcome)
         for group in groups:
             self._ledger.advance(group.group_id, GroupState.TRAINED, version=trained_version)
-        self._ledger.flush()
         self._progress.step += 1
         self._is_updating = False
+        await self._flush_ledger()
         staged = await self._publisher.stage() if outcome.applied or self._is_colocated else None
         await self._saver.take_if_due()
         if staged is None:
@@ -346,6 +347,10 @@ class Driver:
         await self._cancel_unfinished()
         await self._saver.wait_until_written()
         await self._save()
+        await self._flush_ledger()
+
+    async def _flush_ledger(self) -> None:
+        await within("writing the ledger", self._config.deadlines.checkpoint_s, self._ledger.flush())
 
     async def _save(self, deadline_s: float | None = None) -> None:
         """Write a checkpoint of this moment, unless this step has one; returns when it is on disk.

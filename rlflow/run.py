@@ -207,7 +207,7 @@ async def _after(error: WorkerLost | PayloadLost, run: _Run, observer: RunObserv
 async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stopper) -> int:
     """Train to the end, or until asked to stop; returns the steps done."""
     observer.runners = fleet.workers.runners
-    ledger = Ledger(run.run_dir.ledger)
+    ledger = await asyncio.to_thread(Ledger, run.run_dir.ledger)
     driver = Driver(
         config=run.config,
         workers=fleet.workers,
@@ -233,7 +233,7 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stoppe
         stopper.hand_to(None)
         watch.cancel()
         with first_error_stands():
-            ledger.close()
+            await asyncio.to_thread(ledger.close)  # waits for the disk
 
 
 async def _watch_engines(fleet: Fleet, driver: Driver) -> None:

@@ -8,7 +8,7 @@ the checkpoint is given up and the run goes on: the next one has what is there t
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,7 +30,7 @@ class _Taken:
 
     step: int
     state: dict[str, Any]
-    ledger: bytes
+    ledger: Awaitable[bytes]
     payloads: tuple[PayloadRef, ...]
     """Those of the groups in `state`, in order; what they refer to never changes."""
 
@@ -167,7 +167,8 @@ class Saver:
             writing = self._workers.trainer.write_snapshot(partial / "trainer")
             shards = await or_hung("saving the trainer", self._deadlines, "checkpoint_s", writing)
             digests |= {f"trainer/{name}": digest for name, digest in shards.items()}
-            digests["ledger.db"] = await asyncio.to_thread(write_digested, partial / "ledger.db", [taken.ledger])
+            ledger = await within("copying the ledger", self._deadlines.checkpoint_s, taken.ledger)
+            digests["ledger.db"] = await asyncio.to_thread(write_digested, partial / "ledger.db", [ledger])
             folder = await asyncio.to_thread(self._checkpoints.commit, partial, taken.state, digests)
         self.saved_step = taken.step
         self.spans.append(Span(actor="checkpoint", name="write", start_s=start_s, end_s=self._now()))

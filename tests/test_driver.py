@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 import shutil
+import sqlite3
 import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,11 +23,12 @@ from rlflow.algorithms.registry import check_functions
 from rlflow.config import Config, Late, Order, Placement
 from rlflow.driver import StepReport
 from rlflow.errors import ConfigError, DeadlineError, EngineLost, PayloadLost, RunError, WorkerError, WorkerLost
-from rlflow.groups.ledger import DropReason, Ledger, counts_by_state
+from rlflow.groups.ledger import DropReason, GroupState, Ledger, counts_by_state
 from rlflow.groups.sampler import TaskSampler
 from rlflow.roles import StepOutcome
 from rlflow.rundir.store import RunState, read_state
 from rlflow.settings.checks import check
+from rlflow.telemetry.record import step_record
 from rlflow.types import EpisodeEnd, GroupOrder, PayloadRef, PlayedGroup, ReadyGroup, Span
 
 
@@ -869,3 +872,78 @@ def test_a_users_function_that_fails_ends_the_run_and_the_steps_are_kept(tmp_pat
         run_virtually(world.driver.run())
     assert world.observer.saves == ["step_2"]
     assert saved_state(world, 2)[2]["trained"] == 6
+
+
+def test_a_clock_that_is_set_changes_no_duration(tmp_path: Path) -> None:
+    """Another reading of the machine's clock each time: an hour back, a day forward."""
+    jumps = itertools.cycle([0.0, -3600.0, 86400.0])
+
+    def wall() -> float:
+        return 1.7e9 + asyncio.get_running_loop().time() + next(jumps)
+
+    world = make_world(tmp_path, steps=6, max_versions=1, now=wall)
+    world.config.run.checkpoint_every = 2
+    run_virtually(world.driver.run())
+    since_s = world.observer.reports[0].start_s
+    for report in world.observer.reports:
+        record = step_record(report, since_s=since_s, num_tokens_before=0)
+        assert 0 < (record["step_time"] or 0) <= world.observer.ended_s
+        for name in ("time/weights", "time/checkpoint"):
+            assert 0 <= (record[name] or 0) <= (record["step_time"] or 0)
+        assert all(0 <= span.end_s - span.start_s <= world.observer.ended_s for span in report.spans)
+        since_s = report.end_s
+    assert {span.name for report in world.observer.reports for span in report.spans} == {
+        "weights",
+        "checkpoint",
+        "write",
+    }
+
+
+def test_a_ledger_that_cannot_be_written_ends_the_run_with_everything_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process keeps it locked from the third step on."""
+    monkeypatch.setattr("rlflow.groups.ledger.LOCK_S", 0.0)
+    path = tmp_path / "ledger.db"
+    world = make_world(tmp_path, steps=10, max_versions=1, ledger=path)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+
+        def lock(report: StepReport) -> None:
+            if report.step == 3:
+                other.execute("BEGIN IMMEDIATE")
+
+        world.observer.on_step = lock
+        with pytest.raises(RunError, match=r"the ledger cannot be written in .*ledger\.db: database is locked"):
+            run_virtually(world.driver.run())
+        world.ledger.close()
+    (saved,) = world.observer.saves
+    assert counts_by_state(world.checkpoints.folder / saved / "ledger.db") == world.ledger.counts()
+    assert_conserved(world)
+    resumed = make_world(tmp_path, steps=10, max_versions=1, ledger=world.checkpoints.folder / saved / "ledger.db")
+
+    async def resume() -> None:
+        folder = world.checkpoints.folder / saved
+        await resumed.driver.restore(folder, read_state(folder))
+        await resumed.driver.run()
+
+    run_virtually(resume())
+    assert len(resumed.trainer.trained) == len(set(resumed.trainer.trained)) == 30
+
+
+def test_a_ledger_that_fails_after_the_last_step_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlflow.groups.ledger.LOCK_S", 0.0)
+    path = tmp_path / "ledger.db"
+    world = make_world(tmp_path, steps=2, ledger=path)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+
+        def lock(report: StepReport) -> None:
+            if report.step == 2:
+                world.ledger.advance(world.ledger.admit("one more", version=2), GroupState.RUNNING)
+                other.execute("BEGIN IMMEDIATE")
+
+        world.observer.on_step = lock
+        with pytest.raises(RunError, match="the ledger cannot be written"):
+            run_virtually(world.driver.run())
+        world.ledger.close()
+    assert world.observer.saves == ["step_2"]
+    assert counts_by_state(world.checkpoints.folder / "step_2" / "ledger.db")["dropped_cancelled"] == 1

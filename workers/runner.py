@@ -8,7 +8,6 @@ group is lost, and is played again.
 """
 
 import asyncio
-import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from rlflow.rollout.client import EngineClient, EngineHandle, RemoteCalls
 from rlflow.rollout.episode import EnvironmentSource, ProgramGateway, play_episode, summarize, unless
 from rlflow.rollout.render import ChatRenderer, Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
+from rlflow.runtime.clock import now
 from rlflow.runtime.concurrency import all_or_none
 from rlflow.runtime.derived import is_seeded
 from rlflow.runtime.disk import disk_errors
@@ -101,7 +101,7 @@ class EpisodeRunner:
         Call it with num_returns = 1 + order.num_episodes, so that the caller owns each payload. Raises StaleGroup if
         `cancel_stale` ended the group, and whatever an engine or the scorer raises.
         """
-        start_s = time.time()
+        start_s = now()
         group = _UnderWay(order=order)
         self._under_way.add(group)
         try:
@@ -196,13 +196,13 @@ class EpisodeRunner:
             raise EngineLost(f"an episode waited {silence_s:.0f} s for a token, and failed: {played.detail}")
         if played.end is EpisodeEnd.EPISODE_TIMEOUT and not self._client.is_served:
             raise EngineLost("all rollout engines were lost, and none was back before the episode ran out of time")
-        played_at_s = time.time()
+        played_at_s = now()
         verdict = None if played.end.is_error else await self._scorer.score(played.transcript)
         return _Scored(
             payload=played.payload,
             summary=summarize(played, verdict),
             played_at_s=played_at_s,
-            scored_at_s=None if verdict is None else time.time(),
+            scored_at_s=None if verdict is None else now(),
         )
 
 

@@ -9,6 +9,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ from rlflow.batching import in_order_of_training, plan_micro_batches
 from rlflow.config import TrainerConfig
 from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerError, WorkerLost, first_line
 from rlflow.roles import Mean, StagedWeights, StepOutcome
+from rlflow.runtime.clock import as_seen_here, now
 from rlflow.runtime.concurrency import wait_until_all_ended
 from rlflow.runtime.derived import num_shares
 from rlflow.types import PayloadRef, ReadyGroup, Span
@@ -132,7 +134,9 @@ class RayTrainer:
 
     async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
         await self.refer(groups)
-        return await self._all("accumulate", list(groups), oldest_version)
+        asked_s = now()
+        spans = await self._all("accumulate", list(groups), oldest_version)
+        return [each for span in spans for each in as_seen_here([span], asked_s)]
 
     async def refer(self, groups: Sequence[ReadyGroup]) -> None:
         """If this trainer is the reference too: give the groups that lack them the reference's log-probabilities."""
@@ -161,15 +165,17 @@ class RayTrainer:
         ]
 
     async def step(self) -> StepOutcome:
+        asked_s = now()
         outcomes = await self._all("step")
         first: StepOutcome = outcomes[0]
-        first.spans = [span for outcome in outcomes for span in outcome.spans]
+        first.spans = [span for outcome in outcomes for span in as_seen_here(outcome.spans, asked_s)]
         first.memory_peaks = [peak for outcome in outcomes for peak in outcome.memory_peaks]
         return first
 
     async def stage_weights(self, version: int) -> StagedWeights:
-        staged = await self._all("stage_weights", version)
-        return staged[0]
+        asked_s = now()
+        staged: list[StagedWeights] = await self._all("stage_weights", version)
+        return replace(staged[0], spans=tuple(as_seen_here(staged[0].spans, asked_s)))
 
     async def snapshot(self) -> None:
         await self._all("snapshot")

@@ -25,6 +25,7 @@ from rlflow.envs.base import Environment, EnvironmentSpec, Program
 from rlflow.errors import DeadlineError, WorkerError, WorkerLost
 from rlflow.rollout.client import EngineHandle
 from rlflow.rollout.gateway.server import Gateway
+from rlflow.runtime.clock import as_seen_here, now
 from rlflow.runtime.deadlines import within
 from rlflow.types import EpisodePayload, GroupOrder, Message, PayloadRef, PlayedGroup
 from rlflow.workers.runner import EpisodeRunner
@@ -123,6 +124,7 @@ class RayRunners:
     async def play(self, order: GroupOrder) -> PlayedGroup:
         index = await self._choose()
         self._playing[index] += 1
+        asked_s = now()
         # One return value an episode.
         call = self._actors[index].play.options(num_returns=order.num_episodes + 1)
         try:
@@ -135,6 +137,7 @@ class RayRunners:
         finally:
             self._playing[index] -= 1
         played.payloads = payloads
+        played.spans = as_seen_here(played.spans, asked_s)
         return played
 
     def is_lost(self, payloads: Sequence[PayloadRef]) -> bool:

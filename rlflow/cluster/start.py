@@ -45,6 +45,7 @@ from rlflow.runtime import scratch
 from rlflow.runtime.deadlines import or_hung
 from rlflow.runtime.derived import object_store_bytes, policy_is_reference, reference_ranks
 from rlflow.runtime.environment import ONE_ARENA
+from rlflow.runtime.signals import hang_ups_ignored
 from rlflow.workers.reference import ReferenceWorker
 from rlflow.workers.trainer.actor import TrainerWorker
 
@@ -89,7 +90,8 @@ def ray_cluster(config: Config, run_dir: Path | None = None) -> Iterator[None]:
             stack.callback(ray.shutdown)
         else:
             own = stack.enter_context(private_ray(folder))
-            ray.init(object_store_memory=object_store_bytes(config), **quiet, **own)
+            with hang_ups_ignored():
+                ray.init(object_store_memory=object_store_bytes(config), **quiet, **own)
             stack.callback(ray.shutdown)
             stack.enter_context(agents_end_with_this_process())
         yield

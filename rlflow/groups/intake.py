@@ -122,6 +122,8 @@ class Intake:
     def admit(self) -> None:
         """Start as many groups as the staleness bound and the ready queue allow. An error, such as one of a user's
         curriculum, is raised by the main task, because the caller may be a group's."""
+        if self._ledger.failure is not None:
+            self.fail(self._ledger.failure)
         if self._closing or self._failure is not None:
             return
         try:
@@ -353,11 +355,11 @@ class Intake:
 
     def _drop(self, group_id: int, reason: DropReason, detail: str) -> None:
         self.ready.forget(group_id)
+        task_id, task_pass = self._ledger.task_of(group_id)
         self._ledger.drop(group_id, reason, detail)
         self._listener.dropped(group_id, reason, detail)
         if not reason.puts_task_back:
             return
-        task_id, task_pass = self._ledger.task_of(group_id)
         failed = reason is DropReason.FAILED
         if failed and self._ledger.num_drops_of(task_id, task_pass, reason) >= MAX_TASK_FAILURES:
             return

@@ -16,7 +16,7 @@ from rlflow.config import Config, OnExists
 from rlflow.errors import ConfigError, first_line
 from rlflow.rundir.lock import NAME, hold
 from rlflow.rundir.store import CheckpointStore, RunState
-from rlflow.runtime.disk import sync
+from rlflow.runtime.disk import disk_errors, sync
 
 _FIXED = (
     "model.path",
@@ -89,13 +89,14 @@ def claim(config: Config) -> Iterator[RunDir]:
         if checkpoints.steps():
             _check_same_run(config, path)
             print(f"reading the newest checkpoint in {checkpoints.folder} to check it ...", flush=True)
-        run_dir = rewound(RunDir(path=path, checkpoints=checkpoints, resume_from=None))
-        for alarm in run_dir.alarms:  # at once: whatever fails next, the folder has its new name
-            print(f"ALARM: {alarm}", flush=True)
-        partial = path / "config.yaml.partial"
-        partial.write_text(yaml.safe_dump(plain(config), sort_keys=False))
-        sync(partial)
-        partial.rename(path / "config.yaml")
+        with disk_errors("the run", path):
+            run_dir = rewound(RunDir(path=path, checkpoints=checkpoints, resume_from=None))
+            for alarm in run_dir.alarms:  # at once: whatever fails next, the folder has its new name
+                print(f"ALARM: {alarm}", flush=True)
+            partial = path / "config.yaml.partial"
+            partial.write_text(yaml.safe_dump(plain(config), sort_keys=False))
+            sync(partial)
+            partial.rename(path / "config.yaml")
         yield run_dir
 
 

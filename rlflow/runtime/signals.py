@@ -1,21 +1,33 @@
-"""What SIGINT and SIGTERM do to a run."""
+"""What SIGINT, SIGTERM and SIGHUP do to a run."""
 
 import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def hang_ups_ignored() -> Iterator[None]:
+    """Processes that are started in the block survive the loss of the terminal, because the run ends by itself then."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 class Stopper:
-    """The first SIGINT or SIGTERM asks the run to stop. A second SIGINT ends the process at once.
+    """The first SIGINT, SIGTERM or SIGHUP asks the run to stop. A second SIGINT ends the process at once.
 
-    A second SIGTERM changes nothing, because a job often gets several at the same time.
+    A second one of the others changes nothing, because a job often gets several at the same time. SIGHUP says that the
+    terminal is gone; a process that was started to ignore it (nohup) ignores it.
     """
 
     def __init__(self, what_is_kept: Callable[[], str]) -> None:
@@ -26,15 +38,17 @@ class Stopper:
         self._on_stop: Callable[[], None] | None = None
         self._tell: Callable[[str], None] = print
         self._stopped = asyncio.Event()
-        for number in SIGNALS:
+        is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._handled = [each for each in _SIGNALS if not (is_ignored and each is signal.SIGHUP)]
+        for number in self._handled:
             asyncio.get_running_loop().add_signal_handler(number, self._handle, number)
 
     def restore(self) -> None:
-        """Give signals back to Python. After a first signal SIGTERM is ignored, because the process is about to end."""
-        for number in SIGNALS:
+        """Give signals back to Python. After a first one only SIGINT counts, because the process is about to end."""
+        for number in self._handled:
             asyncio.get_running_loop().remove_signal_handler(number)
-        if self.signal is not None:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if self.signal is not None and number is not signal.SIGINT:
+                signal.signal(number, signal.SIG_IGN)
 
     async def run_unless_stopped(self, starting: Coroutine[Any, Any, T], tell: Callable[[str], None]) -> T | None:
         """The result of `starting`, or None if a signal comes first. From now on, people are told through `tell`."""

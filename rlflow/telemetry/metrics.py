@@ -61,8 +61,9 @@ class MetricsFile:
     def __init__(self, path: Path, required: Sequence[str] = REQUIRED) -> None:
         self._path = path
         self._required = required
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="ascii")
+        with disk_errors("metrics", path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="ascii")
 
     def append(self, record: StepRecord) -> None:
         """Write one step. A number that is not finite is written as null, because JSON has no other word for it.

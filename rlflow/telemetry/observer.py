@@ -1,13 +1,14 @@
 """Tells people and files what the driver does: console, metrics.jsonl, trackers, trace, samples, report."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 from rlflow.config import Config, Dtype
 from rlflow.driver import StepReport
-from rlflow.errors import RunError, first_error_stands
+from rlflow.errors import RunError, describe_failure, first_error_stands
 from rlflow.groups.evaluation import Evaluation
 from rlflow.groups.ledger import DropReason
 from rlflow.roles import Runners
@@ -22,7 +23,7 @@ from rlflow.telemetry.metrics import MetricsFile, StepRecord
 from rlflow.telemetry.record import step_record
 from rlflow.telemetry.report.report import write_report
 from rlflow.telemetry.trace import Trace
-from rlflow.telemetry.trackers import open_trackers
+from rlflow.telemetry.trackers import Tracker, open_trackers
 
 MISMATCH_ALARM = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean |log-probability difference| between engine and trainer at the same version above which something is wrong."""
@@ -56,9 +57,10 @@ class RunObserver:
         self._console = Console(config.run.steps, run_dir.path)
         self._killed = KilledLog(run_dir.path)
         self._closing = ExitStack()
-        for each in (self._file, self._evaluations, self._trace, *self._trackers):
+        for each in (self._file, self._evaluations, self._trace):
             if each is not None:
                 self._closing.callback(each.close)
+        self._closing.callback(self._tell_trackers, Tracker.close)
 
     def __enter__(self) -> Self:
         self._closing.enter_context(self._console)
@@ -95,8 +97,7 @@ class RunObserver:
             "eval/failed": evaluation.num_failed,
         }
         self._evaluations.append(record)
-        for tracker in self._trackers:
-            tracker.log(evaluation.step, record)
+        self._tell_trackers(lambda tracker: tracker.log(evaluation.step, record))
         if evaluation.reward is None:
             self._console.alarm(f"the evaluation of version {evaluation.version} was lost: {evaluation.detail}")
             return
@@ -124,8 +125,7 @@ class RunObserver:
         self._rewards.append(float(record["reward"] or 0.0))
         self._file.append(record)
         self._trace.add(report.spans)
-        for tracker in self._trackers:
-            tracker.log(report.step, record)
+        self._tell_trackers(lambda tracker: tracker.log(report.step, record))
         self._console.step(record)
         self._tell_of_the_hung()
         self._check(report, record)
@@ -144,6 +144,16 @@ class RunObserver:
             f"reward: first {len(first)} steps {sum(first) / len(first):.3f}, last {len(last)} steps "
             f"{sum(last) / len(last):.3f}\nreport: {report}"
         )
+
+    def _tell_trackers(self, tell: Callable[[Tracker], None]) -> None:
+        """Trackers are other people's code and services: one that fails is left out, and the run goes on."""
+        for tracker in list(self._trackers):
+            try:
+                tell(tracker)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                name, why = type(tracker).__name__, describe_failure(error)
+                self.alarm(f"{name} fails, and gets nothing more of this run: {why}; metrics.jsonl has every step")
 
     def _tell_of_the_hung(self) -> None:
         for line in self._killed.news():

@@ -65,9 +65,11 @@ def step_record(report: StepReport, *, since_s: float, num_tokens_before: int, i
 def busy_share(spans: Iterable[Span], start_s: float, end_s: float) -> float:
     """The share [0, 1] of the window [start_s, end_s] in which at least one of `spans` was open.
 
-    Overlapping spans count once; what lies outside the window does not count. Times are seconds since the epoch.
+    Overlapping spans count once; what lies outside the window does not count. Times are seconds since the epoch. In an
+    empty window nothing was open.
     """
-    assert start_s < end_s, f"the window [{start_s}, {end_s}] is empty"
+    if start_s >= end_s:
+        return 0.0
     busy_s, covered_until_s = 0.0, start_s
     for span in sorted(spans, key=lambda span: span.start_s):
         begin_s, finish_s = max(span.start_s, covered_until_s), min(span.end_s, end_s)

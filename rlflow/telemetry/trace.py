@@ -30,8 +30,8 @@ class Trace:
         self._path, self._max_bytes = path, max_bytes
         self._row_ids: dict[str, int] = {}
         self._busy_until_s: defaultdict[str, list[float]] = defaultdict(list)
-        path.parent.mkdir(parents=True, exist_ok=True)
         with disk_errors("the trace", path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
             self._open()
 
     def add(self, spans: Iterable[Span]) -> None:

@@ -12,12 +12,11 @@ from typing import Any, Protocol
 
 from rlflow.config import TrackersConfig
 from rlflow.errors import ConfigError
-from rlflow.runtime.disk import disk_errors
 from rlflow.telemetry.metrics import StepRecord, finite
 
 
 class Tracker(Protocol):
-    """Takes one record a step."""
+    """Takes one record a step. What it raises costs the run nothing but the tracker."""
 
     def log(self, step: int, record: StepRecord) -> None: ...
 
@@ -43,23 +42,15 @@ class TensorBoardTracker:
     """Event files, written with TensorBoard's own messages: no torch, no TensorFlow, no thread."""
 
     def __init__(self, folder: Path) -> None:
-        records = _require("tensorboard.summary.writer.record_writer", "trackers.tensorboard=true", "tensorboard")
+        self._records = _require("tensorboard.summary.writer.record_writer", "trackers.tensorboard=true", "tensorboard")
         self._events = import_module("tensorboard.compat.proto.event_pb2")
         self._summaries = import_module("tensorboard.compat.proto.summary_pb2")
         self._folder = folder
-        # TensorBoard reads the files in the order of their names; seconds would not tell a quick resume from its start.
-        unique = f"{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        with disk_errors("TensorBoard", folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._writer = records.RecordWriter((folder / f"events.out.tfevents.{unique}").open("wb"))
-            self._write(file_version="brain.Event:2")
-        self._is_first = True
+        self._writer: Any = None
 
     def log(self, step: int, record: StepRecord) -> None:
-        if self._is_first:
-            # Makes TensorBoard forget the steps that a killed run had written beyond its last checkpoint.
-            self._write(step=step, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
-            self._is_first = False
+        if self._writer is None:
+            self._open(step)
         value_of = self._summaries.Summary.Value
         values = [
             value_of(tag=name, simple_value=value) for name, value in _finite_only(record).items() if name != "step"
@@ -67,14 +58,21 @@ class TensorBoardTracker:
         self._write(step=step, summary=self._summaries.Summary(value=values))
 
     def close(self) -> None:
-        with disk_errors("TensorBoard", self._folder):
+        if self._writer is not None:
             self._writer.close()
 
+    def _open(self, step: int) -> None:
+        # TensorBoard reads the files in the order of their names; seconds would not tell a quick resume from its start.
+        unique = f"{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._writer = self._records.RecordWriter((self._folder / f"events.out.tfevents.{unique}").open("wb"))
+        self._write(file_version="brain.Event:2")
+        # Makes TensorBoard forget the steps that a killed run had written beyond its last checkpoint.
+        self._write(step=step, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
+
     def _write(self, **fields: Any) -> None:
-        event = self._events.Event(wall_time=time.time(), **fields)
-        with disk_errors("TensorBoard", self._folder):
-            self._writer.write(event.SerializeToString())
-            self._writer.flush()
+        self._writer.write(self._events.Event(wall_time=time.time(), **fields).SerializeToString())
+        self._writer.flush()
 
 
 class WandbTracker:

@@ -72,7 +72,8 @@ def test_a_loss_after_a_signal_ends_the_run_as_the_signal_does(tmp_path: Path, m
     try:
         assert asyncio.run(running._train(cast(Any, run))) is signal.SIGTERM
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
     assert alarms == [
         "stopping: finishing the step and saving; Ctrl-C once more to leave at once",
         "the trainer rank 0 died; step 4 is the last that was saved, and the run was asked to stop",

@@ -119,8 +119,24 @@ def test_a_full_disk_says_what_to_do(tmp_path: Path) -> None:
     full = r"no disk space left for a checkpoint in .*run the same command again"
     with pytest.raises(RunError, match=full), disk_errors("a checkpoint", tmp_path / "not" / "yet"):
         raise OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(PermissionError), disk_errors("a checkpoint", tmp_path):
-        raise PermissionError(errno.EACCES, "Permission denied")
+    with pytest.raises(FileNotFoundError), disk_errors("a checkpoint", tmp_path):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (errno.EROFS, "Read-only file system; have it mounted for writing and"),
+        (errno.EACCES, "Permission denied; give yourself the right to write there and"),
+        (errno.EPERM, "Operation not permitted; give yourself the right to write there and"),
+        (errno.EDQUOT, "Disk quota exceeded; free some of your quota and"),
+        (errno.EIO, r"Input/output error; look at that disk \(dmesg\) and"),
+    ],
+)
+def test_a_disk_that_refuses_says_why_and_what_to_do(tmp_path: Path, number: int, told: str) -> None:
+    said = f"a checkpoint cannot be written in {tmp_path / 'ro'}: {told} run the same command again"
+    with pytest.raises(RunError, match=said), disk_errors("a checkpoint", tmp_path / "ro"):
+        raise OSError(number, os.strerror(number))
 
 
 def test_a_full_disk_under_safetensors_says_what_to_do(tmp_path: Path) -> None:
@@ -128,7 +144,7 @@ def test_a_full_disk_under_safetensors_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=full), disk_errors("a checkpoint", tmp_path):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
     with pytest.raises(SafetensorError), disk_errors("a checkpoint", tmp_path):
-        raise SafetensorError("Error while serializing: I/O error: Permission denied (os error 13)")
+        raise SafetensorError("Error while serializing: I/O error: Invalid argument (os error 22)")
 
 
 def test_safetensors_names_the_error_number_of_a_failed_write(tmp_path: Path) -> None:

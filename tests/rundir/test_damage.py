@@ -13,6 +13,7 @@ import pytest
 from checkpoints import commit, digests_of
 from composed import compose_recipe
 from fakes import FakeTrainer
+from ledgers import copied
 
 import rlflow.run
 from rlflow.cli import main
@@ -42,7 +43,7 @@ def write(store: CheckpointStore, step: int) -> Path:
     ledger = Ledger()
     for _ in range(step):
         ledger.admit("t", version=0)
-    (partial / "ledger.db").write_bytes(ledger.copy())
+    (partial / "ledger.db").write_bytes(asyncio.run(copied(ledger)))
     return commit(store, partial, make_state(step))
 
 
@@ -316,7 +317,7 @@ def test_edited_tasks_are_refused_before_anything_starts_unless_a_file_accepts_t
     make_rows(rows, "1", "2", "3")
     with claim(config) as run_dir:
         partial = run_dir.checkpoints.begin(1)
-        (partial / "ledger.db").write_bytes(Ledger().copy())
+        (partial / "ledger.db").write_bytes(asyncio.run(copied(Ledger())))
         state = RunState(step=1, version=1, sampler=sampler().state, ready=[])
         commit(run_dir.checkpoints, partial, state)
     with claim(config) as run_dir:

@@ -1,4 +1,4 @@
-"""What SIGINT and SIGTERM do to a run; real ones, to this process or to one of its own."""
+"""What SIGINT, SIGTERM and SIGHUP do to a run; real ones, to this process or to one of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 
-from rlflow.runtime.signals import Stopper
+import pytest
+
+from rlflow.runtime.signals import Stopper, hang_ups_ignored
 
 SECOND = """
 import asyncio, os, signal
@@ -39,7 +41,8 @@ def test_a_signal_that_came_before_there_was_a_driver_reaches_it() -> None:
             stopper.hand_to(lambda: seen.append("asked"))
         finally:
             stopper.restore()
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
         return seen
 
     assert asyncio.run(run()) == ["stopping; nothing has been saved yet", "asked"]
@@ -49,3 +52,45 @@ def test_a_second_sigterm_while_the_process_ends_changes_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", SECOND], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["stopping; step 4 is the last that was saved", "ended by itself"]
+
+
+HUNG_UP = """
+import asyncio, os, signal, sys
+from rlflow.runtime.signals import Stopper
+
+async def run():
+    stopper = Stopper(lambda: "nothing has been saved yet")
+    os.kill(os.getpid(), signal.SIGHUP)
+    async def start():
+        for _ in range(100):
+            await asyncio.sleep(0)
+        return "went on"
+    print(await stopper.run_unless_stopped(start(), print), stopper.signal)
+    stopper.restore()
+
+asyncio.run(run())
+os.kill(os.getpid(), signal.SIGHUP)
+print("ended by itself")
+"""
+
+
+@pytest.mark.parametrize(
+    ("nohup", "printed"),
+    [
+        ([], ["stopping; nothing has been saved yet", "None 1", "ended by itself"]),
+        (["nohup"], ["went on None", "ended by itself"]),
+    ],
+)
+def test_a_terminal_that_goes_away_stops_a_run_unless_it_was_told_to_ignore_that(
+    nohup: list[str], printed: list[str]
+) -> None:
+    command = [*nohup, sys.executable, "-c", HUNG_UP]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.splitlines()) == (0, printed)
+
+
+def test_what_a_run_starts_survives_its_terminal() -> None:
+    with hang_ups_ignored():
+        child = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 1); print('alive')"])
+    assert child.wait(timeout=60) == 0
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -345,6 +346,7 @@ def make_world(
     seed: int = 0,
     ledger: Path | None = None,
     config: Config | None = None,
+    now: Callable[[], float] = time.time,
 ) -> World:
     """`config` is taken over and its sizes are set; None makes one."""
     config = config or Config()
@@ -368,6 +370,7 @@ def make_world(
         checkpoints=checkpoints,
         observer=observer,
         evaluation_tasks=evaluation_tasks,
+        now=now,
     )
     return World(
         config=config,

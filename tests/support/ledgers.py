@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
+from rlflow.groups.ledger import Ledger
+
 
 def trained_tasks(run: Path) -> list[str]:
     """One for each group that was trained."""
@@ -12,3 +14,8 @@ def trained_tasks(run: Path) -> list[str]:
     rows = database.execute("SELECT task FROM groups WHERE state = 'trained'").fetchall()
     database.close()
     return [task for (task,) in rows]
+
+
+async def copied(ledger: Ledger) -> bytes:
+    """What a checkpoint keeps of it."""
+    return await ledger.copy()

@@ -14,9 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.config import TrackersConfig
+from rlflow.config import Config, TrackersConfig
 from rlflow.errors import ConfigError, RunError
-from rlflow.telemetry import metrics
+from rlflow.groups.evaluation import Evaluation
+from rlflow.rundir.directory import RunDir
+from rlflow.rundir.store import CheckpointStore
+from rlflow.telemetry import metrics, observer
 from rlflow.telemetry.console import Console, Curve, sparkline
 from rlflow.telemetry.metrics import REQUIRED, MetricsFile, StepRecord
 from rlflow.telemetry.record import busy_share
@@ -392,6 +395,57 @@ def test_a_missing_tracker_names_the_extra(tmp_path: Path, config: TrackersConfi
         pytest.skip(f"{package} is installed")
     with pytest.raises(ConfigError, match=rf"pip install 'rlflow\[{package}\]'"):
         open_trackers(config, tmp_path, {})
+
+
+class Broken:
+    """A service that has ended."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def log(self, step: int, record: StepRecord) -> None:
+        self.calls.append(f"log {step}")
+        raise ConnectionError("the service ended")
+
+    def close(self) -> None:
+        self.calls.append("close")
+        raise ConnectionError("the service ended")
+
+
+def test_a_tracker_that_fails_costs_one_alarm_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = Broken()
+    trackers = [broken, *open_trackers(TrackersConfig(), tmp_path, {})]
+    monkeypatch.setattr(observer, "open_trackers", lambda *_: trackers)
+    config = Config()
+    config.eval.every = 1
+    run_dir = RunDir(path=tmp_path, checkpoints=CheckpointStore(tmp_path / "checkpoints", keep=1), resume_from=None)
+    with observer.RunObserver(config, run_dir, None) as shown:
+        for step in (1, 2):
+            shown.evaluated(Evaluation(step=step, version=step, reward=0.5, num_episodes=1, num_failed=0))
+    assert broken.calls == ["log 1"]
+    alarms = [line for line in capsys.readouterr().out.splitlines() if "ALARM" in line]
+    assert len(alarms) == 1
+    assert "Broken fails, and gets nothing more of this run: ConnectionError: the service ended" in alarms[0]
+    assert [record["step"] for record in metrics.read(tmp_path / "evaluations.jsonl")] == [1, 2]
+    (written,) = (tmp_path / "tensorboard").iterdir()
+    assert written.stat().st_size > 0
+
+
+def test_a_tracker_whose_disk_is_full_costs_one_alarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = RunDir(path=tmp_path, checkpoints=CheckpointStore(tmp_path / "checkpoints", keep=1), resume_from=None)
+    config = Config()
+    config.eval.every = 1
+    with observer.RunObserver(config, run_dir, None) as shown:
+        real = Path.open
+        monkeypatch.setattr(Path, "open", lambda self, *_: real(NO_SPACE if "tfevents" in self.name else self, "wb"))
+        for step in (1, 2):
+            shown.evaluated(Evaluation(step=step, version=step, reward=0.5, num_episodes=1, num_failed=0))
+    alarms = [line for line in capsys.readouterr().out.splitlines() if "ALARM" in line]
+    assert len(alarms) == 1 and "No space left on device" in alarms[0]
 
 
 # -- charts and report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from rlflow.batching import MicroBatchPlan, plan_micro_batches
 from rlflow.config import Backend, Config, Offload
 from rlflow.errors import ConfigError
 from rlflow.roles import StagedWeights, StepOutcome
+from rlflow.runtime.clock import now
 from rlflow.runtime.derived import num_shares
 from rlflow.runtime.disk import disk_errors
 from rlflow.runtime.environment import keep_memory, share_cpu
@@ -69,7 +69,7 @@ class TrainerWorker:
 
     def accumulate(self, groups: list[ReadyGroup], oldest_version: int | None) -> Span:
         """Add the gradients of this rank's share of `groups`. Every rank plans the same shares from the metadata."""
-        start_s = time.time()
+        start_s = now()
         silent, loud = [], []
         for group in groups:
             (silent if self._has_no_gradient(group) else loud).append(group)
@@ -136,7 +136,7 @@ class TrainerWorker:
         return plans[self._rank // trainer.tensor_parallel]
 
     def step(self) -> StepOutcome:
-        start_s = time.time()
+        start_s = now()
         outcome = self._backend.step()
         self._num_silent = 0
         outcome.spans.append(self._span("train", start_s))
@@ -145,7 +145,7 @@ class TrainerWorker:
     def stage_weights(self, version: int) -> StagedWeights | None:
         """Lay out this version for the engines; rank 0 returns where it is."""
         assert self._sender is not None, "a critic has no engines"
-        start_s = time.time()
+        start_s = now()
         self._backend.version = version
         staged = self._sender.stage(version)
         return staged and replace(staged, spans=(self._span("weights", start_s),))
@@ -196,7 +196,7 @@ class TrainerWorker:
             self._profile = None
 
     def _span(self, name: str, start_s: float) -> Span:
-        return Span(actor=f"trainer {self._rank}", name=name, start_s=start_s, end_s=time.time())
+        return Span(actor=f"trainer {self._rank}", name=name, start_s=start_s, end_s=now())
 
 
 def by_turns(silent: Sequence[ReadyGroup], num_before: int) -> tuple[list[ReadyGroup], list[ReadyGroup]]:

@@ -37,7 +37,7 @@ from rlflow.groups.sampler import SamplerState
 from rlflow.rundir.store import CheckpointStore, RunState
 from rlflow.runtime.derived import needs_reference, policy_is_reference
 from rlflow.tools.export import export
-from rlflow.types import CriticTargets, ReadyGroup
+from rlflow.types import CriticTargets, ReadyGroup, Span
 from rlflow.weights.shm.arena import tensor_at
 from rlflow.workers.trainer.actor import TrainerWorker
 from rlflow.workers.trainer.fsdp import FsdpTrainer
@@ -259,8 +259,8 @@ class FakeMethod:
 
     def remote(self, groups: list[ReadyGroup], *_: object) -> Any:
         self._log.append((self._name, self._rank, [group.references for group in groups]))
-        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        done.set_result(self._name)
+        done: asyncio.Future[Span] = asyncio.get_running_loop().create_future()
+        done.set_result(Span(actor=f"trainer {self._rank}", name=self._name, start_s=0.0, end_s=1.0))
         if self._num_returns == 1:
             return done
         plans = plan_micro_batches([group.episodes for group in groups], 2, 16)

@@ -173,16 +173,15 @@ def verify(path: Path) -> dict[str, str | None]:
     None stands for a whole one.
     """
     found: dict[str, str | None] = {}
+    path = path.resolve()
     store = CheckpointStore(path / "checkpoints", keep=1)
-    for folder in [path] if _STEP_FOLDER.match(path.name) else [store.path(step) for step in store.steps()]:
+    for folder in [path] if path.parent.name == "checkpoints" else [store.path(step) for step in store.steps()]:
         try:
             read_state(folder)
             found[folder.name] = None
-        except CheckpointDamaged as error:
-            if folder.exists():  # a run that goes on has not removed it meanwhile
-                found[folder.name] = error.damage
         except RunError as error:
-            found[folder.name] = str(error)
+            if folder.exists():  # a run that goes on has not removed it meanwhile
+                found[folder.name] = error.damage if isinstance(error, CheckpointDamaged) else str(error)
     return found
 
 

@@ -313,6 +313,14 @@ def test_verify_has_a_line_for_each_checkpoint(tmp_path: Path, capsys: pytest.Ca
     assert store.steps() == [2, 4, 7]
 
 
+def test_a_checkpoint_is_known_by_the_folder_that_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "step_2-try"
+    store = make_store(run, 4)
+    assert verify(run) == {"step_4": None}
+    monkeypatch.chdir(store.path(4))
+    assert verify(Path()) == {"step_4": None}
+
+
 def make_rows(path: Path, *answers: str) -> None:
     path.write_text("".join(f'{{"question": "q{row}", "answer": "{answer}"}}\n' for row, answer in enumerate(answers)))
 

@@ -39,9 +39,9 @@ _numbers = count()
 def open_calls() -> list[str]:
     """The calls that are being waited for: one line for each kind, the longest wait first."""
     waits: dict[str, list[float]] = {}
-    now = time.monotonic()
+    now_s = time.monotonic()
     for what, since in _open.values():
-        waits.setdefault(what, []).append(now - since)
+        waits.setdefault(what, []).append(now_s - since)
     ranked = sorted(waits.items(), key=lambda item: -max(item[1]))
     return [f"{what}: {len(times)} calls open, the oldest for {max(times):.0f} s" for what, times in ranked]
 

@@ -110,7 +110,7 @@ class RunObserver:
         self._console.message(f"saved {folder}")
 
     def given_up(self, step: int, why: str) -> None:
-        self._console.alarm(f"the checkpoint of step {step} is given up, because its ready groups cannot be written: {why}")
+        self._console.alarm(f"the checkpoint of step {step} is given up: its ready groups cannot be written: {why}")
 
     async def step(self, report: StepReport) -> None:
         self.num_steps = report.step

@@ -53,9 +53,10 @@ class RunObserver:
         if config.eval.every:
             self._evaluations = MetricsFile(run_dir.evaluations, required=metrics.EVALUATION)
         self._trace = Trace(run_dir.path / "trace.json")
-        self._trackers = open_trackers(config.trackers, run_dir.path, flatten(plain(config)))
         self._console = Console(config.run.steps, run_dir.path)
         self._killed = KilledLog(run_dir.path)
+        failed = None if setback is None else self._tell_of_tracker  # at first, a person is there who can mend it
+        self._trackers = open_trackers(config.trackers, run_dir.path, flatten(plain(config)), failed)
         self._closing = ExitStack()
         for each in (self._file, self._evaluations, self._trace):
             if each is not None:
@@ -152,8 +153,11 @@ class RunObserver:
                 tell(tracker)
             except Exception as error:
                 self._trackers.remove(tracker)
-                name, why = type(tracker).__name__, describe_failure(error)
-                self.alarm(f"{name} fails, and gets nothing more of this run: {why}; metrics.jsonl has every step")
+                self._tell_of_tracker(type(tracker).__name__, error)
+
+    def _tell_of_tracker(self, name: str, error: Exception) -> None:
+        why = describe_failure(error)
+        self.alarm(f"{name} fails, and gets nothing more of this run: {why}; metrics.jsonl has every step")
 
     def _tell_of_the_hung(self) -> None:
         for line in self._killed.news():

@@ -4,7 +4,8 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -23,18 +24,32 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-def open_trackers(config: TrackersConfig, run_dir: Path, flat_config: Mapping[str, Any]) -> list[Tracker]:
+def open_trackers(
+    config: TrackersConfig,
+    run_dir: Path,
+    flat_config: Mapping[str, Any],
+    failed: Callable[[str, Exception], None] | None = None,
+) -> list[Tracker]:
     """The trackers that are configured; `flat_config` is the run's configuration by dotted key.
 
-    A run that is resumed goes on under the same name in each. Raises ConfigError for a package that is not installed.
+    A run that is resumed goes on under the same name in each. One that does not start is left out if there is `failed`
+    to tell; else its error is raised: ConfigError for a package that is not installed or a service that refuses.
     """
-    trackers: list[Tracker] = []
+    wanted: list[partial[Tracker]] = []
     if config.tensorboard:
-        trackers.append(TensorBoardTracker(run_dir / "tensorboard"))
+        wanted.append(partial(TensorBoardTracker, run_dir / "tensorboard"))
     if config.wandb_project is not None:
-        trackers.append(WandbTracker(config.wandb_project, run_dir, flat_config))
+        wanted.append(partial(WandbTracker, config.wandb_project, run_dir, flat_config))
     if config.mlflow_experiment is not None:
-        trackers.append(MlflowTracker(config.mlflow_experiment, run_dir, flat_config))
+        wanted.append(partial(MlflowTracker, config.mlflow_experiment, run_dir, flat_config))
+    trackers: list[Tracker] = []
+    for opening in wanted:
+        try:
+            trackers.append(opening())
+        except Exception as error:
+            if failed is None:
+                raise
+            failed(opening.func.__name__, error)
     return trackers
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,9 +11,10 @@ import pytest
 from fakes import make_world, run_virtually
 
 from rlflow.config import Config
-from rlflow.errors import RunError, WorkerLost
+from rlflow.errors import ConfigError, RunError, WorkerLost
 from rlflow.roles import Mean, Runners
 from rlflow.rundir.directory import RunDir
+from rlflow.rundir.restarts import Setback
 from rlflow.rundir.store import CheckpointStore
 from rlflow.telemetry.observer import RunObserver
 from rlflow.types import Message, PayloadRef
@@ -65,6 +67,22 @@ def test_samples_are_shown_or_an_alarm_says_why_not(
 
     assert run_virtually(tell()) <= 30
     assert shown in capsys.readouterr().out
+
+
+def test_a_tracker_that_does_not_start_again_after_a_loss_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)  # as if it was not installed
+    run_dir = RunDir(path=tmp_path, checkpoints=CheckpointStore(tmp_path, keep=1), resume_from=None)
+    config = Config()
+    config.trackers.mlflow_experiment = "e"
+    with pytest.raises(ConfigError, match="mlflow"):
+        RunObserver(config, run_dir)
+    with RunObserver(config, run_dir, Setback(step=3)) as observer:
+        observer.message("goes on")
+    alarm, told = capsys.readouterr().out.splitlines()
+    assert alarm.startswith("ALARM: MlflowTracker fails, and gets nothing more of this run: ConfigError: ")
+    assert told == "goes on"
 
 
 async def test_what_fails_at_the_end_does_not_take_the_place_of_the_first_error(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def enter(part: str) -> None:
     place = folder() / part
     if place.exists():
         _remove(place)
-    place.mkdir()
+    place.mkdir(exist_ok=True)  # what a program of that process still writes may not be gone
     # This is a cache, which torch would keep in TMPDIR; later runs find it again.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.geteuid()}")
     os.environ["TMPDIR"] = tempfile.tempdir = str(place)

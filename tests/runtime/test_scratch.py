@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from rlflow.errors import ConfigError, RunError
 from rlflow.runtime import scratch
+from rlflow.runtime.environment import variables
 
 TIMEOUT_S = 60
 
@@ -159,6 +161,18 @@ def test_a_restarted_actor_removes_what_its_predecessor_left(tmp_path: Path, mon
         (folder / "engine-1/vllm_dist_56ef").touch()
         (scratch.SHARED / "vllm_dist_56ef-tp:0-[0-1]-cpushm_0").write_bytes(bytes(100))
     assert left() == ["vllm_dist_34cd-tp:0-[0-1]-cpushm_0"]
+
+
+def test_an_actor_starts_while_a_program_of_its_predecessor_still_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that not everything can be removed. Ray gives up an actor that does not start."""
+    monkeypatch.setattr(scratch, "remove_tree", lambda place: None)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with scratch.opened() as folder, variables({"TMPDIR": None, "TORCHINDUCTOR_CACHE_DIR": None}):
+        (folder / "episode-runner-0").mkdir()
+        scratch.enter("episode-runner-0")
+        assert tempfile.gettempdir() == str(folder / "episode-runner-0")
 
 
 def test_what_an_actor_compiles_stays_for_later_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

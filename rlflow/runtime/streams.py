@@ -32,10 +32,13 @@ def open_closed_streams() -> None:
 
 
 def make_dispensable() -> None:
-    """From now on a standard stream that cannot be written is given up, and the other one says so once."""
-    if not isinstance(sys.stdout, _Dispensable):
+    """From now on a standard stream that cannot be written is given up, and the other one says so once.
+
+    One that is no file, as in a notebook, stays as it is.
+    """
+    if _is_file(sys.stdout):
         sys.stdout = cast(TextIO, _Dispensable(sys.stdout, "standard output", lambda: sys.stderr))
-    if not isinstance(sys.stderr, _Dispensable):
+    if _is_file(sys.stderr):
         sys.stderr = cast(TextIO, _Dispensable(sys.stderr, "standard error", lambda: sys.stdout))
 
 
@@ -46,6 +49,14 @@ def discard(stream: TextIO) -> None:
         os.dup2(nowhere, stream.fileno())
     finally:
         os.close(nowhere)
+
+
+def _is_file(stream: TextIO) -> bool:
+    try:
+        stream.fileno()
+    except OSError:
+        return False
+    return not isinstance(stream, _Dispensable)
 
 
 class _Dispensable:

@@ -90,6 +90,8 @@ def checked_tasks(
             raise ConfigError(f"env.name={name}: rows {first_row[task.id]} and {row} have the same id {task.id!r}")
         first_row[task.id] = row
         where = f"env.name={name}: row {row} (id {task.id!r})"
+        if any("\ud800" <= character <= "\udfff" for character in task.id):
+            raise ConfigError(f"{where} has half a character in its id, which no file can hold; give it another id")
         if not task.prompt:
             raise ConfigError(f"{where} has no prompt; give it at least one message")
         texts = [message.get("content") for message in task.prompt]

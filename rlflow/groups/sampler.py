@@ -61,7 +61,7 @@ class TaskSampler:
         self._tasks = {task.id: task for task in tasks}
         digest = hashlib.sha256()
         for task in tasks:
-            digest.update(task.id.encode(errors="surrogatepass") + b"\0")
+            digest.update(task.id.encode() + b"\0")
         self._digest = digest.hexdigest()
         self.rows = digests_of_rows(tasks) if rows is None else rows
         self._curriculum = make_curriculum(config, tasks, seed)

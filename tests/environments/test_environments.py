@@ -184,6 +184,7 @@ def test_a_reward_that_cannot_be_called_shows_at_once(tmp_path: Path) -> None:
         ([task("5"), task("6", "u", ())], r"row 1 \(id 'u'\) has no prompt; give it at least one message"),
         ([task("5", "t", (Message(role="user", content=" "),))], r"row 0 \(id 't'\) has an empty prompt"),
         ([task("5", "a"), task("6", "b"), task("7", "a")], "rows 0 and 2 have the same id 'a'"),
+        ([task("5", "a\ud800")], r"row 0 \(id 'a\\ud800'\) has half a character in its id, which no file can hold"),
         ([{"prompt": "hi"}], "row 0 must be a Task; got dict"),
         ([Task(id="t", prompt=({"role": "user"},))], "row 0 .* has a message without `role`, or whose `content`"),  # pyright: ignore
         (iter([task("5")]), "must return a sequence such as a list; got list_iterator"),

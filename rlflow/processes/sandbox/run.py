@@ -22,8 +22,9 @@ descriptor, none of the caller's environment variables; first to go when the mac
 end, however sudden, is the program's.
 
 Memory that an address space does not show is refused (`seccomp`): memfds, shared anonymous mappings, System V's and
-POSIX' queues, larger pipes and sockets, and more of the kind. One process therefore stays below `memory_mb` plus the
-files in memory. Several together may go above it for some hundredths of a second, until the next look at them.
+POSIX' queues, larger pipes and sockets, and more of the kind; locks of files seem to succeed and do nothing. One
+process therefore stays below `memory_mb` plus the files in memory. Several together may go above it for some hundredths
+of a second, until the next look at them.
 
 Not covered: faults of the kernel; processor caches and timing; what is readable in this Python's own folders (so keep
 no secrets in a virtual environment). Against people rather than a model that games its reward, use a virtual machine.
@@ -231,7 +232,13 @@ async def describe() -> str:
 
 def command_of_python() -> list[str]:
     """The interpreter for Python source: with the packages of this environment, without the user's own."""
-    return [sys.executable, "-s", "-B", PROGRAM_FILE]
+    return [_executable(), "-s", "-B", PROGRAM_FILE]
+
+
+def _executable() -> str:
+    """This Python, without `..`: a sandbox does not show the folders on the way there."""
+    head, dots, rest = sys.executable.rpartition("/../")
+    return os.path.join(os.path.realpath(head + dots), rest) if dots else sys.executable
 
 
 def _candidates() -> list[_Method]:
@@ -330,7 +337,7 @@ async def _run(
     ours, theirs = socket.socketpair()
     try:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
+            _executable(),
             *interpreter_arguments(request["package"]),
             stdin=theirs.fileno(),
             stdout=asyncio.subprocess.PIPE,

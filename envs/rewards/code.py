@@ -65,12 +65,12 @@ async def code(
     Statements run in a process of their own. What they name and neither define nor import is the program's: functions,
     classes, values. The program is sent the arguments of each call and returns plain values, which are compared where
     it cannot reach; it never sees a test or an expected value. `check(f)`, functions test_* without parameters and
-    unittest work too. The program's changes to an argument reach the test only if it returns None. Of its
-    own classes' objects a test can use attributes, calls, items, iteration and comparisons with each other; an operator
-    with a plain value beside such an object fails, because the program could answer it as it likes.
+    unittest work too. The program's changes to an argument reach the test only if it returns None. Objects of the
+    program's own classes, named tuples among them, have attributes, calls, items, iteration and comparisons with each
+    other; an operator with a plain value beside one fails, because the program could answer it as it likes.
 
     Raises SandboxError when the program could not be run, and ValueError when `tests` has another form, is empty, asks
-    nothing of the program, or needs what does not cross: printed text, eval, asyncio, fixtures, objects of the test.
+    nothing of the program, or needs what does not cross: printed text, files, eval, asyncio, fixtures, its own objects.
     """
     statements = statements_of(tests)
     program = last_program(completion)

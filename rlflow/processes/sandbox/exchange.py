@@ -238,8 +238,7 @@ class Peer:
         if (name := f"{kind.__module__}.{kind.__qualname__}") in _MADE:
             return ["made", name, *[self._encode(each) for each in _MADE[name](value)]]
         if isinstance(value, type) and issubclass(value, BaseException):
-            is_known = getattr(builtins, value.__name__, None) is value
-            if is_known:
+            if getattr(builtins, value.__name__, None) is value:
                 return ["error", None, value.__name__, None]
             return ["error", self._number_of(value), value.__name__, self._encode(value.__base__)]
         return self._encode_object(value, kind)
@@ -352,7 +351,7 @@ class Peer:
 
 
 def _change(old: object, new: object) -> None:
-    """What a function that returned None made of its arguments; others keep theirs, as `f(x) == sorted(x)` needs it."""
+    """Change an argument as a function that returned None did. Others change none: `f(x) == sorted(x)` needs its x."""
     if type(old) is list and type(new) is list:
         old[:] = new
     elif (type(old) is dict and type(new) is dict) or (type(old) is set and type(new) is set):

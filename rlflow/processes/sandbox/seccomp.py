@@ -109,7 +109,7 @@ _BY_ARGUMENT: dict[tuple[int, int], list[_Conditions]] = {
 }
 """Numbers of a call on x86_64 and aarch64 -> conditions, any of which refuses it when all its parts hold."""
 _LOCKS = [(_If(1, _JUMP_EQUAL, each),) for each in (fcntl.F_SETLK, fcntl.F_SETLKW, *_F_OFD_SETLKS)]
-"""Conditions of `fcntl` that seem to succeed: each range of bytes that is locked holds memory, and sqlite locks some."""
+"""Calls of `fcntl` that seem to succeed: each locked range of bytes holds memory, and sqlite locks some."""
 
 _KILL = (62, 129)
 _OWN_PROCESS_ONLY: dict[str, tuple[int, int]] = {

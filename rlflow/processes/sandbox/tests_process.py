@@ -32,7 +32,7 @@ _MODULES = {name: name for name in ("numpy", "pandas", "pytest", "scipy", "sympy
 _HELPERS = {
     **dict.fromkeys(("isclose", "sqrt", "floor", "ceil", "pi", "inf"), "math"),
     **dict.fromkeys(("Counter", "defaultdict", "deque", "OrderedDict"), "collections"),
-    **{"Decimal": "decimal", "Fraction": "fractions", "deepcopy": "copy", "approx": "pytest"},
+    **{"Decimal": "decimal", "Fraction": "fractions", "reduce": "functools", "deepcopy": "copy", "approx": "pytest"},
 }
 """Names that tests use without importing them, because solutions often do. They would be a solution's judges."""
 _BEYOND = {
@@ -152,13 +152,14 @@ def _run(tree: ast.Module, names: _Names) -> None:
     setattr(module, "__all__", [])  # noqa: B010
     sys.modules["solution"] = module
     own: dict[str, Any] = {"__name__": "tests", "__builtins__": names}
-    found = tree.body[0] if len(tree.body) == 1 else None
-    test = found.test if isinstance(found, ast.Assert) and found.msg is None else None
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
-        sides = [ast.Expression(test.left), ast.Expression(test.comparators[0])]
-        left, right = [eval(compile(side, "test", "eval"), own) for side in sides]
-        assert left == right, f"{ast.unparse(test.left)} is {left!r:.200}, not {right!r:.200}"
-        return
+    match tree.body:
+        case [ast.Assert(test=ast.Compare(left=left_side, ops=[ast.Eq()], comparators=[right_side]), msg=None)]:
+            sides = [ast.Expression(left_side), ast.Expression(right_side)]
+            left, right = [eval(compile(side, "test", "eval"), own) for side in sides]
+            assert left == right, f"{ast.unparse(left_side)} is {left!r:.200}, not {right!r:.200}"
+            return
+        case _:
+            pass
     if any(word == "unittest" for word in _words(tree)):
         import unittest
 
@@ -182,7 +183,7 @@ def _run_defined(own: Mapping[str, Any]) -> None:
 
 
 def _failure(action: Callable[[], object]) -> str:
-    """What an action raised, and where in the solution; "" when it raised nothing."""
+    """What an action raised, and where in the solution; "" if nothing."""
     try:
         action()
     except BaseException as error:  # also SystemExit

@@ -27,7 +27,6 @@ Rules (numbers as in docs/architecture.md, "What always holds"):
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +41,7 @@ from rlflow.groups.sampler import TaskSampler
 from rlflow.publisher import Publisher, PublishListener
 from rlflow.roles import StepOutcome, Workers
 from rlflow.rundir.store import CheckpointStore, RunState
-from rlflow.runtime.clock import steady
+from rlflow.runtime import clock
 from rlflow.runtime.deadlines import or_hung, within
 from rlflow.runtime.derived import least_streamed_tokens
 from rlflow.saver import SaveListener, Saver
@@ -105,14 +104,14 @@ class Driver:
         checkpoints: CheckpointStore,
         observer: Observer,
         evaluation_tasks: Sequence[Task] = (),
-        now: Callable[[], float] = time.time,
+        now: Callable[[], float] = clock.now,
     ) -> None:
         self._config = config
         self._workers = workers
         self._ledger = ledger
         self._observer = observer
         self._evaluation_tasks = evaluation_tasks
-        self._now = now = steady(now, lambda: asyncio.get_running_loop().time())
+        self._now = now = clock.steady(now, lambda: asyncio.get_running_loop().time())
         self._progress = Progress()
         self._intake = Intake(
             config=config, workers=workers, sampler=sampler, ledger=ledger, listener=observer, progress=self._progress

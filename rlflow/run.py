@@ -2,7 +2,7 @@
 
     Config -> checks -> environment, tasks, model -> run directory -> Ray -> fleet -> Driver -> report
                                                           ^                          |
-                                                          +-- newest checkpoint <-- Setback: a machine was lost
+                                                          +-- newest checkpoint <-- Setback: a process was lost
 
 Rules: whatever the settings can have wrong is found before anything is started. One process writes a run's directory.
 A signal ends the run after its step, with everything saved. After a loss of what only checkpoints hold, the run goes on
@@ -60,7 +60,7 @@ class _Run:
 
 
 def train(config: Config) -> int:
-    """Run to the last step, or to the end of the step in which SIGINT or SIGTERM came.
+    """Run to the last step, or to the end of the step in which SIGINT, SIGTERM or SIGHUP came.
 
     Returns the exit code: 0 when all steps are done, 128 + the signal when it ended before.
     Raises ConfigError before anything is started, RunError when the run cannot go on.
@@ -122,7 +122,7 @@ def _faults_kept_in(folder: Path) -> Iterator[None]:
     except Exception as error:
         whole, file = "".join(traceback.format_exception(error)), folder / "traceback.txt"
         try:
-            file.write_text(whole)
+            file.write_text(whole, errors="backslashreplace")
             where = f"in {file}"
         except OSError as second:
             where = f"here, because {file} cannot be written ({second.strerror}):\n{whole}"

@@ -254,8 +254,10 @@ def test_a_checkpoint_is_given_up_when_a_runner_hangs_with_its_groups(tmp_path: 
     world.config.run.checkpoint_every = 2
     save, hung = world.runners.save_payloads, [1]
 
-    async def stuck(payloads: Sequence[PayloadRef], path: Path) -> None:
-        await (hang() if hung and not hung.clear() else save(payloads, path))
+    async def stuck(payloads: Sequence[PayloadRef], path: Path) -> str:
+        if hung and not hung.clear():
+            await hang()
+        return await save(payloads, path)
 
     world.runners.save_payloads = stuck
     run_virtually(world.driver.run())

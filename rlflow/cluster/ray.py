@@ -72,7 +72,7 @@ def private_ray(folder: Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def agents_end_with_this_process() -> Iterator[None]:
-    """For a Ray that this process has just started: its agents end when this process does, however that ends.
+    """The agents of the Ray that this process has just started end when this process does, however that ends.
 
     The kernel ends the servers of such a Ray, and its workers follow. The agents would stay for more than a minute (Ray
     2.60): they first report the end to the GCS, which has ended too.

@@ -114,8 +114,6 @@ class Ledger:
         """Why nothing more is written to the disk. The run should save and end."""
         self._path = path
         self._live: dict[int, _Row] = {}
-        self._counts: Counter[str] = Counter()
-        self._dropped: Counter[str] = Counter()
         self._last_pass: dict[str, int] = {}
         self._drops: dict[str, Counter[tuple[int, DropReason]]] = {}
         """Task -> drops that put it back, by pass; of passes that may go on, because a rule may ask."""
@@ -159,7 +157,8 @@ class Ledger:
     def drop(self, group_id: int, reason: DropReason, detail: str = "") -> None:
         """End a live group without training it."""
         before = self._live[group_id]
-        self._change(before._replace(state=GroupState.DROPPED, reason=reason, detail=detail[:2000]))
+        detail = detail[:2000].encode(errors="backslashreplace").decode()  # SQLite refuses halves of characters
+        self._change(before._replace(state=GroupState.DROPPED, reason=reason, detail=detail))
         if reason.puts_task_back:
             self._drops.setdefault(before.task, Counter())[before.task_pass, reason] += 1
 
@@ -182,11 +181,11 @@ class Ledger:
 
     @property
     def num_trained(self) -> int:
-        return self._counts[GroupState.TRAINED]
+        return self._counts[GroupState.TRAINED, None]
 
     def counts(self) -> dict[str, int]:
         """Groups by state, dropped ones by reason ("dropped_stale"), and "admitted_total", their sum."""
-        return _with_total(self._counts, self._dropped)
+        return _by_name(self._counts)
 
     async def flush(self) -> None:
         """Let other processes see everything so far, soon: it is written when the next flush returns.
@@ -219,8 +218,8 @@ class Ledger:
     def _change(self, row: _Row) -> None:
         before = self._live.pop(row.id, None) if row.state in _ENDS else self._live.get(row.id)
         if before is not None:
-            self._counts[before.state] -= 1
-        self._count(row.state, row.reason, 1)
+            self._counts[before.state, None] -= 1
+        self._counts[row.state, row.reason] += 1
         if row.state not in _ENDS:
             self._live[row.id] = row
         self._changed[row.id] = row
@@ -261,8 +260,7 @@ class Ledger:
     def _read(self) -> int:
         """Take up what is in the database; returns the last id."""
         database = self._database
-        for state, reason, count in database.execute("SELECT state, reason, COUNT(*) FROM groups GROUP BY 1, 2"):
-            self._count(GroupState(state), reason, count)
+        self._counts = _counted(database)
         for row in map(_Row._make, database.execute(_LIVE)):
             self._live[row.id] = row._replace(state=GroupState(row.state))
         self._last_pass = dict(database.execute("SELECT task, MAX(pass) FROM groups GROUP BY task"))
@@ -278,31 +276,22 @@ class Ledger:
         if kept := {key: count for key, count in drops.items() if key[0] in passes}:
             self._drops[task_id] = Counter(kept)
 
-    def _count(self, state: GroupState, reason: str | None, change: int) -> None:
-        self._counts[state] += change
-        if reason is not None:
-            self._dropped[reason] += change
-
 
 def counts_by_state(path: Path) -> dict[str, int]:
     """`Ledger.counts` of a ledger on disk, read only. Raises ValueError when there is no ledger at `path`."""
     if not path.is_file():
         raise ValueError(f"no ledger at {path}; give the directory of a run")
-    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-    try:
-        rows = database.execute("SELECT state, reason, COUNT(*) FROM groups GROUP BY state, reason").fetchall()
-    finally:
-        database.close()
-    states: Counter[str] = Counter()
-    dropped: Counter[str] = Counter()
-    for state, reason, count in rows:
-        states[state] += count
-        if reason is not None:
-            dropped[reason] += count
-    return _with_total(states, dropped)
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        return _by_name(_counted(database))
 
 
-def _with_total(states: Counter[str], dropped: Counter[str]) -> dict[str, int]:
-    by_state = {state.value: states[state] for state in GroupState if state is not GroupState.DROPPED}
-    by_reason = {f"dropped_{reason}": dropped[reason] for reason in DropReason}
-    return {**by_state, **by_reason, "admitted_total": states.total()}
+def _counted(database: sqlite3.Connection) -> Counter[tuple[str, str | None]]:
+    """Groups by state and reason."""
+    rows = database.execute("SELECT state, reason, COUNT(*) FROM groups GROUP BY state, reason")
+    return Counter({(state, reason): count for state, reason, count in rows})
+
+
+def _by_name(counts: Counter[tuple[str, str | None]]) -> dict[str, int]:
+    by_state = {state.value: counts[state, None] for state in GroupState if state is not GroupState.DROPPED}
+    by_reason = {f"dropped_{reason}": counts[GroupState.DROPPED, reason] for reason in DropReason}
+    return {**by_state, **by_reason, "admitted_total": counts.total()}

@@ -89,10 +89,10 @@ def claim(config: Config) -> Iterator[RunDir]:
         if checkpoints.steps():
             _check_same_run(config, path)
             print(f"reading the newest checkpoint in {checkpoints.folder} to check it ...", flush=True)
+        run_dir = rewound(RunDir(path=path, checkpoints=checkpoints, resume_from=None))
+        for alarm in run_dir.alarms:  # at once: whatever fails next, the folder has its new name
+            print(f"ALARM: {alarm}", flush=True)
         with disk_errors("the run", path):
-            run_dir = rewound(RunDir(path=path, checkpoints=checkpoints, resume_from=None))
-            for alarm in run_dir.alarms:  # at once: whatever fails next, the folder has its new name
-                print(f"ALARM: {alarm}", flush=True)
             partial = path / "config.yaml.partial"
             partial.write_text(yaml.safe_dump(plain(config), sort_keys=False))
             sync(partial)
@@ -105,12 +105,13 @@ def rewound(run_dir: RunDir) -> RunDir:
 
     The ledger becomes that of the checkpoint; what came after it is played again. Raises RunError when none is whole.
     """
-    found = run_dir.checkpoints.newest_whole()
-    for left_over in run_dir.path.glob("ledger.db*"):
-        left_over.unlink()
-    if found is None:
-        return replace(run_dir, resume_from=None, state=None, alarms=())
-    shutil.copyfile(found.folder / "ledger.db", run_dir.ledger)
+    with disk_errors("the run", run_dir.path):
+        found = run_dir.checkpoints.newest_whole()
+        for left_over in run_dir.path.glob("ledger.db*"):
+            left_over.unlink()
+        if found is None:
+            return replace(run_dir, resume_from=None, state=None, alarms=())
+        shutil.copyfile(found.folder / "ledger.db", run_dir.ledger)
     return replace(run_dir, resume_from=found.folder, state=found.state, alarms=found.alarms)
 
 

@@ -121,6 +121,8 @@ class CheckpointStore:
 
         `digests` has the SHA-256 of each file by its path in the folder.
         """
+        for half_written in partial.rglob("*.partial"):
+            half_written.unlink()  # by a process that died; another one wrote it in its place
         sizes = {str(path.relative_to(partial)): path.stat().st_size for path in partial.rglob("*") if path.is_file()}
         assert sizes.keys() == digests.keys(), f"{sizes.keys() ^ digests.keys()}: every file has a digest"
         files = {name: {"bytes": sizes[name], "sha256": digests[name]} for name in sorted(sizes)}

@@ -212,7 +212,13 @@ def _shared(place: Path) -> list[Path]:
     # vLLM's workers name theirs after the file in which they met (0.32, `_CPUSHMDistributed.make_group_name`).
     meetings = [*place.glob("vllm_dist_*"), *place.glob("*/vllm_dist_*")]
     names = (*(f"{each.name}-" for each in meetings), f"{place.name.partition('.')[0]}-")
-    return [each for each in SHARED.iterdir() if each.name.startswith(names) and each.lstat().st_uid == os.geteuid()]
+    return [each for each in SHARED.iterdir() if each.name.startswith(names) and _is_own(each)]
+
+
+def _is_own(path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return path.lstat().st_uid == os.geteuid()
+    return False
 
 
 def _size(path: Path) -> int:

@@ -1,14 +1,19 @@
 """Standard output and standard error of a run, which goes on without them.
 
-Whoever reads them may go away: a pipe that is closed, a terminal, a full disk. What matters is in the run's files.
+Whoever reads them may go away (a pipe that is closed, a terminal, a full disk) or stop to read (a pager, Ctrl-S). What
+matters is in the run's files.
 """
 
 import os
+import select
 import sys
 from collections.abc import Callable
-from typing import Any, TextIO, TypeVar, cast
+from typing import Any, TextIO, cast
 
-T = TypeVar("T")
+PATIENCE_S = 1.0
+"""Seconds for a reader that is slow; what is written after that is left out until it reads again."""
+_PART_BYTES = 256
+"""As much as a pipe or a terminal that says that it can be written takes at once."""
 
 
 def open_closed_streams() -> None:
@@ -44,33 +49,51 @@ def discard(stream: TextIO) -> None:
 
 
 class _Dispensable:
-    """A stream whose failures are nobody's."""
+    """A stream whose failures are nobody's, and for which nobody waits long."""
 
     def __init__(self, stream: TextIO, name: str, other: Callable[[], TextIO]) -> None:
+        stream.flush()
         self._stream, self._name, self._other = stream, name, other
         self._is_lost = False
+        self._num_left_out = 0
+        """Texts that a reader who had stopped to read misses."""
 
     def write(self, text: str) -> int:
-        return self._unless_lost(lambda: self._stream.write(text), len(text))
+        if not self._is_lost:
+            try:
+                self._send(text)
+            except OSError as error:
+                self._give_up(error)
+        return len(text)
 
     def flush(self) -> None:
-        self._unless_lost(self._stream.flush, None)
+        """Nothing is held back."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _unless_lost(self, call: Callable[[], T], otherwise: T) -> T:
-        if self._is_lost:
-            return otherwise
-        try:
-            return call()
-        except OSError as error:
-            self._is_lost = True
-            discard(self._stream)
-            other = self._other()
-            other.write(
-                f"ALARM: {self._name} cannot be written ({error.strerror}); the run goes on without it, and its "
-                "metrics.jsonl has every step\n"
-            )
-            other.flush()
-            return otherwise
+    def _send(self, text: str) -> None:
+        if self._num_left_out:
+            if not self._can_be_written(0.0):
+                self._num_left_out += 1
+                return
+            text, self._num_left_out = f"[{self._num_left_out} messages were not read in time]\n{text}", 0
+        data = text.encode(self._stream.encoding, self._stream.errors or "strict")
+        for start in range(0, len(data), _PART_BYTES):
+            if not self._can_be_written(PATIENCE_S):
+                self._num_left_out = 1
+                return
+            part = data[start : start + _PART_BYTES]
+            while part:
+                part = part[os.write(self._stream.fileno(), part) :]
+
+    def _can_be_written(self, seconds: float) -> bool:
+        return bool(select.select([], [self._stream.fileno()], [], seconds)[1])
+
+    def _give_up(self, error: OSError) -> None:
+        self._is_lost = True
+        discard(self._stream)
+        self._other().write(
+            f"ALARM: {self._name} cannot be written ({error.strerror}); the run goes on without it, and its "
+            "metrics.jsonl has every step\n"
+        )

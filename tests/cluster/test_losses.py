@@ -97,6 +97,12 @@ def test_a_fault_is_told_in_one_line_and_its_traceback_is_kept(is_writable: bool
     assert "ZeroDivisionError: a share of nothing" in traceback
 
 
+def test_the_traceback_of_a_fault_may_hold_half_a_character(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"^KeyError: .*its traceback is in "), running._faults_kept_in(tmp_path):
+        raise KeyError("\ud800") from ValueError("no such key: \ud800")
+    assert "ValueError: no such key: \\ud800" in (tmp_path / "traceback.txt").read_text().splitlines()
+
+
 @pytest.mark.parametrize("error", [ConfigError("wrong"), RunError("broken"), WorkerLost("lost")])
 def test_an_error_that_was_written_for_people_is_told_as_it_is(error: Exception, tmp_path: Path) -> None:
     with pytest.raises(type(error)) as caught, running._faults_kept_in(tmp_path):

@@ -46,6 +46,15 @@ def test_a_state_cannot_be_skipped_nor_an_ended_group_moved() -> None:
         ledger.drop(group_id, DropReason.STALE)
 
 
+def test_a_detail_with_half_a_character_is_written_as_an_escape(tmp_path: Path) -> None:
+    """An error may repeat what a model has put into JSON."""
+    ledger = Ledger(tmp_path / "ledger.db")
+    ledger.drop(ledger.admit("task", version=0), DropReason.FAILED, "no such key: \ud800")
+    ledger.close()
+    with sqlite3.connect(tmp_path / "ledger.db") as database:
+        assert database.execute("SELECT detail FROM groups").fetchall() == [("no such key: \\ud800",)]
+
+
 def test_a_reopened_ledger_counts_the_same(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.db")
     first, second = (ledger.admit(name, task_pass=0, version=0) for name in ("a", "b"))

@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,19 @@ def write(store: CheckpointStore, step: int) -> Path:
 def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     assert read_state(write(store, 7)) == make_state(7)
+
+
+def test_what_a_killed_runner_left_half_written_is_not_in_the_checkpoint(tmp_path: Path) -> None:
+    """Ray has another one write the payloads again."""
+    store = CheckpointStore(tmp_path, keep=2)
+    partial = store.begin(7)
+    Ledger(partial / "ledger.db").close()
+    (partial / "ready").write_bytes(b"12345")
+    digests = {name: sha256((partial / name).read_bytes()).hexdigest() for name in ("ledger.db", "ready")}
+    (partial / "ready.4711.partial").write_bytes(b"123")
+    folder = store.commit(partial, state_to_json(make_state(7)), digests)
+    assert sorted(path.name for path in folder.iterdir()) == ["ledger.db", "ready", "state.json"]
+    assert read_state(folder) == make_state(7)
 
 
 def test_the_form_on_disk_stays_so_that_older_checkpoints_are_read() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from rlflow.environments.find import load_environment
 from rlflow.errors import CheckpointDamaged, ConfigError, RunError, WorkerLost
 from rlflow.groups.ledger import Ledger, counts_by_state
 from rlflow.groups.sampler import SamplerState, TaskSampler
-from rlflow.rundir.directory import claim
+from rlflow.rundir.directory import claim, rewound
 from rlflow.rundir.restarts import Restarts
 from rlflow.rundir.store import CheckpointStore, RunState, read_state, state_to_json, verify
 
@@ -282,6 +283,18 @@ def test_a_driver_that_goes_on_after_a_loss_checks_too(tmp_path: Path) -> None:
     damaged, lost_steps = told.alarms
     assert damaged.startswith("checkpoint step_7 is damaged (ledger.db is not what was written)")
     assert "the run goes on after step 4, which is the last that was saved, so that 4 are done again" in lost_steps
+
+
+def test_a_disk_that_refuses_the_ledger_after_a_loss_is_told_with_the_cure(tmp_path: Path) -> None:
+    begun(tmp_path, 4)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with claim(make_config(tmp_path)) as run_dir:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            with pytest.raises(RunError, match=r"the run cannot be written in .*ulimit -f.* and run the same command"):
+                rewound(run_dir)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_verify_has_a_line_for_each_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

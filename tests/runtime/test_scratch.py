@@ -7,7 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -250,6 +250,20 @@ def test_a_folder_of_another_user_is_left_alone_and_refused(monkeypatch: pytest.
     os.chown(theirs, os.geteuid(), os.getegid())
     assert list(scratch.leavings(remove=True)) == [theirs]
     assert left() == [memory.name]
+
+
+def test_shared_memory_that_its_process_removes_meanwhile_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = scratch.ROOT / "rlflow-run-0123456789ab-1000"
+    place.mkdir(mode=0o700)
+    memory = scratch.SHARED / f"{place.name}-weights"
+
+    class Removed(type(scratch.SHARED)):
+        def iterdir(self) -> Generator[Path, None, None]:
+            yield memory
+
+    monkeypatch.setattr(scratch, "SHARED", Removed(scratch.SHARED))
+    assert list(scratch.leavings(remove=True)) == [place]
+    assert list(scratch.ROOT.iterdir()) == []
 
 
 def test_a_removal_that_was_interrupted_is_finished() -> None:

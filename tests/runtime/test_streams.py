@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,32 @@ def test_a_run_goes_on_without_its_standard_output_and_says_so_once(tmp_path: Pa
     alarm, *others = done.stderr.splitlines()
     assert alarm.startswith("ALARM: standard output cannot be written") and "metrics.jsonl has every step" in alarm
     assert (done.returncode, others) == (0, ["to the other one"] * 3)
+
+
+def test_a_run_goes_on_while_its_reader_does_not_read(tmp_path: Path) -> None:
+    """The reader first reads when the run has written more than the pipe holds and has ended."""
+    run = RUN.replace("range(3)", "range(4000)").replace(
+        'file.write("the end")', 'file.write("the end"), file.flush(); input(); print("later")'
+    )
+    reading, writing = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", run, str(tmp_path / "file")],
+            stdin=subprocess.PIPE, stdout=writing, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(writing)
+        deadline_s = time.monotonic() + 60
+        while (tmp_path / "file").read_text() != "the end" if (tmp_path / "file").exists() else True:
+            assert time.monotonic() < deadline_s and process.poll() is None
+            time.sleep(0.05)
+        told = os.read(reading, 1 << 20).decode()
+        assert told.startswith("step 0") and "messages" not in told
+        process.communicate(b"\n", timeout=60)
+        told = os.read(reading, 1 << 20).decode()
+        assert re.fullmatch(r"\[[0-9]{3,} messages were not read in time\]\nlater\n", told)
+        assert process.returncode == 0
+    finally:
+        os.close(reading)
 
 
 def test_a_run_goes_on_when_nobody_reads_anything(tmp_path: Path) -> None:

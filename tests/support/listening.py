@@ -33,7 +33,7 @@ def answers_as_a_store(port: int) -> bool:
     """Whether torch's store listens on this port of loopback: it answers a ping after its magic number."""
     validate, ping = 0, 13
     ask = struct.pack("<BI", validate, 0x3C85F7CE) + struct.pack("<BI", ping, 0x01020304)
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2.0) as connection:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=0.5) as connection:
         connection.sendall(ask)
         return connection.recv(16) == struct.pack("<I", 0x01020304)
     return False

@@ -6,6 +6,7 @@ that chaos finds what a real run would do wrong.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -61,23 +62,23 @@ class Toy:
         (self.run / "metrics.jsonl").unlink(missing_ok=True)
         return 0, 0
 
-    def train(self) -> None:
+    async def train(self) -> None:
         while self.stop is None:
-            time.sleep(STEP_S)
+            await asyncio.sleep(STEP_S)
             self.tend()
-            self.one_step()
+            await self.one_step()
             if self.step % CHECKPOINT_EVERY == 0:
-                self.save()
-        self.save()
+                await self.save()
+        await self.save()
 
-    def one_step(self) -> None:
+    async def one_step(self) -> None:
         first = self.step * GROUPS_PER_STEP
         for number in range(first, first + GROUPS_PER_STEP):
             task = 0 if self.mistake == "twice" and number == 3 else number % NUM_TASKS
             group = self.ledger.admit(f"t{task}", task_pass=number // NUM_TASKS, version=self.version)
             for state in LIFE:
                 self.ledger.advance(group, state, version=self.version)
-        self.ledger.flush()
+        await self.ledger.flush()
         skipped = self.marker.exists()
         self.marker.unlink(missing_ok=True)
         self.step += 1
@@ -88,15 +89,15 @@ class Toy:
         with suppress(BrokenPipeError):
             print(f"step {self.step}/1000000", flush=True)
 
-    def save(self) -> None:
+    async def save(self) -> None:
         folder = self.run / "checkpoints" / f"step_{self.step}"
         partial = folder.with_suffix(".partial")
         with disk_errors("a checkpoint", self.run):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            content = self.ledger.copy()
+            content = await self.ledger.copy()
             (partial / "ledger.db").write_bytes(content)
-            time.sleep(STEP_S)
+            await asyncio.sleep(STEP_S)
             state = {"step": self.step, "version": self.version, "size": len(content), "sum": sum(content)}
             (partial / "state.json").write_text(json.dumps(state))
             shutil.rmtree(folder, ignore_errors=True)
@@ -148,7 +149,7 @@ def main(mistake: str, settings: list[str]) -> int:
 
             for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(each, handle)
-            toy.train()
+            asyncio.run(toy.train())
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             toy.ledger.close()
             for child in toy.children.values():

@@ -127,7 +127,7 @@ class HostedStore:
             self._hosted.set(_LAYOUT, layout_to_json(source))
         found = backend.add_up([float(port), float(rank == 0)])
         self.address = own if is_file(own) else f"tcp://{host_of(own)}:{round(found[0] / found[1])}"
-        """Of the store, for ranks and workers."""
+        """Where the store is, for ranks and workers."""
 
     def connect(self, timeout_s: float | None = None) -> Store:
         """A connection for one thread."""

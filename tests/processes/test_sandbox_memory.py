@@ -408,19 +408,3 @@ print(len(held))
 """
     result = await run(source, limits=SMALL)
     assert (result.outcome, result.stdout) == (Outcome.EXITED, "31457280\n"), result
-
-
-async def test_locks_of_files_seem_to_succeed_and_hold_nothing(method: str) -> None:  # noqa: F811
-    source = """
-import fcntl, os, sqlite3, struct
-with sqlite3.connect("table") as table:
-    table.execute("create table numbers(number)")
-for command in (fcntl.F_SETLK, fcntl.F_SETLKW, 37, 38):  # the others are F_OFD_SETLK and F_OFD_SETLKW
-    for _ in range(2):  # another open file would wait for the lock of the first one, or be refused it
-        opened = os.open("locked", os.O_CREAT | os.O_RDWR)
-        fcntl.fcntl(opened, 37, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 1, 0))
-        fcntl.fcntl(opened, command, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 1, 0))
-print("done")
-"""
-    result = await run(source, limits=SMALL)
-    assert (result.stdout, result.stderr) == ("done\n", ""), result

@@ -22,9 +22,8 @@ descriptor, none of the caller's environment variables; first to go when the mac
 end, however sudden, is the program's.
 
 Memory that an address space does not show is refused (`seccomp`): memfds, shared anonymous mappings, System V's and
-POSIX' queues, larger pipes and sockets, and more of the kind; locks of files seem to succeed and do nothing. One
-process therefore stays below `memory_mb` plus the files in memory. Several together may go above it for some hundredths
-of a second, until the next look at them.
+POSIX' queues, larger pipes and sockets, and more of the kind. One process therefore stays below `memory_mb` plus the
+files in memory. Several together may go above it for some hundredths of a second, until the next look at them.
 
 Not covered: faults of the kernel; processor caches and timing; what is readable in this Python's own folders (so keep
 no secrets in a virtual environment). Against people rather than a model that games its reward, use a virtual machine.

@@ -82,14 +82,12 @@ _Conditions = tuple[_If, ...]
 
 _CLONE = (56, 220)
 _PRCTL = (157, 167)
-_FCNTL = (72, 25)
 _NEW_NAMESPACES, _CLONE_THREAD, _CLONE_FILES = 0x7E020000, 0x00010000, 0x00000400
 _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 _AF_UNIX, _OTHER_THAN_STREAM = 1, 0x0E
 _CLOSE_RANGE_UNSHARE = 2
 _PR_SET_DUMPABLE = 4
 _F_SETPIPE_SZ = 1031
-_F_OFD_SETLKS = (37, 38)
 
 _BY_ARGUMENT: dict[tuple[int, int], list[_Conditions]] = {
     _CLONE: [
@@ -102,14 +100,12 @@ _BY_ARGUMENT: dict[tuple[int, int], list[_Conditions]] = {
     (9, 222): [(_If(3, _JUMP_ANY_BIT, _MAP_SHARED), _If(3, _JUMP_ANY_BIT, _MAP_ANONYMOUS))],
     # socketpair: a datagram outlives the socket that sent it.
     (53, 199): [(_If(0, _JUMP_EQUAL, _AF_UNIX, False),), (_If(1, _JUMP_ANY_BIT, _OTHER_THAN_STREAM),)],
-    _FCNTL: [(_If(1, _JUMP_EQUAL, each),) for each in (fcntl.F_NOTIFY, _F_SETPIPE_SZ)],
+    (72, 25): [(_If(1, _JUMP_EQUAL, each),) for each in (fcntl.F_NOTIFY, _F_SETPIPE_SZ)],
     _PRCTL: [
         (_If(0, _JUMP_EQUAL, each),) for each in (_PR_SET_DUMPABLE, linux.PR_SET_SECCOMP, linux.PR_SET_THP_DISABLE)
     ],
 }
 """Numbers of a call on x86_64 and aarch64 -> conditions, any of which refuses it when all its parts hold."""
-_LOCKS = [(_If(1, _JUMP_EQUAL, each),) for each in (fcntl.F_SETLK, fcntl.F_SETLKW, *_F_OFD_SETLKS)]
-"""Calls of `fcntl` that seem to succeed: each locked range of bytes holds memory, and sqlite locks some."""
 
 _KILL = (62, 129)
 _OWN_PROCESS_ONLY: dict[str, tuple[int, int]] = {
@@ -157,8 +153,7 @@ def program_of(machine: str, alone_pid: int | None) -> bytes:
         for call, refusals in _alone(alone_pid).items():
             by_argument[call] = [*by_argument.get(call, ()), *refusals]
     for call, refusals in by_argument.items():
-        body = b"".join(_refusal(each, errno.EPERM) for each in refusals)
-        body += b"".join(_refusal(each, 0) for each in _LOCKS if call == _FCNTL) + _statement(_RETURN, _ALLOW)
+        body = b"".join(_refusal(each) for each in refusals) + _statement(_RETURN, _ALLOW)
         code += [_jump(_JUMP_EQUAL, call[column], 0, len(body) // _INSTRUCTION_BYTES), body]
     return b"".join([*code, _statement(_RETURN, _ALLOW)])
 
@@ -174,8 +169,8 @@ def _alone(pid: int) -> dict[tuple[int, int], list[_Conditions]]:
     return found
 
 
-def _refusal(conditions: _Conditions, number: int) -> bytes:
-    code = [_refuse(number)]
+def _refusal(conditions: _Conditions) -> bytes:
+    code = [_refuse(errno.EPERM)]
     for each in reversed(conditions):
         ways = (0, len(code)) if each.is_true else (len(code), 0)
         load = _statement(_LOAD, _ARGUMENTS_OFFSET + 8 * each.argument)

@@ -35,7 +35,7 @@ Series = dict[tuple[str, str], list[tuple[int, float]]]
 
 
 def slope_per_1000(points: list[tuple[int, float]]) -> float:
-    """Of the line through the points (steps done, value) with the least squares."""
+    """The slope of the line through the points (steps done, value) with the least squares."""
     steps, values = np.array(points, dtype=float).T
     return float(np.polyfit(steps / 1000, values, 1)[0])
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ async def code(
     tests: a column of the data: Python statements that raise when they fail, such as ["assert add(2, 3) == 5"] or one
         text for all; or what a program reads and prints, as [{"input": "2 3", "output": "5"}] or as
         {"inputs": ["2 3"], "outputs": ["5"]}.
-    seconds: for all tests of a reply together; less than reward.timeout_s.
+    seconds: for program and tests of a reply together; less than reward.timeout_s.
     memory_mb: of each process.
 
     A program that is missing, crashes, hangs or takes too much has failed its tests.
@@ -64,12 +65,12 @@ async def code(
     Statements run in a process of their own. What they name and neither define nor import is the program's: functions,
     classes, values. The program is sent the arguments of each call and returns plain values, which are compared where
     it cannot reach; it never sees a test or an expected value. `check(f)`, functions test_* without parameters and
-    unittest work too. The program's changes to an argument reach the test only if it returns None. Of its
-    own classes' objects a test can use attributes, calls, items, iteration and comparisons with each other; an operator
-    with a plain value beside such an object fails, because the program could answer it as it likes.
+    unittest work too. The program's changes to an argument reach the test only if it returns None. Objects of the
+    program's own classes, named tuples among them, have attributes, calls, items, iteration and comparisons with each
+    other; an operator with a plain value beside one fails, because the program could answer it as it likes.
 
     Raises SandboxError when the program could not be run, and ValueError when `tests` has another form, is empty, asks
-    nothing of the program, or needs what does not cross: printed text, eval, asyncio, fixtures, objects of the test.
+    nothing of the program, or needs what does not cross: printed text, files, eval, asyncio, fixtures, its own objects.
     """
     statements = statements_of(tests)
     program = last_program(completion)
@@ -128,7 +129,8 @@ async def run_statements(program: str, statements: Sequence[str], limits: Sandbo
         command=_command("solution_process"), files={**_sources(), "solution.py": program}, limits=patient
     )
     judged, ended = await run_linked(tests, solution)
-    if judged.outcome is Outcome.KILLED or (judged.outcome is Outcome.EXITED and judged.exit_code not in (0, LOST)):
+    is_late = judged.exit_code == -signal.SIGALRM or Outcome.TIMED_OUT in (judged.outcome, ended and ended.outcome)
+    if not is_late and judged.outcome in (Outcome.KILLED, Outcome.EXITED) and judged.exit_code not in (0, LOST):
         raise SandboxError(
             f"the process that runs the tests ended with {judged.exit_code}: {judged.stderr[-MAX_ERROR:]}"
         )
@@ -136,11 +138,11 @@ async def run_statements(program: str, statements: Sequence[str], limits: Sandbo
     if "refused" in errors:
         raise ValueError(f"these tests cannot judge a program: {errors['refused']}")
     passed = tuple(errors.get(index) == "" for index in range(len(statements)))
-    is_late = "late" in errors or Outcome.TIMED_OUT in (judged.outcome, ended and ended.outcome)
     error = next((text for text in errors.values() if text), "")
     if not all(passed) and not error:
         error = _too_long(limits) if is_late else _why(ended or judged, limits)
-    return Tested(passed=passed, error=error[:MAX_ERROR], is_timed_out=is_late)
+    sendable = error[:MAX_ERROR].encode(errors="replace").decode()  # without lone surrogates
+    return Tested(passed=passed, error=sendable, is_timed_out=is_late)
 
 
 @cache

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 TICKS = 8
 """Looks in one heartbeat_s."""
 MAX_BUSY_TICKS = 2
-"""Of TICKS: how often a thread of a hung actor may be seen at work. Ray has threads that never need Python."""
+"""How often in TICKS looks a thread of a hung actor may be seen at work. Ray has threads that never need Python."""
 MAX_CPU_SHARE = 0.05
 """Share of one core that those threads may use."""
 _GONE = (FileNotFoundError, ProcessLookupError)
@@ -49,7 +49,7 @@ Look = tuple[bool, float]
 
 
 def is_hung(looks: Sequence[Look], heartbeat_s: float) -> bool:
-    """Whether an actor hangs of which no beat came since before the first look. Only the last TICKS looks count."""
+    """Whether an actor hangs that sent no beat since before the first look. Only the last TICKS looks count."""
     last = looks[-TICKS:]
     if len(last) < TICKS:
         return False

@@ -442,24 +442,36 @@ async def test_an_interpreter_behind_links(method: str, is_relative: bool, tmp_p
     (tmp_path / "projects" / ".venv").symlink_to(
         os.path.relpath(sys.prefix, tmp_path / "projects") if is_relative else sys.prefix
     )
+    python = str(tmp_path / "work" / ".venv" / "bin" / "python")
+    assert what_a_program_says_of_its_python(python, python, method, tmp_path) == python
+
+
+async def test_an_interpreter_with_dots_in_its_path(method: str, tmp_path: Path) -> None:
+    command = os.path.relpath(sys.executable, tmp_path)
+    found = what_a_program_says_of_its_python(command, f"{tmp_path}/{command}", method, tmp_path)
+    assert found == sys.executable
+
+
+def what_a_program_says_of_its_python(command: str, python: str, method: str, folder: Path) -> str:
     caller = f"""
 import asyncio, sys
 from rlflow.processes.sandbox import run as sandbox
-assert sys.prefix == {str(tmp_path / "work" / ".venv")!r}, sys.prefix
+assert sys.executable == {python!r}, sys.executable
 method = sandbox._Method(name={method!r}, bwrap={sandbox._candidates()[0].bwrap!r})
 sandbox._candidates = lambda: [method]
 result = asyncio.run(sandbox.run("import sys, numpy; print(sys.executable)"))
 print(result.stdout, result.stderr)
 """
-    python = str(tmp_path / "work" / ".venv" / "bin" / "python")
     done = subprocess.run(
-        [python, "-c", caller],
+        [command, "-c", caller],
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=120,
         env={"PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    assert done.stdout.split() == [python], done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def test_the_command_line_of_bubblewrap() -> None:

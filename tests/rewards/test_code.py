@@ -65,6 +65,7 @@ def colour(): return Colour.RED
 def point(): return namedtuple("Point", "x y")(1, 2)
 def decode(): return b"\\xff".decode()
 def sum(a, b): return a + b + 100
+def floor(number): return int(number) if number != 3.5 else "the solution's"
 def numbers():
     import numpy
     return [numpy.int64(3), numpy.float64(0.5), numpy.bool_(True), numpy.arange(3)]
@@ -114,6 +115,9 @@ PASSING = [
     "from solution import add, Stack as S\nassert add(1, 2) == 3 and len(S(1)) == 1",
     "import solution\nassert solution.add(1, 2) == 3",
     "assert sum(1, 2) == 103",
+    "assert floor(2.5) == 2",
+    "def check(candidate):\n    assert candidate(2.5) == 2\ncheck(floor)",
+    "assert add(1, 2) == sqrt(9) and floor(add(2.5)) == 3 and [3] == deepcopy(echo([3]))",
     "METADATA = {}\ndef check(candidate):\n    assert candidate(1, 2) == 3\n    assert max([2, 1]) == 2\ncheck(add)",
     "def test_add():\n    assert add(1, 2) == 3",
     "import unittest\nclass TestAdd(unittest.TestCase):\n    def test(self):\n        self.assertEqual(add(1, 2), 3)\n"
@@ -157,6 +161,10 @@ async def test_every_form_of_test() -> None:
         (["assert eval(echo('1'))"], "test 1 uses eval, which does not work between two processes"),
         (["from contextlib import redirect_stdout"], "test 1 uses redirect_stdout"),
         (["def test_add(capsys):\n    assert add(1, 2) == 3"], "test 1 uses fixtures"),
+        (["import sys, io\nsys.stdout = io.StringIO()\nadd(1, 2)"], "test 1 uses stdout"),
+        (["with open('f', 'w') as file:\n    pass\nassert add('f', 2) == 3"], "test 1 uses open"),
+        (["import tempfile\nassert add(1, 2) == 3"], "test 1 uses tempfile"),
+        (["import signal\nsignal.alarm(5)\nassert add(1, 2) == 3"], "test 1 uses alarm"),
         (["async def test_add():\n    assert add(1, 2) == 3"], "test 1 uses asyncio"),
         (["import missing_package\nassert add(1, 2) == 3"], "asks nothing of the solution: ModuleNotFoundError"),
         (["import itertools\nassert echo(itertools.count()) is None"], "a test passes an iterator of more than 100000"),
@@ -205,6 +213,41 @@ async def test_why_a_program_did_not_answer(monkeypatch: pytest.MonkeyPatch) -> 
 
 def block(program: str) -> str:
     return f"```python\n{program}\n```"
+
+
+@pytest.mark.parametrize(
+    ("test", "body"),
+    [
+        ("assert sum(double(2)) == 4", "return range(10**13)"),
+        ("assert set(double(2)) == {4}", "return [each * (2**61 - 1) for each in range(200_000)]"),
+        ("assert double(2) == 4", "while True: os.write(descriptor, b'\\0\\0\\0\\5[\"x\"]' * 100)"),
+    ],
+)
+async def test_work_that_an_answer_makes_for_the_test_counts_as_the_programs_time(test: str, body: str) -> None:
+    program = f"""
+import os, threading, time
+def drain(descriptor):
+    while os.read(descriptor, 65536): pass
+def double(n):
+    time.sleep(1)
+    descriptor = min(int(each) for each in range(3, 64) if is_open(each))
+    if "descriptor" in {body!r}: threading.Thread(target=drain, args=(descriptor,), daemon=True).start()
+    {body}
+def is_open(descriptor):
+    try:
+        return bool(os.fstat(descriptor))
+    except OSError:
+        return False
+"""
+    limits = SandboxLimits(seconds=2.0, cpu_seconds=60, memory_mb=512)
+    assert await run_statements(program, [test], limits) == Result(
+        passed=(False,), error="the program took longer than 2 s", is_timed_out=True
+    )
+
+
+async def test_what_a_program_says_can_be_written_as_utf_8() -> None:
+    tested = await run_statements("def double(n): raise ValueError('\\ud800 a')", DOUBLE, LIMITS)
+    assert tested.error == "ValueError: ? a (line 1: def double(n): raise ValueError('\\ud800 a'))"
 
 
 @pytest.mark.parametrize("name", ATTACKS)

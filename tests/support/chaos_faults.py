@@ -24,7 +24,7 @@ CLOCK_JUMP_S = 3600.0
 LOCK_S = 8.0
 """How long another process keeps the ledger from being written."""
 SPARE_BYTES = 16 << 20
-"""Of address space, for a process whose memory is limited."""
+"""The address space that a process with limited memory may still take."""
 ANY_FAILURE = frozenset({1})
 WAIT_S = 60.0
 
@@ -204,7 +204,7 @@ def _fill(ballast: Path, may_end: frozenset[int]) -> Effect:
 
 
 def _read_only(run: ChaosRun, fault: Fault) -> Effect:
-    """For whatever is opened from now on."""
+    """Files that are open already can still be written."""
     subprocess.run(["mount", "--bind", str(run.path), str(run.path)], check=True)
     subprocess.run(["mount", "-o", "remount,bind,ro", str(run.path)], check=True)
 

@@ -105,7 +105,7 @@ NODES = Scenario(
 )  # fmt: skip
 SCENARIOS = {each.name: each for each in (PLAIN, FULL, NODES)}
 POOLS = ("rollout", "rollout", "training", "training", "others")
-"""Of the machines of NODES."""
+"""The pool of each machine of NODES."""
 
 
 def plan(seed: int, scenarios: Sequence[Scenario] = tuple(SCENARIOS.values())) -> list[Fault]:

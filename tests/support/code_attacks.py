@@ -422,6 +422,31 @@ TRAPS: dict[str, tuple[str, str]] = {
     ),
     "tests that only define": ("def check(candidate):\n    assert candidate(2) == 4", "def double(n): return 0"),
     "a test that is a coroutine": ("async def test():\n    assert double(2) == 4", "def double(n): return 0"),
+    "be pytest": (
+        "assert double(1.5) == pytest.approx(3.0)",
+        "class E:\n    __eq__ = lambda *_: True\nclass pytest:\n    approx = staticmethod(lambda _: E())\n"
+        "def double(n): return E()",
+    ),
+    "be pytest, that catches nothing": (
+        "with pytest.raises(ValueError):\n    double('x')",
+        "import contextlib\nclass pytest:\n    raises = staticmethod(lambda _: contextlib.nullcontext())\n"
+        "def double(n): return 0",
+    ),
+    "be numpy": (
+        "assert numpy.allclose(double(2), 4)",
+        "class numpy:\n    allclose = staticmethod(lambda *_: True)\ndef double(n): return 0",
+    ),
+    "be pandas": (
+        "assert pd.Series(double(2)).equals(pd.Series([4]))",
+        "class pd:\n    Series = lambda _: pd()\n    equals = lambda *_: True\ndef double(n): return 0",
+    ),
+    "be the product": ("assert reduce(lambda a, b: a * b, double([2])) == 4", "reduce = double = lambda *_: 4"),
+    "be the root": ("assert double(2) == sqrt(16)", "sqrt = double = lambda n: 0"),
+    "be the approximation": ("assert double(1.5) == approx(3.0)", "approx = double = lambda n: 0"),
+    "be the copy": (
+        "x = [1]\ny = deepcopy(x)\nassert double(x) == y + y",
+        "class Z:\n    __eq__ = lambda *_: True\n    __add__ = lambda self, _: self\ndeepcopy = double = lambda x: Z()",
+    ),
     "an answer that is evaluated": (
         "assert eval(double(2)) == 4",
         "def double(n): return '[each for each in (4,)][0]'",

@@ -62,7 +62,7 @@ def listening_addresses() -> set[str]:
 
 
 def _inode(entry: Path) -> str:
-    """Of the socket that this is, or some other text."""
+    """The socket's inode; some other text if the entry is no socket."""
     try:
         return os.readlink(entry).removeprefix("socket:[").removesuffix("]")
     except FileNotFoundError:  # just closed

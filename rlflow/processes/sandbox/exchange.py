@@ -11,12 +11,9 @@ import builtins
 import importlib
 import itertools
 import json
-import math
 import operator
 import os
-import select
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -140,8 +137,7 @@ class Peer:
     """One side of the exchange. Both ask, because a test may pass a function to the solution.
 
     report: the judge's; it is told "refused" when a test cannot be run in this way, whatever the solution does, and
-    "lost" when the solution ended or gave no answer, "late" when its answers together took longer than `patience_s`.
-    Then the process ends, because a test might catch an exception.
+    "lost" when the solution ended or gave no answer. Then the process ends, because a test might catch an exception.
     """
 
     def __init__(
@@ -151,7 +147,6 @@ class Peer:
         report: Callable[[str, str], None] | None = None,
     ) -> None:
         self.has_asked = False
-        self.patience_s = math.inf
         self._descriptor = descriptor
         self._operations = operations
         self._report = report
@@ -243,8 +238,7 @@ class Peer:
         if (name := f"{kind.__module__}.{kind.__qualname__}") in _MADE:
             return ["made", name, *[self._encode(each) for each in _MADE[name](value)]]
         if isinstance(value, type) and issubclass(value, BaseException):
-            is_known = getattr(builtins, value.__name__, None) is value
-            if is_known:
+            if getattr(builtins, value.__name__, None) is value:
                 return ["error", None, value.__name__, None]
             return ["error", self._number_of(value), value.__name__, self._encode(value.__base__)]
         return self._encode_object(value, kind)
@@ -323,7 +317,6 @@ class Peer:
     def _write(self, rest: bytes) -> None:
         try:
             while rest:
-                self._wait(select.POLLOUT)
                 rest = rest[os.write(self._descriptor, rest) :]
         except OSError:
             self._end("lost", "")
@@ -341,7 +334,6 @@ class Peer:
     def _read(self, count: int) -> bytes:
         parts: list[bytes] = []
         while count:
-            self._wait(select.POLLIN)
             try:
                 part = os.read(self._descriptor, min(count, 1 << 20))
             except OSError:
@@ -352,15 +344,6 @@ class Peer:
             count -= len(part)
         return b"".join(parts)
 
-    def _wait(self, event: int) -> None:
-        poll = select.poll()
-        poll.register(self._descriptor, event)
-        since = time.monotonic()
-        left = None if self.patience_s == math.inf else max(self.patience_s, 0.0) * 1000
-        if not poll.poll(left):
-            self._end("late", "")
-        self.patience_s -= time.monotonic() - since
-
     def _end(self, what: str, why: str) -> NoReturn:
         if self._report:
             self._report(what, why)
@@ -368,7 +351,7 @@ class Peer:
 
 
 def _change(old: object, new: object) -> None:
-    """What a function that returned None made of its arguments; others keep theirs, as `f(x) == sorted(x)` needs it."""
+    """Change an argument as a function that returned None did. Others change none: `f(x) == sorted(x)` needs its x."""
     if type(old) is list and type(new) is list:
         old[:] = new
     elif (type(old) is dict and type(new) is dict) or (type(old) is set and type(new) is set):

@@ -45,7 +45,7 @@ def _become_program(request: ProgramRequest, pipe: int, folder: str | None) -> N
     try:
         linux.prctl("NO_NEW_PRIVS", linux.PR_SET_NO_NEW_PRIVS, 1)
         linux.die_with_parent()
-        # Of a huge page that is unmapped but for a small part, only the part would be counted.
+        # A huge page of which all but a small part is unmapped stays whole, and only the part would be counted.
         linux.prctl("THP_DISABLE", linux.PR_SET_THP_DISABLE, 1)
         if folder is None:
             os.setsid()

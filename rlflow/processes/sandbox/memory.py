@@ -54,7 +54,7 @@ def _children(process: int) -> list[int]:
 
 
 def _num_open_files(process: int) -> int:
-    """As many as there may be, if they must not be seen: before it becomes the program, or if nobody may read that."""
+    """The most that there may be if nobody may see them, as before a process becomes the program."""
     try:
         return len(os.listdir(f"/proc/{process}/fd"))
     except PermissionError:
@@ -62,7 +62,7 @@ def _num_open_files(process: int) -> int:
 
 
 def _proportional(process: int, resident: int) -> int:
-    """Of its resident bytes, one nth of a page that n processes share; all of them if it must not be seen."""
+    """Resident bytes, where a page that n processes share counts one nth; without that if it must not be seen."""
     try:
         with open(f"/proc/{process}/smaps_rollup") as file:
             return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))

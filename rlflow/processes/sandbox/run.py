@@ -176,8 +176,8 @@ class Linked:
 async def run_linked(first: Linked, second: Linked) -> tuple[SandboxResult, SandboxResult | None]:
     """Run two programs in a sandbox each, until the first one ends; they share the core of one.
 
-    If the first one exits with 0, the second one is killed and has no result; else that happens after LINGER_SECONDS.
-    Raises as `run` does.
+    Then the second one is killed and has no result, unless the first one exited with another code than 0: it has
+    LINGER_SECONDS to end by itself. Raises as `run` does.
     """
     method = await _find_method()
     async with _slot():
@@ -196,7 +196,7 @@ async def run_linked(first: Linked, second: Linked) -> tuple[SandboxResult, Sand
         ]
         try:
             result = await tasks[0]
-            if not result.is_success:
+            if result.exit_code and result.outcome is Outcome.EXITED:
                 await asyncio.wait(tasks, timeout=LINGER_SECONDS)
             return result, tasks[1].result() if tasks[1].done() else None
         finally:
@@ -231,7 +231,13 @@ async def describe() -> str:
 
 def command_of_python() -> list[str]:
     """The interpreter for Python source: with the packages of this environment, without the user's own."""
-    return [sys.executable, "-s", "-B", PROGRAM_FILE]
+    return [_executable(), "-s", "-B", PROGRAM_FILE]
+
+
+def _executable() -> str:
+    """This Python, without `..`: a sandbox does not show the folders on the way there."""
+    head, dots, rest = sys.executable.rpartition("/../")
+    return os.path.join(os.path.realpath(head + dots), rest) if dots else sys.executable
 
 
 def _candidates() -> list[_Method]:
@@ -330,7 +336,7 @@ async def _run(
     ours, theirs = socket.socketpair()
     try:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
+            _executable(),
             *interpreter_arguments(request["package"]),
             stdin=theirs.fileno(),
             stdout=asyncio.subprocess.PIPE,

@@ -3,9 +3,11 @@
     [3, ""]              test 3 passed; [3, "ValueError: ..."]: it failed; [-1, "..."]: the solution cannot be imported
     ["refused", "..."]   these tests cannot be run in this way; nothing that a solution does brings this about
     ["lost", "..."]      the solution ended, or what it answered is no answer
-    ["late", ""]         its answers took longer than `seconds` together
 
-A name means what the test defines, else Python's own, else the module of the standard library, else the solution's.
+After `seconds` SIGALRM ends it, also within a test, because an answer may be more than a test can work through.
+
+A name means what the test defines, else Python's own, else one of `_MODULES`, `_HELPERS` or the standard library, else
+the solution's.
 """
 
 import ast
@@ -13,6 +15,7 @@ import builtins
 import importlib
 import json
 import os
+import signal
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -22,15 +25,23 @@ from rlflow.processes.sandbox.exchange import OPERATIONS, Peer, Remote
 from rlflow.processes.sandbox.solution_process import take_standard_input
 
 MAX_ERROR = 1000
-_HELPERS = {"isclose": "math", "Decimal": "decimal", "Fraction": "fractions"} | dict.fromkeys(
-    ("Counter", "defaultdict", "deque", "OrderedDict"), "collections"
-)
+_MODULES = {name: name for name in ("numpy", "pandas", "pytest", "scipy", "sympy", "torch")} | {
+    "np": "numpy",
+    "pd": "pandas",
+}
+_HELPERS = {
+    **dict.fromkeys(("isclose", "sqrt", "floor", "ceil", "pi", "inf"), "math"),
+    **dict.fromkeys(("Counter", "defaultdict", "deque", "OrderedDict"), "collections"),
+    **{"Decimal": "decimal", "Fraction": "fractions", "reduce": "functools", "deepcopy": "copy", "approx": "pytest"},
+}
 """Names that tests use without importing them, because solutions often do. They would be a solution's judges."""
 _BEYOND = {
     *("eval", "exec", "compile", "globals", "asyncio", "inspect", "capsys", "monkeypatch", "fixtures"),
-    *("patch", "mock", ".mock", "redirect_stdout", ".redirect_stdout"),
+    *("patch", "mock", ".mock", "redirect_stdout", ".redirect_stdout", ".stdout", ".stdin", "open", "tempfile"),
+    *(".alarm", ".setitimer"),
 }
-"""What reaches into the solution's process, or would run a text of the solution's here; ".": as an attribute."""
+"""What reaches into the solution's process, would run a text of the solution's here, or undoes the time limit; ".": as
+an attribute."""
 
 
 class _Names(dict[str, object]):
@@ -41,14 +52,15 @@ class _Names(dict[str, object]):
         self.pop(not_ours, None)
         self._peer = peer
         self._called = called
+        self._not_ours = not_ours
 
     def __missing__(self, name: str) -> object:
         if name.startswith("__"):
             raise KeyError(name)
-        if name in _HELPERS:
+        if name in _HELPERS and name != self._not_ours:
             return getattr(importlib.import_module(_HELPERS[name]), name)
-        if name == "np" or (name in sys.stdlib_module_names and name not in self._called):
-            return importlib.import_module("numpy" if name == "np" else name)
+        if name in _MODULES or (name in sys.stdlib_module_names and name not in self._called):
+            return importlib.import_module(_MODULES.get(name, name))
         found = self.of_solution(name)
         if type(found) is Remote or isinstance(found, type):  # plain values may be others by the next time
             self[name] = found
@@ -78,11 +90,10 @@ def main() -> None:
 
     with open("tests.json") as file:
         seconds, statements = json.load(file)
-    os.set_blocking(descriptor, False)
     peer = Peer(descriptor, {"call": OPERATIONS["call"]}, say)
     trees = [_parsed(index, statement, refuse) for index, statement in enumerate(statements)]
     peer.ask("ready")
-    peer.patience_s = seconds
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     if failure := _failure(lambda: peer.ask("start")):
         say(-1, failure)
         os._exit(0)
@@ -92,9 +103,11 @@ def main() -> None:
         )
         peer.has_asked = False
         error = _failure(lambda: _run(tree, _Names(peer, called)))  # noqa: B023 - called at once
-        own = [name for name in called if hasattr(builtins, name)]
-        if not peer.has_asked and len(own) == len(tree.body) == 1 and isinstance(tree.body[0], ast.Assert):
-            # It tests a solution whose function is named like one of Python's.
+        is_assertion = len(tree.body) == 1 and isinstance(tree.body[0], ast.Assert)
+        own = [name for name in called if is_assertion and hasattr(builtins, name)]
+        own += _HELPERS.keys() & set(_words(tree))
+        if not peer.has_asked and len(own) == 1:
+            # It tests a solution whose function is named like one of ours.
             error = _failure(lambda: _run(tree, _Names(peer, called, own[0])))  # noqa: B023
         if not peer.has_asked:
             refuse(f"test {index + 1} asks nothing of the solution" + (f": {error}" if error else ""))
@@ -139,13 +152,14 @@ def _run(tree: ast.Module, names: _Names) -> None:
     setattr(module, "__all__", [])  # noqa: B010
     sys.modules["solution"] = module
     own: dict[str, Any] = {"__name__": "tests", "__builtins__": names}
-    found = tree.body[0] if len(tree.body) == 1 else None
-    test = found.test if isinstance(found, ast.Assert) and found.msg is None else None
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
-        sides = [ast.Expression(test.left), ast.Expression(test.comparators[0])]
-        left, right = [eval(compile(side, "test", "eval"), own) for side in sides]
-        assert left == right, f"{ast.unparse(test.left)} is {left!r:.200}, not {right!r:.200}"
-        return
+    match tree.body:
+        case [ast.Assert(test=ast.Compare(left=left_side, ops=[ast.Eq()], comparators=[right_side]), msg=None)]:
+            sides = [ast.Expression(left_side), ast.Expression(right_side)]
+            left, right = [eval(compile(side, "test", "eval"), own) for side in sides]
+            assert left == right, f"{ast.unparse(left_side)} is {left!r:.200}, not {right!r:.200}"
+            return
+        case _:
+            pass
     if any(word == "unittest" for word in _words(tree)):
         import unittest
 
@@ -169,7 +183,7 @@ def _run_defined(own: Mapping[str, Any]) -> None:
 
 
 def _failure(action: Callable[[], object]) -> str:
-    """What an action raised, and where in the solution; "" when it raised nothing."""
+    """What an action raised, and where in the solution; "" if nothing."""
     try:
         action()
     except BaseException as error:  # also SystemExit

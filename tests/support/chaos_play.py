@@ -7,6 +7,7 @@ A fault is over when the run has done three steps that it had not done before: w
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import time
@@ -74,8 +75,10 @@ class Play:
         folder: Path,
         settings: tuple[str, ...] = (),
         toy: str | None = None,
+        longest_s: float = math.inf,
     ) -> None:
-        self._faults = faults
+        """No fault begins later than `longest_s` after the run was started."""
+        self._faults, self._longest_s = faults, longest_s
         self._run = ChaosRun(scenario, folder, settings, toy)
         self._expected = Expected(
             num_tasks=NUM_TASKS, groups_per_step=GROUPS_PER_STEP, max_versions=scenario.max_versions
@@ -88,7 +91,7 @@ class Play:
         self._before: Observation
 
     def play(self) -> Played:
-        self._before = observe()
+        self._before, last_s = observe(), time.monotonic() + self._longest_s
         run, rows, broken = self._run, list[Row](), list[str]()
         with run:
             run.start()
@@ -96,6 +99,8 @@ class Play:
             self._strength = run.census()
             self._say(f"{run.scenario.name}: {dict(self._strength)}")
             for index, fault in enumerate(self._faults):
+                if time.monotonic() > last_s:
+                    break
                 try:
                     rows.append(self._one(fault))
                 except AssertionError as error:

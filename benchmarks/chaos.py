@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py --seed 1                 # 100 kills and 63 other faults, in three runs
     python benchmarks/chaos.py --seed 1 --faults 30     # of as many kinds as that allows
+    python benchmarks/chaos.py --seed 1 --minutes 6     # in parts: go on with --only and what was not played
     python benchmarks/chaos.py --seed 1 --only 17       # fault 17 alone, as a reproduction
 
 Each run is in a world of its own (tests/support/world.py): a clean end is one after which nothing is there that was not
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -55,13 +57,14 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def play_all(faults: list[Fault], settings: list[str], toy: str | None) -> list[Played]:
+def play_all(faults: list[Fault], options: argparse.Namespace) -> list[Played]:
     """Every scenario that has faults, in a world of its own."""
     played = []
     for scenario in SCENARIOS.values():
         if numbers := [fault.number for fault in faults if fault.scenario == scenario.name]:
-            words = ["--seed", str(faults[0].seed), "--only", *map(str, numbers), "--settings", *settings]
-            words += ["--toy", toy] if toy else []
+            words = ["--seed", str(faults[0].seed), "--only", *map(str, numbers), "--minutes"]
+            words += [str(options.minutes), "--settings", *options.settings]
+            words += ["--toy", options.toy] if options.toy else []
             command = in_world([sys.executable, str(Path(__file__).resolve()), *words], ROOT)
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
             assert done.returncode == 0, f"{scenario.name} could not be played to its end"
@@ -76,6 +79,7 @@ def main() -> int:
     parser.add_argument("--scenario", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
     parser.add_argument("--faults", type=int, help="play so many of them, of as many kinds as possible")
     parser.add_argument("--only", type=int, nargs="+", metavar="K", help="play the faults with these numbers")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no fault of a run later than that")
     parser.add_argument("--settings", nargs="*", default=[], metavar="key=value", help="more settings of the runs")
     parser.add_argument("--toy", metavar="MISTAKE", help="with tests/support/toy_run.py in place of rlflow")
     options = parser.parse_args()
@@ -83,10 +87,10 @@ def main() -> int:
     if MARK in os.environ:
         with tempfile.TemporaryDirectory(dir=SCRATCH) as folder:
             scenario = SCENARIOS[faults[0].scenario]
-            play = Play(scenario, faults, Path(folder), tuple(options.settings), options.toy)
+            play = Play(scenario, faults, Path(folder), tuple(options.settings), options.toy, 60 * options.minutes)
             print(json.dumps(play.play().as_json()))
         return 0
-    played = play_all(faults, options.settings, options.toy)
+    played = play_all(faults, options)
     rows = [row for each in played for row in each.rows]
     print(table(rows))
     broken = [f"{each.scenario}: {one}" for each in played for one in each.broken]
@@ -97,6 +101,7 @@ def main() -> int:
         "seed": options.seed,
         "kills": sum(row.name.startswith("kill ") for row in rows),
         "other_faults": sum(not row.name.startswith("kill ") for row in rows),
+        "not_played": [fault.number for fault in faults if fault.number not in {row.number for row in rows}],
         "steps": sum(each.steps for each in played),
         "tasks_given_up": sum(each.given_up for each in played),
         "broken": broken,

@@ -7,6 +7,7 @@ A fault is over when the run has done three steps that it had not done before: w
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import time
@@ -74,8 +75,10 @@ class Play:
         folder: Path,
         settings: tuple[str, ...] = (),
         toy: str | None = None,
+        longest_s: float = math.inf,
     ) -> None:
-        self._faults = faults
+        """No fault begins later than `longest_s` after the run was started."""
+        self._faults, self._longest_s = faults, longest_s
         self._run = ChaosRun(scenario, folder, settings, toy)
         self._expected = Expected(
             num_tasks=NUM_TASKS, groups_per_step=GROUPS_PER_STEP, max_versions=scenario.max_versions
@@ -88,7 +91,7 @@ class Play:
         self._before: Observation
 
     def play(self) -> Played:
-        self._before = observe()
+        self._before, last_s = observe(), time.monotonic() + self._longest_s
         run, rows, broken = self._run, list[Row](), list[str]()
         with run:
             run.start()
@@ -96,6 +99,8 @@ class Play:
             self._strength = run.census()
             self._say(f"{run.scenario.name}: {dict(self._strength)}")
             for index, fault in enumerate(self._faults):
+                if time.monotonic() > last_s:
+                    break
                 try:
                     rows.append(self._one(fault))
                 except AssertionError as error:
@@ -139,7 +144,7 @@ class Play:
         recovered_s = self._recover(effect, row, began_s)
         row.seconds_lost = max(0.0, round(recovered_s - began_s - NEW_STEPS * usual_s, 1))
         self._most_steps = run.steps()
-        self._wait_for_strength(row, began_s)
+        self._wait_for_strength(effect, row, began_s)
         row.outcome += f", {n} from the checkpoint" if (n := restarts(run.output[first_line:])) else ""
         if fault.action != "hang":
             row.broken += [f"taken for hung: {each}" for each in run.killed_as_hung()[num_killed:]]
@@ -186,6 +191,7 @@ class Play:
             run.kill_all()
         if effect.before_restart is not None:
             effect.before_restart()
+        self._most_steps = max(self._most_steps, run.steps())
         for _ in range(3):
             run.start()
             try:
@@ -200,8 +206,8 @@ class Play:
                 effect.cure()
         raise AssertionError(f"the run cannot be started again: {self._tail()}")
 
-    def _wait_for_strength(self, row: Row, began_s: float) -> None:
-        """Until there are as many processes of each kind as at first."""
+    def _wait_for_strength(self, effect: Effect, row: Row, began_s: float) -> None:
+        """Until there are as many processes of each kind as at first. What hangs may be noticed only now."""
         run = self._run
 
         def missing() -> Counter[str]:
@@ -214,8 +220,10 @@ class Play:
             else:
                 row.broken.append(f"processes that did not come back: {dict(missing())}")
         except Ended:
-            row.broken.append(f"the driver ended with {run.exit_code} after it had gone on")
-            self._start_again(Effect(hit=""), row)
+            row.outcome += f", ended ({run.exit_code})"
+            if run.exit_code not in effect.may_end:
+                row.broken.append(f"the driver ended with {run.exit_code} after it had gone on")
+            self._start_again(effect, row)
 
     def _wait_for_steps(self, deadline_s: float) -> bool:
         wanted = self._most_steps + NEW_STEPS

@@ -385,7 +385,8 @@ class Driver:
                 await self._save(ANSWER_S if isinstance(error, WorkerError) else None)
                 error.add_note(f"the run is saved as it was after step {self._progress.step}")
         except Exception as second:  # of any kind: the first error is the one to report
-            error.add_note(f"{why}: {second or repr(second)}")
+            is_same = str(second) == str(error)
+            error.add_note(f"{why}, for the same reason" if is_same else f"{why}: {second or repr(second)}")
 
     async def _end_tasks(self) -> None:
         await self._intake.close()

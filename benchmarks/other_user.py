@@ -47,7 +47,7 @@ def grpc(port):
         return bytes([0, len(name)]) + name + bytes([len(value)]) + value
     headers = b"".join(literal(*pair) for pair in (
         (b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"),
-        (b":authority", b"x"), (b"content-type", b"application/grpc"), (b"te", b"trailers")))
+        (b":authority", b"x"), (b"content-type", b"application/grpc"), (b"te", b"trailers")))  # codespell:ignore te
     def frame(kind, flags, stream, payload):
         return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
     sent = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"") + frame(1, 4, 1, headers)

@@ -215,11 +215,14 @@ def _read_only(run: ChaosRun, fault: Fault) -> Effect:
 
 
 def _damage(run: ChaosRun, fault: Fault) -> Effect:
-    """The newest checkpoint, when the driver has been killed: bits flipped, an end cut off, or a file gone."""
+    """The newest checkpoint, when the driver has been killed: bits flipped, an end cut off, or a file gone. There is an
+    older one, because a run with no whole checkpoint rightly ends."""
+    folder = run.path / "checkpoints"
+    assert run.wait(lambda: len(list(folder.glob("step_*[0-9]"))) > 1, WAIT_S), "no second checkpoint"
     run.signal(signal.SIGKILL)
 
     def newest() -> Path:
-        return max((run.path / "checkpoints").glob("step_*[0-9]"), key=lambda each: int(each.name[5:]))
+        return max(folder.glob("step_*[0-9]"), key=lambda each: int(each.name[5:]))
 
     def damage() -> None:
         files = sorted(path for path in newest().rglob("*") if path.is_file() and path.stat().st_size)

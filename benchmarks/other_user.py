@@ -30,7 +30,7 @@ OTHER = 65534
 PROBE = r"""
 import json, socket, struct, sys
 
-def talk(port, sent, wait=2.0):
+def talk(port, sent, wait=0.5):
     with socket.create_connection(("127.0.0.1", port), timeout=wait) as each:
         if sent:
             each.sendall(sent)
@@ -53,7 +53,7 @@ def grpc(port):
     sent = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"") + frame(1, 4, 1, headers)
     sent += frame(0, 1, 1, bytes(5))
     found = b""
-    with socket.create_connection(("127.0.0.1", port), timeout=2.0) as each:
+    with socket.create_connection(("127.0.0.1", port), timeout=0.5) as each:
         each.sendall(sent)
         try:
             while part := each.recv(4096):

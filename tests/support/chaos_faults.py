@@ -206,7 +206,12 @@ def _fill(ballast: Path, may_end: frozenset[int]) -> Effect:
 def _read_only(run: ChaosRun, fault: Fault) -> Effect:
     """Files that are open already can still be written."""
     subprocess.run(["mount", "--bind", str(run.path), str(run.path)], check=True)
-    subprocess.run(["mount", "-o", "remount,bind,ro", str(run.path)], check=True)
+
+    def is_remounted() -> bool:  # not while the run holds a file that it has opened since
+        remount = ["mount", "-o", "remount,bind,ro", str(run.path)]
+        return subprocess.run(remount, check=False, capture_output=True).returncode == 0
+
+    assert run.wait(is_remounted, WAIT_S), "the run always has a file open"
 
     def undo() -> None:
         subprocess.run(["umount", "--lazy", str(run.path)], check=True)

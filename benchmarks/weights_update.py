@@ -33,6 +33,7 @@ from rlflow.config import Config, Dtype
 from rlflow.errors import ConfigError, RunError
 from rlflow.models.resolve import resolve_model
 from rlflow.rollout.requests import GenerateRequest
+from rlflow.runtime.deadlines import within
 from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.types import TrainSample
 
@@ -47,6 +48,8 @@ ROUNDS = 6
 """The first is not counted: it pays for first pages."""
 REQUESTS = 4
 """Running all the time."""
+RUNNING_S = 60.0
+"""Most seconds until all of them run. An engine that needs longer does not keep up."""
 REPLY_TOKENS = 512
 COPIES = 2
 SAMPLES, SAMPLE_TOKENS = 8, 32
@@ -172,7 +175,7 @@ class _Sides:
         started = time.perf_counter()
         staged = await asyncio.to_thread(_stage, self._sender, version)
         stage_s = time.perf_counter() - started
-        await self._check_running()
+        await self._until_all_run()
         update = await self._engine.update(staged)
         return DenseRound(stage_s=stage_s, place_s=await self._engine.place(staged), update=update)
 
@@ -181,12 +184,16 @@ class _Sides:
         started = time.perf_counter()
         await asyncio.to_thread(self._save)
         save_s = time.perf_counter() - started
-        await self._check_running()
+        await self._until_all_run()
         return ReloadRound(save_s=save_s, pause_s=await self._engine.reload(self._file))
 
-    async def _check_running(self) -> None:
-        if (running := (await self._engine.stats()).running) < REQUESTS:
-            raise RunError(f"{REQUESTS} requests must run during an update; {running} do: the engine does not keep up")
+    async def _until_all_run(self) -> None:
+        """A request whose reply has just ended is about to be sent again."""
+        await within(f"waiting until {REQUESTS} requests run", RUNNING_S, self._all_run())
+
+    async def _all_run(self) -> None:
+        while (await self._engine.stats()).running < REQUESTS:
+            await asyncio.sleep(0.01)
 
     def _save(self) -> None:
         from safetensors.torch import save_file

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(list(sys.argv[1:] if arguments is None else arguments))
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads what is printed has seen enough
+    except BrokenPipeError:  # the reader has seen enough
         discard(sys.stdout)
         return 128 + signal.SIGPIPE
     except OSError as error:

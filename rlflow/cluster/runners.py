@@ -24,6 +24,7 @@ from rlflow.environments.pool import EnvironmentPool
 from rlflow.envs.base import Environment, EnvironmentSpec, Program
 from rlflow.errors import DeadlineError, WorkerError, WorkerLost
 from rlflow.rollout.client import EngineHandle
+from rlflow.rollout.fleet import TELL_S
 from rlflow.rollout.gateway.server import Gateway
 from rlflow.runtime.clock import as_seen_here, now
 from rlflow.runtime.deadlines import within
@@ -31,8 +32,6 @@ from rlflow.types import EpisodePayload, GroupOrder, Message, PayloadRef, Played
 from rlflow.workers.runner import EpisodeRunner
 
 _WHO = "episode runner"
-TELL_TIMEOUT_S = 30.0
-"""Seconds for an episode runner to take note of something. A slower one hangs, and is killed."""
 
 
 def start_runners(
@@ -200,7 +199,7 @@ class RayRunners:
 async def tell(runner: Any, what: str, call: Any) -> None:
     """Wait until a runner has taken note of something, or has died. One that hangs is killed, and Ray restarts it."""
     try:
-        await within(f"telling an {_WHO} {what}", TELL_TIMEOUT_S, answer(_WHO, call, what))
+        await within(f"telling an {_WHO} {what}", TELL_S, answer(_WHO, call, what))
     except DeadlineError:
         ray.kill(runner, no_restart=False)
     except WorkerError:

@@ -25,7 +25,8 @@ MAX_BUSY_TICKS = 2
 """How often in TICKS looks a thread of a hung actor may be seen at work. Ray has threads that never need Python."""
 MAX_CPU_SHARE = 0.05
 """Share of one core that those threads may use."""
-_GONE = (FileNotFoundError, ProcessLookupError)
+GONE = (FileNotFoundError, ProcessLookupError)
+"""What reading /proc raises when a process or a thread has ended meanwhile."""
 
 
 class Status:
@@ -98,7 +99,7 @@ class _Watch:
         poll = select.poll()
         poll.register(0, 0)  # wakes for the end alone: each turn is one tick
         while not poll.poll(1000 * self._heartbeat_s / TICKS) and os.getppid() == self._actor:
-            with contextlib.suppress(*_GONE):
+            with contextlib.suppress(*GONE):
                 actor = _status(self._actor)
                 above = _status(actor.parent)
                 self._look_at_actor(actor, above)
@@ -118,10 +119,10 @@ class _Watch:
             self._kill(self._actor, f"{self._name} (process {self._actor}) did not answer")
 
     def _look_at_stopped(self, actor: Status, above: Status) -> None:
-        """Whatever the actor has started, and the raylet that has started the actor."""
+        """What the actor has started, and the raylet that has started the actor."""
         found = [(*each, f"of {self._name}") for each in _below(self._actor, actor)]
         if above.name == "raylet":
-            with contextlib.suppress(*_GONE):
+            with contextlib.suppress(*GONE):
                 found.append((actor.parent, above, _status(above.parent), "of Ray"))
         before, self._stopped = self._stopped, {}
         for pid, process, parent, whose in found:
@@ -156,20 +157,25 @@ def _status(pid: int, thread: str | None = None) -> Status:
 def _thread_states(pid: int) -> list[str]:
     found = []
     for thread in os.listdir(f"/proc/{pid}/task"):
-        with contextlib.suppress(*_GONE):
+        with contextlib.suppress(*GONE):
             found.append(_status(pid, thread).state)
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that the threads of a process have started; none if it has ended."""
+    found: list[int] = []
+    with contextlib.suppress(*GONE):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(*GONE), open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
     return found
 
 
 def _below(pid: int, process: Status) -> Iterator[tuple[int, Status, Status]]:
     """Each process that descends from this one, with its parent."""
-    children: list[int] = []
-    with contextlib.suppress(*_GONE):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(*_GONE), open(f"/proc/{pid}/task/{thread}/children") as file:
-                children += map(int, file.read().split())
-    for child in children:
-        with contextlib.suppress(*_GONE):
+    for child in children_of(pid):
+        with contextlib.suppress(*GONE):
             status = _status(child)
             yield child, status, process
             yield from _below(child, status)

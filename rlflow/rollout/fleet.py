@@ -19,8 +19,8 @@ from rlflow.rollout.health import MAX_DEATHS, EngineState, Health, serving, wave
 from rlflow.runtime.concurrency import all_or_none
 from rlflow.runtime.derived import samples_while_loading
 
-TELLING_S = 60.0
-"""Most seconds until the episode runners know which engines serve, before an engine loads and after it."""
+TELL_S = 30.0
+"""Seconds for an episode runner to take note of something. A slower one hangs, and is killed."""
 
 
 class EngineProcess(Protocol):
@@ -70,8 +70,9 @@ class EngineFleet:
     ) -> None:
         self._start_s = config.deadlines.start_s
         # Loads come one after the other: the one under way, each engine's in the update, and one in each of its lives.
+        # The episode runners are told before a load and after it.
         most_loads = 1 + (1 + MAX_DEATHS) * len(engines)
-        loading_s = most_loads * (config.deadlines.weights_s + TELLING_S)
+        loading_s = most_loads * (config.deadlines.weights_s + 2 * TELL_S)
         self.patience_s = loading_s + MAX_DEATHS * 2 * self._start_s
         """See `roles.Engines`. In each life an engine waits for a place, and starts."""
         self._is_rolling = config.rollout.update is Update.rolling and samples_while_loading(config)

@@ -7,8 +7,8 @@ checkpoints/step_N/
     state.json     step, version, sampler, ready groups; size and SHA-256 of every other file; a SHA-256 of all this
 checkpoints/step_N.damaged/    set aside, because a file of it was not what had been written
 
-Whoever writes a file digests it while it is written. Whoever reads a checkpoint reads all of it once before, in
-threads: a disk that gives 2 GB a second needs seven minutes for the 840 GB of a model with 70 billion parameters.
+A file is digested by its writer while it is written. Before a checkpoint is used, all of it is read once, in threads:
+a disk that gives 2 GB a second needs seven minutes for the 840 GB of a model with 70 billion parameters.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """Standard output and standard error of a run, which goes on without them.
 
-Whoever reads them may go away (a pipe that is closed, a terminal, a full disk) or stop to read (a pager, Ctrl-S). What
+Their reader may go away (a pipe that is closed, a terminal, a full disk) or stop to read (a pager, Ctrl-S). What
 matters is in the run's files.
 """
 

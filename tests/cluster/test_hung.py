@@ -55,7 +55,7 @@ async def test_an_engine_that_hangs_is_killed_and_lost_like_one_that_died(killed
 async def test_a_runner_that_hangs_is_killed_when_it_is_told_what_is_stale(
     killed: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlflow.cluster.runners.TELL_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("rlflow.cluster.runners.TELL_S", 0.01)
     actor = SimpleNamespace(cancel_stale=Hung())
     await RayRunners([actor], on_one_machine=True, patience_s=1.0).cancel_stale(3)
     assert killed == [actor]

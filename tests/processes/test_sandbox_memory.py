@@ -65,6 +65,15 @@ def map_anonymous(num_bytes, flags, descriptor=-1):
     return address
 """
 
+SOCKETS = """
+while True:
+    pair = socket.socketpair()
+    kept.append(pair)
+    for each in pair:
+        each.setblocking(False)
+        stuff(each.send)
+"""
+
 WAYS = {
     "private": "while True:\n    map_anonymous(MB, 0x22)\n    hold(MB)",
     "shared": "while True:\n    map_anonymous(MB, 0x21)\n    hold(MB)",
@@ -175,14 +184,7 @@ while True:
         hold(os.sendfile(pair[0].fileno(), file.fileno(), 0, 61440))
     os.unlink("lent")
 """,
-    "sockets": """
-while True:
-    pair = socket.socketpair()
-    kept.append(pair)
-    for each in pair:
-        each.setblocking(False)
-        stuff(each.send)
-""",
+    "sockets": SOCKETS,
     "larger_sockets": """
 while True:
     pair = socket.socketpair()
@@ -305,13 +307,8 @@ while True:
 for _ in range(15):
     if os.fork() == 0:
         break
-while True:
-    pair = socket.socketpair()
-    kept.append(pair)
-    for each in pair:
-        each.setblocking(False)
-        stuff(each.send)
-""",
+"""
+    + SOCKETS,
     "threads": """
 _thread.stack_size(32768)
 while True:

@@ -57,12 +57,7 @@ def inject(run: ChaosRun, fault: Fault) -> Effect | None:
 def _kill(run: ChaosRun, fault: Fault) -> Effect | None:
     if fault.target == "machine":
         return _kill_machine(run, fault)
-    victim = _victim(run, fault)
-    if victim is None:
-        return None
-    effect = _told(run, fault.target, victim)
-    victim.kill()
-    return effect
+    return _strike(run, fault, psutil.Process.kill)
 
 
 def _kill_machine(run: ChaosRun, fault: Fault) -> Effect:
@@ -73,11 +68,15 @@ def _kill_machine(run: ChaosRun, fault: Fault) -> Effect:
 
 def _hang(run: ChaosRun, fault: Fault) -> Effect | None:
     """Stopped for good: only a kill helps."""
+    return _strike(run, fault, psutil.Process.suspend)
+
+
+def _strike(run: ChaosRun, fault: Fault, strike: Callable[[psutil.Process], None]) -> Effect | None:
     victim = _victim(run, fault)
     if victim is None:
         return None
     effect = _told(run, fault.target, victim)
-    victim.suspend()
+    strike(victim)
     return effect
 
 

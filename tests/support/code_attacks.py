@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+_FRAME = """
+import json, os
+def frame(message):
+    content = json.dumps(message).encode()
+    return len(content).to_bytes(4, "big") + content
+"""
+"""A message as the two processes send it."""
+
 ATTACKS: dict[str, str] = {
     # The verdict's own code, in the frames above.
     "replace the statements in the frames above": """
@@ -200,11 +208,8 @@ for number in range(64):
 def NAME(*arguments):
     return None
 """,
-    "answer before it is asked": """
-import json, os
-def frame(message):
-    content = json.dumps(message).encode()
-    return len(content).to_bytes(4, "big") + content
+    "answer before it is asked": _FRAME
+    + """
 answers = frame(["returned", True, None]) * 50
 for number in range(3, 64):
     try:
@@ -215,11 +220,8 @@ for number in range(3, 64):
 def NAME(*arguments):
     return None
 """,
-    "call back into the tests": """
-import json, os
-def frame(message):
-    content = json.dumps(message).encode()
-    return len(content).to_bytes(4, "big") + content
+    "call back into the tests": _FRAME
+    + """
 def NAME(*arguments):
     for number in range(3, 64):
         for operation in ("call", "getattr", "name", "exec", "start", "setattr"):

@@ -7,6 +7,7 @@ open descriptors hold in the kernel.
 import contextlib
 import os
 
+from rlflow.processes.companion import GONE, children_of
 from rlflow.processes.sandbox.init import MAX_OPEN_FILES
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -14,7 +15,6 @@ _THREAD_BYTES = 2**15
 """Its stack in the kernel and what describes it."""
 _DESCRIPTOR_BYTES = 2**18
 """What a socket holds at most: its buffer of 212,992 bytes (`net.core.wmem_default`), and what describes it."""
-_GONE = (FileNotFoundError, ProcessLookupError)
 
 
 def held_bytes(ancestor: int, generation: int, limit: int) -> int:
@@ -30,27 +30,18 @@ def held_bytes(ancestor: int, generation: int, limit: int) -> int:
         raise OSError(0, "/proc/*/task/*/children is missing, so that a program's processes cannot be measured")
     waiting, resident, in_kernel = [ancestor], dict[int, int](), 0
     for _ in range(generation):
-        waiting = [child for process in waiting for child in _children(process)]
+        waiting = [child for process in waiting for child in children_of(process)]
     for process in waiting:
-        with contextlib.suppress(*_GONE):
+        with contextlib.suppress(*GONE):
             in_kernel += _THREAD_BYTES * len(os.listdir(f"/proc/{process}/task"))
             in_kernel += _DESCRIPTOR_BYTES * _num_open_files(process)
             with open(f"/proc/{process}/statm") as file:
                 resident[process] = _PAGE * int(file.read().split()[1])
             if in_kernel <= limit:
-                waiting += _children(process)
+                waiting += children_of(process)
     if (held := in_kernel + sum(resident.values())) > limit:
         return in_kernel + sum(_proportional(process, most) for process, most in resident.items())
     return held
-
-
-def _children(process: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(*_GONE):
-        for thread in os.listdir(f"/proc/{process}/task"):
-            with open(f"/proc/{process}/task/{thread}/children") as file:
-                found += map(int, file.read().split())
-    return found
 
 
 def _num_open_files(process: int) -> int:
@@ -68,5 +59,5 @@ def _proportional(process: int, resident: int) -> int:
             return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
     except PermissionError:
         return resident
-    except _GONE:
+    except GONE:
         return 0

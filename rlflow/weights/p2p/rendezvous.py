@@ -2,7 +2,7 @@
 
 Neither side's default process group is touched. Each engine has a group of its own with all ranks of the trainer, so
 that one that dies breaks no other, and one that joins only builds its own. On one machine the store is a file, because
-whoever reaches a store that listens can write to it; connections of groups listen on loopback. On several machines
+a store that listens lets everybody write to it; connections of groups listen on loopback. On several machines
 everything listens on the address at which the store is reached.
 """
 

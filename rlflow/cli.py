@@ -120,7 +120,7 @@ def _start(config: Config) -> int:
     from rlflow.run import train  # imports Ray
 
     make_dispensable()
-    return train(config)
+    return train(config).exit_code
 
 
 def _doctor(arguments: Sequence[str]) -> int:

@@ -33,7 +33,7 @@ from rlflow.rundir.restarts import MAX_RESTARTS, Restarts, Setback, larger_setba
 from rlflow.rundir.store import RunState
 from rlflow.runtime.deadlines import within
 from rlflow.runtime.derived import by_device
-from rlflow.runtime.signals import Stopper
+from rlflow.runtime.signals import Stopper, run_until_done
 from rlflow.settings.checks import check
 from rlflow.telemetry.observer import RunObserver
 from rlflow.types import Task
@@ -59,11 +59,24 @@ class _Run:
     """The loss that this start makes up for; None at the first start of this process."""
 
 
-def train(config: Config) -> int:
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Ended:
+    """How a run ended."""
+
+    run_dir: Path
+    signalled: signal.Signals | None = None
+    """What ended it before its last step."""
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.signalled is None else 128 + self.signalled
+
+
+def train(config: Config) -> Ended:
     """Run to the last step, or to the end of the step in which SIGINT, SIGTERM or SIGHUP came.
 
-    Returns the exit code: 0 when all steps are done, 128 + the signal when it ended before.
-    Raises ConfigError before anything is started, RunError when the run cannot go on.
+    `rlflow train` and `rlflow.train` both call it; a thread that runs an event loop may too. Raises ConfigError before
+    anything is started, RunError when the run cannot go on.
     """
     check(config)
     check_functions(config)
@@ -78,7 +91,7 @@ def train(config: Config) -> int:
         state = run_dir.state
         if state is not None and state.step >= config.run.steps:
             print(f"{run_dir.path} already has {state.step} of {config.run.steps} steps; raise run.steps to go on")
-            return 0
+            return Ended(run_dir=run_dir.path)
         if state is not None:
             _check_same_tasks(run_dir, sampler, state)
         run = _Run(
@@ -95,8 +108,7 @@ def train(config: Config) -> int:
         with ray_cluster(run.config, run_dir.path):
             run = replace(run, config=by_device(run.config, on_gpus=has_gpus()))
             check(run.config)  # what null has become may be refused
-            ended_by = asyncio.run(_train(run))
-    return 0 if ended_by is None else 128 + ended_by
+            return Ended(run_dir=run_dir.path, signalled=run_until_done(_train(run)))
 
 
 def _check_same_tasks(run_dir: RunDir, sampler: TaskSampler, state: RunState) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlflow.errors import ConfigError
+from rlflow.plugins.given import find_given, is_given
 
 BATCH_ROWS = 1024
 """Rows of a table that are turned into Python values at once."""
@@ -28,6 +29,7 @@ class Kind(StrEnum):
     parquet = ".parquet"
     folder = "folder"
     hub = "hub"
+    given = "given"
 
 
 _FILES = (Kind.lines, Kind.json, Kind.parquet)
@@ -47,7 +49,7 @@ class Source:
 
     kind: Kind
     path: str
-    """The file or folder; for the hub, the name."""
+    """The file or folder; for the hub, the name; for rows that were given, the text that stands for them."""
     subset: str | None = None
     split: str = "train"
     argument: str = "env.args.path"
@@ -56,6 +58,8 @@ class Source:
     @property
     def name(self) -> str:
         """The beginning of the tasks' ids."""
+        if self.kind is Kind.given:
+            return self.path.rpartition(":")[2].partition(",")[0]
         return f"{self.path}/{self.split}" if self.kind is Kind.hub else Path(self.path).stem
 
 
@@ -64,6 +68,8 @@ def find_source(text: str, argument: str) -> Source:
 
     Raises ConfigError for what is neither that nor a name of the hub.
     """
+    if is_given(text):
+        return Source(kind=Kind.given, path=text, argument=argument)
     path = Path(text).expanduser()
     before, colon, split = str(path).rpartition(":")
     if not text.startswith("hf://"):
@@ -92,6 +98,8 @@ def rows_of(source: Source) -> Iterator[Row]:
             return _json(source)
         case Kind.parquet:
             return _parquet(source)
+        case Kind.given:
+            return _given(source)
         case Kind.folder | Kind.hub:
             return _table_rows(source, _dataset(source).with_format("arrow").iter(batch_size=BATCH_ROWS))
 
@@ -105,6 +113,12 @@ def _local(path: Path, split: str | None, argument: str) -> Source:
     if split is not None:
         raise ConfigError(f"{argument}={path}:{split} is a file, and files have no splits; leave out :{split}")
     return Source(kind=Kind(suffix), path=str(path), argument=argument)
+
+
+def _given(source: Source) -> Iterator[Row]:
+    rows: Any = find_given(source.path)
+    for index, row in enumerate(rows):
+        yield Row(f"{source.name}, row {index}", f"{source.name}/{index}", row)
 
 
 # -- JSON

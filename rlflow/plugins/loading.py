@@ -18,6 +18,7 @@ from types import ModuleType
 from urllib.parse import quote, unquote
 
 from rlflow.errors import ConfigError
+from rlflow.plugins.given import find_given, is_given
 from rlflow.plugins.names import did_you_mean
 
 # Makes this module a package in the eyes of the import system; _FileFinder finds what is below it.
@@ -26,7 +27,7 @@ _PREFIX = f"{__name__}."
 
 
 def load_object(path: str) -> object:
-    """The object at `package.module:Name` or `file.py:Name`.
+    """The object at `package.module:Name` or `file.py:Name`, or the one that a text of `rlflow.plugins.given` means.
 
     A file's path is absolute or relative to the current directory; `Name` may be dotted, such as `Class.method`. A file
     may import the files beside it.
@@ -34,6 +35,8 @@ def load_object(path: str) -> object:
     Raises:
         ConfigError: the path is malformed, the file, module or attribute is missing, or importing it failed.
     """
+    if is_given(path):
+        return find_given(path)
     source, colon, name = path.rpartition(":")
     if not colon or not source or not name:
         raise ConfigError(f"expected `package.module:Name` or `file.py:Name`; got {path!r}")

@@ -22,6 +22,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import cloudpickle
+
 from rlflow.errors import ConfigError, DeadlineError
 from rlflow.processes.frames import MAX_FRAME_BYTES, Fields, check_size, encode, frame_of, read_frame
 from rlflow.runtime import scratch
@@ -68,11 +70,14 @@ class HostedCode:
 
 
 def payload_of(content: object, what: str, process: str, cure: str) -> bytes:
-    """`content`, pickled. Raises ConfigError: `what` cannot be sent to `process`, the reason, and the cure."""
+    """`content`, pickled: code that can be imported by its name, that of a script or notebook as it is.
+
+    Raises ConfigError: `what` cannot be sent to `process`, the reason, and the cure.
+    """
     try:
-        payload = pickle.dumps(content)
+        payload = cloudpickle.dumps(content)
         check_size(len(payload))
-    except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
+    except (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{what} cannot be sent to {process}: {error}; {cure}") from error
     return payload
 

@@ -6,11 +6,13 @@ reward.function: [math, my.py:brief], reward.weights: [1, 0.1], reward.args: {br
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rlflow.config import RewardConfig
 from rlflow.envs.base import RewardFunction
 from rlflow.errors import ConfigError
 from rlflow.plugins.catalog import Catalog, modules_of
+from rlflow.plugins.given import find_given, is_given
 from rlflow.plugins.names import did_you_mean
 from rlflow.plugins.options import check_options, parameters_of
 from rlflow.rewards.call import KNOWN, ChosenReward, MissingColumn, call, needed_columns, shape_of
@@ -53,7 +55,7 @@ def choose_rewards(config: RewardConfig, own: RewardFunction | None) -> list[Cho
             f"reward.weights has {len(weights)} numbers and reward.function {len(names)} names; give one weight for "
             "each"
         )
-    functions = [own if name == ENVIRONMENT else REWARDS.path_of(name) for name in names]
+    functions = [own if name == ENVIRONMENT else _code_of(name) for name in names]
     short_names = [name.rpartition(":")[2].rpartition(".")[2] if ":" in name else name for name in names]
     (name, count), *_ = Counter(short_names).most_common(1)
     if count > 1:
@@ -115,6 +117,11 @@ def load(one: ChosenReward) -> RewardFunction:
     if not callable(function):
         raise ConfigError(f"reward.function={one.function} must be a function; got {function!r:.80}")
     return function
+
+
+def _code_of(name: str) -> Any:
+    """The path behind a name, or the function itself if this process alone has it."""
+    return find_given(name) if is_given(name) else REWARDS.path_of(name)
 
 
 def _check(one: ChosenReward) -> None:

@@ -1,10 +1,13 @@
 """What SIGINT, SIGTERM and SIGHUP do to a run."""
 
 import asyncio
+import contextvars
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -16,6 +19,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @contextmanager
 def hang_ups_ignored() -> Iterator[None]:
     """Processes that are started in the block survive the loss of the terminal, because the run ends by itself then."""
+    if not _is_main_thread():
+        yield  # Python lets the main thread alone handle signals
+        return
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         yield
@@ -23,8 +29,70 @@ def hang_ups_ignored() -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """After the block, signals do what they did before it."""
+    if not _is_main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_until_done(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run(work)`; in a thread of its own if this thread runs a loop, as that of a notebook's cell does.
+
+    What the work does on signals (`loop.add_signal_handler`) it does there too, if this is the main thread, which gets
+    them. Raises KeyboardInterrupt when the work was cancelled, which a Stopper does on a second SIGINT.
+    """
+    if _is_main_thread() and asyncio._get_running_loop() is None:
+        return asyncio.run(work)
+    loop = _LoopBeside()
+
+    def run() -> T:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            return runner.run(work)
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlflow") as thread, handlers_kept():
+        if _is_main_thread():
+            for number in _SIGNALS:
+                signal.signal(number, loop.forward)
+        try:
+            return thread.submit(contextvars.copy_context().run, run).result()
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+
+class _LoopBeside(asyncio.SelectorEventLoop):
+    """The loop of a thread that is not the main one, which alone gets signals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._on_signal: dict[int, Callable[[], object]] = {}
+
+    def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: Any) -> None:
+        self._on_signal[sig] = lambda: callback(*args)
+
+    def remove_signal_handler(self, sig: int) -> bool:
+        return self._on_signal.pop(sig, None) is not None
+
+    def forward(self, sig: int, frame: object) -> None:
+        """Handles a signal of Python in the main thread."""
+        if (callback := self._on_signal.get(sig)) is not None:
+            self.call_soon_threadsafe(callback)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 class Stopper:
-    """The first SIGINT, SIGTERM or SIGHUP asks the run to stop. A second SIGINT ends the process at once.
+    """The first SIGINT, SIGTERM or SIGHUP asks the run to stop. A second SIGINT ends the process at once, or, if that
+    is more than the run (a notebook), cancels the task that made the Stopper.
 
     A second one of the others changes nothing, because a job often gets several at the same time. SIGHUP says that the
     terminal is gone; a process that was started to ignore it (nohup) ignores it.
@@ -38,6 +106,7 @@ class Stopper:
         self._on_stop: Callable[[], None] | None = None
         self._tell: Callable[[str], None] = print
         self._stopped = asyncio.Event()
+        self._task = asyncio.current_task()
         is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._handled = [each for each in _SIGNALS if not (is_ignored and each is signal.SIGHUP)]
         for number in self._handled:
@@ -47,7 +116,7 @@ class Stopper:
         """Give signals back to Python. After a first one only SIGINT counts, because the process is about to end."""
         for number in self._handled:
             asyncio.get_running_loop().remove_signal_handler(number)
-            if self.signal is not None and number is not signal.SIGINT:
+            if self.signal is not None and number is not signal.SIGINT and _is_main_thread():
                 signal.signal(number, signal.SIG_IGN)
 
     async def run_unless_stopped(self, starting: Coroutine[Any, Any, T], tell: Callable[[str], None]) -> T | None:
@@ -74,7 +143,9 @@ class Stopper:
             if number == signal.SIGINT:
                 sys.stderr.write("rlflow: stopped at once; the last complete checkpoint is kept\n")
                 sys.stderr.flush()
-                os._exit(128 + signal.SIGINT)
+                if _is_main_thread() or self._task is None:
+                    os._exit(128 + signal.SIGINT)
+                self._task.cancel()
             return
         self.signal = number
         self._stopped.set()

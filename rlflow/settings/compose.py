@@ -1,18 +1,23 @@
-"""`rlflow train`: command line and recipe -> Hydra -> a checked Config -> what the verb does with it.
+"""Command line or keywords, and recipe -> Hydra -> a checked Config -> what the verb or the caller does with it.
 
-An error of Hydra, OmegaConf or YAML becomes a ConfigError with one sentence that a person can act on (`explain`).
+`train` reads a command line, `compose` what `rlflow.train` was called with. An error of Hydra, OmegaConf or YAML
+becomes a ConfigError with one sentence that a person can act on (`explain`).
 """
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.singleton import Singleton
 from hydra.errors import HydraException
+from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -27,6 +32,8 @@ Report = Callable[[ConfigError | RunError], int]
 Run = Callable[[Config], int]
 """Does what a checked configuration asks for and says which exit code that means."""
 
+_GROUPS = ("algorithm", "cluster")
+"""Sections whose name also chooses a file of settings: cluster=ray."""
 FREE_KEYS = tuple(key for key, kind in leaf_keys().items() if kind == dict[str, Any])
 """Below these a key is an argument of something that the user chose."""
 
@@ -74,6 +81,45 @@ def train(arguments: Sequence[str], report: Report, run: Run, *, needs_recipe: b
     finally:
         sys.argv = typed
     return max(exit_codes, default=0)
+
+
+def compose(settings: Mapping[str, object], *, recipe: str | None = None, emptied: Collection[str] = ()) -> Config:
+    """What `rlflow train recipe=RECIPE KEY=VALUE ..` composes, with values of Python in place of text.
+
+    `emptied` are mappings, such as env.args, that lose what the recipe says. A Hydra that the program uses itself is
+    left as it is. Raises ConfigError.
+    """
+    chosen = {key: value for key, value in settings.items() if key in _GROUPS and isinstance(value, str)}
+    files = [f"{group}={name}" for group, name in chosen.items()] + ([f"recipe={recipe}"] if recipe else [])
+    try:
+        with _own_hydra(), hydra.initialize_config_module("rlflow.recipes", version_base="1.3"):
+            composed = hydra.compose("config", [*files, f"run.name={recipe or 'run'}"])
+        for key in emptied:
+            OmegaConf.update(composed, key, {}, merge=False, force_add=True)
+        for key, value in settings.items():
+            if key not in chosen:
+                OmegaConf.update(composed, key, value, merge=True, force_add=_is_free(key))
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(explain(error)) from error
+    return to_config(composed)
+
+
+@contextmanager
+def _own_hydra() -> Iterator[None]:
+    """Hydra keeps what it does in singletons; those of the program around us come back after the block."""
+    kinds, schemas = (GlobalHydra, VersionBase), ConfigStore.instance().repo
+    theirs: dict[type, Any] = {kind: Singleton._instances.pop(kind) for kind in kinds if kind in Singleton._instances}
+    schema = schemas.get("schema.yaml")
+    ConfigStore.instance().store(name="schema", node=Config)
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            Singleton._instances.pop(kind, None)
+        Singleton._instances.update(theirs)
+        schemas.pop("schema.yaml")
+        if schema is not None:
+            schemas["schema.yaml"] = schema
 
 
 def to_config(composed: DictConfig) -> Config:

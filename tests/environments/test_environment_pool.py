@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -335,8 +336,9 @@ async def test_an_environment_that_cannot_be_used_stops_the_start(tmp_path: Path
 
 
 async def test_a_build_that_does_not_pickle_is_refused() -> None:
+    lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"cannot be sent to its process.*at the top level of an importable module"):
-        EnvironmentPool(lambda: misbehaving.build())
+        EnvironmentPool(lambda: (lock, misbehaving.build())[1])
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -117,8 +118,9 @@ async def test_closing_ends_what_is_under_way_and_what_waits_and_the_pool_may_st
 
 
 async def test_what_cannot_be_sent_is_refused_before_any_process_starts() -> None:
-    with pytest.raises(ConfigError, match="the code cannot be sent to the test process: Can't.*; do something"):
-        code_of(lambda: 0)
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match="the code cannot be sent to the test process: cannot pickle.*; do something"):
+        code_of(lambda: lock)
     with pytest.raises(ConfigError, match="sent to the test process: 1782.* bytes, more than the 16777216 that one"):
         code_of("x" * (17 << 20))
     with pytest.raises(TypeError, match=r"JSON cannot hold \{1\} \(set\)"):

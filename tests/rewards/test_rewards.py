@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -315,8 +316,9 @@ def is_alive(pid: int) -> bool:
 
 
 async def test_a_function_that_does_not_pickle_is_refused() -> None:
+    lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"cannot be sent to the scoring process.*top level of an importable module"):
-        ScorerPool([chosen(lambda task, completion: 1.0)], workers=1, timeout_s=1.0)
+        ScorerPool([chosen(lambda task, completion: float(lock.locked()))], workers=1, timeout_s=1.0)
 
 
 async def test_a_task_that_json_cannot_hold_is_named() -> None:

@@ -1,0 +1,187 @@
+"""rlflow as a library: `rlflow.train` for scripts and notebooks, `rlflow.open` for runs that are there.
+
+keywords -> Config, and the objects that its texts stand for -> rlflow.run.train -> Run
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlflow.errors import ConfigError
+from rlflow.plugins.given import GIVEN, given, is_given, text_for
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from rlflow.telemetry.samples import StepSamples
+
+Code = str | Callable[..., object]
+"""A function or class as it is, or a name as on the command line: a shipped one, package.module:Name, file.py:Name."""
+Rows = str | Path | Iterable[Mapping[str, Any]]
+"""Rows as they are (a list of dicts, a `datasets.Dataset`), or a path or a name of the hub."""
+
+_CURE = (
+    "keep what cannot be pickled (locks, open files, connections) out of its globals, and make it in the code itself"
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has left in its directory, read anew at each look."""
+
+    path: Path
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One record a step, oldest first; names as in metrics.jsonl, None where there was nothing to measure."""
+        return self._records("metrics.jsonl")
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """One record an evaluation, oldest first; empty without `eval.every`."""
+        return self._records("evaluations.jsonl")
+
+    @property
+    def samples(self) -> list["StepSamples"]:
+        """The best and the worst episode of each step that was looked at (`run.show_samples_every`)."""
+        from rlflow.telemetry.samples import read_samples, sampled_steps
+
+        return [read_samples(self.path, step) for step in sampled_steps(self.path)]
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The folder of the newest checkpoint; None before the first."""
+        from rlflow.rundir.store import CheckpointStore
+
+        store = CheckpointStore(self.path / "checkpoints", keep=1)
+        return store.path(store.steps()[-1]) if store.steps() else None
+
+    def dataframe(self) -> "DataFrame":
+        """`metrics` as a table of pandas, indexed by step. Raises ModuleNotFoundError without pandas."""
+        from pandas import DataFrame
+
+        return DataFrame(self.metrics).set_index("step")
+
+    def _records(self, name: str) -> list[dict[str, Any]]:
+        from rlflow.telemetry.metrics import read
+
+        return read(self.path / name) if (self.path / name).is_file() else []
+
+
+def open(path: str | Path) -> Run:
+    """A run that is there: finished, stopped or going on. Raises ConfigError when `path` is no run's directory."""
+    if not (Path(path) / "config.yaml").is_file():
+        raise ConfigError(f"{path} is not a run's directory; give the run.dir of a run, such as runs/NAME-TIME")
+    return Run(Path(path).absolute())
+
+
+def train(
+    *,
+    model: str | Path | None = None,
+    reward: Code | Sequence[Code] | None = None,
+    data: Rows | None = None,
+    evaluation_data: Rows | None = None,
+    environment: Code | None = None,
+    recipe: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Run:
+    """Train as `rlflow train` does, in a script or in a cell of a notebook; returns when the run has ended.
+
+    model: a folder, a hub id or a name (`model.path`).
+    reward: what scores an episode, in any shape that docs/rewards.md shows (`reward.function`); or several.
+    data: the tasks, as `envs/dataset` reads them: rows with `prompt` and mostly `answer`. Rows are copied once.
+    evaluation_data: the tasks that `eval.every` plays.
+    environment: an Environment, Program or TRL-style class, a function that returns an EnvironmentSpec, or a name
+        (`env.name`). One that has no tasks of its own plays those of `data`.
+    recipe: where the settings come from that are not given; None is the defaults of rlflow.config.
+    settings: every other setting by its key on the command line.
+
+    Example: rlflow.train(recipe="grpo_arithmetic", reward=exact, settings={"run.steps": 20, "algorithm.loss": "gspo"})
+
+    What a notebook or script defines is sent to the processes that run it. To go on with a run, call this again with
+    its `run.dir` and the same code and rows. Ctrl-C, or the notebook's interrupt, ends the run after its step, saved,
+    and this returns. A second one leaves at once: it ends a script, and is a KeyboardInterrupt in a notebook.
+
+    Raises ConfigError (a ValueError) before anything is started, RunError when the run cannot go on.
+    """
+    typed = {key: str(value) if isinstance(value, Path) else value for key, value in (settings or {}).items()}
+    for key, value in typed.items():
+        if callable(value):
+            raise ConfigError(f"settings[{key!r}] must be a value such as text; give code as `reward` or `environment`")
+    objects: dict[str, object] = {}
+    chosen: dict[str, Any] = {}
+    emptied: list[str] = []
+    if model is not None:
+        chosen["model.path"] = str(model)
+    if reward is not None:
+        several = isinstance(reward, Sequence) and not isinstance(reward, str)
+        names = [_code("reward", each, objects) for each in (reward if several else [reward])]
+        chosen |= {"reward.function": names if several else names[0], "reward.weights": None}
+        emptied.append("reward.args")
+    if data is not None or environment is not None:
+        chosen["env.name"] = "dataset" if environment is None else _code("environment", environment, objects)
+        emptied.append("env.args")
+    for argument, keyword, rows in (("path", "data", data), ("evaluation_path", "evaluation_data", evaluation_data)):
+        if rows is not None:
+            chosen[f"env.args.{argument}"] = _rows(keyword, rows, objects)
+    if twice := sorted(typed.keys() & chosen.keys() - {"reward.weights"}):
+        raise ConfigError(f"settings[{twice[0]!r}] is also a keyword of this call; give it once")
+    from rlflow.settings.compose import compose
+
+    config = compose({**chosen, **typed}, recipe=recipe, emptied=emptied)
+    with given(objects), _process_kept():
+        from rlflow.run import train as run  # imports Ray
+
+        return Run(run(config).run_dir)
+
+
+def _code(keyword: str, code: Code, objects: dict[str, object]) -> str:
+    """The text for a function or class in the settings; what only this process has goes to `objects`."""
+    if isinstance(code, str):
+        return code
+    if not callable(code):
+        raise ConfigError(f"{keyword} must be code or a name; got {code!r:.80}")
+    text = text_for(code)
+    if is_given(text):
+        from rlflow.processes.pool import payload_of
+
+        payload_of(code, f"{keyword}={text.partition(':')[2]}", "its process", _CURE)
+        if objects.setdefault(text, code) is not code:
+            raise ConfigError(f"{keyword}: two functions have the name {text.partition(':')[2]!r}; rename one")
+    return text
+
+
+def _rows(keyword: str, rows: Rows, objects: dict[str, object]) -> str:
+    """The path in the settings; rows go to `objects`."""
+    if isinstance(rows, str | Path):
+        return str(rows)
+    copied: list[dict[str, Any]] = []
+    for index, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ConfigError(
+                f"{keyword} must be rows: dicts such as {{'prompt': .., 'answer': ..}}, or the path of a file; row "
+                f"{index} is {row!r:.80} (a DataFrame: give frame.to_dict('records'))"
+            )
+        copied.append(dict(row))
+    text = f"{GIVEN}:{keyword}, {len(copied)} rows"
+    objects[text] = copied
+    return text
+
+
+@contextmanager
+def _process_kept() -> Iterator[None]:
+    """A run handles signals, and goes on without a terminal that is gone; afterwards both are the caller's again."""
+    from rlflow.runtime.signals import handlers_kept
+    from rlflow.runtime.streams import make_dispensable
+
+    streams = sys.stdout, sys.stderr
+    if streams == (sys.__stdout__, sys.__stderr__):  # not those of a notebook
+        make_dispensable()
+    try:
+        with handlers_kept():
+            yield
+    finally:
+        sys.stdout, sys.stderr = streams

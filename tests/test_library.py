@@ -1,0 +1,197 @@
+"""rlflow as a library: what `rlflow.train` makes of its keywords, and whole runs from a script and from a cell."""
+
+from __future__ import annotations
+
+import functools
+import math
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+
+import rlflow
+from rlflow import run as running
+from rlflow.config import Config
+from rlflow.environments.find import load_environment
+from rlflow.envs.base import Environment, Prompt, Step
+from rlflow.errors import ConfigError
+from rlflow.plugins.given import find_given, text_for
+from rlflow.rewards.choose import choose_rewards
+from rlflow.settings.compose import compose
+from rlflow.types import Message, Task
+
+ROWS = [{"prompt": "What is 1 + 1?", "answer": "2"}, {"prompt": "What is 2 + 2?", "answer": 4}]
+
+
+def importable(completion: str) -> float:
+    return float(len(completion))
+
+
+class Guess(Environment):
+    async def reset(self, task: Task) -> Prompt:
+        return Prompt(messages=list(task.prompt))
+
+    async def step(self, reply: Message) -> Step:
+        return Step(done=True, reward=1.0)
+
+
+Seen = dict[str, Any]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Seen]:
+    """What the driver would have begun with, in place of a run."""
+    found: Seen = {}
+
+    def train(config: Config) -> running.Ended:
+        found["config"] = config
+        found["spec"] = load_environment(config.env, config.reward)
+        found["tasks"] = found["spec"].tasks()
+        found["rewards"] = choose_rewards(config.reward, found["spec"].reward)
+        return running.Ended(run_dir=tmp_path)
+
+    monkeypatch.setattr(running, "train", train)
+    yield found
+
+
+def test_functions_and_rows_reach_the_driver_as_they_are(seen: Seen, tmp_path: Path) -> None:
+    bonus = 0.5
+
+    def exact(completion: str, answer: str) -> float:
+        return bonus + (completion == answer)
+
+    run = rlflow.train(
+        model=tmp_path,
+        reward=[exact, "exact_match"],
+        data=iter(ROWS),
+        settings={"run.steps": 7, "reward.weights": [1, 2]},
+    )
+    assert run == rlflow.Run(tmp_path)
+    config: Config = seen["config"]
+    assert (config.model.path, config.run.steps, config.run.name) == (str(tmp_path), 7, "run")
+    assert config.env.name == "dataset"
+    assert config.env.args == {"path": "<given to rlflow.train>:data, 2 rows"}
+    assert config.reward.function == ["<given to rlflow.train>:exact", "exact_match"]
+    assert [(one.name, one.weight) for one in seen["rewards"]] == [("exact", 1), ("exact_match", 2)]
+    assert seen["rewards"][0].function is exact
+    assert [(task.id, task.prompt[0]["content"]) for task in seen["tasks"]] == [
+        ("data/0", "What is 1 + 1?"),
+        ("data/1", "What is 2 + 2?"),
+    ]
+    with pytest.raises(ConfigError, match="stands for an object that this process does not have.* file.py:exact"):
+        find_given("<given to rlflow.train>:exact")
+
+
+def test_an_environment_class_plays_the_rows(seen: Seen) -> None:
+    class Inner(Guess):
+        pass
+
+    rlflow.train(environment=Inner, data=ROWS)
+    assert seen["config"].env.name == "<given to rlflow.train>:Inner"
+    assert seen["spec"].build.func is Inner
+    assert len(seen["tasks"]) == 2
+
+
+def test_what_other_processes_can_import_goes_by_its_path(seen: Seen) -> None:
+    rlflow.train(environment=Guess, data=ROWS, evaluation_data=ROWS[:1], reward=importable)
+    config: Config = seen["config"]
+    assert (config.env.name, config.reward.function) == ("test_library:Guess", "test_library:importable")
+    assert config.env.args["evaluation_path"] == "<given to rlflow.train>:evaluation_data, 1 rows"
+    assert text_for(math.sqrt) == "math:sqrt"
+    assert text_for(functools.partial(math.pow, 2)) == "<given to rlflow.train>:pow"
+    assert text_for(lambda: 1) == "<given to rlflow.train>:lambda"
+    assert text_for(threading.Lock().acquire) == "<given to rlflow.train>:acquire"
+
+
+def test_a_recipe_keeps_what_was_not_given(seen: Seen) -> None:
+    rlflow.train(recipe="smoke", settings={"trainer": {"learning_rate": 0.5}, "algorithm": "tis"})
+    config: Config = seen["config"]
+    assert (config.run.steps, config.run.name, config.trainer.learning_rate) == (3, "smoke", 0.5)
+    assert config.reward.function == "rlflow.envs.arithmetic.reward:share_of_digits"
+    assert "tis" in config.algorithm.corrections
+
+
+def test_arguments_of_another_environment_or_reward_do_not_stay(seen: Seen) -> None:
+    rlflow.train(recipe="smoke", settings={"env.args": {"size": 3}})
+    assert seen["config"].env.args == {"size": 3}
+    rlflow.train(recipe="search", data=ROWS, reward=importable, settings={"env.args.system_prompt": "Be brief."})
+    assert set(seen["config"].env.args) == {"path", "system_prompt"}
+    assert (seen["config"].reward.args, seen["config"].reward.weights) == ({}, None)
+
+
+LOCK = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"data": ["a"]}, r"^data must be rows: dicts .* row 0 is 'a'"),
+        ({"data": [{"text": "a"}], "reward": importable}, "^data, row 0 has no prompt; give it the column `prompt`"),
+        ({"reward": 3}, "^reward must be code or a name; got 3"),
+        ({"environment": {}}, "^environment must be code or a name; got {}"),
+        ({"reward": [lambda completion: 1, lambda completion: 2]}, "^reward: two functions have the name 'lambda'"),
+        ({"reward": lambda completion: LOCK}, "^reward=lambda cannot be sent to its process: cannot pickle"),
+        ({"settings": {"algorithm.loss": importable}}, r"^settings\['algorithm.loss'\] must be a value such as text"),
+        ({"model": "tiny", "settings": {"model.path": "x"}}, r"^settings\['model.path'\] is also a keyword"),
+        ({"settings": {"trainer.learning_rat": 1}}, "is not a setting; did you mean trainer.learning_rate"),
+        ({"settings": {"run.steps": "many"}}, "^run.steps must be a whole number; got many"),
+        ({"settings": {"run.steps": 0}}, "^run.steps must be positive; got 0"),
+        ({"recipe": "smke"}, "^there is no recipe smke; did you mean smoke"),
+        ({"reward": importable, "data": ROWS, "settings": {"reward.args.importable.x": 1}}, "x is not an argument"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(keywords: Any, message: str, seen: Seen) -> None:
+    if callable(code := keywords.get("reward")) and code.__name__ == "<lambda>":
+        # As in a notebook, whose functions travel with what they use.
+        code = type(code)(code.__code__, {"LOCK": LOCK, "__name__": "__main__"}, "lambda")
+        keywords = {**keywords, "reward": code}
+    with pytest.raises(ValueError, match=message):
+        rlflow.train(**keywords)
+
+
+def test_a_program_keeps_its_own_hydra(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [schema]\n")
+    store = ConfigStore.instance()
+    store.store(name="schema", node={"of": "the program"})
+    try:
+        with initialize_config_dir(str(tmp_path), version_base="1.2"):
+            theirs = GlobalHydra.instance()
+            assert compose({"run.steps": 5}, recipe="smoke").run.steps == 5
+            with pytest.raises(ConfigError):
+                compose({}, recipe="smke")
+            assert GlobalHydra.instance() is theirs
+            assert hydra_compose("mine") == {"of": "the program"}
+    finally:
+        store.repo.pop("schema.yaml")
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def test_a_run_that_is_there_is_opened(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a run's directory"):
+        rlflow.open(tmp_path)
+    (tmp_path / "config.yaml").write_text("")
+    run = rlflow.open(str(tmp_path))
+    assert (run.metrics, run.evaluations, run.samples, run.checkpoint) == ([], [], [], None)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.75}\n{"st')
+    (tmp_path / "checkpoints" / "step_2").mkdir(parents=True)
+    assert [record["reward"] for record in run.metrics] == [0.5, 0.75]
+    assert run.checkpoint == tmp_path / "checkpoints" / "step_2"
+    pytest.importorskip("pandas")
+    assert run.dataframe()["reward"].to_dict() == {1: 0.5, 2: 0.75}
+
+
+def test_the_package_loads_nothing_large() -> None:
+    code = "import sys, rlflow; rlflow.train; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert not {"torch", "ray", "vllm", "hydra", "numpy", "pydantic", "asyncio"} & set(loaded.split())
+    assert set(rlflow.__all__) <= set(dir(rlflow))
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        rlflow.trian  # type: ignore[attr-defined]  # noqa: B018

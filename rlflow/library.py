@@ -45,6 +45,11 @@ class Run:
         return self._records("evaluations.jsonl")
 
     @property
+    def alarms(self) -> list[dict[str, Any]]:
+        """What was wrong with the run and when, oldest first: the lines of alarms.jsonl (`rlflow.telemetry.health`)."""
+        return self._records("alarms.jsonl")
+
+    @property
     def samples(self) -> list["StepSamples"]:
         """The best and the worst episode of each step that was looked at (`run.show_samples_every`)."""
         from rlflow.telemetry.samples import read_samples, sampled_steps

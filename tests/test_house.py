@@ -14,7 +14,7 @@ from house import House, read_house
 
 FLOORS = (
     "__main__",
-    "cli",
+    "cli library",
     "tools recipes",
     "run",
     "cluster",
@@ -36,7 +36,7 @@ FLOORS = (
 """From the roof to the ground. A module imports from its own room and from lower floors, also inside functions and for
 types alone; the rooms of a floor do not know each other. Modules of the ground floor may import each other."""
 
-FRONT_DOOR = ("types", "roles", "config", "errors", "batching", "driver", "publisher", "saver", "run", "cli")
+FRONT_DOOR = ("types", "roles", "config", "errors", "batching", "driver", "publisher", "saver", "run", "cli", "library")
 RUN = ("run", "workers", "processes", "algorithms", "curriculum")
 """Where a run begins: what they load, at once or by name, is what a run can reach."""
 

@@ -7,10 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from rlflow.runtime.signals import Stopper, hang_ups_ignored
+from rlflow.runtime.signals import Stopper, hang_ups_ignored, run_until_done
 
 SECOND = """
 import asyncio, os, signal
@@ -94,3 +95,76 @@ def test_what_a_run_starts_survives_its_terminal() -> None:
         child = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 1); print('alive')"])
     assert child.wait(timeout=60) == 0
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+async def finishes_its_step(seen: list[str]) -> str:
+    """A run that is asked to stop before its third step; each step sends this process a SIGINT."""
+    stopper = Stopper(lambda: "nothing has been saved yet")
+    try:
+        assert await stopper.run_unless_stopped(asyncio.sleep(0, "fleet"), seen.append) == "fleet"
+        asked = asyncio.Event()
+        stopper.hand_to(asked.set)
+        seen.append(threading.current_thread().name.partition("_")[0])
+        os.kill(os.getpid(), signal.SIGINT)
+        async with asyncio.timeout(30):
+            await asked.wait()
+        return "saved"
+    finally:
+        stopper.restore()
+
+
+async def never_finishes(seen: list[str]) -> None:
+    await finishes_its_step(seen)
+    stopper = Stopper(lambda: "nothing has been saved yet")
+    os.kill(os.getpid(), signal.SIGINT)
+    try:
+        async with asyncio.timeout(30):
+            while stopper.signal is None:
+                await asyncio.sleep(0)
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+    finally:
+        seen.append("cleaned up")
+        stopper.restore()
+
+
+def test_a_cell_s_run_has_a_thread_and_a_loop_of_its_own_and_still_gets_signals(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def handler(number: int, frame: object) -> None: ...
+
+    async def cell() -> None:
+        seen: list[str] = []
+        assert run_until_done(finishes_its_step(seen)) == "saved"
+        assert seen == ["rlflow", "stopping: finishing the step and saving; Ctrl-C once more to leave at once"]
+        seen.clear()
+        with pytest.raises(KeyboardInterrupt):
+            run_until_done(never_finishes(seen))
+        assert seen[2:] == ["cleaned up"]
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == [handler, handler]
+
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    loop = asyncio.new_event_loop()  # asyncio.run would handle SIGINT by itself
+    try:
+        loop.run_until_complete(cell())
+    finally:
+        loop.close()
+        for number, what in before.items():
+            signal.signal(number, what)
+    assert "stopped at once; the last complete checkpoint is kept" in capfd.readouterr().err
+
+
+async def test_a_thread_that_gets_no_signals_can_run_too() -> None:
+    seen: list[str] = []
+
+    async def work() -> str:
+        stopper = Stopper(lambda: "nothing has been saved yet")
+        started = await stopper.run_unless_stopped(asyncio.sleep(0, "fleet"), seen.append)
+        stopper.restore()
+        return str(started)
+
+    def in_a_thread() -> str:
+        with hang_ups_ignored():
+            return run_until_done(work())
+
+    assert await asyncio.to_thread(in_a_thread) == "fleet"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
+import re
 import subprocess
 import sys
 import threading
@@ -12,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from children import TIMEOUT_S
+from house import ROOT
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -19,11 +24,11 @@ from hydra.core.global_hydra import GlobalHydra
 
 import rlflow
 from rlflow import run as running
-from rlflow.config import Config
+from rlflow.config import Config, RewardConfig
 from rlflow.environments.find import load_environment
 from rlflow.envs.base import Environment, Prompt, Step
 from rlflow.errors import ConfigError
-from rlflow.plugins.given import find_given, text_for
+from rlflow.plugins.given import text_for
 from rlflow.rewards.choose import choose_rewards
 from rlflow.settings.compose import compose
 from rlflow.types import Message, Task
@@ -87,7 +92,7 @@ def test_functions_and_rows_reach_the_driver_as_they_are(seen: Seen, tmp_path: P
         ("data/1", "What is 2 + 2?"),
     ]
     with pytest.raises(ConfigError, match="stands for an object that this process does not have.* file.py:exact"):
-        find_given("<given to rlflow.train>:exact")
+        choose_rewards(RewardConfig(function="<given to rlflow.train>:exact"), None)  # as from the command line
 
 
 def test_an_environment_class_plays_the_rows(seen: Seen) -> None:
@@ -195,3 +200,51 @@ def test_the_package_loads_nothing_large() -> None:
     assert set(rlflow.__all__) <= set(dir(rlflow))
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         rlflow.trian  # type: ignore[attr-defined]  # noqa: B018
+
+
+def notebook_cells() -> list[str]:
+    cells = json.loads((ROOT / "docs" / "first_run.ipynb").read_text())["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_asks_for_a_run_that_can_begin(seen: Seen) -> None:
+    first, second, *_ = notebook_cells()
+    exec(compile(f"{first}\n{second}", "notebook", "exec"), {"__name__": "__main__"})
+    assert (seen["config"].run.steps, len(seen["tasks"]), seen["rewards"][0].name) == (30, 100, "digits")
+
+
+CELL = """
+import asyncio, json
+
+bonus = 0.25
+
+async def cell():
+    share = 0.5
+    rewards = [lambda completion: bonus + share, exact]
+    settings = {"run.dir": run.path, "run.steps": 3}
+    return rlflow.train(recipe="smoke", reward=rewards, data=rows, settings=settings)
+
+again = asyncio.run(cell())
+assert again == run == rlflow.open(run.path)
+print(json.dumps([[record["step"] for record in run.metrics], run.metrics[-1]["reward"], run.checkpoint.name]))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_trains_and_a_cell_goes_on_with_its_run(tmp_path: Path) -> None:
+    """README's script, with the tiny model and two steps; then more, from a thread whose event loop runs, as a cell's
+    does. The functions are of `__main__`, and use what is around them."""
+    section = (ROOT / "README.md").read_text().partition("### In Python")[2].partition("\n### ")[0]
+    (script,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert 'recipe="grpo_arithmetic"' in script and '{"run.steps": 20}' in script
+    script = script.replace("grpo_arithmetic", "smoke")
+    script = script.replace('{"run.steps": 20}', f'{{"run.steps": 2, "run.dir": "{tmp_path}/run"}}')
+    (tmp_path / "train.py").write_text(script + CELL)
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=2 * TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [[1, 2, 3], 0.75, "step_3"]
+    assert "resumed at step 2 of 3" in done.stdout
+    kept = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert kept["reward"]["function"] == ["<given to rlflow.train>:lambda", "<given to rlflow.train>:exact"]
+    assert kept["env"]["args"] == {"path": "<given to rlflow.train>:data, 100 rows"}

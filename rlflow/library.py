@@ -4,8 +4,8 @@ keywords -> Config, and the objects that its texts stand for -> rlflow.run.train
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,10 +22,7 @@ Code = str | Callable[..., object]
 """A function or class as it is, or a name as on the command line: a shipped one, package.module:Name, file.py:Name."""
 Rows = str | Path | Iterable[Mapping[str, Any]]
 """Rows as they are (a list of dicts, a `datasets.Dataset`), or a path or a name of the hub."""
-
-_CURE = (
-    "keep what cannot be pickled (locks, open files, connections) out of its globals, and make it in the code itself"
-)
+_CURE = "load what is large, and make what cannot be pickled (locks, open files, connections), inside the code"
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Run:
 
     @property
     def alarms(self) -> list[dict[str, Any]]:
-        """What was wrong with the run and when, oldest first: the lines of alarms.jsonl (`rlflow.telemetry.health`)."""
+        """What was wrong with the run and when, oldest first: the lines of alarms.jsonl."""
         return self._records("alarms.jsonl")
 
     @property
@@ -97,14 +94,11 @@ def train(
 
     model: a folder, a hub id or a name (`model.path`).
     reward: what scores an episode, in any shape that docs/rewards.md shows (`reward.function`); or several.
-    data: the tasks, as `envs/dataset` reads them: rows with `prompt` and mostly `answer`. Rows are copied once.
-    evaluation_data: the tasks that `eval.every` plays.
-    environment: an Environment, Program or TRL-style class, a function that returns an EnvironmentSpec, or a name
-        (`env.name`). One that has no tasks of its own plays those of `data`.
+    data, evaluation_data: the tasks, as `envs/dataset` reads them, and those that `eval.every` plays.
+    environment: a class, a function that returns an EnvironmentSpec, or a name (`env.name`). A class without tasks of
+        its own plays those of `data`.
     recipe: where the settings come from that are not given; None is the defaults of rlflow.config.
-    settings: every other setting by its key on the command line.
-
-    Example: rlflow.train(recipe="grpo_arithmetic", reward=exact, settings={"run.steps": 20, "algorithm.loss": "gspo"})
+    settings: every other setting by its key on the command line, such as {"run.steps": 20, "algorithm.loss": "gspo"}.
 
     What a notebook or script defines is sent to the processes that run it. To go on with a run, call this again with
     its `run.dir` and the same code and rows. Ctrl-C, or the notebook's interrupt, ends the run after its step, saved,
@@ -117,10 +111,8 @@ def train(
         if callable(value):
             raise ConfigError(f"settings[{key!r}] must be a value such as text; give code as `reward` or `environment`")
     objects: dict[str, object] = {}
-    chosen: dict[str, Any] = {}
+    chosen: dict[str, Any] = {} if model is None else {"model.path": str(model)}
     emptied: list[str] = []
-    if model is not None:
-        chosen["model.path"] = str(model)
     if reward is not None:
         several = isinstance(reward, Sequence) and not isinstance(reward, str)
         names = [_code("reward", each, objects) for each in (reward if several else [reward])]
@@ -132,15 +124,20 @@ def train(
     for argument, keyword, rows in (("path", "data", data), ("evaluation_path", "evaluation_data", evaluation_data)):
         if rows is not None:
             chosen[f"env.args.{argument}"] = _rows(keyword, rows, objects)
-    if twice := sorted(typed.keys() & chosen.keys() - {"reward.weights"}):
-        raise ConfigError(f"settings[{twice[0]!r}] is also a keyword of this call; give it once")
+    if keywords := sorted(typed.keys() & (chosen.keys() | {"recipe"}) - {"reward.weights"}):
+        raise ConfigError(f"settings[{keywords[0]!r}] is a keyword of this call; give it there alone")
     from rlflow.settings.compose import compose
 
     config = compose({**chosen, **typed}, recipe=recipe, emptied=emptied)
-    with given(objects), _process_kept():
-        from rlflow.run import train as run  # imports Ray
+    from rlflow.run import train as run  # imports Ray
+    from rlflow.runtime.signals import handlers_kept
+    from rlflow.runtime.streams import make_dispensable
 
-        return Run(run(config).run_dir)
+    # Afterwards signals and streams are the caller's again.
+    with given(objects), handlers_kept(), redirect_stdout(sys.stdout), redirect_stderr(sys.stderr):
+        if sys.stdout is sys.__stdout__:  # not that of a notebook
+            make_dispensable()
+        return Run(run(config)[0])
 
 
 def _code(keyword: str, code: Code, objects: dict[str, object]) -> str:
@@ -163,30 +160,11 @@ def _rows(keyword: str, rows: Rows, objects: dict[str, object]) -> str:
     """The path in the settings; rows go to `objects`."""
     if isinstance(rows, str | Path):
         return str(rows)
-    copied: list[dict[str, Any]] = []
-    for index, row in enumerate(rows):
-        if not isinstance(row, Mapping):
-            raise ConfigError(
-                f"{keyword} must be rows: dicts such as {{'prompt': .., 'answer': ..}}, or the path of a file; row "
-                f"{index} is {row!r:.80} (a DataFrame: give frame.to_dict('records'))"
-            )
-        copied.append(dict(row))
-    text = f"{GIVEN}:{keyword}, {len(copied)} rows"
-    objects[text] = copied
+    copied = list(rows)
+    if wrong := [index for index, row in enumerate(copied) if not isinstance(row, Mapping)]:
+        raise ConfigError(
+            f"{keyword} must be dicts such as {{'prompt': .., 'answer': ..}}, or the path of a file; row {wrong[0]} is "
+            f"{copied[wrong[0]]!r:.80} (a DataFrame: give frame.to_dict('records'))"
+        )
+    objects[text := f"{GIVEN}:{keyword}, {len(copied)} rows"] = copied
     return text
-
-
-@contextmanager
-def _process_kept() -> Iterator[None]:
-    """A run handles signals, and goes on without a terminal that is gone; afterwards both are the caller's again."""
-    from rlflow.runtime.signals import handlers_kept
-    from rlflow.runtime.streams import make_dispensable
-
-    streams = sys.stdout, sys.stderr
-    if streams == (sys.__stdout__, sys.__stderr__):  # not those of a notebook
-        make_dispensable()
-    try:
-        with handlers_kept():
-            yield
-    finally:
-        sys.stdout, sys.stderr = streams

@@ -59,24 +59,11 @@ class _Run:
     """The loss that this start makes up for; None at the first start of this process."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Ended:
-    """How a run ended."""
-
-    run_dir: Path
-    signalled: signal.Signals | None = None
-    """What ended it before its last step."""
-
-    @property
-    def exit_code(self) -> int:
-        return 0 if self.signalled is None else 128 + self.signalled
-
-
-def train(config: Config) -> Ended:
+def train(config: Config) -> tuple[Path, signal.Signals | None]:
     """Run to the last step, or to the end of the step in which SIGINT, SIGTERM or SIGHUP came.
 
-    `rlflow train` and `rlflow.train` both call it; a thread that runs an event loop may too. Raises ConfigError before
-    anything is started, RunError when the run cannot go on.
+    Both `rlflow train` and `rlflow.train` call it. Returns the run's directory, and the signal that ended it before its
+    last step. Raises ConfigError before anything is started, RunError when the run cannot go on.
     """
     check(config)
     check_functions(config)
@@ -91,7 +78,7 @@ def train(config: Config) -> Ended:
         state = run_dir.state
         if state is not None and state.step >= config.run.steps:
             print(f"{run_dir.path} already has {state.step} of {config.run.steps} steps; raise run.steps to go on")
-            return Ended(run_dir=run_dir.path)
+            return run_dir.path, None
         if state is not None:
             _check_same_tasks(run_dir, sampler, state)
         run = _Run(
@@ -108,7 +95,7 @@ def train(config: Config) -> Ended:
         with ray_cluster(run.config, run_dir.path):
             run = replace(run, config=by_device(run.config, on_gpus=has_gpus()))
             check(run.config)  # what null has become may be refused
-            return Ended(run_dir=run_dir.path, signalled=run_until_done(_train(run)))
+            return run_dir.path, run_until_done(_train(run))
 
 
 def _check_same_tasks(run_dir: RunDir, sampler: TaskSampler, state: RunState) -> None:

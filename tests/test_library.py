@@ -56,12 +56,12 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Seen]:
     """What the driver would have begun with, in place of a run."""
     found: Seen = {}
 
-    def train(config: Config) -> running.Ended:
+    def train(config: Config) -> tuple[Path, None]:
         found["config"] = config
         found["spec"] = load_environment(config.env, config.reward)
         found["tasks"] = found["spec"].tasks()
         found["rewards"] = choose_rewards(config.reward, found["spec"].reward)
-        return running.Ended(run_dir=tmp_path)
+        return tmp_path, None
 
     monkeypatch.setattr(running, "train", train)
     yield found
@@ -91,7 +91,7 @@ def test_functions_and_rows_reach_the_driver_as_they_are(seen: Seen, tmp_path: P
         ("data/0", "What is 1 + 1?"),
         ("data/1", "What is 2 + 2?"),
     ]
-    with pytest.raises(ConfigError, match="stands for an object that this process does not have.* file.py:exact"):
+    with pytest.raises(ConfigError, match="stands for an object that this process does not have; call rlflow.train"):
         choose_rewards(RewardConfig(function="<given to rlflow.train>:exact"), None)  # as from the command line
 
 
@@ -138,14 +138,15 @@ LOCK = threading.Lock()
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"data": ["a"]}, r"^data must be rows: dicts .* row 0 is 'a'"),
+        ({"data": ["a"]}, r"^data must be dicts such as .* row 0 is 'a'"),
         ({"data": [{"text": "a"}], "reward": importable}, "^data, row 0 has no prompt; give it the column `prompt`"),
         ({"reward": 3}, "^reward must be code or a name; got 3"),
         ({"environment": {}}, "^environment must be code or a name; got {}"),
         ({"reward": [lambda completion: 1, lambda completion: 2]}, "^reward: two functions have the name 'lambda'"),
         ({"reward": lambda completion: LOCK}, "^reward=lambda cannot be sent to its process: cannot pickle"),
         ({"settings": {"algorithm.loss": importable}}, r"^settings\['algorithm.loss'\] must be a value such as text"),
-        ({"model": "tiny", "settings": {"model.path": "x"}}, r"^settings\['model.path'\] is also a keyword"),
+        ({"model": "tiny", "settings": {"model.path": "x"}}, r"^settings\['model.path'\] is a keyword of this call"),
+        ({"settings": {"recipe": "smoke"}}, r"^settings\['recipe'\] is a keyword of this call"),
         ({"settings": {"trainer.learning_rat": 1}}, "is not a setting; did you mean trainer.learning_rate"),
         ({"settings": {"run.steps": "many"}}, "^run.steps must be a whole number; got many"),
         ({"settings": {"run.steps": 0}}, "^run.steps must be positive; got 0"),

@@ -19,13 +19,11 @@ _objects: dict[str, object] = {}
 @contextmanager
 def given(objects: Mapping[str, object]) -> Iterator[None]:
     """While the block lasts, each text stands for its object."""
-    before = dict(_objects)
     _objects.update(objects)
     try:
         yield
     finally:
         _objects.clear()
-        _objects.update(before)
 
 
 def is_given(text: str) -> bool:
@@ -35,10 +33,9 @@ def is_given(text: str) -> bool:
 def find_given(text: str) -> object:
     """The object that the text stands for. Raises ConfigError in a process that was not given it."""
     if text not in _objects:
-        name = text.removeprefix(f"{GIVEN}:")
         raise ConfigError(
-            f"{text} stands for an object that this process does not have; call rlflow.train with it again, or, for "
-            f"the command line, put it in a file: file.py:{name} for code, a .jsonl file for rows"
+            f"{text} stands for an object that this process does not have; call rlflow.train with it again. The "
+            "command line needs a file: file.py:NAME for code, a .jsonl file for rows"
         )
     return _objects[text]
 

@@ -55,7 +55,9 @@ def choose_rewards(config: RewardConfig, own: RewardFunction | None) -> list[Cho
             f"reward.weights has {len(weights)} numbers and reward.function {len(names)} names; give one weight for "
             "each"
         )
-    functions = [own if name == ENVIRONMENT else _code_of(name) for name in names]
+    functions: list[Any] = [own if name == ENVIRONMENT else REWARDS.path_of(name) for name in names]
+    # A function that was given travels itself, because no other process finds it by a path.
+    functions = [find_given(each) if isinstance(each, str) and is_given(each) else each for each in functions]
     short_names = [name.rpartition(":")[2].rpartition(".")[2] if ":" in name else name for name in names]
     (name, count), *_ = Counter(short_names).most_common(1)
     if count > 1:
@@ -117,11 +119,6 @@ def load(one: ChosenReward) -> RewardFunction:
     if not callable(function):
         raise ConfigError(f"reward.function={one.function} must be a function; got {function!r:.80}")
     return function
-
-
-def _code_of(name: str) -> Any:
-    """The path behind a name, or the function itself if this process alone has it."""
-    return find_given(name) if is_given(name) else REWARDS.path_of(name)
 
 
 def _check(one: ChosenReward) -> None:

@@ -9,18 +9,21 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_passed_on: dict[int, Callable[[], object]] = {}
+"""Signal -> what tells the Stopper of another thread, because Python lets the main thread alone handle signals."""
 
 
 @contextmanager
 def hang_ups_ignored() -> Iterator[None]:
     """Processes that are started in the block survive the loss of the terminal, because the run ends by itself then."""
     if not _is_main_thread():
-        yield  # Python lets the main thread alone handle signals
+        yield
         return
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -46,44 +49,19 @@ def handlers_kept() -> Iterator[None]:
 def run_until_done(work: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run(work)`; in a thread of its own if this thread runs a loop, as that of a notebook's cell does.
 
-    What the work does on signals (`loop.add_signal_handler`) it does there too, if this is the main thread, which gets
-    them. Raises KeyboardInterrupt when the work was cancelled, which a Stopper does on a second SIGINT.
+    The main thread, which alone gets signals, passes them on to the work's Stopper. Raises KeyboardInterrupt when the
+    work was cancelled, which a Stopper does on a second SIGINT.
     """
     if _is_main_thread() and asyncio._get_running_loop() is None:
         return asyncio.run(work)
-    loop = _LoopBeside()
-
-    def run() -> T:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            return runner.run(work)
-
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlflow") as thread, handlers_kept():
         if _is_main_thread():
             for number in _SIGNALS:
-                signal.signal(number, loop.forward)
+                signal.signal(number, lambda number, _: _passed_on.get(number, bool)())
         try:
-            return thread.submit(contextvars.copy_context().run, run).result()
+            return thread.submit(contextvars.copy_context().run, asyncio.run, work).result()
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
-
-
-class _LoopBeside(asyncio.SelectorEventLoop):
-    """The loop of a thread that is not the main one, which alone gets signals."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._on_signal: dict[int, Callable[[], object]] = {}
-
-    def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: Any) -> None:
-        self._on_signal[sig] = lambda: callback(*args)
-
-    def remove_signal_handler(self, sig: int) -> bool:
-        return self._on_signal.pop(sig, None) is not None
-
-    def forward(self, sig: int, frame: object) -> None:
-        """Handles a signal of Python in the main thread."""
-        if (callback := self._on_signal.get(sig)) is not None:
-            self.call_soon_threadsafe(callback)
 
 
 def _is_main_thread() -> bool:
@@ -109,14 +87,21 @@ class Stopper:
         self._task = asyncio.current_task()
         is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._handled = [each for each in _SIGNALS if not (is_ignored and each is signal.SIGHUP)]
+        loop = asyncio.get_running_loop()
         for number in self._handled:
-            asyncio.get_running_loop().add_signal_handler(number, self._handle, number)
+            if _is_main_thread():
+                loop.add_signal_handler(number, self._handle, number)
+            else:
+                _passed_on[number] = partial(loop.call_soon_threadsafe, self._handle, number)
 
     def restore(self) -> None:
         """Give signals back to Python. After a first one only SIGINT counts, because the process is about to end."""
         for number in self._handled:
+            if not _is_main_thread():
+                _passed_on.pop(number, None)
+                continue
             asyncio.get_running_loop().remove_signal_handler(number)
-            if self.signal is not None and number is not signal.SIGINT and _is_main_thread():
+            if self.signal is not None and number is not signal.SIGINT:
                 signal.signal(number, signal.SIG_IGN)
 
     async def run_unless_stopped(self, starting: Coroutine[Any, Any, T], tell: Callable[[str], None]) -> T | None:

@@ -107,19 +107,17 @@ def compose(settings: Mapping[str, object], *, recipe: str | None = None, emptie
 @contextmanager
 def _own_hydra() -> Iterator[None]:
     """Hydra keeps what it does in singletons; those of the program around us come back after the block."""
-    kinds, schemas = (GlobalHydra, VersionBase), ConfigStore.instance().repo
-    theirs: dict[type, Any] = {kind: Singleton._instances.pop(kind) for kind in kinds if kind in Singleton._instances}
-    schema = schemas.get("schema.yaml")
+    kept = (Singleton._instances, ConfigStore.instance().repo)
+    before = [dict(each) for each in kept]
+    for kind in (GlobalHydra, VersionBase):
+        Singleton._instances.pop(kind, None)
     ConfigStore.instance().store(name="schema", node=Config)
     try:
         yield
     finally:
-        for kind in kinds:
-            Singleton._instances.pop(kind, None)
-        Singleton._instances.update(theirs)
-        schemas.pop("schema.yaml")
-        if schema is not None:
-            schemas["schema.yaml"] = schema
+        for each, content in zip(kept, before, strict=True):
+            each.clear()
+            each.update(content)
 
 
 def to_config(composed: DictConfig) -> Config:

@@ -29,4 +29,5 @@ def _start(config: Config) -> int:
     from rlflow.runtime.streams import make_dispensable
 
     make_dispensable()
-    return train(config).exit_code
+    _, ended_by = train(config)
+    return 0 if ended_by is None else 128 + ended_by

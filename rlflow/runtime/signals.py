@@ -56,7 +56,7 @@ def run_until_done(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(work)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlflow") as thread, handlers_kept():
         if _is_main_thread():
-            for number in _SIGNALS:
+            for number in (each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN):
                 signal.signal(number, lambda number, _: _passed_on.get(number, bool)())
         try:
             return thread.submit(contextvars.copy_context().run, asyncio.run, work).result()

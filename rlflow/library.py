@@ -114,9 +114,11 @@ def train(
     chosen: dict[str, Any] = {} if model is None else {"model.path": str(model)}
     emptied: list[str] = []
     if reward is not None:
-        several = isinstance(reward, Sequence) and not isinstance(reward, str)
-        names = [_code("reward", each, objects) for each in (reward if several else [reward])]
-        chosen |= {"reward.function": names if several else names[0], "reward.weights": None}
+        if isinstance(reward, str) or not isinstance(reward, Sequence):
+            chosen["reward.function"] = _code("reward", reward, objects)
+        else:
+            chosen["reward.function"] = [_code("reward", each, objects) for each in reward]
+        chosen["reward.weights"] = None
         emptied.append("reward.args")
     if data is not None or environment is not None:
         chosen["env.name"] = "dataset" if environment is None else _code("environment", environment, objects)

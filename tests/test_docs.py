@@ -25,7 +25,7 @@ OF_OTHERS = {"dashboard.py", "monitor.py"}
 _PATH = re.compile(r"(?<![\w/.:{$-])[\w-]+/[\w./{},*-]*[\w}*]/?")
 _FILE = re.compile(r"(?<![\w/.}-])\w+\.py\b")
 _LINK = re.compile(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)")
-_MODULE = re.compile(r"(?<![\w./-])rlflow(?:\.\w+)+(?!\()")
+_MODULE = re.compile(r"(?<![\w./-])rlflow(?:\.\w+)+(?![\w(])")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _ROW = re.compile(r"^\| (\d+) \|.*\| ([^|]*) \|$", re.MULTILINE)
 _GUARD = re.compile(r"`(test_\w+\.py)?(?:::(test_\w+))?`")
@@ -80,14 +80,17 @@ def missing_modules(text: str, house: House) -> list[str]:
 
 
 def names_in(tree: ast.Module) -> set[str]:
-    """The names that a module defines."""
+    """The names that a module defines, or says that it offers."""
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+            assigned = {target.id for target in targets if isinstance(target, ast.Name)}
+            names |= assigned
+            if "__all__" in assigned and isinstance(node.value, ast.List):  # what a package loads when it is asked for
+                names |= {each.value for each in node.value.elts if isinstance(each, ast.Constant)}
     return names
 
 

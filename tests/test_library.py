@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,9 +156,9 @@ LOCK = threading.Lock()
     ],
 )
 def test_what_cannot_be_used_is_refused(keywords: Any, message: str, seen: Seen) -> None:
-    if callable(code := keywords.get("reward")) and code.__name__ == "<lambda>":
+    if isinstance(code := keywords.get("reward"), types.FunctionType) and code.__name__ == "<lambda>":
         # As in a notebook, whose functions travel with what they use.
-        code = type(code)(code.__code__, {"LOCK": LOCK, "__name__": "__main__"}, "lambda")
+        code = types.FunctionType(code.__code__, {"LOCK": LOCK, "__name__": "__main__"}, "lambda")
         keywords = {**keywords, "reward": code}
     with pytest.raises(ValueError, match=message):
         rlflow.train(**keywords)

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -92,7 +91,7 @@ class Stopper:
             if _is_main_thread():
                 loop.add_signal_handler(number, self._handle, number)
             else:
-                _passed_on[number] = partial(loop.call_soon_threadsafe, self._handle, number)
+                _passed_on[number] = lambda number=number: loop.call_soon_threadsafe(self._handle, number)
 
     def restore(self) -> None:
         """Give signals back to Python. After a first one only SIGINT counts, because the process is about to end."""

@@ -107,7 +107,7 @@ def compose(settings: Mapping[str, object], *, recipe: str | None = None, emptie
 @contextmanager
 def _own_hydra() -> Iterator[None]:
     """Hydra keeps what it does in singletons; those of the program around us come back after the block."""
-    kept = (Singleton._instances, ConfigStore.instance().repo)
+    kept: tuple[dict[Any, Any], ...] = (Singleton._instances, ConfigStore.instance().repo)
     before = [dict(each) for each in kept]
     for kind in (GlobalHydra, VersionBase):
         Singleton._instances.pop(kind, None)

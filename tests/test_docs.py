@@ -89,7 +89,7 @@ def names_in(tree: ast.Module) -> set[str]:
             assigned = {target.id for target in targets if isinstance(target, ast.Name)}
             names |= assigned
             if "__all__" in assigned and isinstance(node.value, ast.List):  # what a package loads when it is asked for
-                names |= {each.value for each in node.value.elts if isinstance(each, ast.Constant)}
+                names |= {str(each.value) for each in node.value.elts if isinstance(each, ast.Constant)}
     return names
 
 

@@ -22,15 +22,19 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from transcripts import said
 
 import rlflow
 from rlflow import run as running
 from rlflow.config import Config, RewardConfig
 from rlflow.environments.find import load_environment
+from rlflow.environments.pool import EnvironmentPool
 from rlflow.envs.base import Environment, Prompt, Step
 from rlflow.errors import ConfigError
 from rlflow.plugins.given import text_for
+from rlflow.rewards.call import ChosenReward
 from rlflow.rewards.choose import choose_rewards
+from rlflow.rewards.pool import ScorerPool
 from rlflow.settings.compose import compose
 from rlflow.types import Message, Task
 
@@ -115,6 +119,31 @@ def test_what_other_processes_can_import_goes_by_its_path(seen: Seen) -> None:
     assert text_for(functools.partial(math.pow, 2)) == "<given to rlflow.train>:pow"
     assert text_for(lambda: 1) == "<given to rlflow.train>:lambda"
     assert text_for(threading.Lock().acquire) == "<given to rlflow.train>:acquire"
+
+
+async def test_code_that_no_module_holds_runs_in_its_processes() -> None:
+    """By value, as from a notebook: with what it uses of the function around it."""
+    bonus = 0.5
+
+    class Inner(Guess):
+        async def step(self, reply: Message) -> Step:
+            return Step(done=True, reward=bonus * len(reply["content"]))
+
+    scorers = ScorerPool(
+        [ChosenReward(name="half", function=lambda completion: bonus * len(completion))], workers=1, timeout_s=30
+    )
+    environments = EnvironmentPool(Inner)
+    try:
+        assert (await scorers.score(said("four"))).reward == 2.0
+        world = await environments.open(seed=1)
+        assert isinstance(world, Environment)
+        prompt = await world.reset(Task(id="1", prompt=({"role": "user", "content": "Say it"},)))
+        assert prompt.messages == [{"role": "user", "content": "Say it"}]
+        assert (await world.step({"role": "assistant", "content": "six"})).reward == 1.5
+        await world.close()
+    finally:
+        await scorers.close()
+        await environments.close()
 
 
 def test_a_recipe_keeps_what_was_not_given(seen: Seen) -> None:

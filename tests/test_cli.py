@@ -96,6 +96,19 @@ REFUSED = [
     ([], f"no recipe given; add recipe=<name> with one of: {', '.join(RECIPES)}"),
     (["recipe=smok"], f"there is no recipe smok; did you mean smoke? There are: {', '.join(RECIPES)}"),
     (["recipe=smoke", "run.stepz=3"], "run.stepz is not a setting; did you mean run.steps?"),
+    (
+        ["recipe=smoke", "actor_rollout_ref.rollout.n=4"],
+        "actor_rollout_ref.rollout.n is not a setting; verl's actor_rollout_ref.rollout.n is algorithm.group_size here",
+    ),
+    (
+        ["recipe=smoke", "--init_kl_coef", "0.1"],
+        "write --init_kl_coef as key=value: init_kl_coef is not a setting; OpenRLHF's init_kl_coef is "
+        "algorithm.kl_coefficient here",
+    ),
+    (
+        ["recipe=smoke", "--learning-rate=1e-5"],
+        "write --learning-rate=1e-5 as key=value: learning_rate is not a setting; did you mean trainer.learning_rate?",
+    ),
     (["recipe=smoke", "+run.stepz=3"], "run.stepz is not a setting; did you mean run.steps?"),
     (["recipe=smoke", "run.steps=many"], "run.steps must be a whole number; got many"),
     (["recipe=smoke", "run.steps=null"], "run.steps must be a whole number; got null"),

@@ -130,7 +130,7 @@ def other_names() -> dict[str, dict[str, list[str | None]]]:
 
 
 def _elsewhere(key: str) -> str:
-    """What a setting of another library is called here, as the end of a sentence; "" if none has another name for it."""
+    """What a setting of another library is called here, as the end of a sentence, or "" if nothing else."""
     section, name = key.partition(".")[0], key.rpartition(".")[2]
     rows = [(library, theirs, *row) for library, names in other_names().items() for theirs, row in names.items()]
     found = (

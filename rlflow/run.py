@@ -36,6 +36,7 @@ from rlflow.runtime.derived import by_device
 from rlflow.runtime.signals import Stopper
 from rlflow.settings.checks import check
 from rlflow.telemetry.observer import RunObserver
+from rlflow.telemetry.trackers import check_trackers
 from rlflow.types import Task
 
 ACCEPT_EDITED = "accept_edited_tasks"
@@ -66,6 +67,7 @@ def train(config: Config) -> int:
     Raises ConfigError before anything is started, RunError when the run cannot go on.
     """
     check(config)
+    check_trackers(config.trackers)
     check_functions(config)
     spec = load_environment(config.env, config.reward)
     # Before anything is started: a wrong row of the data set, or a curriculum that does not exist, fails here.

@@ -72,6 +72,17 @@ def test_help_and_recipes_import_nothing_heavy(arguments: list[str]) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_the_help_of_train_imports_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys\nfrom rlflow.cli import main\nmain(['train', 'recipe=smoke', '--help', 'trainer'])\n"
+        "print([name for name in ('torch', 'vllm', 'ray', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    lines = done.stdout.splitlines()
+    assert (lines[0], lines[-1]) == ("trainer: What computes gradients and updates the weights.", "[]")
+    assert "  trainer.learning_rate=1.0e-06" in lines
+
+
 def test_recipes_lists_and_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out.splitlines()

@@ -72,6 +72,7 @@ def test_the_reward_rises(tmp_path: Path) -> None:
         run, "run.steps=40", "algorithm.groups_per_step=4", "algorithm.group_size=8", "trainer.learning_rate=3e-3"
     )
     records = metrics.read(run / "metrics.jsonl")
+    assert [name for name in records[-1] if metrics.text_of(name) is None] == []
     rewards = [record["reward"] for record in records]
     print("rewards", [round(reward, 3) for reward in rewards])
     assert len(rewards) == 40

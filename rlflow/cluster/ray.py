@@ -20,9 +20,11 @@ import psutil
 import ray
 from ray._private import ray_constants, services, worker
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
-from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
+from ray._raylet import (
+    AuthenticationTokenLoader,  # pyright: ignore[reportAttributeAccessIssue]
+    GcsClient,  # pyright: ignore[reportAttributeAccessIssue]
+)
 from ray._raylet import Config as RayConfig  # pyright: ignore[reportAttributeAccessIssue]
-from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import AuthenticationError
 
 from rlflow.errors import ConfigError
@@ -122,7 +124,7 @@ def join_ray(address: str, **options: Any) -> None:
     where = address
     try:
         # What `auto` stands for may be in a file that a cluster has left behind.
-        where = address if "://" in address else services.canonicalize_bootstrap_address(address) or address
+        where = (address == "auto" and services.canonicalize_bootstrap_address(address)) or address
         host, separator, port = where.rpartition(":")
         if separator and port.isdigit() and "://" not in host:
             # When nothing answers there, this fails soon; Ray would try for more than a minute, deaf to signals.
@@ -140,8 +142,8 @@ def join_ray(address: str, **options: Any) -> None:
                 "with"
             ) from error
         raise ConfigError(
-            f"cluster.address is {address!r}{'' if where == address else f', which is {where} here'}, but no Ray cluster "
-            f"answers there: {error}; start one, or leave it null to start Ray on this machine"
+            f"cluster.address is {address!r}{'' if where == address else f', which is {where} here'}, but no Ray "
+            f"cluster answers there: {error}; start one, or leave it null to start Ray on this machine"
         ) from error
     addresses = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
     reachable = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
@@ -165,7 +167,7 @@ def _wait_for_answer(address: str) -> None:
     asking.start()
     asking.join(ANSWER_TIMEOUT_S)
     if asking.is_alive():
-        raise TimeoutError(f"something listens there, but said nothing in {ANSWER_TIMEOUT_S:g} s")
+        raise TimeoutError(f"it takes connections, but said nothing in {ANSWER_TIMEOUT_S:g} s")
 
 
 def _is_refusal(error: BaseException | None) -> bool:

@@ -20,7 +20,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from rlflow.config import Config, PoolConfig
+from rlflow.config import Config, PoolConfig, ProcessKind
 from rlflow.plugins.names import did_you_mean
 
 _GROUPS = ("recipe", "algorithm", "cluster")
@@ -30,6 +30,10 @@ _TYPE_NAMES = {
     bool: "true or false",
     str: "text",
     list[float]: "a list of numbers",
+    list[int]: "a list of whole numbers",
+    list[str]: "a list of texts",
+    list[ProcessKind]: f"a list of {', '.join(ProcessKind)}",
+    Any: "a name, or a list of names",
 }
 
 

@@ -8,9 +8,13 @@
 
 import json
 import math
+import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import yaml
 
 from rlflow.errors import RunError
 from rlflow.groups.ledger import DropReason
@@ -53,6 +57,20 @@ REQUIRED: tuple[str, ...] = (
 """Names that every record has."""
 EVALUATION: tuple[str, ...] = ("step", "version", "eval/reward", "eval/episodes", "eval/failed")
 """Names that every record of evaluations.jsonl has; `step` counts the steps done before it."""
+
+
+@cache
+def texts() -> dict[str, tuple[str, str, str]]:
+    """Name of a metric -> its unit, what it is, and what is normal. A word in capitals stands for any name."""
+    found = yaml.safe_load(Path(__file__).with_name("metrics.yaml").read_text(encoding="utf-8"))
+    return {name: (unit, meaning, normal) for name, (unit, meaning, normal) in found.items()}
+
+
+def text_of(name: str) -> tuple[str, str, str] | None:
+    """The text of one metric; None if it has none."""
+    patterns = (re.sub("[A-Z]{2,}", ".+", each) for each in texts())
+    found = next((each for each, fits in zip(texts(), patterns, strict=True) if re.fullmatch(fits, name)), None)
+    return texts()[found] if found else None
 
 
 class MetricsFile:

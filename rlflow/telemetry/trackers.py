@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -51,6 +52,14 @@ def open_trackers(
                 raise
             failed(opening.func.__name__, error)
     return trackers
+
+
+def check_trackers(config: TrackersConfig) -> None:
+    """Raise ConfigError for a package that is not installed. It imports none, so that a run can ask at once."""
+    if config.wandb_project is not None and find_spec("wandb") is None:
+        raise _missing("wandb", "trackers.wandb_project", "rlflow[wandb]")
+    if config.mlflow_experiment is not None and find_spec("mlflow") is None:
+        raise _missing("mlflow", "trackers.mlflow_experiment", "rlflow[mlflow]")
 
 
 class TensorBoardTracker:
@@ -124,11 +133,14 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """MLflow; MLFLOW_TRACKING_URI says where. Its own thread sends the metrics: a slow server costs no step."""
+    """MLflow; MLFLOW_TRACKING_URI says where, by default mlflow.db in the run's folder, for `mlflow ui
+    --backend-store-uri sqlite:///RUN/mlflow.db`. Its own thread sends the metrics: a slow server costs no step."""
 
     def __init__(self, experiment: str, run_dir: Path, flat_config: Mapping[str, Any]) -> None:
         self._mlflow = _require("mlflow", "trackers.mlflow_experiment", "rlflow[mlflow]")
         try:
+            if "MLFLOW_TRACKING_URI" not in os.environ:
+                self._mlflow.set_tracking_uri(f"sqlite:///{run_dir.absolute()}/mlflow.db")
             self._mlflow.set_experiment(experiment)
             remembered = run_dir / "mlflow_run_id"
             if remembered.exists():
@@ -158,10 +170,14 @@ def _require(module: str, setting: str, package: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
             raise
-        raise ConfigError(
-            f"{setting} needs the package {error.name}, which is not installed; pip install '{package}', or leave the "
-            "setting out"
-        ) from error
+        raise _missing(error.name, setting, package) from error
+
+
+def _missing(module: str, setting: str, package: str) -> ConfigError:
+    return ConfigError(
+        f"{setting} needs the package {module}, which is not installed; pip install '{package}', or leave the setting "
+        "out"
+    )
 
 
 def _finite_only(record: StepRecord) -> dict[str, float | int]:

@@ -10,9 +10,15 @@ from rlflow.errors import ConfigError, report_error
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--help", "-h", action="store_true")
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.help:
+        from rlflow.settings.describe import help_page
+
+        print(help_page([word for word in options.words if "=" not in word]))
+        return 0
     from rlflow.settings.compose import train
 
     if options.dry_run:

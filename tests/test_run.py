@@ -113,6 +113,7 @@ def test_adapters_are_trained_beside_a_reference_and_a_critic_without_one_more_p
     assert operations(of_engine) & {"aten::mm", "aten::addmm", "aten::linear"}
     records = metrics.read(run / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert [name for name in records[-1] if metrics.text_of(name) is None] == []
     assert all(record["throughput/train_tflops_rank"] > 0 for record in records)
     assert records[0]["kl"] < 1e-6  # adapters add nothing at first
     assert records[3]["kl"] > 1e-6

@@ -141,6 +141,7 @@ class MlflowTracker:
         try:
             if "MLFLOW_TRACKING_URI" not in os.environ:
                 self._mlflow.set_tracking_uri(f"sqlite:///{run_dir.absolute()}/mlflow.db")
+                os.environ.pop("MLFLOW_TRACKING_URI", None)  # which MLflow has set, also for the next run of a sweep
             self._mlflow.set_experiment(experiment)
             remembered = run_dir / "mlflow_run_id"
             if remembered.exists():

@@ -9,12 +9,15 @@ import subprocess
 import sys
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
 
 import pytest
 
+import rlflow.run
+from rlflow.cli import main
 from rlflow.config import Config, TrackersConfig
 from rlflow.errors import ConfigError, RunError
 from rlflow.groups.evaluation import Evaluation
@@ -29,7 +32,7 @@ from rlflow.telemetry.report.report import write_report
 from rlflow.telemetry.samples import ShownEpisode, read_samples, rows, sampled_steps, write_samples
 from rlflow.telemetry.text import duration, number, printable, shorten
 from rlflow.telemetry.trace import Trace
-from rlflow.telemetry.trackers import open_trackers
+from rlflow.telemetry.trackers import check_trackers, open_trackers
 from rlflow.types import EpisodeEnd, Span
 
 NO_SPACE = Path("/dev/full")
@@ -395,8 +398,34 @@ def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
 def test_a_missing_tracker_names_the_extra(tmp_path: Path, config: TrackersConfig, package: str) -> None:
     if importlib.util.find_spec(package) is not None:
         pytest.skip(f"{package} is installed")
-    with pytest.raises(ConfigError, match=rf"pip install 'rlflow\[{package}\]'"):
-        open_trackers(config, tmp_path, {})
+    for look in (partial(open_trackers, config, tmp_path, {}), partial(check_trackers, config)):
+        with pytest.raises(ConfigError, match=rf"pip install 'rlflow\[{package}\]'"):
+            look()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_tracker_is_told_before_the_run_has_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it was not installed
+    monkeypatch.setattr(rlflow.run, "claim", None)  # what follows would fail
+    words = ["recipe=smoke", "trackers.wandb_project=p", f"run.dir={tmp_path / 'run'}"]
+    assert main(["train", *words]) == 2
+    assert "needs the package wandb, which is not installed; pip install 'rlflow[wandb]'" in capsys.readouterr().err
+
+
+def test_mlflow_writes_to_a_data_base_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = TrackersConfig(tensorboard=False, mlflow_experiment="e")
+    for step in (1, 2):  # the second goes on with the first
+        (tracker,) = open_trackers(config, tmp_path, {"run.steps": 2})
+        tracker.log(step, make_record(step, reward=float(step)))
+        tracker.close()
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    run_id = (tmp_path / "mlflow_run_id").read_text()
+    history = client.get_metric_history(run_id, "reward")
+    assert [(each.step, each.value) for each in history] == [(1, 1.0), (2, 2.0)]
 
 
 class Broken:

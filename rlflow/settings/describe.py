@@ -21,7 +21,6 @@ from rlflow.errors import ConfigError
 from rlflow.settings.explain import expected
 from rlflow.settings.recipe_files import recipe_names
 
-_WIDTH = 80
 _USAGE = """\
 usage: rlflow train recipe=NAME [key=value ...] [--dry-run [--json]] [--cfg job]
                     [--multirun] [--config-dir DIR] [--help [SECTION|WORD]]
@@ -83,9 +82,7 @@ def _fits(setting: Setting, section: str, words: list[str]) -> bool:
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    return textwrap.wrap(text, 80, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _meaning(kind: type, name: str, hint: Any) -> str:

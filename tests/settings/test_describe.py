@@ -60,8 +60,8 @@ def test_every_metric_has_a_text() -> None:
 def test_the_reference_pages_are_up_to_date() -> None:
     code = (
         "import runpy; names = runpy.run_path('scripts/reference.py')\n"
-        "for page in ('settings', 'metrics'):\n"
-        "    assert (names['DOCS'] / f'{page}.md').read_text() == names[f'{page}_page'](), f'docs/{page}.md'"
+        "for name, page in names['PAGES'].items():\n"
+        "    assert (names['DOCS'] / f'{name}.md').read_text() == page(), f'docs/{name}.md'"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False

@@ -407,6 +407,9 @@ class Broken:
         self.calls.append(f"log {step}")
         raise ConnectionError("the service ended")
 
+    def alarm(self, text: str) -> None:
+        self.calls.append(f"alarm {text}")
+
     def close(self) -> None:
         self.calls.append("close")
         raise ConnectionError("the service ended")

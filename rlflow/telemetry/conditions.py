@@ -22,7 +22,7 @@ COLLAPSED = 0.1
 """Share of the first step's entropy below which a policy hardly tries anything else any more."""
 SAME_REPLIES = 0.6
 """Share of groups of equal reward above which little is left to learn from."""
-UNSOLVED = 0.6
+UNSOLVED = 0.75
 """The rewards' spread, as a share of its widest, above which tasks still fail: being sure because of being right is no
 alarm."""
 CUT, ALL_CUT, CUT_MORE = 0.5, 0.9, 0.3

@@ -61,7 +61,8 @@ class RunObserver:
         evaluations = metrics.read(run_dir.evaluations) if run_dir.evaluations.is_file() else []
         self._health.replay(before, evaluations)  # what it found is in the file
         self._trace = Trace(run_dir.path / "trace.json")
-        self._console = Console(config.run.steps, run_dir.path)
+        is_asynchronous = config.staleness.max_versions > 0
+        self._console = Console(config.run.steps, run_dir.path, before=before, is_asynchronous=is_asynchronous)
         self._killed = KilledLog(run_dir.path)
         failed = None if setback is None else self._tell_of_tracker  # at first, a person is there who can mend it
         self._trackers = open_trackers(config.trackers, run_dir.path, flatten(plain(config)), failed)
@@ -111,6 +112,7 @@ class RunObserver:
         if evaluation.reward is None:
             self._console.alarm(f"the evaluation of version {evaluation.version} was lost: {evaluation.detail}")
             return
+        self._console.evaluated(evaluation.reward)
         self._console.message(
             f"evaluation of version {evaluation.version}: reward {evaluation.reward:.3f} over "
             f"{evaluation.num_episodes} episodes, {evaluation.num_failed} failed"
@@ -154,6 +156,13 @@ class RunObserver:
             f"reward: first {len(first)} steps {sum(first) / len(first):.3f}, last {len(last)} steps "
             f"{sum(last) / len(last):.3f}\nreport: {report}"
         )
+        told = ", ".join(f"{name} since step {since}" for name, since in self._health.told.items())
+        self._console.message(f"alarms: {told or 'none'}")
+        if not self._health.has_signal:
+            self._console.alarm(
+                "no step of this run carried a signal: no episode was better than those it was compared with, so that "
+                "nothing was learned. Look at samples/ and at how the episodes ended"
+            )
 
     def _tell_trackers(self, tell: Callable[[Tracker], None]) -> None:
         """Trackers are other people's code and services: one that fails is left out, and the run goes on."""

@@ -3,6 +3,7 @@
 import argparse
 from functools import partial
 
+from rlflow import __version__
 from rlflow.config import Config
 from rlflow.errors import ConfigError, report_error
 
@@ -13,6 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if not (options.dry_run or options.json or any(word.startswith("-") for word in options.words)):
+        # Before the imports, so that something is seen at once.
+        print(f"rlflow {__version__}: reading settings, tasks and model ...", flush=True)
     from rlflow.settings.compose import train
 
     if options.dry_run:

@@ -240,12 +240,14 @@ class Console:
 
 
 def plain_line(record: StepRecord, total_steps: int, figures: Sequence[str], time_left: str = "") -> str:
-    """One step in one line."""
+    """One step in one line; without `time_left` the figures alone, which is short enough for a terminal."""
+    step, reward = f"step {record.get('step')}/{total_steps}", f"reward {number(record.get('reward'))}"
+    if not time_left:
+        return "  ".join([step, reward, *figures])
     step_time = record.get("step_time")
-    spread = f" (std {number(record.get('reward_std'))})" if time_left else ""
-    parts = [f"step {record.get('step')}/{total_steps}", f"reward {number(record.get('reward'))}{spread}", *figures]
-    parts.append("-" if step_time is None else f"{step_time:.2f} s")
-    return "  ".join([*parts, f"left {time_left}"] if time_left else parts)
+    took = "-" if step_time is None else f"{step_time:.2f} s"
+    spread = f"(std {number(record.get('reward_std'))})"
+    return "  ".join([step, f"{reward} {spread}", *figures, took, f"left {time_left}"])
 
 
 def sparkline(points: Sequence[float], width: int, levels: str = UNICODE_LEVELS) -> str:

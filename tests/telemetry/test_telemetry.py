@@ -314,7 +314,7 @@ def test_a_terminal_gets_a_live_display(monkeypatch: pytest.MonkeyPatch, no_colo
         assert part in shown
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     assert max(len(line) for line in plain.splitlines()) <= 80  # also on a wide terminal, which may become narrower
-    assert "step 1/100  reward 0  entropy 0.5  length 0.5, 50% cut  no signal 50%  0.50 s" in plain  # it stays
+    assert "step 1/100  reward 0  entropy 0.5  length 0.5, 50% cut  no signal 50%\n" in plain  # it stays
     assert "[red]5[/red] \\x1b[2J" in text
     assert "\x1b[2J" not in text
     assert ("\x1b[32m" in text) is not no_color

@@ -205,6 +205,14 @@ def learning_rate(seen: Seen) -> Finding | None:
     first, entropies, reward = seen.first.get("entropy"), seen.values("entropy")[-DEAD_STEPS:], seen.mean("reward")
     if first is not None and len(entropies) == DEAD_STEPS and min(entropies) > max(2 * first, first + 1):
         signs.append(f"entropy rose from {first:.2g} to {entropies[-1]:.2g}")
+    dead = seen.dead()
+    if first and entropies and dead and not any(record.get("reward_std") for record in dead):
+        got, start = dead[-1].get("reward") or 0.0, dead[0]["step"]
+        was_better = any(record["step"] < start and (record.get("reward") or 0.0) > got for record in seen.records)
+        if was_better and not first / 2 < entropies[-1] < 2 * first:
+            signs.append(
+                f"since step {start} every reply gets {got:.3g}, and entropy is {entropies[-1]:.2g}, not {first:.2g}"
+            )
     lost = 0.0 if reward is None else seen.best_reward - reward
     if lost > max(DROP * (seen.best_reward - seen.first_reward), SURE * seen.reward_error()):
         signs.append(f"the reward fell from {seen.best_reward:.3g} at step {seen.best_step} to {reward:.3g}")

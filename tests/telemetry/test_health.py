@@ -137,6 +137,15 @@ def test_signs_of_a_learning_rate_that_is_too_high(columns: dict[str, Any], expe
     assert sign in first.what
 
 
+def test_a_policy_that_breaks_in_its_first_updates() -> None:
+    """As SmolLM2 did at 100 times its learning rate: replies without an end that are never right again."""
+    broken = {"reward": [0.2, 0.1, 0.0], "reward_std": [0.4, 0.3, 0.0], "frac_reward_zero_std": [0.5, 0.7, 1.0]}
+    (_, alarm) = Health().replay(run(6, entropy=[1.6, 1.5, 0.4], **broken))
+    assert brief(alarm) == (5, "learning_rate", "began", 5)
+    assert alarm.what == "since step 3 every reply gets 0, and entropy is 0.4, not 1.6"
+    assert "learning_rate" not in {alarm.name for alarm in Health().replay(run(6, **broken))}
+
+
 def test_noise_of_eight_tasks_a_step_is_no_drop() -> None:
     assert told(run(25, reward=[0.2] * 10 + [0.6, 0.9, 0.5, 0.9, 0.7, 0.9, 0.6, 0.4, 0.5, 0.5, 0.5])) == []
 

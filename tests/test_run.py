@@ -80,6 +80,7 @@ def test_the_reward_rises(tmp_path: Path) -> None:
     assert all(name in record for record in records for name in REQUIRED)
     assert max(record["sampling/logp_difference_mean"] for record in records) < 1e-4
     assert f"report: {run / 'report.html'}" in out
+    assert "\nalarms: " in out
     drawn = (run / "report.html").read_text().split('id="data">')[1].split("</script>")[0]
     assert {"reward", "loss", "staleness", "utilisation"} <= json.loads(drawn)["charts"].keys()
     assert json.loads((run / "trace.json").read_text())

@@ -118,19 +118,26 @@ def _episode(content: dict[str, Any]) -> ShownEpisode:
 def title(label: str, episode: ShownEpisode) -> str:
     """One line about an episode, safe to print."""
     task_id = shorten(printable(episode.task_id).replace("\n", " "), 60)
-    return f"{label}: reward {number(episode.reward)}, task {task_id}, {episode.end.value}"
+    parts = {
+        name.removeprefix("rewards/"): value for name, value in episode.metrics.items() if name.startswith("rewards/")
+    }
+    shown = ", ".join(f"{printable(name)} {number(value)}" for name, value in parts.items()) if len(parts) > 1 else ""
+    return f"{label}: reward {number(episode.reward)}{shown and f' ({shown})'}, task {task_id}, {episode.end.value}"
 
 
-def rows(episode: ShownEpisode, *, width: int, max_rows: int = MAX_ROWS) -> list[str]:
-    """The conversation in at most `max_rows` rows of at most `width` characters, safe to print.
+def rows(episode: ShownEpisode, *, width: int, max_rows: int = MAX_ROWS, has_system: bool = True) -> list[str]:
+    """The conversation and the expected answer in at most `max_rows` rows of at most `width` characters, safe to print.
 
-    If it is longer, the end is kept. The rows are plain text and must not be printed as markup.
+    If it is longer, the end is kept. The rows are plain text and must not be printed as markup. `has_system`: with its
+    system prompts.
     """
     assert width >= 20 and max_rows >= 2, f"no room to show an episode: width {width}, rows {max_rows}"
+    said = [(each["role"], each["content"]) for each in episode.messages if has_system or each["role"] != "system"]
+    if episode.answer is not None:
+        said.append(("expected", episode.answer))
     shown: list[str] = []
-    for message in episode.messages:
-        text = shorten(printable(f"{message['role']}: {message['content']}"), MAX_CHARACTERS)
-        for line in text.split("\n"):
+    for role, content in said:
+        for line in shorten(printable(f"{role}: {content}"), MAX_CHARACTERS).split("\n"):
             shown += textwrap.wrap(line, width, drop_whitespace=False, subsequent_indent="  ") or [""]
     if len(shown) <= max_rows:
         return shown

@@ -22,6 +22,8 @@ class Tracker(Protocol):
 
     def log(self, step: int, record: StepRecord) -> None: ...
 
+    def alarm(self, text: str) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -81,6 +83,9 @@ class TensorBoardTracker:
         ]
         self._write(step=step, summary=self._summaries.Summary(value=values))
 
+    def alarm(self, text: str) -> None:
+        """TensorBoard has none."""
+
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
@@ -128,6 +133,9 @@ class WandbTracker:
     def log(self, step: int, record: StepRecord) -> None:
         self._run.log({**_finite_only(record), "step": step})
 
+    def alarm(self, text: str) -> None:
+        self._run.alert(title=text.partition(":")[0], text=text)
+
     def close(self) -> None:
         self._run.finish()
 
@@ -159,6 +167,9 @@ class MlflowTracker:
 
     def log(self, step: int, record: StepRecord) -> None:
         self._mlflow.log_metrics(_finite_only(record), step=step, synchronous=False)
+
+    def alarm(self, text: str) -> None:
+        self._mlflow.set_tag(f"alarm: {text.partition(' ')[0]}", text)
 
     def close(self) -> None:
         self._mlflow.flush_async_logging()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -234,23 +235,53 @@ def test_anything_but_a_terminal_gets_one_plain_line_a_step() -> None:
     with Console(100, Path("runs/demo"), stream) as console:
         console.phase("starting")
         for step in (1, 2):
-            console.step(
-                make_record(
-                    step,
-                    reward=0.25,
-                    step_time=2.0,
-                    loss=None,
-                    **{"throughput/tokens_per_s": 13412.0, "queue/ready": 3},
-                )
-            )
+            console.step(make_record(step, reward=0.25, step_time=2.0, **{"throughput/tokens_per_s": 13412.0}))
+            console.evaluated(0.75)
             console.phase("training")
+    figures = "entropy 0.5  length 0.5, 50% cut  no signal 50%"
+    others = "rollout/train 0.5/0.5 s  tokens/s 13.4k  grad norm 0.5"
     assert stream.getvalue() == (
         "starting ...\n"
-        "step 1/100  reward 0.25 (std 0.5)  staleness mean/max 0.5/0.5  ready 3  tokens/s 13.4k  loss -  "
-        "grad norm 0.5  2.00 s  left 3m 18s\n"
-        "step 2/100  reward 0.25 (std 0.5)  staleness mean/max 0.5/0.5  ready 3  tokens/s 13.4k  loss -  "
-        "grad norm 0.5  2.00 s  left 3m 16s\n"
+        f"step 1/100  reward 0.25 (std 0.5)  {figures}  {others}  2.00 s  left 3m 18s\n"
+        f"step 2/100  reward 0.25 (std 0.5)  {figures}  held-out 0.75  {others}  2.00 s  left 3m 16s\n"
     )
+
+
+def test_the_age_of_tokens_is_shown_when_it_can_be_above_0() -> None:
+    stream = io.StringIO()
+    with Console(100, Path("runs/demo"), stream, is_asynchronous=True) as console:
+        console.step(make_record(1, **{"staleness/max": 2, "queue/ready": 3}))
+    assert "staleness mean/max 0.5/2  ready 3" in stream.getvalue()
+
+
+def test_the_stages_of_the_start_are_told_once_with_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 1.0, 1.0, 9.0, 9.0, 12.0, 12.0, 13.0, 13.0, 14.0, 14.0])
+    monkeypatch.setattr("rlflow.telemetry.console.time.monotonic", lambda: next(times))
+    stream = io.StringIO()
+    with Console(100, Path("runs/demo"), stream) as console:
+        for phase in ("starting", "weights", "waiting for episodes", "training", "waiting for episodes"):
+            console.phase(phase)
+    assert stream.getvalue().splitlines() == [
+        "starting ...",
+        "weights ... (starting took 8.0 s)",
+        "waiting for episodes ... (weights took 3.0 s)",
+        "training ... (waiting for episodes took 1.0 s)",
+    ]
+
+
+def test_a_system_prompt_is_shown_once_and_the_answer_and_the_parts_of_a_reward_always() -> None:
+    def episode(reply: str) -> ShownEpisode:
+        messages = [{"role": "system", "content": "Be brief."}, *make_episode(reply).messages]
+        metrics = {"rewards/right": 1.0, "rewards/brief": 0.25, "turns": 1.0}
+        return replace(make_episode(reply), messages=messages, answer="5", metrics=metrics)
+
+    stream = io.StringIO()
+    with Console(1, Path("runs/demo"), stream) as console:
+        console.samples(episode("5"), episode("five"))
+        console.samples(make_episode("5"), episode("6"))
+    assert stream.getvalue().count("system: Be brief.") == 2
+    assert "-- worst: reward 1 (right 1, brief 0.25), task sum/1, completed\n" in stream.getvalue()
+    assert "assistant: five\nexpected: 5\n" in stream.getvalue()
 
 
 def test_plain_output_escapes_model_text_and_what_the_stream_cannot_encode() -> None:
@@ -284,6 +315,9 @@ def test_a_terminal_gets_a_live_display(monkeypatch: pytest.MonkeyPatch, no_colo
     shown = text[text.rindex("rlflow ") :]
     for part in ("runs/[demo]", "step 2/100", "0.75", "\u2581\u2588", "grad norm", "1 alarm(s)", "training"):
         assert part in shown
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    assert max(len(line) for line in plain.splitlines()) <= 80  # also on a wide terminal, which may become narrower
+    assert "step 1/100  reward 0  entropy 0.5  length 0.5, 50% cut  no signal 50%\n" in plain  # it stays
     assert "[red]5[/red] \\x1b[2J" in text
     assert "\x1b[2J" not in text
     assert ("\x1b[32m" in text) is not no_color
@@ -437,6 +471,9 @@ class Broken:
     def log(self, step: int, record: StepRecord) -> None:
         self.calls.append(f"log {step}")
         raise ConnectionError("the service ended")
+
+    def alarm(self, text: str) -> None:
+        self.calls.append(f"alarm {text}")
 
     def close(self) -> None:
         self.calls.append("close")

@@ -1,6 +1,7 @@
 """Tells people and files what the driver does: console, metrics.jsonl, trackers, trace, samples, report."""
 
 import asyncio
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +18,7 @@ from rlflow.rundir.killed import KilledLog
 from rlflow.rundir.restarts import Setback
 from rlflow.runtime.deadlines import within
 from rlflow.runtime.derived import dtype_of
-from rlflow.telemetry import metrics, samples
+from rlflow.telemetry import about, metrics, samples
 from rlflow.telemetry.console import Console
 from rlflow.telemetry.metrics import MetricsFile, StepRecord
 from rlflow.telemetry.record import step_record
@@ -58,6 +59,8 @@ class RunObserver:
         failed = None if setback is None else self._tell_of_tracker  # at first, a person is there who can mend it
         self._trackers = open_trackers(config.trackers, run_dir.path, flatten(plain(config)), failed)
         self._closing = ExitStack()
+        if setback is None:
+            about.begin(run_dir.path, sys.argv)
         for each in (self._file, self._evaluations, self._trace):
             if each is not None:
                 self._closing.callback(each.close)
@@ -69,6 +72,7 @@ class RunObserver:
 
     def __exit__(self, *_: object) -> None:
         with first_error_stands():
+            self._closing.callback(about.amend, self._run_dir.path, ended=about.now(), steps=self.num_steps)
             self._closing.close()
 
     def message(self, text: str) -> None:

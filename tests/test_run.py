@@ -83,7 +83,10 @@ def test_the_reward_rises(tmp_path: Path) -> None:
     assert {"reward", "loss", "staleness/mean", "utilisation/train"} <= json.loads(drawn)["columns"].keys()
     [start] = about.read(run)
     assert start["steps"] == 40 and start["machines"] and start["ended"] >= start["started"]
-    assert json.loads((run / "trace.json").read_text())
+    facts = [event["args"] for event in json.loads((run / "trace.json").read_text()) if event["ph"] == "X"]
+    assert {"step", "group", "version", "oldest_version", "tokens", "outcome"} <= {
+        name for one in facts for name in one
+    }
     assert (run / "samples" / "step_1.json").is_file()
     assert counts_by_state(run / "ledger.db")["trained"] == 160
     exported = tmp_path / "exported"

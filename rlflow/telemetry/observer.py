@@ -129,7 +129,7 @@ class RunObserver:
         self._since_s, self._num_tokens = report.end_s, int(record["num_tokens"] or 0)
         self._rewards.append(float(record["reward"] or 0.0))
         self._file.append(record)
-        self._trace.add(report.spans)
+        self._trace.add(report.spans, step=report.step)
         self._tell_trackers(lambda tracker: tracker.log(report.step, record))
         self._console.step(record)
         self._tell_of_the_hung()

@@ -310,13 +310,23 @@ def row_names(events: list[dict]) -> dict[str, int]:
 def test_a_closed_trace_is_json_with_one_row_for_each_actor(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with closing(Trace(path)) as trace:
-        trace.add([make_span(2.0, 2.5), make_span(1.0, 1.5), make_span(1.0, 3.0, actor="engine-0", name="rollout")])
+        rollout = make_span(1.0, 3.0, actor="engine-0", name="rollout")
+        played = replace(rollout, facts={"group": 7, "version": 2, "tokens": 90, "outcome": "4 completed"})
+        trace.add([make_span(2.0, 2.5), make_span(1.0, 1.5), played], step=3)
     events = read_events(path)
     assert row_names(events) == {"engine-0": 1, "trainer-0": 2}
     assert [event for event in events if event["ph"] == "X"] == [
-        {"name": "rollout", "ph": "X", "pid": 1, "tid": 1, "ts": 1_000_000, "dur": 2_000_000},
-        {"name": "train", "ph": "X", "pid": 1, "tid": 2, "ts": 1_000_000, "dur": 500_000},
-        {"name": "train", "ph": "X", "pid": 1, "tid": 2, "ts": 2_000_000, "dur": 500_000},
+        {
+            "name": "rollout",
+            "ph": "X",
+            "pid": 1,
+            "tid": 1,
+            "ts": 1_000_000,
+            "dur": 2_000_000,
+            "args": {"step": 3, "group": 7, "version": 2, "tokens": 90, "outcome": "4 completed"},
+        },
+        {"name": "train", "ph": "X", "pid": 1, "tid": 2, "ts": 1_000_000, "dur": 500_000, "args": {"step": 3}},
+        {"name": "train", "ph": "X", "pid": 1, "tid": 2, "ts": 2_000_000, "dur": 500_000, "args": {"step": 3}},
     ]
 
 

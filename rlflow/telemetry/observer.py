@@ -190,6 +190,8 @@ class RunObserver:
             return
         worst, best = map(samples.shown_episode, report.shown, conversations)
         samples.write_samples(self._run_dir.path, report.step, best, worst)
+        table = [samples.table_row("best", best), samples.table_row("worst", worst)]
+        self._tell_trackers(lambda tracker: tracker.samples(report.step, table))
         self._console.samples(best, worst)
 
 

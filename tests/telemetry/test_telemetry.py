@@ -28,7 +28,7 @@ from rlflow.telemetry.metrics import REQUIRED, MetricsFile, StepRecord
 from rlflow.telemetry.record import busy_share
 from rlflow.telemetry.report import curves
 from rlflow.telemetry.report.report import write_report
-from rlflow.telemetry.samples import ShownEpisode, read_samples, rows, sampled_steps, write_samples
+from rlflow.telemetry.samples import ShownEpisode, read_samples, rows, sampled_steps, table_row, write_samples
 from rlflow.telemetry.text import duration, number, printable, shorten
 from rlflow.telemetry.trace import Trace
 from rlflow.telemetry.trackers import open_trackers
@@ -382,19 +382,29 @@ def test_a_trace_keeps_the_newest_events_within_its_bound(tmp_path: Path) -> Non
 
 def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     config = TrackersConfig()
-    [tracker] = open_trackers(config, tmp_path, {"run.steps": 3})
+    [tracker] = open_trackers(config, tmp_path, {"run.steps": 3, "env.args": {}})
     for step in (1, 2, 3):
         tracker.log(step, make_record(step, reward=step / 4, kl=None, grad_norm=float("nan")))
+    best = replace(make_episode("4 | 5"), answer="5", advantages=[0.5])
+    tracker.samples(3, [table_row("best", best), table_row("worst", make_episode("\x1b[2J", reward=0.0))])
     tracker.close()
-    [resumed] = open_trackers(config, tmp_path, {"run.steps": 3})
+    [resumed] = open_trackers(config, tmp_path, {"run.steps": 3, "env.args": {}})
     resumed.log(3, make_record(3, reward=1.0))
     resumed.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.25), (2, 0.5), (3, 1.0)]
     assert [event.step for event in events.Scalars("kl")] == [3]
+    (table,) = events.Tensors("samples")
+    shown = [text.decode() for text in table.tensor_proto.string_val]
+    assert shown[8:16] == ["best", "1", "sum/1", "completed", "5", "0.5", "user: 2 + 3 =", "4 | 5"]
+    assert (shown[:2], shown[16:18], shown[-1]) == (["episode", "reward"], ["worst", "0"], "\\x1b[2J")
+    settings = HParamsPluginData.FromString(events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content)
+    assert settings.session_start_info.hparams["run.steps"].number_value == 3
+    assert settings.session_start_info.hparams["env.args"].string_value == "{}"
 
 
 @pytest.mark.parametrize(
@@ -420,6 +430,9 @@ class Broken:
     def log(self, step: int, record: StepRecord) -> None:
         self.calls.append(f"log {step}")
         raise ConnectionError("the service ended")
+
+    def samples(self, step: int, rows: object) -> None:
+        raise AssertionError("it was left out")
 
     def close(self) -> None:
         self.calls.append("close")
@@ -455,7 +468,9 @@ def test_a_tracker_whose_disk_is_full_costs_one_alarm(
     config.eval.every = 1
     with observer.RunObserver(config, run_dir, None) as shown:
         real = Path.open
-        monkeypatch.setattr(Path, "open", lambda self, *_: real(NO_SPACE if "tfevents" in self.name else self, "wb"))
+        monkeypatch.setattr(
+            Path, "open", lambda self, *how, **named: real(NO_SPACE if "tfevents" in self.name else self, *how, **named)
+        )
         for step in (1, 2):
             shown.evaluated(Evaluation(step=step, version=step, reward=0.5, num_episodes=1, num_failed=0))
     alarms = [line for line in capsys.readouterr().out.splitlines() if "ALARM" in line]

@@ -9,6 +9,7 @@
     made.append(...children);
     return made;
   };
+  const others = "All other metrics";  // folded until it is opened or searched
   let page = JSON.parse($("data").textContent), cards = [], zoom = null;
   const dark = matchMedia("(prefers-color-scheme: dark)"), tip = $("tip");
   const color = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -92,7 +93,7 @@
       const add = (values, look) => data.push(shown(values)) && series.push({points: {show: false}, width: 0, spanGaps: true, ...look}) - 1;
       this.series.forEach(({values, low, high}, rank) => {
         const ink = () => color(`--c${rank + 1}`), pale = () => `${ink()}${weight ? "26" : "29"}`;
-        if (low.length) bands.push({series: [add(high), add(low)], fill: pale});
+        if (low.length && !isLog) bands.push({series: [add(high), add(low)], fill: pale});
         if (weight) add(values, {stroke: () => `${ink()}66`, width: 1});
         // Few values, as of evaluations, are seen as dots.
         const count = values.filter(value => value != null).length, isSparse = count < 3 || 2 * count <= values.length;
@@ -184,7 +185,9 @@
     const parts = [...sections].map(([section, charts]) => {
       const made = charts.map(chart => new Card(chart, cards.length + charts.indexOf(chart)));
       cards.push(...made);
-      return make("section", {className: "group"}, make("h2", {}, section), make("div", {className: "charts"}, ...made.map(card => card.node)));
+      const grid = make("div", {className: "charts"}, ...made.map(card => card.node));
+      if (section !== others) return make("section", {className: "group"}, make("h2", {}, section), grid);
+      return make("details", {className: "group"}, make("summary", {}, section, make("span", {}, ` ${charts.length} charts`)), grid);
     });
     $("charts").replaceChildren(...parts);
     cards.forEach(card => { sight.observe(card.box); width.observe(card.box); });
@@ -195,7 +198,10 @@
     const wanted = $("find").value.toLowerCase();
     const fits = ({title, metrics}) => `${title} ${Object.keys(metrics)}`.toLowerCase().includes(wanted);
     cards.forEach(card => { card.node.hidden = !fits(card.chart); });
-    document.querySelectorAll(".group").forEach(group => { group.hidden = !group.querySelector(".card:not([hidden])"); });
+    document.querySelectorAll(".group").forEach(group => {
+      group.hidden = !group.querySelector(".card:not([hidden])");
+      if (wanted && group.matches("details")) group.open = true;
+    });
   };
 
   // The parts of the page that the server wrote are taken over; what is open, zoomed or typed stays.

@@ -382,7 +382,6 @@ def test_a_trace_keeps_the_newest_events_within_its_bound(tmp_path: Path) -> Non
 
 def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     config = TrackersConfig()
     [tracker] = open_trackers(config, tmp_path, {"run.steps": 3, "env.args": {}})
@@ -402,7 +401,10 @@ def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
     shown = [text.decode() for text in table.tensor_proto.string_val]
     assert shown[8:16] == ["best", "1", "sum/1", "completed", "5", "0.5", "user: 2 + 3 =", "4 | 5"]
     assert (shown[:2], shown[16:18], shown[-1]) == (["episode", "reward"], ["worst", "0"], "\\x1b[2J")
-    settings = HParamsPluginData.FromString(events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content)
+    messages = importlib.import_module("tensorboard.plugins.hparams.plugin_data_pb2")
+    settings = messages.HParamsPluginData.FromString(
+        events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    )
     assert settings.session_start_info.hparams["run.steps"].number_value == 3
     assert settings.session_start_info.hparams["env.args"].string_value == "{}"
 

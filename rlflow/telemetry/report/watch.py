@@ -66,18 +66,19 @@ class ReportServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: ReportServer
     timeout = REQUEST_S
 
     def do_GET(self) -> None:
-        if self.headers.get("Host") not in self.server.names:
+        server = self.server
+        assert isinstance(server, ReportServer)
+        if self.headers.get("Host") not in server.names:
             self.send_error(HTTPStatus.FORBIDDEN, "ask by the address that was printed")
             return
-        if not hmac.compare_digest(self.path.encode(), self.server.path.encode()):
+        if not hmac.compare_digest(self.path.encode(), server.path.encode()):
             self.send_error(HTTPStatus.NOT_FOUND)
             return
         try:
-            tag, page = self.server.page(self.headers.get("If-None-Match"))
+            tag, page = server.page(self.headers.get("If-None-Match"))
         except (RunError, OSError) as error:  # such as a file that is being replaced
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error))
             return
@@ -100,8 +101,8 @@ class _Handler(BaseHTTPRequestHandler):
 def watch(run_dir: Path, port: int, tell: Callable[[str], None]) -> None:
     """Serve until Ctrl-C."""
     with ReportServer(run_dir, port) as server:
-        tell(f"{server.address}  (refreshes itself; Ctrl-C ends)")
         try:
+            tell(f"{server.address}  (refreshes itself; Ctrl-C ends)")
             server.serve_forever()
         except KeyboardInterrupt:
             tell("ended")

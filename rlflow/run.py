@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlflow.algorithms.registry import check_functions
-from rlflow.cluster.devices import has_gpus, wait_until_there_is_room
+from rlflow.cluster.devices import hardware, has_gpus, wait_until_there_is_room
 from rlflow.cluster.start import Fleet, ray_cluster, run_unless_lost, start_fleet
 from rlflow.config import Config
 from rlflow.driver import Driver
@@ -38,6 +38,7 @@ from rlflow.runtime.deadlines import within
 from rlflow.runtime.derived import by_device
 from rlflow.runtime.signals import Stopper
 from rlflow.settings.checks import check
+from rlflow.telemetry import about
 from rlflow.telemetry.observer import RunObserver
 from rlflow.telemetry.text import duration
 from rlflow.telemetry.trackers import check_trackers
@@ -192,6 +193,7 @@ async def _start(run: _Run, observer: RunObserver) -> Fleet:
         tell=observer.message,
         is_restart=is_restart,
     )
+    await asyncio.to_thread(about.amend, run.run_dir.path, machines=hardware())
     for line in fleet.devices.lines():
         observer.message(line)
     return fleet

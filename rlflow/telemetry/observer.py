@@ -1,6 +1,7 @@
 """Tells people and files what the driver does: console, metrics.jsonl, trackers, trace, samples, report."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -20,7 +21,7 @@ from rlflow.rundir.killed import KilledLog
 from rlflow.rundir.restarts import Setback
 from rlflow.runtime.deadlines import within
 from rlflow.runtime.derived import dtype_of
-from rlflow.telemetry import metrics, samples
+from rlflow.telemetry import about, metrics, samples
 from rlflow.telemetry.console import Console
 from rlflow.telemetry.health import Alarm, Health
 from rlflow.telemetry.metrics import MetricsFile, StepRecord
@@ -67,6 +68,8 @@ class RunObserver:
         failed = None if setback is None else self._tell_of_tracker  # at first, a person is there who can mend it
         self._trackers = open_trackers(config.trackers, run_dir.path, flatten(plain(config)), failed)
         self._closing = ExitStack()
+        if setback is None:
+            about.begin(run_dir.path, sys.argv)
         for each in (self._file, self._evaluations, self._alarms, self._trace):
             if each is not None:
                 self._closing.callback(each.close)
@@ -78,6 +81,7 @@ class RunObserver:
 
     def __exit__(self, *_: object) -> None:
         with first_error_stands():
+            self._closing.callback(about.amend, self._run_dir.path, ended=about.now(), steps=self.num_steps)
             self._closing.close()
 
     def message(self, text: str) -> None:
@@ -136,7 +140,7 @@ class RunObserver:
         self._since_s, self._num_tokens = report.end_s, int(record["num_tokens"] or 0)
         self._rewards.append(float(record["reward"] or 0.0))
         self._file.append(record)
-        self._trace.add(report.spans)
+        self._trace.add(report.spans, step=report.step)
         self._tell_trackers(lambda tracker: tracker.log(report.step, record))
         self._console.step(record)
         self._tell_of_the_hung()
@@ -201,6 +205,8 @@ class RunObserver:
             return
         worst, best = map(samples.shown_episode, report.shown, conversations)
         samples.write_samples(self._run_dir.path, report.step, best, worst)
+        table = [samples.table_row("best", best), samples.table_row("worst", worst)]
+        self._tell_trackers(lambda tracker: tracker.samples(report.step, table))
         self._console.samples(best, worst)
 
 

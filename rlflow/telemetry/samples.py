@@ -24,6 +24,8 @@ MAX_ROWS = 24
 """Rows that one episode may take on the console."""
 MAX_CHARACTERS = 2000
 """Characters of one message on the console."""
+COLUMNS = ("episode", "reward", "task", "ended", "expected", "advantage", "prompt", "reply")
+"""Of the table that trackers show."""
 _FILE_NAME = re.compile(r"step_(\d+)\.json")
 
 
@@ -71,6 +73,22 @@ def shown_episode(trained: TrainedEpisode, messages: Sequence[Message]) -> Shown
             "newest_version": summary.newest_version,
         },
     )
+
+
+def table_row(label: str, episode: ShownEpisode) -> list[str]:
+    """One row of COLUMNS, bounded and safe to print."""
+    *before, last = episode.messages or [Message(role="", content="")]
+    cells = (
+        label,
+        number(episode.reward),
+        episode.task_id,
+        episode.end.value,
+        episode.answer or "",
+        " ".join(map(number, episode.advantages or [])),
+        "\n".join(f"{message['role']}: {message['content']}" for message in before),
+        last["content"],
+    )
+    return [shorten(printable(cell), MAX_CHARACTERS) for cell in cells]
 
 
 def write_samples(run_dir: Path, step: int, best: ShownEpisode, worst: ShownEpisode) -> Path:

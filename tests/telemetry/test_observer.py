@@ -19,6 +19,7 @@ from rlflow.roles import Mean, Runners
 from rlflow.rundir.directory import RunDir
 from rlflow.rundir.restarts import Setback
 from rlflow.rundir.store import CheckpointStore, RunState
+from rlflow.telemetry import about
 from rlflow.telemetry.metrics import REQUIRED
 from rlflow.telemetry.observer import RunObserver
 from rlflow.telemetry.samples import read_samples
@@ -72,6 +73,8 @@ def test_samples_are_shown_or_an_alarm_says_why_not(
 
     assert run_virtually(tell()) <= 30
     assert shown in capsys.readouterr().out
+    [start] = about.read(tmp_path)
+    assert start["steps"] == 1 and start["ended"] >= start["started"]
     if isinstance(runners, Answers):
         best, trained = read_samples(tmp_path, 1).best, report.shown[1]
         assert (best.answer, best.metrics) == (trained.task.answer, trained.summary.metrics)

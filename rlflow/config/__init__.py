@@ -126,7 +126,7 @@ class EnvConfig:
     max_observation_chars: int = 20_000
     """Longer messages of the environment lose their middle."""
     setup_timeout_s: float = 120.0
-    """To build and reset an environment."""
+    """To build and reset an environment; and as long to close it."""
     step_timeout_s: float = 120.0
     """One step, tools included."""
     episode_timeout_s: float = 300.0

@@ -45,7 +45,8 @@ def test_rows_read_the_columns_of_other_projects(tmp_path: Path) -> None:
     found = load(path=path, system_prompt="Be brief.")
     brief = Message(role="system", content="Be brief.")
     assert [each.id for each in found] == ["first", "sums/2", "sums/3", "sums/4"]
-    assert [each.answer for each in found] == ["5", "5", "5", None]
+    assert [each.answer for each in found] == [5, "5", "5", None]
+    assert [each.prompt_is_text for each in found] == [True, False, True, True]
     assert found[0].prompt == (brief, SUM)
     assert found[1].prompt == (Message(role="system", content="Add."), SUM)
     assert found[1].data == {"level": 2}
@@ -61,7 +62,12 @@ SHAPES: dict[str, tuple[dict[str, Any], Task]] = {
     "verifiers": (
         {"question": "2 + 3 =", "answer": "5", "info": {"level": 1}, "task": "sums", "example_id": 7},
         Task(
-            id="7", prompt=(SUM,), answer="5", kind="sums", data={"info": {"level": 1}, "task": "sums", "example_id": 7}
+            id="7",
+            prompt=(SUM,),
+            prompt_is_text=True,
+            answer="5",
+            kind="sums",
+            data={"info": {"level": 1}, "task": "sums", "example_id": 7},
         ),
     ),
     "verifiers with both": (
@@ -108,6 +114,7 @@ SHAPES: dict[str, tuple[dict[str, Any], Task]] = {
         Task(
             id="rows/1",
             prompt=(SUM,),
+            prompt_is_text=True,
             answer="5",
             kind="chain_sum",
             data={"metadata": {"source_dataset": "chain_sum", "source_index": 3}},
@@ -115,7 +122,7 @@ SHAPES: dict[str, tuple[dict[str, Any], Task]] = {
     ),
     "slime": (
         {"messages": MESSAGES, "label": 5},
-        Task(id="rows/1", prompt=(SUM,), answer="5", data={"label": 5}),
+        Task(id="rows/1", prompt=(SUM,), answer=5, data={"label": 5}),
     ),
     "areal": ({"messages": MESSAGES, "answer": "5"}, Task(id="rows/1", prompt=(SUM,), answer="5")),
 }
@@ -315,8 +322,8 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(tmp_path / "splits")
     (tmp_path / "files").mkdir()
     rows.to_parquet(tmp_path / "files" / "train-0.parquet")
-    both = [("0", "5"), ("1", "6")]
-    for folder, found in (("plain", both), ("splits", both), ("splits:test", [("0", "6")]), ("files", both)):
+    both = [("0", 5), ("1", 6)]
+    for folder, found in (("plain", both), ("splits", both), ("splits:test", [("0", 6)]), ("files", both)):
         tasks = load(path=str(tmp_path / folder))
         name = folder.partition(":")[0]
         assert [(task.id, task.answer) for task in tasks] == [(f"{name}/{row}", answer) for row, answer in found]
@@ -344,6 +351,6 @@ def test_a_name_of_the_hub_comes_from_the_cache_when_there_is_no_connection(
     kept.parent.mkdir(parents=True)
     info.parent.rename(kept)
     (kept / "json-train.arrow").rename(kept / "sums-train.arrow")
-    assert load(path="acme/sums") == [Task(id="acme/sums/train/0", prompt=(SUM,), answer="5")]
+    assert load(path="acme/sums") == [Task(id="acme/sums/train/0", prompt=(SUM,), prompt_is_text=True, answer="5")]
     with pytest.raises(ConfigError, match="env.args.path=acme/products cannot be loaded by `datasets`: .*connection"):
         load(path="acme/products")

@@ -104,7 +104,7 @@ ATTACKS = (
         name="NaN as a reward of the environment",
         reply="nan",
         end=LOST,
-        detail="step: reward must be a finite number or None; got nan (float)",
+        detail="step: a reward is None, or a number from -1e+15 to 1e+15; got nan (float)",
     ),
     Attack(
         name="dead server",

@@ -538,7 +538,7 @@ def test_the_driver_never_opens_a_payload(tmp_path: Path) -> None:
     world.driver._workers.runners.play = sealed  # type: ignore[method-assign]
     run_virtually(world.driver.run())
     assert world.trainer.version == 3
-    assert all(type(payload) is Sealed for report in world.observer.reports for _, _, payload in report.payloads)
+    assert all(type(shown.payload) is Sealed for report in world.observer.reports for shown in report.shown)
 
 
 def test_the_driver_does_not_grow_with_the_run(tmp_path: Path) -> None:

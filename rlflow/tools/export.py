@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import tempfile
@@ -22,6 +23,19 @@ if TYPE_CHECKING:
 
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
 _MAX_FILE_BYTES = 4 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; it must not exist")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint's step; the last one by default")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--adapter", action="store_true", help="the adapters of a run with lora.rank alone, for PEFT")
+
+
+def run(options: argparse.Namespace) -> int:
+    print(export(options.run, options.out, step=options.step, dtype=options.dtype, adapter_only=options.adapter))
+    return 0
 
 
 def export(run: Path, out: Path, *, step: int | None, dtype: str, adapter_only: bool = False) -> Path:

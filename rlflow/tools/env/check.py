@@ -191,9 +191,11 @@ def _problems(played: Sequence[Played], template: Sequence[Trial]) -> list[str]:
     for one in played:
         failed = [episode for episode in one.episodes if not episode.is_trainable]
         for end, count in Counter(episode.end for episode in failed).items():
-            details = {episode.detail: None for episode in failed if episode.end is end}
-            shown = "; ".join(list(details)[:MAX_DETAILS])
+            shown = _different([episode.detail for episode in failed if episode.end is end])
             problems.append(f"{one.name}: {count} of {len(one.episodes)} episodes ended as {end.value}: {shown}")
+        if failures := [episode.close_failure for episode in one.episodes if episode.close_failure]:
+            shown = _different(failures)
+            problems.append(f"{one.name}: {len(failures)} of {len(one.episodes)} environments did not close: {shown}")
     means = {one.name: one.mean for one in played}
     expert, nonsense = means.get("expert"), means.get("nonsense")
     if expert is not None and nonsense is not None and expert <= nonsense:
@@ -205,6 +207,17 @@ def _problems(played: Sequence[Played], template: Sequence[Trial]) -> list[str]:
         f"the chat template refuses a conversation ({one.name}): {one.refused}" for one in template if one.refused
     ]
     return problems
+
+
+def _different(details: Sequence[str]) -> str:
+    """The first of each kind. Of one kind are those whose first and last lines differ in paths and numbers only."""
+    kinds: dict[tuple[str, ...], str] = {}
+    for detail in details:
+        lines = detail.strip().splitlines() or [""]
+        words = f"{lines[0]} {lines[-1]}".split()
+        varies = [any(character.isdigit() or character == "/" for character in word) for word in words]
+        kinds.setdefault(tuple(word for word, does in zip(words, varies, strict=True) if not does), detail)
+    return "; ".join(list(kinds.values())[:MAX_DETAILS])
 
 
 def _lines(report: Report) -> list[str]:

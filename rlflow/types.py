@@ -44,6 +44,10 @@ class ToolCall(TypedDict):
     function: FunctionCall
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Whose a message may be: templates leave out what another role says, and do not say so."""
+
+
 class Message(TypedDict):
     """One chat message, in OpenAI's form.
 

@@ -17,7 +17,7 @@ from typing import Any
 from rlflow.envs.base import EnvironmentSpec, SingleTurn
 from rlflow.envs.dataset.sources import Row, Source, find_source, rows_of
 from rlflow.errors import ConfigError
-from rlflow.types import FunctionCall, Json, Message, Task, ToolCall
+from rlflow.types import ROLES, FunctionCall, Json, Message, Task, ToolCall
 
 PROMPTS = ("prompt", "messages", "question")
 """The first one that a row has is its prompt."""
@@ -119,6 +119,8 @@ def _messages(value: Json, where: str) -> list[Message]:
         raise ConfigError(
             f"{where} must be text, or a list of messages with `role` and `content` as text; got {value!r:.80}"
         )
+    if strange := [message["role"] for message in usable if message["role"] not in ROLES]:
+        raise ConfigError(f"{where} has a message of the role {strange[0]!r:.80}; roles are {', '.join(ROLES)}")
     if not any(message["content"].strip() for message in usable):
         raise ConfigError(f"{where} is empty")
     if usable[-1]["role"] == "assistant":

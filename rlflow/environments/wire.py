@@ -19,7 +19,7 @@ from rlflow.envs.base import Prompt, Result, Step, ToolSchema
 from rlflow.errors import EnvironmentFailure
 from rlflow.processes.frames import Fields
 from rlflow.rewards.call import MAX_MAGNITUDE, WHAT_REWARDS_ARE, is_usable
-from rlflow.types import Message, Task
+from rlflow.types import ROLES, Message, Task
 
 
 def fields_of_task(task: Task) -> Fields:
@@ -74,6 +74,8 @@ def _messages(call: str, messages: object) -> list[Message]:
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise EnvironmentFailure(f"{call}: a message needs the texts `role` and `content`; got {_shown(message)}")
+        if message["role"] not in ROLES:
+            raise EnvironmentFailure(f"{call}: the role of a message is one of {ROLES}; got {_shown(message)}")
         calls = message.get("tool_calls")
         if not calls:
             message = {key: value for key, value in message.items() if key != "tool_calls"}

@@ -210,6 +210,10 @@ def test_a_path_and_a_reward_are_needed(tmp_path: Path) -> None:
         ('{"prompt": []}', "`prompt` must be text, or a list of messages"),
         ('{"prompt": [{"role": "user"}]}', "`prompt` must be text, or a list of messages"),
         ('{"prompt": [{"role": "tool", "content": "", "tool_calls": [3]}]}', "`prompt` must be text, or a list of"),
+        (
+            '{"prompt": [{"role": "human", "content": "hi"}]}',
+            "`prompt` has a message of the role 'human'; roles are system,",
+        ),
         ('{"question": " "}', "`question` is empty"),
         ('{"messages": [{"role": "assistant", "content": "5"}]}', "`messages` ends with a message of the assistant"),
         ('{"prompt": "hi", "answer": [1]}', "the answer must be text or a number; got"),

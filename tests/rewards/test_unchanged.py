@@ -104,3 +104,13 @@ def best_of(completions: Sequence[str], **columns: Any) -> list[float]:
 async def test_a_function_that_compares_gets_the_group(tmp_path: Path) -> None:
     task = task_of(tmp_path, {"prompt": "Write."})
     assert await rewards_of(best_of, *(reply(task, text) for text in ("a", "abc", "ab"))) == [0.0, 1.0, 0.0]
+
+
+async def test_the_example_of_the_documentation_compares_a_group(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    (example,) = [block for block in page.split("```python\n")[1:] if block.startswith("def shortest")]
+    names: dict[str, Any] = {}
+    exec(example.partition("```")[0], names)
+    task = task_of(tmp_path, {"prompt": "Write."})
+    cut_off = reply(task, "a", end=EpisodeEnd.TRUNCATED_LENGTH)
+    assert await rewards_of(names["shortest"], cut_off, reply(task, "ab"), reply(task, "abc")) == [0.0, 1.0, 0.0]

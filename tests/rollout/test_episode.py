@@ -336,6 +336,18 @@ class WrongMessage(ScriptedEnvironment):
         return Prompt(messages=[{"role": "user"}])  # pyright: ignore[reportArgumentType]
 
 
+class StrangeRole(ScriptedEnvironment):
+    async def reset(self, task: Task) -> Prompt:
+        return Prompt(messages=[Message(role="human", content="ab")])
+
+
+async def test_a_message_of_a_role_that_templates_leave_out_is_a_failure() -> None:
+    played = await play(StrangeRole(), ScriptedEngine([]))
+    roles = "('system', 'developer', 'user', 'assistant', 'tool')"
+    detail = f"reset: the role of a message is one of {roles}; got {{'role': 'human', 'content': 'ab'}} (dict)"
+    assert (played.end, played.detail) == (EpisodeEnd.SETUP_ERROR, detail)
+
+
 class HangsAtReset(ScriptedEnvironment):
     async def reset(self, task: Task) -> Prompt:
         await asyncio.Event().wait()

@@ -149,8 +149,8 @@ class RewardConfig:
     workers: int = 1
     """Processes that call the functions, each for one episode at a time."""
     timeout_s: float = 10.0
-    """The limit for all functions on one episode, or one batch through the model; waiting is not counted. A process
-    that takes longer is killed and replaced."""
+    """The limit for all functions on one episode, or one batch through the model; waiting is not counted. Functions
+    that see a group have as long for each of its episodes. A process that takes longer is killed and replaced."""
 
 
 @dataclass

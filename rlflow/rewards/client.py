@@ -25,7 +25,7 @@ class Scorer(Protocol):
 
     async def score_group(self, transcripts: Sequence[Transcript]) -> list[Verdict]:
         """Of a group with a verdict that `awaits_group`: what the functions say that see all of it."""
-        ...
+        raise AssertionError("no verdict awaits the group")
 
 
 async def with_group(scorer: Scorer, episodes: Sequence[tuple[Transcript, Verdict]]) -> list[Verdict]:
@@ -40,7 +40,7 @@ async def with_group(scorer: Scorer, episodes: Sequence[tuple[Transcript, Verdic
     return [added([part, group]) for part, group in zip(parts, said, strict=True)]
 
 
-class EnvironmentScorer:
+class EnvironmentScorer(Scorer):
     """Implements Scorer for runs in which only what the environment gave counts; that takes no process."""
 
     def __init__(self, reward: ChosenReward) -> None:
@@ -48,9 +48,6 @@ class EnvironmentScorer:
 
     async def score(self, transcript: Transcript) -> Verdict:
         return combine([self._reward], [environment_verdict(transcript)])
-
-    async def score_group(self, transcripts: Sequence[Transcript]) -> list[Verdict]:
-        raise AssertionError("an environment's verdict awaits nothing")
 
 
 class RewardProcess(Protocol):

@@ -79,10 +79,12 @@ class ScorerPool:
         try:
             call = Call(operation, _read_verdicts, fields=fields_of(transcripts))
         except FrameTooLong as error:
-            what = "episode" if count == 1 else f"{count} episodes"
+            if count > 1:  # the next group may be shorter
+                detail = f"the {count} episodes of the group cannot be sent to the scoring process: {error}"
+                return [Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=detail)] * count
             raise ConfigError(
-                f"task {task!r}: its {what} cannot be sent to the scoring process: {error}; keep the "
-                "columns of `data` short, and load large ones in the reward function"
+                f"task {task!r}: its episode cannot be sent to the scoring process: {error}; keep the columns of "
+                "`data` short, and load large ones in the reward function"
             ) from error
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(

@@ -61,19 +61,13 @@ def fields_of(transcripts: Sequence[Transcript]) -> Fields:
 
 def transcripts_of(fields: Fields) -> list[Transcript]:
     task = Task(**{**fields["task"], "prompt": tuple(fields["task"]["prompt"])})
-    return [
-        Transcript(
-            **{
-                **episode,
-                "task": task,
-                "prompt": tuple(episode["prompt"]),
-                "completion": tuple(episode["completion"]),
-                "end": EpisodeEnd(episode["end"]),
-                "completion_ids": np.frombuffer(base64.b64decode(episode["completion_ids"]), "<i4"),
-            }
-        )
-        for episode in fields["episodes"]
-    ]
+    transcripts: list[Transcript] = []
+    for episode in fields["episodes"]:
+        read = {name: tuple(episode[name]) for name in ("prompt", "completion")}
+        ids = np.frombuffer(base64.b64decode(episode["completion_ids"]), "<i4")
+        read |= {"task": task, "end": EpisodeEnd(episode["end"]), "completion_ids": ids}
+        transcripts.append(Transcript(**{**episode, **read}))
+    return transcripts
 
 
 def with_function(one: ChosenReward) -> ChosenReward:

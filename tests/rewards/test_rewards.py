@@ -367,3 +367,7 @@ async def test_what_is_too_long_for_one_message_is_named() -> None:
         ConfigError, match="task 't/1': its episode cannot be sent to the scoring process: 3565.* bytes"
     ):
         await pool.score(said("4", task=task_with(text=too_long, again=too_long)))
+    long = said("x" * (10 << 20))
+    for verdict in await pool.score_group([long, long]):
+        assert verdict.end is EpisodeEnd.REWARD_ERROR
+        assert verdict.detail.startswith("the 2 episodes of the group cannot be sent to the scoring process: 2097")

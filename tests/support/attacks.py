@@ -23,6 +23,7 @@ from rlflow.environments import remote as environment_remote
 from rlflow.environments.pool import EnvironmentPool
 from rlflow.envs.base import Environment, Prompt, Step
 from rlflow.envs.tools import ToolSet
+from rlflow.rewards.client import Scorer
 from rlflow.rollout.chat import episode_seed
 from rlflow.rollout.client import RemoteCalls
 from rlflow.rollout.requests import Completion, GenerateRequest
@@ -216,7 +217,7 @@ class _Engine:
         raise AssertionError("every reply is one part")
 
 
-class _Scorer:
+class _Scorer(Scorer):
     async def score(self, transcript: Transcript) -> Verdict:
         return Verdict(reward=transcript.environment_reward)
 

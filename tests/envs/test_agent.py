@@ -191,7 +191,7 @@ def test_a_result_that_is_none_is_a_failure() -> None:
 
 
 def answers(task: Task, base_url: str, api_key: str, model: str) -> dict[str, Any]:
-    return {"reward": float(task.answer or 0), "metrics": {"urls": float(base_url == ENDPOINT.base_url)}}
+    return {"reward": float(str(task.answer or 0)), "metrics": {"urls": float(base_url == ENDPOINT.base_url)}}
 
 
 async def answers_later(task: Task, base_url: str, api_key: str, model: str) -> float:

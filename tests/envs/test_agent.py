@@ -262,7 +262,7 @@ def test_tasks_come_from_rows_or_from_a_function(tmp_path: Path) -> None:
     rows.write_text(json.dumps({"question": "2+2", "answer": 4}))
     spec = load(tasks=str(rows), command="{python} agent.py", evaluation_tasks=TASKS, leases=["a", "b"])
     assert spec.leases == ("a", "b")
-    assert [task.answer for task in spec.tasks()] == ["4"]
+    assert [task.answer for task in spec.tasks()] == [4]
     assert spec.evaluation_tasks is not None
     assert spec.evaluation_tasks() == sums()
     assert isinstance(spec.build(), CommandProgram)

@@ -9,6 +9,7 @@ group is lost, and is played again.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from rlflow.rollout.client import EngineClient, EngineHandle, RemoteCalls
 from rlflow.rollout.episode import EnvironmentSource, PlayedEpisode, ProgramGateway, play_episode, summarized, unless
 from rlflow.rollout.render import ChatRenderer, Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
+from rlflow.rollout.samples import NO_VERSION
 from rlflow.runtime.clock import now
 from rlflow.runtime.concurrency import all_or_none
 from rlflow.runtime.derived import is_seeded
@@ -106,13 +108,14 @@ class EpisodeRunner:
             )
         finally:
             self._under_way.discard(group)
-        rollout = Span(actor=ACTOR, name="rollout", start_s=start_s, end_s=group.played_at_s)
+        facts = _facts(order, summaries)
+        rollout = Span(actor=ACTOR, name="rollout", start_s=start_s, end_s=group.played_at_s, facts=facts)
         played = PlayedGroup(
             group_id=order.group_id,
             episodes=summaries,
             payloads=[],
             num_bytes=sum(payload_files.payload_bytes(payload) for payload in payloads),
-            spans=[rollout, *_reward_spans(group.scoring)],
+            spans=[rollout, *_reward_spans(group)],
             crowded_share=group.num_crowded / max(1, group.num_parts),
         )
         return (played, *payloads)
@@ -204,13 +207,26 @@ class EpisodeRunner:
         return played, verdict
 
 
-def _reward_spans(scoring: Sequence[tuple[float, float]]) -> list[Span]:
+def _facts(order: GroupOrder, summaries: Sequence[EpisodeSummary]) -> dict[str, int | str]:
+    ends = Counter(summary.end.value for summary in summaries)
+    sampled = [summary for summary in summaries if summary.num_loss_tokens]
+    return {
+        "group": order.group_id,
+        "version": max((summary.newest_version for summary in sampled), default=NO_VERSION),
+        "oldest_version": min((summary.oldest_version for summary in sampled), default=NO_VERSION),
+        "tokens": sum(summary.num_completion_tokens for summary in summaries),
+        "outcome": ", ".join(f"{count} {end}" for end, count in ends.most_common()),
+    }
+
+
+def _reward_spans(group: _UnderWay) -> list[Span]:
     """The times during which something was being scored."""
     spans: list[Span] = []
-    for start_s, end_s in sorted(scoring):
+    for start_s, end_s in sorted(group.scoring):
         if spans and start_s <= spans[-1].end_s:
             start_s, end_s = spans[-1].start_s, max(spans.pop().end_s, end_s)
-        spans.append(Span(actor=ACTOR, name="reward", start_s=start_s, end_s=end_s))
+        facts: dict[str, int | str] = {"group": group.order.group_id}
+        spans.append(Span(actor=ACTOR, name="reward", start_s=start_s, end_s=end_s, facts=facts))
     return spans
 
 

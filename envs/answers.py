@@ -5,6 +5,7 @@ import string
 from collections.abc import Sequence
 
 from rlflow.envs.texts import END_OF_THOUGHT
+from rlflow.types import Json
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -34,13 +35,21 @@ def normalise(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()) or text.lower().strip()
 
 
-def references(answer: str | None, answers: Sequence[str] | None, separator: str | None) -> list[str]:
+def text_of(answer: Json) -> str:
+    """An answer as a reply would say it. Raises TypeError for one that is neither text nor a number."""
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise TypeError(f"a right answer is text or a number; got {answer!r:.80}")
+    return str(answer)
+
+
+def references(answer: Json, answers: Sequence[Json] | None, separator: str | None) -> list[str]:
     """All right answers: the list if there is one, else the answer, cut at `separator`; none is empty."""
     if answers is not None:
-        return list(answers)
+        return [text_of(each) for each in answers]
     if answer is None:
         return []
-    return [part.strip() for part in answer.split(separator) if part.strip()] if separator else [answer]
+    text = text_of(answer)
+    return [part.strip() for part in text.split(separator) if part.strip()] if separator else [text]
 
 
 def token_f1(text: str, reference: str) -> float:

@@ -44,6 +44,10 @@ class ToolCall(TypedDict):
     function: FunctionCall
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Whose a message may be: templates leave out what another role says, and do not say so."""
+
+
 class Message(TypedDict):
     """One chat message, in OpenAI's form.
 
@@ -70,8 +74,10 @@ class Task:
     id: str
     """Unique within the data set; the ledger counts by it."""
     prompt: tuple[Message, ...]
-    answer: str | None = None
-    """What the reward compares with; None when the environment needs no answer."""
+    prompt_is_text: bool = False
+    """Whether the data had a text, which `prompt` ends with, rather than messages; functions of TRL are given text."""
+    answer: Json = None
+    """What the reward compares with, of the type that the data has; None when the environment needs no answer."""
     kind: str = ""
     """Tasks of one kind have rewards on one scale; algorithm.advantage=grpo_task_std normalises by kind."""
     data: dict[str, Json] = field(default_factory=dict)
@@ -196,6 +202,13 @@ class Transcript:
     end: EpisodeEnd
     num_sampled: int
     """Tokens in all replies."""
+    completion_ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int32), compare=False)  # [L]
+    """The tokens after the prompt; of an episode that forked, those of all samples."""
+
+    @property
+    def response(self) -> str:
+        """All messages after the prompt, one after the other: replies, and what the environment said."""
+        return "\n".join(message["content"] for message in self.completion)
 
     @property
     def text(self) -> str:
@@ -216,6 +229,8 @@ class Verdict:
     """Set only when scoring failed: REWARD_ERROR, REWARD_TIMEOUT or REWARD_INVALID."""
     detail: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
+    awaits_group: bool = False
+    """Whether functions that see the whole group have a say too; this is what the others said."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -258,6 +273,8 @@ class EpisodeSummary:
     """The oldest of any token; a token is as old as its cache."""
     newest_version: int
     detail: str = ""
+    close_failure: str = ""
+    """Why its environment did not close; the episode counts all the same."""
     metrics: dict[str, float] = field(default_factory=dict)
     turns: tuple[TurnSummary, ...] = ()
 

@@ -6,7 +6,6 @@ score -> tokens -> queue -> row of at most trainer.micro_batch_tokens tokens -> 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rlflow.batching import Conversation, row_tokens
 from rlflow.config import Config
-from rlflow.rewards.call import invalid
+from rlflow.rewards.call import WHAT_REWARDS_ARE, invalid, is_usable
 from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.types import EpisodeEnd, Transcript, Verdict
 
@@ -105,8 +104,8 @@ class RewardModelWorker:
         except Exception as error:
             detail = f"the reward model failed: {type(error).__name__}: {error}"
             return [Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=detail)] * len(row)
-        problem = "a reward is a finite number; the reward model gave"
-        return [Verdict(reward=each) if math.isfinite(each) else invalid(f"{problem} {each}") for each in scores]
+        problem = f"{WHAT_REWARDS_ARE}; the reward model gave"
+        return [Verdict(reward=each) if is_usable(each) else invalid(f"{problem} {each}") for each in scores]
 
     def _end(self) -> None:
         """A thread cannot be ended, so the process is; Ray starts another."""

@@ -1,6 +1,7 @@
 """The actor that plays groups of episodes and has them scored.
 
-    GroupOrder -> episodes side by side (play -> score) -> PlayedGroup for the driver, payloads for the object store
+    GroupOrder -> episodes side by side (play -> score) -> what sees the whole group scores it
+               -> PlayedGroup for the driver, payloads for the object store
 
 Rules: a group is returned whole or not at all. If one of its episodes raises, or the group becomes too old, the other
 episodes are cancelled and their environments closed first. An episode is not to blame for an engine that is silent: the
@@ -22,7 +23,7 @@ from rlflow.rewards.client import Scorer
 from rlflow.rollout import payloads as payload_files
 from rlflow.rollout.chat import Chat, episode_seed
 from rlflow.rollout.client import EngineClient, EngineHandle, RemoteCalls
-from rlflow.rollout.episode import EnvironmentSource, ProgramGateway, play_episode, summarize, unless
+from rlflow.rollout.episode import EnvironmentSource, PlayedEpisode, ProgramGateway, play_episode, summarized, unless
 from rlflow.rollout.render import ChatRenderer, Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.rollout.samples import NO_VERSION
@@ -30,20 +31,9 @@ from rlflow.runtime.clock import now
 from rlflow.runtime.concurrency import all_or_none
 from rlflow.runtime.derived import is_seeded
 from rlflow.runtime.disk import disk_errors
-from rlflow.types import EpisodeEnd, EpisodePayload, EpisodeSummary, GroupOrder, Message, PlayedGroup, Span
+from rlflow.types import EpisodeEnd, EpisodePayload, EpisodeSummary, GroupOrder, Message, PlayedGroup, Span, Verdict
 
 ACTOR = "runner"
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class _Scored:
-    """One episode of a group, played and scored."""
-
-    payload: EpisodePayload
-    summary: EpisodeSummary
-    played_at_s: float
-    scored_at_s: float | None
-    """None when the episode ended in an error and so was not scored."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -56,6 +46,10 @@ class _UnderWay:
     num_parts: int = 0
     num_crowded: int = 0
     """Parts that came from an engine in which other replies waited for room."""
+    played_at_s: float = 0.0
+    """When the last of its episodes had been played."""
+    scoring: list[tuple[float, float]] = field(default_factory=list)
+    """From when to when something was being scored."""
     too_old: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no update may use the group any more."""
 
@@ -107,22 +101,24 @@ class EpisodeRunner:
         group = _UnderWay(order=order)
         self._under_way.add(group)
         try:
-            episodes = await self._play_all(group)
+            payloads, summaries = await unless(
+                group.too_old.wait(),
+                self._play_all(group),
+                lambda: StaleGroup(f"group {group.order.group_id} holds tokens of version {group.oldest_version}"),
+            )
         finally:
             self._under_way.discard(group)
-        played_at_s = max(episode.played_at_s for episode in episodes)
+        facts = _facts(order, summaries)
+        rollout = Span(actor=ACTOR, name="rollout", start_s=start_s, end_s=group.played_at_s, facts=facts)
         played = PlayedGroup(
             group_id=order.group_id,
-            episodes=[episode.summary for episode in episodes],
+            episodes=summaries,
             payloads=[],
-            num_bytes=sum(payload_files.payload_bytes(episode.payload) for episode in episodes),
-            spans=[
-                Span(actor=ACTOR, name="rollout", start_s=start_s, end_s=played_at_s, facts=_facts(order, episodes)),
-                *_reward_spans(order, episodes),
-            ],
+            num_bytes=sum(payload_files.payload_bytes(payload) for payload in payloads),
+            spans=[rollout, *_reward_spans(group)],
             crowded_share=group.num_crowded / max(1, group.num_parts),
         )
-        return (played, *(episode.payload for episode in episodes))
+        return (played, *payloads)
 
     async def cancel_stale(self, oldest_version: int) -> None:
         """End the groups under way with a token older than `oldest_version`: their `play` raises StaleGroup.
@@ -155,16 +151,17 @@ class EpisodeRunner:
         payloads = await asyncio.to_thread(payload_files.load_payloads, path)
         return (len(payloads), *payloads)
 
-    async def _play_all(self, group: _UnderWay) -> list[_Scored]:
+    async def _play_all(self, group: _UnderWay) -> tuple[list[EpisodePayload], list[EpisodeSummary]]:
         """All episodes of a group. None of them is still running when this returns or raises."""
-        episodes = [self._play_and_score(group, index) for index in range(group.order.num_episodes)]
-        return await unless(
-            group.too_old.wait(),
-            all_or_none(episodes),
-            lambda: StaleGroup(f"group {group.order.group_id} holds tokens of version {group.oldest_version}"),
-        )
+        episodes = await all_or_none([self._play_and_score(group, index) for index in range(group.order.num_episodes)])
+        start_s = now()
+        summaries = await summarized(self._scorer, episodes)
+        if any(verdict is not None and verdict.awaits_group for _, verdict in episodes):
+            group.scoring.append((start_s, now()))
+        return [played.payload for played, _ in episodes], summaries
 
-    async def _play_and_score(self, group: _UnderWay, index: int) -> _Scored:
+    async def _play_and_score(self, group: _UnderWay, index: int) -> tuple[PlayedEpisode, Verdict | None]:
+        """The verdict is None when the episode ended in an error and so was not scored."""
         order, clock = group.order, asyncio.get_running_loop().time
         silence_s = 0.0
 
@@ -201,18 +198,16 @@ class EpisodeRunner:
             raise EngineLost(f"an episode waited {silence_s:.0f} s for a token, and failed: {played.detail}")
         if played.end is EpisodeEnd.EPISODE_TIMEOUT and not self._client.is_served:
             raise EngineLost("all rollout engines were lost, and none was back before the episode ran out of time")
-        played_at_s = now()
-        verdict = None if played.end.is_error else await self._scorer.score(played.transcript)
-        return _Scored(
-            payload=played.payload,
-            summary=summarize(played, verdict),
-            played_at_s=played_at_s,
-            scored_at_s=None if verdict is None else now(),
-        )
+        group.played_at_s = now()
+        if played.end.is_error:
+            return played, None
+        start_s = group.played_at_s
+        verdict = await self._scorer.score(played.transcript)
+        group.scoring.append((start_s, now()))
+        return played, verdict
 
 
-def _facts(order: GroupOrder, episodes: Sequence[_Scored]) -> dict[str, int | str]:
-    summaries = [episode.summary for episode in episodes]
+def _facts(order: GroupOrder, summaries: Sequence[EpisodeSummary]) -> dict[str, int | str]:
     ends = Counter(summary.end.value for summary in summaries)
     sampled = [summary for summary in summaries if summary.num_loss_tokens]
     return {
@@ -224,13 +219,13 @@ def _facts(order: GroupOrder, episodes: Sequence[_Scored]) -> dict[str, int | st
     }
 
 
-def _reward_spans(order: GroupOrder, episodes: Sequence[_Scored]) -> list[Span]:
-    """The times during which at least one episode was being scored."""
+def _reward_spans(group: _UnderWay) -> list[Span]:
+    """The times during which something was being scored."""
     spans: list[Span] = []
-    for start_s, end_s in sorted((e.played_at_s, e.scored_at_s) for e in episodes if e.scored_at_s is not None):
+    for start_s, end_s in sorted(group.scoring):
         if spans and start_s <= spans[-1].end_s:
             start_s, end_s = spans[-1].start_s, max(spans.pop().end_s, end_s)
-        facts: dict[str, int | str] = {"group": order.group_id}
+        facts: dict[str, int | str] = {"group": group.order.group_id}
         spans.append(Span(actor=ACTOR, name="reward", start_s=start_s, end_s=end_s, facts=facts))
     return spans
 

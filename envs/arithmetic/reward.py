@@ -6,6 +6,7 @@ Exact decimals, no tolerance: "5.0" and "1,000" equal "5" and "1000", and "0.33"
 import re
 from decimal import Decimal
 
+from rlflow.envs.answers import text_of
 from rlflow.types import Task
 
 # A sign belongs to the number unless something that can be subtracted from stands before it: "10-4" ends in 4.
@@ -28,7 +29,7 @@ def is_right(task: Task, completion: str) -> float | None:
     """
     if task.answer is None:
         return None
-    answer = task.answer.strip()
+    answer = text_of(task.answer).strip()
     if _NUMBER.fullmatch(answer):
         return float(last_number(completion) == last_number(answer))
     return float(completion.strip() == answer)

@@ -17,7 +17,7 @@ from typing import Any
 from rlflow.envs.base import EnvironmentSpec, SingleTurn
 from rlflow.envs.dataset.sources import Row, Source, find_source, rows_of
 from rlflow.errors import ConfigError
-from rlflow.types import FunctionCall, Json, Message, Task, ToolCall
+from rlflow.types import ROLES, FunctionCall, Json, Message, Task, ToolCall
 
 PROMPTS = ("prompt", "messages", "question")
 """The first one that a row has is its prompt."""
@@ -70,6 +70,7 @@ def _task(row: Row, system_prompt: str) -> Task:
     return Task(
         id=str(id_),
         prompt=tuple(messages),
+        prompt_is_text=isinstance(columns[prompt_column], str),
         answer=_answer(columns, row.where),
         kind=next(kinds, ""),
         data={name: value for name, value in columns.items() if name not in consumed},
@@ -79,29 +80,22 @@ def _task(row: Row, system_prompt: str) -> Task:
 # -- the answer
 
 
-def _answer(columns: Columns, where: str) -> str | None:
-    """The answer as text. A value that is neither text nor a number is an error in the column `answer`; in the other
-    columns it is left to the reward.
+def _answer(columns: Columns, where: str) -> Json:
+    """The answer as the row has it. A value that is neither text nor a number is an error in the column `answer`; in
+    the other columns it is left to the reward.
     """
     value = columns.get("answer")
-    if value is not None:
-        text = _text(value)
-        if text is None:
-            raise ConfigError(
-                f"{where}: the answer must be text or a number; got {value!r:.80}; other columns reach the reward "
-                "unchanged, as task.data"
-            )
-        return text
-    texts = (_text(value) for value in _values(columns, ANSWERS))
-    return next((text for text in texts if text is not None), None)
+    if value is not None and not _is_answer(value):
+        raise ConfigError(
+            f"{where}: the answer must be text or a number; got {value!r:.80}; other columns reach the reward "
+            "unchanged, as task.data"
+        )
+    return next((each for each in (value, *_values(columns, ANSWERS)) if _is_answer(each)), None)
 
 
-def _text(value: Json) -> str | None:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return str(value)
+def _is_answer(value: Json) -> bool:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, str) or is_number or (isinstance(value, float) and math.isfinite(value))
 
 
 def _values(columns: Columns, places: Iterable[tuple[str, str | None]]) -> Iterable[Json]:
@@ -125,6 +119,8 @@ def _messages(value: Json, where: str) -> list[Message]:
         raise ConfigError(
             f"{where} must be text, or a list of messages with `role` and `content` as text; got {value!r:.80}"
         )
+    if strange := [message["role"] for message in usable if message["role"] not in ROLES]:
+        raise ConfigError(f"{where} has a message of the role {strange[0]!r:.80}; roles are {', '.join(ROLES)}")
     if not any(message["content"].strip() for message in usable):
         raise ConfigError(f"{where} is empty")
     if usable[-1]["role"] == "assistant":

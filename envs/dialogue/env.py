@@ -96,7 +96,7 @@ def clerk(task: Task, messages: Sequence[Message]) -> str:
     """Asks for one thing after the other, then books."""
     questions = ("Which city?", "How many nights?", "Which kind of room?")
     asked = sum(message["role"] == "assistant" for message in messages)
-    assert task.answer is not None
+    assert isinstance(task.answer, str)
     return questions[asked] if asked < len(questions) else task.answer
 
 

@@ -48,7 +48,7 @@ class GuessNumber(Environment):
         self._number = 0
 
     async def reset(self, task: Task) -> Prompt:
-        assert task.answer is not None
+        assert isinstance(task.answer, str)
         self._number = int(task.answer)
         return Prompt(messages=list(task.prompt))
 

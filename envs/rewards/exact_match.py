@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 from rlflow.envs.answers import final_answer, normalise, references
+from rlflow.types import Json
 
 
 def exact_match(
     completion: str,
-    answer: str | None,
-    answers: Sequence[str] | None = None,
+    answer: Json,
+    answers: Sequence[Json] | None = None,
     *,
     separator: str | None = None,
     normalised: bool = False,

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 from rlflow.envs.answers import final_answer, references, token_f1
+from rlflow.types import Json
 
 
 def f1(
-    completion: str, answer: str | None, answers: Sequence[str] | None = None, *, separator: str | None = None
+    completion: str, answer: Json, answers: Sequence[Json] | None = None, *, separator: str | None = None
 ) -> float | None:
     """The largest F1 of the reply's final answer with a right one, over sets of words; None without an answer.
 

@@ -9,8 +9,9 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
+from rlflow.envs.answers import text_of
 from rlflow.errors import ConfigError
-from rlflow.types import Message
+from rlflow.types import Json, Message
 
 TEMPLATE = """Judge the reply to a task.
 
@@ -46,7 +47,7 @@ class _Busy(Exception):
 def judge(
     prompt: Sequence[Message],
     completion: str,
-    answer: str | None,
+    answer: Json,
     timeout_s: float,
     *,
     url: str,
@@ -73,7 +74,7 @@ def judge(
     if not lowest < highest:
         raise ConfigError(f"reward.args.judge.lowest must be below highest; got {lowest} and {highest}")
     asked = "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-    texts = {"prompt": asked, "completion": completion, "answer": answer or ""}
+    texts = {"prompt": asked, "completion": completion, "answer": "" if answer is None else text_of(answer)}
     # In one pass: what a reply has in braces is no field.
     question = _FIELD.sub(lambda found: texts[found[1]], template)
     content = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0.0}

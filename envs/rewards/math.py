@@ -3,13 +3,14 @@
 import logging
 from typing import Any
 
-from rlflow.envs.answers import tagged_answer
+from rlflow.envs.answers import tagged_answer, text_of
 from rlflow.errors import ConfigError
+from rlflow.types import Json
 
 _DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 
 
-def math(completion: str, answer: str | None) -> float | None:
+def math(completion: str, answer: Json) -> float | None:
     r"""1 if the reply's expression equals the answer's, else 0; None if there is no answer that can be read.
 
     The expression of a reply is what its <answer> tags hold, else the last \boxed{...}, else the last formula or
@@ -19,7 +20,7 @@ def math(completion: str, answer: str | None) -> float | None:
     math_verify = _math_verify()
     if answer is None:
         return None
-    right = _expression(answer)
+    right = _expression(text_of(answer))
     if not right:
         return None
     tagged = tagged_answer(completion)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from rlflow.envs.answers import references, tagged_answer, token_f1
-from rlflow.types import Message
+from rlflow.types import Json, Message
 
 BROKEN = -1.0
 _TAG = re.compile(r"<(/?)(think|tool_call|answer)>")
@@ -13,8 +13,8 @@ _TAG = re.compile(r"<(/?)(think|tool_call|answer)>")
 def search_f1(
     messages: Sequence[Message],
     completion: str,
-    answer: str | None,
-    answers: Sequence[str] | None = None,
+    answer: Json,
+    answers: Sequence[Json] | None = None,
     *,
     separator: str | None = None,
 ) -> float | None:

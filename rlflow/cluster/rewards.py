@@ -66,6 +66,9 @@ class RayReward:
     async def score(self, transcript: Transcript) -> Verdict:
         return await self._unless_dead(self._actor.score.remote(transcript))
 
+    async def score_group(self, transcripts: Sequence[Transcript]) -> list[Verdict]:
+        return await self._unless_dead(self._actor.score_group.remote(transcripts))
+
     async def wait_until_ready(self) -> None:
         # Retried, because a process that Ray is restarting does not answer yet.
         await self._unless_dead(self._actor.__ray_ready__.options(max_task_retries=-1).remote())

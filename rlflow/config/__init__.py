@@ -135,7 +135,7 @@ class EnvConfig:
     max_observation_chars: int = 20_000
     """Longer messages of the environment lose their middle."""
     setup_timeout_s: float = 120.0
-    """To build and reset an environment."""
+    """To build and reset an environment; and as long to close it."""
     step_timeout_s: float = 120.0
     """One step, tools included."""
     episode_timeout_s: float = 300.0
@@ -160,8 +160,8 @@ class RewardConfig:
     workers: int = 1
     """Processes that call the functions, each for one episode at a time."""
     timeout_s: float = 10.0
-    """The limit for all functions on one episode, or one batch through the model; waiting is not counted. A process
-    that takes longer is killed and replaced."""
+    """The limit for all functions on one episode, or one batch through the model; waiting is not counted. Functions
+    that see a group have as long for each of its episodes. A process that takes longer is killed and replaced."""
 
 
 @dataclass

@@ -13,13 +13,13 @@ Messages of the runner            answers of the process
 """
 
 import dataclasses
-import math
 from typing import cast
 
 from rlflow.envs.base import Prompt, Result, Step, ToolSchema
 from rlflow.errors import EnvironmentFailure
 from rlflow.processes.frames import Fields
-from rlflow.types import Message, Task
+from rlflow.rewards.call import MAX_MAGNITUDE, WHAT_REWARDS_ARE, is_usable
+from rlflow.types import ROLES, Message, Task
 
 
 def fields_of_task(task: Task) -> Fields:
@@ -74,6 +74,8 @@ def _messages(call: str, messages: object) -> list[Message]:
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise EnvironmentFailure(f"{call}: a message needs the texts `role` and `content`; got {_shown(message)}")
+        if message["role"] not in ROLES:
+            raise EnvironmentFailure(f"{call}: the role of a message is one of {ROLES}; got {_shown(message)}")
         calls = message.get("tool_calls")
         if not calls:
             message = {key: value for key, value in message.items() if key != "tool_calls"}
@@ -105,8 +107,8 @@ def _tools(call: str, tools: object) -> list[ToolSchema]:
 def _reward(call: str, reward: object) -> float | None:
     if reward is None:
         return None
-    if not _is_finite(reward):
-        raise EnvironmentFailure(f"{call}: reward must be a finite number or None; got {_shown(reward)}")
+    if not _is_number(reward):
+        raise EnvironmentFailure(f"{call}: {WHAT_REWARDS_ARE}; got {_shown(reward)}")
     return float(reward)  # pyright: ignore[reportArgumentType]  a finite number
 
 
@@ -114,18 +116,14 @@ def _metrics(call: str, metrics: object) -> dict[str, float]:
     if not isinstance(metrics, dict):
         raise EnvironmentFailure(f"{call}: metrics must be a dict; got {_shown(metrics)}")
     for name, value in metrics.items():
-        if not _is_finite(value):
-            raise EnvironmentFailure(f"{call}: metric {name!r} must be a finite number; got {_shown(value)}")
+        if not _is_number(value):
+            limit = f"a number from {-MAX_MAGNITUDE:g} to {MAX_MAGNITUDE:g}"
+            raise EnvironmentFailure(f"{call}: metric {name!r} must be {limit}; got {_shown(value)}")
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _is_finite(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and is_usable(value)
 
 
 def _shown(value: object) -> str:

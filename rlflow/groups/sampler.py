@@ -15,7 +15,7 @@ from typing import Any
 
 from rlflow.config import CurriculumConfig
 from rlflow.curriculum.registry import make_curriculum
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, describe_failure
 from rlflow.types import Task
 
 ROW_DIGITS = 16
@@ -54,7 +54,7 @@ class TaskSampler:
         self, tasks: Sequence[Task], seed: int, config: CurriculumConfig | None = None, rows: str | None = None
     ) -> None:
         """`config` None is the uniform curriculum, and `rows` None digests the tasks. Raises ConfigError for a
-        curriculum that does not exist, or not for these tasks."""
+        curriculum that does not exist, or not for these tasks, or cannot be saved."""
         assert tasks, "the environment loader rejects an empty task list"
         config = config or CurriculumConfig()
         self._kind = config.kind
@@ -66,6 +66,7 @@ class TaskSampler:
         self.rows = digests_of_rows(tasks) if rows is None else rows
         self._curriculum = make_curriculum(config, tasks, seed)
         self._put_back: deque[tuple[str, int]] = deque()
+        _ = self.state  # fails here rather than at the first checkpoint
 
     def next(self) -> tuple[Task, int | None]:
         """(task, the pass that it counts for); the pass is None for a newly drawn task, which begins its next one."""
@@ -96,8 +97,9 @@ class TaskSampler:
         """A copy. Raises ConfigError when the curriculum returns what JSON does not have."""
         try:
             curriculum = json.loads(json.dumps(self._curriculum.state(), allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"state() of curriculum.kind={self._kind} must return JSON values: {error}") from error
+        except Exception as error:
+            problem = describe_failure(error)
+            raise ConfigError(f"state() of curriculum.kind={self._kind} must return JSON values: {problem}") from error
         return SamplerState(
             kind=self._kind,
             tasks=self._digest,

@@ -22,6 +22,8 @@ from rlflow.runtime import scratch
 
 MAX_OUTPUT_BYTES = 16 << 20
 """Standard output and error of one worker together. The rest is dropped: what is printed ends up in a log on disk."""
+MAX_TERMINAL_BYTES = 64 << 10
+"""The same bound if standard error is a terminal, which a person reads; in a run it is a log of Ray's."""
 OUTPUT_TIMEOUT_S = 2.0
 _STANDARD_ERROR = 2
 
@@ -118,7 +120,7 @@ def _children() -> list[int]:
 
 
 def _pass_on(output_fd: int) -> None:
-    left = MAX_OUTPUT_BYTES
+    left = MAX_TERMINAL_BYTES if os.isatty(_STANDARD_ERROR) else MAX_OUTPUT_BYTES
     while part := os.read(output_fd, 1 << 16):
         if left > 0:
             left -= len(part)

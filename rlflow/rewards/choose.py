@@ -15,7 +15,7 @@ from rlflow.plugins.catalog import Catalog, modules_of
 from rlflow.plugins.given import find_given, is_given
 from rlflow.plugins.names import did_you_mean
 from rlflow.plugins.options import check_options, parameters_of
-from rlflow.rewards.call import KNOWN, ChosenReward, MissingColumn, call, needed_columns, shape_of
+from rlflow.rewards.call import KNOWN, ChosenReward, Log, MissingColumn, call, needed_columns, shape_of
 from rlflow.types import EpisodeEnd, Task, Transcript
 
 ENVIRONMENT = "environment"
@@ -141,7 +141,7 @@ def _check(one: ChosenReward) -> None:
     check_options(one.args, optional, f"reward.args.{one.name}", one.name)
     if one.function in REWARDS.shipped.values():  # a call finds arguments out of range, and missing packages
         try:
-            answer = call(function, _NOTHING, one.args, 0.0, lambda name, value: None)
+            answer = call(function, [_NOTHING], one.args, 0.0, Log(episodes=[{}]))
         except MissingColumn:
             return
         if inspect.iscoroutine(answer):

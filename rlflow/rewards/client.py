@@ -6,11 +6,11 @@ is there, that says nothing about the reply: the group fails, and is played agai
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from rlflow.errors import RewardLost
-from rlflow.rewards.call import ChosenReward, combine, environment_verdict
+from rlflow.rewards.call import ChosenReward, added, combine, environment_verdict
 from rlflow.runtime.deadlines import within
 from rlflow.types import EpisodeEnd, Transcript, Verdict
 
@@ -23,8 +23,24 @@ class Scorer(Protocol):
 
     async def score(self, transcript: Transcript) -> Verdict: ...
 
+    async def score_group(self, transcripts: Sequence[Transcript]) -> list[Verdict]:
+        """Of a group with a verdict that `awaits_group`: what the functions say that see all of it."""
+        raise AssertionError("no verdict awaits the group")
 
-class EnvironmentScorer:
+
+async def with_group(scorer: Scorer, episodes: Sequence[tuple[Transcript, Verdict]]) -> list[Verdict]:
+    """The verdicts on a group's episodes, complete with what functions say that see all of it, if there are any.
+
+    They see every episode that was played to its end, also those that another function failed on.
+    """
+    parts = [part for _, part in episodes]
+    if not any(part.awaits_group for part in parts):
+        return parts
+    said = await scorer.score_group([transcript for transcript, _ in episodes])
+    return [added([part, group]) for part, group in zip(parts, said, strict=True)]
+
+
+class EnvironmentScorer(Scorer):
     """Implements Scorer for runs in which only what the environment gave counts; that takes no process."""
 
     def __init__(self, reward: ChosenReward) -> None:
@@ -40,6 +56,8 @@ class RewardProcess(Protocol):
     async def score(self, transcript: Transcript) -> Verdict:
         """Raises RewardLost when the process ends meanwhile."""
         ...
+
+    async def score_group(self, transcripts: Sequence[Transcript]) -> list[Verdict]: ...
 
     async def wait_until_ready(self) -> None:
         """Wait for a process that died to be back. Raises RewardLost when it will not be."""
@@ -60,19 +78,27 @@ class RewardClient:
 
     async def score(self, transcript: Transcript) -> Verdict:
         """Raises RewardLost when every process is gone for good, DeadlineError when none is there in time."""
+        (verdict,) = await self._ask(lambda process: _one(process.score(transcript)), 1)
+        return verdict
+
+    async def score_group(self, transcripts: Sequence[Transcript]) -> list[Verdict]:
+        """As `score`."""
+        return await self._ask(lambda process: process.score_group(transcripts), len(transcripts))
+
+    async def _ask(self, ask: Callable[[RewardProcess], Awaitable[list[Verdict]]], count: int) -> list[Verdict]:
         problem = ""
         for _ in range(MAX_ASKED):
             index = await within("waiting for a process that scores", self._patience_s, self._choose())
             self._num_open[index] += 1
             try:
-                return await self._processes[index].score(transcript)
+                return await ask(self._processes[index])
             except RewardLost as error:
                 problem = str(error)
                 if index not in self._returning:
                     self._returning[index] = asyncio.create_task(self._return(index))
             finally:
                 self._num_open[index] -= 1
-        return Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=problem)
+        return [Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=problem)] * count
 
     async def _choose(self) -> int:
         """The process with the fewest open requests; if several have as few, they take turns."""
@@ -94,3 +120,7 @@ class RewardClient:
         except RewardLost:
             return  # it is gone for good, so it stays among those that are not there
         del self._returning[index]
+
+
+async def _one(verdict: Awaitable[Verdict]) -> list[Verdict]:
+    return [await verdict]

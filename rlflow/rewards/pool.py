@@ -7,7 +7,6 @@ reaches the process that asks. A process that overruns its deadline is killed wi
 """
 
 import asyncio
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from rlflow.errors import ConfigError
 from rlflow.processes.frames import FrameTooLong
 from rlflow.processes.pool import Call, CallFailed, HostedCode, HostedProcess, Pool, ProcessLost, payload_of
 from rlflow.rewards.call import ChosenReward
+from rlflow.rewards.score import fields_of
 from rlflow.types import EpisodeEnd, Transcript, Verdict
 
 MAX_ANSWER_BYTES = 1 << 20
@@ -25,10 +25,10 @@ _CURE = "define it at the top level of an importable module, or give reward.func
 
 
 class ScorerPool:
-    """Processes that score, one episode at a time each; callers wait for an idle one. Also a Ray actor.
+    """Processes that score, one episode or group at a time each; callers wait for an idle one. Also a Ray actor.
 
     Each process loads all functions. What they print goes to standard error, up to a bound. `timeout_s` is for all
-    functions of an episode together.
+    functions of an episode together; those that see a group have as long for each episode of it.
     """
 
     def __init__(self, rewards: Sequence[ChosenReward], workers: int, timeout_s: float) -> None:
@@ -67,33 +67,46 @@ class ScorerPool:
         Raises:
             ConfigError: the task cannot be sent, or a process cannot load the functions.
         """
+        (verdict,) = await self._ask("score", [transcript])
+        return verdict
+
+    async def score_group(self, transcripts: Sequence[Transcript]) -> list[Verdict]:
+        """What the functions that see a group say of these episodes of one task; raises as `score` does."""
+        return await self._ask("score_group", transcripts)
+
+    async def _ask(self, operation: str, transcripts: Sequence[Transcript]) -> list[Verdict]:
+        task, count = transcripts[0].task.id, len(transcripts)
         try:
-            call = Call("score", _read_verdict, transcript=dataclasses.asdict(transcript))
+            call = Call(operation, _read_verdicts, fields=fields_of(transcripts))
         except FrameTooLong as error:
+            if count > 1:  # the next group may be shorter
+                detail = f"the {count} episodes of the group cannot be sent to the scoring process: {error}"
+                return [Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=detail)] * count
             raise ConfigError(
-                f"task {transcript.task.id!r}: its episode cannot be sent to the scoring process: {error}; keep the "
-                "columns of `data` short, and load large ones in the reward function"
+                f"task {task!r}: its episode cannot be sent to the scoring process: {error}; keep the columns of "
+                "`data` short, and load large ones in the reward function"
             ) from error
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"task {transcript.task.id!r} has data that JSON cannot hold ({error}); keep the columns of `data` to "
-                "plain values"
+                f"task {task!r} has data that JSON cannot hold ({error}); keep the columns of `data` to plain values"
             ) from error
         await self.start()
+        timeout_s, failure = self._timeout_s * count, EpisodeEnd.REWARD_ERROR
         try:
-            async with self._pool.idle() as process, asyncio.timeout(self._timeout_s):
+            async with self._pool.idle() as process, asyncio.timeout(timeout_s):
                 return await process.answer_to(call)
         except TimeoutError:
-            detail = f"{self._names}: took longer than {self._timeout_s:g} s (reward.timeout_s)"
-            return Verdict(reward=None, end=EpisodeEnd.REWARD_TIMEOUT, detail=detail)
+            each = f" for each of {count} episodes" if count > 1 else ""
+            failure = EpisodeEnd.REWARD_TIMEOUT
+            detail = f"{self._names}: took longer than {timeout_s:g} s (reward.timeout_s{each})"
         except (CallFailed, ProcessLost) as error:
-            return Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=str(error))
+            detail = str(error)
+        return [Verdict(reward=None, end=failure, detail=detail)] * count
 
     async def close(self) -> None:
         """Kill the processes and all that they started; what is being scored fails."""
         await self._pool.close()
 
 
-def _read_verdict(fields: dict[str, Any]) -> Verdict:
-    end = EpisodeEnd(fields["end"]) if fields["end"] else None
-    return Verdict(reward=fields["reward"], end=end, detail=fields["detail"], metrics=fields["metrics"])
+def _read_verdicts(verdicts: list[dict[str, Any]]) -> list[Verdict]:
+    return [Verdict(**{**each, "end": EpisodeEnd(each["end"]) if each["end"] else None}) for each in verdicts]

@@ -18,16 +18,16 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from rlflow.config import Config
 from rlflow.environments.wire import conversation_of, plain, prompt_of, result_of, step_of
 from rlflow.envs.base import POLICY, Endpoint, Environment, Program, Prompt, Result, Step, ToolSchema
 from rlflow.errors import EnvironmentFailure, EnvironmentLost, NoReply
+from rlflow.rewards.client import Scorer, with_group
 from rlflow.rollout.chat import Chat
 from rlflow.rollout.samples import NO_VERSION, chains_of, sample_of
 from rlflow.types import EpisodeEnd, EpisodePayload, EpisodeSummary, Message, Task, Transcript, TurnSummary, Verdict
-
-CLOSE_TIMEOUT_S = 30.0
-"""An environment that does not close within this time is left to its host."""
 
 Value = TypeVar("Value")
 
@@ -66,6 +66,7 @@ class PlayedEpisode:
     payload: EpisodePayload
     transcript: Transcript
     detail: str = ""
+    close_failure: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     turns: tuple[TurnSummary, ...] = ()
     """All turns, in the order of the samples."""
@@ -94,12 +95,11 @@ async def play_episode(
     if chat.failure is not None:
         raise chat.failure
     chains = chains_of(chat.turns)
+    samples = [sample_of(chain) for chain in chains]
     counts = {"turns": len(chat.turns), "forks": chat.num_forks, "branches": chat.num_branches}
     return PlayedEpisode(
         end=end,
-        payload=EpisodePayload(
-            samples=[sample_of(chain) for chain in chains], messages=[*play.prompt, *play.completion]
-        ),
+        payload=EpisodePayload(samples=samples, messages=[*play.prompt, *play.completion]),
         transcript=Transcript(
             task=task,
             prompt=tuple(play.prompt),
@@ -107,13 +107,22 @@ async def play_episode(
             environment_reward=play.reward,
             end=end,
             num_sampled=sum(len(turn.output_ids) for turn in chat.turns),
+            completion_ids=np.concatenate([np.zeros(0, np.int32), *(sample.completion_ids for sample in samples)]),
         ),
         detail=detail,
+        close_failure=play.close_failure,
         metrics=play.metrics | {name: float(count) for name, count in counts.items()},
         turns=tuple(
             TurnSummary(anchor=one.anchor, num_loss_tokens=len(one.output_ids)) for chain in chains for one in chain
         ),
     )
+
+
+async def summarized(scorer: Scorer, group: Sequence[tuple[PlayedEpisode, Verdict | None]]) -> list[EpisodeSummary]:
+    """The metadata of a group, once the functions that see all of it have scored it too."""
+    scored = [(played.transcript, verdict) for played, verdict in group if verdict is not None]
+    verdicts = iter(await with_group(scorer, scored))
+    return [summarize(played, verdict and next(verdicts)) for played, verdict in group]
 
 
 def summarize(played: PlayedEpisode, verdict: Verdict | None) -> EpisodeSummary:
@@ -138,6 +147,7 @@ def summarize(played: PlayedEpisode, verdict: Verdict | None) -> EpisodeSummary:
         oldest_version=min(versions, default=NO_VERSION),
         newest_version=max(versions, default=NO_VERSION),
         detail=detail,
+        close_failure=played.close_failure,
         metrics=metrics,
         turns=played.turns,
     )
@@ -154,6 +164,7 @@ class _Play:
     config: Config
     gateway: ProgramGateway | None
     world: Environment | Program | None = None
+    close_failure: str = ""
     context: list[Message] = field(default_factory=list)
     """The conversation that the policy sees."""
     prompt: list[Message] = field(default_factory=list)
@@ -174,8 +185,8 @@ class _Play:
             if failure := await self._close():
                 error.add_note(failure)
             raise
-        failure = await self._close()
-        return (EpisodeEnd.ENVIRONMENT_ERROR, failure) if failure and not end.is_error else (end, detail)
+        self.close_failure = await self._close()
+        return end, detail
 
     async def _run_in_time(self) -> tuple[EpisodeEnd, str]:
         deadline = asyncio.timeout(self.config.env.episode_timeout_s)
@@ -198,11 +209,14 @@ class _Play:
         """Close the environment; returns what went wrong, or ""."""
         if self.world is None:
             return ""
+        deadline = asyncio.timeout(self.config.env.setup_timeout_s)
         try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            async with deadline:
                 await self.world.close()
-        except TimeoutError:
-            return f"close: did not finish within {CLOSE_TIMEOUT_S:g} s"
+        except TimeoutError as error:
+            if not deadline.expired():
+                return _describe("close", error)
+            return f"close: did not finish within {self.config.env.setup_timeout_s:g} s (env.setup_timeout_s)"
         except Exception as error:
             return _describe("close", error)
         return ""

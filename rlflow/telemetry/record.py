@@ -28,6 +28,7 @@ def step_record(report: StepReport, *, since_s: float, num_tokens_before: int, i
         name: busy_share([span for span in report.spans if span.name == name], since_s, report.end_s) for name in PHASES
     }
     ends = Counter(episode.end.value for episode in report.episodes)
+    ends.update("close_failed" for episode in report.episodes if episode.close_failure)
     means = {name: mean.value for name, mean in report.outcome.metrics.items() if name != "num_tokens"}
     return {
         "step": report.step,

@@ -63,7 +63,7 @@ def shown_episode(trained: TrainedEpisode, messages: Sequence[Message]) -> Shown
         reward=summary.reward,
         end=summary.end,
         messages=messages,
-        answer=trained.task.answer,
+        answer=None if trained.task.answer is None else str(trained.task.answer),
         metrics=summary.metrics,
         advantages=trained.advantages,
         figures={

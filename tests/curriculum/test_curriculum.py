@@ -260,6 +260,10 @@ class Unsaved(Last):
     def state(self):
         return {"tasks": {1, 2}}
 
+class Unready(Last):
+    def state(self):
+        return {"drawn": self.drawn}
+
 class Short(Curriculum):
     def __init__(self, tasks, seed):
         pass
@@ -301,7 +305,9 @@ def test_a_class_that_does_what_it_must_not(own: str) -> None:
     with pytest.raises(ConfigError, match=r"Stranger must return one of the tasks; got 't0'"):
         make_sampler(make_tasks(5), f"{own}:Stranger", last=1).next()
     with pytest.raises(ConfigError, match=r"state\(\) of curriculum.kind=.*Unsaved must return JSON values: .*set"):
-        _ = make_sampler(make_tasks(5), f"{own}:Unsaved", last=1).state
+        make_sampler(make_tasks(5), f"{own}:Unsaved", last=1)
+    with pytest.raises(ConfigError, match=r"Unready must return JSON values: AttributeError: .* no attribute 'drawn'"):
+        make_sampler(make_tasks(5), f"{own}:Unready", last=1)
 
 
 # -- in a run

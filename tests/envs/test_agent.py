@@ -191,7 +191,7 @@ def test_a_result_that_is_none_is_a_failure() -> None:
 
 
 def answers(task: Task, base_url: str, api_key: str, model: str) -> dict[str, Any]:
-    return {"reward": float(task.answer or 0), "metrics": {"urls": float(base_url == ENDPOINT.base_url)}}
+    return {"reward": float(str(task.answer or 0)), "metrics": {"urls": float(base_url == ENDPOINT.base_url)}}
 
 
 async def answers_later(task: Task, base_url: str, api_key: str, model: str) -> float:
@@ -262,7 +262,7 @@ def test_tasks_come_from_rows_or_from_a_function(tmp_path: Path) -> None:
     rows.write_text(json.dumps({"question": "2+2", "answer": 4}))
     spec = load(tasks=str(rows), command="{python} agent.py", evaluation_tasks=TASKS, leases=["a", "b"])
     assert spec.leases == ("a", "b")
-    assert [task.answer for task in spec.tasks()] == ["4"]
+    assert [task.answer for task in spec.tasks()] == [4]
     assert spec.evaluation_tasks is not None
     assert spec.evaluation_tasks() == sums()
     assert isinstance(spec.build(), CommandProgram)

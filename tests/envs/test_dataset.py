@@ -53,7 +53,8 @@ def test_rows_read_the_columns_of_other_projects(tmp_path: Path) -> None:
     found = load(path=path, system_prompt="Be brief.")
     brief = Message(role="system", content="Be brief.")
     assert [each.id for each in found] == ["first", "sums/2", "sums/3", "sums/4"]
-    assert [each.answer for each in found] == ["5", "5", "5", None]
+    assert [each.answer for each in found] == [5, "5", "5", None]
+    assert [each.prompt_is_text for each in found] == [True, False, True, True]
     assert found[0].prompt == (brief, SUM)
     assert found[1].prompt == (Message(role="system", content="Add."), SUM)
     assert found[1].data == {"level": 2}
@@ -72,6 +73,7 @@ SHAPES: dict[str, tuple[dict[str, Any], Task]] = {
         Task(
             id="7",
             prompt=(SUM,),
+            prompt_is_text=True,
             answer="5",
             kind="sums",
             data={"question": "2 + 3 =", "info": {"level": 1}, "task": "sums", "example_id": 7},
@@ -121,6 +123,7 @@ SHAPES: dict[str, tuple[dict[str, Any], Task]] = {
         Task(
             id="rows/1",
             prompt=(SUM,),
+            prompt_is_text=True,
             answer="5",
             kind="chain_sum",
             data={"question": "2 + 3 =", "metadata": {"source_dataset": "chain_sum", "source_index": 3}},
@@ -128,7 +131,7 @@ SHAPES: dict[str, tuple[dict[str, Any], Task]] = {
     ),
     "slime": (
         {"messages": MESSAGES, "label": 5},
-        Task(id="rows/1", prompt=(SUM,), answer="5", data={"label": 5}),
+        Task(id="rows/1", prompt=(SUM,), answer=5, data={"label": 5}),
     ),
     "areal": ({"messages": MESSAGES, "answer": "5"}, Task(id="rows/1", prompt=(SUM,), answer="5")),
 }
@@ -216,6 +219,10 @@ def test_a_path_and_a_reward_are_needed(tmp_path: Path) -> None:
         ('{"prompt": []}', "`prompt` must be text, or a list of messages"),
         ('{"prompt": [{"role": "user"}]}', "`prompt` must be text, or a list of messages"),
         ('{"prompt": [{"role": "tool", "content": "", "tool_calls": [3]}]}', "`prompt` must be text, or a list of"),
+        (
+            '{"prompt": [{"role": "human", "content": "hi"}]}',
+            "`prompt` has a message of the role 'human'; roles are system,",
+        ),
         ('{"question": " "}', "`question` is empty"),
         ('{"messages": [{"role": "assistant", "content": "5"}]}', "`messages` ends with a message of the assistant"),
         ('{"prompt": "hi", "answer": [1]}', "the answer must be text or a number; got"),
@@ -328,8 +335,8 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(tmp_path / "splits")
     (tmp_path / "files").mkdir()
     rows.to_parquet(tmp_path / "files" / "train-0.parquet")
-    both = [("0", "5"), ("1", "6")]
-    for folder, found in (("plain", both), ("splits", both), ("splits:test", [("0", "6")]), ("files", both)):
+    both = [("0", 5), ("1", 6)]
+    for folder, found in (("plain", both), ("splits", both), ("splits:test", [("0", 6)]), ("files", both)):
         tasks = load(path=str(tmp_path / folder))
         name = folder.partition(":")[0]
         assert [(task.id, task.answer) for task in tasks] == [(f"{name}/{row}", answer) for row, answer in found]
@@ -357,6 +364,6 @@ def test_a_name_of_the_hub_comes_from_the_cache_when_there_is_no_connection(
     kept.parent.mkdir(parents=True)
     info.parent.rename(kept)
     (kept / "json-train.arrow").rename(kept / "sums-train.arrow")
-    assert load(path="acme/sums") == [Task(id="acme/sums/train/0", prompt=(SUM,), answer="5")]
+    assert load(path="acme/sums") == [Task(id="acme/sums/train/0", prompt=(SUM,), prompt_is_text=True, answer="5")]
     with pytest.raises(ConfigError, match="env.args.path=acme/products cannot be loaded by `datasets`: .*connection"):
         load(path="acme/products")

@@ -60,6 +60,17 @@ def test_what_a_process_prints_is_bounded() -> None:
     assert done.stderr.endswith("\n[rlflow: what this process prints from here on is dropped]\n")
 
 
+def test_a_terminal_is_not_flooded() -> None:
+    ours, terminal = os.openpty()
+    try:
+        prints = PRINTS.replace("MAX_OUTPUT_BYTES = 1000", "MAX_TERMINAL_BYTES = 100").replace("3000", "300")
+        subprocess.run([sys.executable, "-c", prints], stderr=terminal, timeout=60, check=True)
+        assert b"what this process prints from here on is dropped" in os.read(ours, 4096)
+    finally:
+        os.close(ours)
+        os.close(terminal)
+
+
 ENDS = """
 import os, signal, subprocess, sys
 from rlflow.processes import supervisor

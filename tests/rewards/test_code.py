@@ -302,7 +302,7 @@ async def score_of(task_id: str, reply: str) -> float | None:
 async def test_no_attack_solves_a_repair_and_every_right_version_does() -> None:
     right = await asyncio.gather(*(score_of(name, block(source_of(name))) for name in TESTS))
     assert dict(zip(TESTS, right, strict=True)) == dict.fromkeys(TESTS, 1.0)
-    answers = {task.answer for held_out in (True, False) for task in make_tasks(None, 0, is_evaluation=held_out)}
+    answers = {str(task.answer) for held_out in (True, False) for task in make_tasks(None, 0, is_evaluation=held_out)}
     assert answers == {f"```python\n{source_of(name)}```" for name in TESTS}
     rewards = await asyncio.gather(
         *(score_of("divisors", block(program.replace("NAME", "divisors"))) for program in ATTACKS.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -16,6 +16,7 @@ from transcripts import QUESTION, TASK, said, task_with
 from rlflow.errors import ConfigError
 from rlflow.rewards.call import (
     ChosenReward,
+    Log,
     MissingColumn,
     Shape,
     call,
@@ -23,24 +24,30 @@ from rlflow.rewards.call import (
     needed_columns,
     shape_of,
     verdict_of,
+    verdicts_of,
 )
 from rlflow.types import EpisodeEnd, Json, Transcript, Verdict
 
 
 def given(function: Callable[..., Any], transcript: Transcript | None = None, **args: object) -> Any:
     """What the function returns, which in these tests is what it was given."""
-    return call(function, transcript or said("a", "4"), args, 10.0, lambda name, value: None)
+    return call(function, [transcript or said("a", "4")], args, 10.0, Log(episodes=[{}]))
 
 
 def test_shapes_are_told_by_parameter_names() -> None:
     assert shape_of(lambda task, completion: 0.0) is Shape.EPISODE
     assert shape_of(lambda **columns: 0.0) is Shape.EPISODE
-    assert shape_of(lambda completions, **columns: 0.0) is Shape.BATCHED
+    assert shape_of(lambda completions, **columns: 0.0) is Shape.GROUP
+    assert shape_of(lambda completion_ids, **columns: 0.0) is Shape.GROUP
     assert shape_of(lambda data_source, solution_str, ground_truth, extra_info=None: 0.0) is Shape.SOLUTION
     assert shape_of(partial(lambda completion, limit: 0.0, limit=3)) is Shape.EPISODE
 
 
-def needs_ids(completions: list[str], completion_ids: list[list[int]]) -> list[float]:
+def needs_worlds(environments: list[Any], **columns: Any) -> list[float]:
+    return [0.0]
+
+
+def looks_at_the_trainer(completions: list[str], trainer_state: Any = None) -> list[float]:
     return [0.0]
 
 
@@ -52,7 +59,8 @@ class Constructed:
     ("function", "message"),
     [
         (lambda task, text, /: 0.0, "cannot be called: task has no name to callers, and arguments are given by name"),
-        (needs_ids, "cannot be called: there is no completion_ids: rewards see text, not token ids"),
+        (needs_worlds, "cannot be called: there is no environments: rewards run apart from environments; let `step`"),
+        (looks_at_the_trainer, "cannot be called: there is no trainer_state: rewards run apart from the trainer"),
         (Constructed, "Constructed is a class; give a function, or an object that can be called"),
         (min, "cannot read the signature of min; accepted are:"),
     ],
@@ -96,38 +104,55 @@ def test_a_parameter_that_nothing_fills_is_named() -> None:
     assert needed_columns(lambda completion, colour, size, shade=1, **rest: 0.0, {"size": 2}) == ["colour"]
 
 
-def trl(prompts: Any, completions: Any, log_metric: Any, log_extra: Any, trainer_state: Any, **columns: Any) -> Any:
+def trl(prompts: Any, completions: Any, completion_ids: Any, log_metric: Any, log_extra: Any, **columns: Any) -> Any:
     log_metric("words", 3)
-    log_extra("parsed", ["x"])
-    assert trainer_state is None
-    return prompts, completions, columns
+    log_extra("parsed", ["x", 7])
+    assert (prompts, completion_ids) == ([[QUESTION]] * 2, [[8, 9], [9]])
+    assert (columns["answer"], columns["level"]) == (["4", "4"], [3, 3])
+    return [reply[-1]["content"] == right for reply, right in zip(completions, columns["answer"], strict=True)]
 
 
-def test_trl_gets_lists_of_one_and_its_callables() -> None:
-    metrics: dict[str, float] = {}
-    episode = said("a", "4")
-    prompts, completions, columns = call(trl, episode, {}, 10.0, metrics.__setitem__)  # pyright: ignore
-    assert (prompts, columns) == ([[QUESTION]], {"answer": ["4"], "level": [3]})
-    assert completions == [list(episode.completion)]
-    assert metrics == {"words": 3}
+def test_trl_gets_the_group_and_its_callables() -> None:
+    log = Log(episodes=[{}, {}])
+    group = [said("a", "4", completion_ids=np.array([8, 9])), said("5", completion_ids=np.array([9]))]
+    assert verdicts_of(call(trl, group, {}, 10.0, log), log) == [
+        Verdict(reward=1.0, metrics={"words": 3.0}),
+        Verdict(reward=0.0, metrics={"words": 3.0, "parsed": 7.0}),
+    ]
+
+
+def test_a_function_of_a_group_may_ask_for_what_others_ask_for() -> None:
+    def ours(completions: Any, messages: Any, end: Any, environment_reward: Any, num_sampled: Any, task: Any) -> Any:
+        return completions == messages, end, environment_reward, num_sampled, task
+
+    group = [said("4", environment_reward=0.5, num_sampled=7), said("5", end=EpisodeEnd.MAX_TURNS, num_sampled=9)]
+    ends = [EpisodeEnd.COMPLETED, EpisodeEnd.MAX_TURNS]
+    expected = (True, ends, [0.5, None], [7, 9], [TASK, TASK])
+    assert call(ours, group, {}, 10.0, Log(episodes=[{}, {}])) == expected
+
+
+def test_a_column_wins_over_what_only_rlflow_gives_a_group() -> None:
+    episode = said("4", task=task_with(end="column", completions="column"))
+    assert given(lambda completions, end: (completions, end), episode) == ([list(episode.completion)], ["column"])
 
 
 @pytest.mark.parametrize(
     ("answer", "data", "expected"),
     [
-        ("4", {"reward_model": {"ground_truth": "5"}}, "4"),
+        ("4", {"reward_model": {"ground_truth": "5"}}, "5"),
+        ("4", {}, "4"),
         (None, {"reward_model": {"ground_truth": "5"}}, "5"),
         (None, {}, None),
     ],
 )
-def test_ground_truth_is_the_answer_else_the_nested_column(
+def test_ground_truth_is_the_nested_column_else_the_answer(
     answer: str | None, data: dict[str, Json], expected: str | None
 ) -> None:
     def verl(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None) -> Any:
         return data_source, solution_str, ground_truth, extra_info
 
     task = task_with(answer, data_source="mine", extra_info={"split": "x"}, **data)
-    assert given(verl, said("a", "reply", task=task)) == ("mine", "reply", expected, {"split": "x"})
+    assert given(verl, said("a", "reply", task=task)) == ("mine", "a\ngo on\nreply", expected, {"split": "x"})
 
 
 ONES = [1, 1.0, True, np.float64(1), np.int64(1), np.bool_(True), Fraction(1), torch.tensor(1.0), np.array(1.0)]
@@ -135,51 +160,60 @@ ONES = [1, 1.0, True, np.float64(1), np.int64(1), np.bool_(True), Fraction(1), t
 
 @pytest.mark.parametrize("value", [*ONES, {"score": np.float32(1)}, {"reward": 1}])
 def test_numbers_of_every_type_are_rewards(value: object) -> None:
-    verdict = verdict_of(value, is_batched=False)
+    verdict = verdict_of(value)
     assert (verdict.reward, type(verdict.reward)) == (1.0, float)
 
 
 @pytest.mark.parametrize("value", [[True], (1,), np.array([1.0]), torch.tensor([1.0]), [torch.tensor(1.0)]])
-def test_lists_of_one_of_every_type_are_batched_rewards(value: object) -> None:
-    assert verdict_of(value, is_batched=True) == Verdict(reward=1.0)
+def test_lists_of_every_type_are_rewards_of_a_group(value: object) -> None:
+    assert verdicts_of(value, Log(episodes=[{}])) == [Verdict(reward=1.0)]
 
 
 @pytest.mark.parametrize(
-    ("value", "is_batched", "detail"),
+    ("value", "detail"),
     [
-        (np.float32("inf"), False, "a reward is a finite number or None; got inf (float)"),
-        (float("nan"), False, "a reward is a finite number or None; got nan (float)"),
-        ("1", False, "a reward is a finite number or None; got '1' (str)"),
-        ([0.5], False, "a reward is a finite number or None; got [0.5] (list)"),
-        (np.array([0.5]), False, "a reward is a finite number or None; got [0.5] (list)"),
-        ({"x": 2, "y": 3}, False, 'a dict needs the key "score" or "reward"; got the keys x, y'),
-        ({"score": "1"}, False, "a reward is a finite number or None; got '1' (str)"),
-        ([1.0, 2.0], True, "a batched reward function returns a list with one number; got [1.0, 2.0] (list)"),
-        (1.0, True, "a batched reward function returns a list with one number; got 1.0 (float)"),
-        ("1", True, "a batched reward function returns a list with one number; got '1' (str)"),
+        (np.float32("inf"), "a reward is None, or a number from -1e+15 to 1e+15; got inf (float)"),
+        (float("nan"), "a reward is None, or a number from -1e+15 to 1e+15; got nan (float)"),
+        ("1", "a reward is None, or a number from -1e+15 to 1e+15; got '1' (str)"),
+        ([0.5], "a reward is None, or a number from -1e+15 to 1e+15; got [0.5] (list)"),
+        (np.array([0.5]), "a reward is None, or a number from -1e+15 to 1e+15; got [0.5] (list)"),
+        ({"x": 2, "y": 3}, 'a dict needs the key "score" or "reward"; got the keys x, y'),
+        ({"score": "1"}, "a reward is None, or a number from -1e+15 to 1e+15; got '1' (str)"),
+        (1e308, "a reward is None, or a number from -1e+15 to 1e+15; got 1e+308 (float)"),
+        (-1.1e15, "a reward is None, or a number from -1e+15 to 1e+15; got -1100000000000000.0 (float)"),
     ],
 )
-def test_anything_else_is_invalid(value: object, is_batched: bool, detail: str) -> None:
-    assert verdict_of(value, is_batched) == Verdict(reward=None, end=EpisodeEnd.REWARD_INVALID, detail=detail)
+def test_anything_else_is_invalid(value: object, detail: str) -> None:
+    assert verdict_of(value) == Verdict(reward=None, end=EpisodeEnd.REWARD_INVALID, detail=detail)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [([1.0], "[1.0] (list)"), (1.0, "1.0 (float)"), ("12", "'12' (str)"), ([], "[] (list)")]
+)
+def test_an_answer_for_another_number_of_episodes_is_invalid_for_all(value: object, shown: str) -> None:
+    what = "a function with `completions` returns a list with one number for each of the 2 episodes"
+    verdict = Verdict(reward=None, end=EpisodeEnd.REWARD_INVALID, detail=f"{what}; got {shown}")
+    assert verdicts_of(value, Log(episodes=[{}, {}])) == [verdict] * 2
+
+
+def test_one_wrong_number_for_a_group_costs_one_episode() -> None:
+    first, second, third = verdicts_of([0.5, float("nan"), None], Log(episodes=[{}, {}, {}]))
+    assert first == Verdict(reward=0.5)
+    assert (second.end, third.end) == (EpisodeEnd.REWARD_INVALID, EpisodeEnd.NO_VERDICT)
 
 
 @pytest.mark.parametrize("value", [10**400, "x" * 10_000_000, [0] * 1_000_000, {str(key): 0 for key in range(10_000)}])
 def test_what_is_too_large_is_invalid_and_said_in_few_words(value: object) -> None:
-    verdict = verdict_of(value, is_batched=False)
+    verdict = verdict_of(value)
     assert verdict.end is EpisodeEnd.REWARD_INVALID
     assert len(verdict.detail) < 400
 
 
-@pytest.mark.parametrize("value", [[None], (None,)])
-def test_a_batched_none_is_no_verdict(value: Sequence[None]) -> None:
-    assert verdict_of(value, is_batched=True).end is EpisodeEnd.NO_VERDICT
-
-
 def test_metrics_are_finite_numbers_and_not_without_end() -> None:
-    said_beside = {"score": 1.0, "reward": 2.0, "right": True, "text": "x", "loss": float("nan")}
+    said_beside = {"score": 1.0, "reward": 2.0, "right": True, "text": "x", "loss": float("nan"), "huge": 1e308}
     logged = {"words": 3, "none": None}
-    assert verdict_of(said_beside, False, logged).metrics == {"words": 3.0, "reward": 2.0, "right": 1.0}
-    assert len(verdict_of({"score": 1.0, **{str(key): 0 for key in range(1000)}}, False).metrics) == 64
+    assert verdict_of(said_beside, logged).metrics == {"words": 3.0, "reward": 2.0, "right": 1.0}
+    assert len(verdict_of({"score": 1.0, **{str(key): 0 for key in range(1000)}}).metrics) == 64
 
 
 def rewards(*weights: float) -> list[ChosenReward]:
@@ -208,5 +242,7 @@ def test_a_failure_of_one_is_the_failure_of_all() -> None:
     assert verdict == Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail="b: too late")
 
 
-def test_a_sum_that_is_not_finite_is_invalid() -> None:
-    assert combine(rewards(10.0), [Verdict(reward=1e308)]).end is EpisodeEnd.REWARD_INVALID
+def test_a_sum_that_is_too_large_is_invalid() -> None:
+    verdict = combine(rewards(10.0), [Verdict(reward=1e15)])
+    sum_ = "the weighted sum of the rewards is 1e+16; a reward is None, or a number from -1e+15 to 1e+15"
+    assert verdict == Verdict(reward=None, end=EpisodeEnd.REWARD_INVALID, detail=sum_)

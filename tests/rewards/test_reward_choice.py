@@ -93,7 +93,7 @@ def test_names_weights_and_arguments(own: str) -> None:
 
 async def test_what_was_chosen_scores(own: str) -> None:
     chosen = choose([f"{own}:exact", f"{own}:brief"], weights=[1.0, 0.5], args={"brief": {"limit": 0}})
-    verdict = await score([with_function(one) for one in chosen], 10.0, said("4"))
+    (verdict,) = await score([with_function(one) for one in chosen], 10.0, [said("4")])
     assert (verdict.reward, verdict.metrics) == (1.0, {"rewards/exact": 1.0, "rewards/brief": 0.0})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -27,6 +28,9 @@ class FakeProcess:
     async def score(self, transcript: Transcript) -> Verdict:
         self.asked.append(asyncio.get_running_loop().create_future())
         return await self.asked[-1]
+
+    async def score_group(self, transcripts: Sequence[Transcript]) -> list[Verdict]:
+        return [await self.score(transcript) for transcript in transcripts]
 
     async def wait_until_ready(self) -> None:
         if self.is_gone:
@@ -174,7 +178,7 @@ async def test_what_is_no_death_is_raised() -> None:
             Verdict(
                 reward=None,
                 end=EpisodeEnd.REWARD_INVALID,
-                detail="environment: a reward is a finite number or None; got nan (float)",
+                detail="environment: a reward is None, or a number from -1e+15 to 1e+15; got nan (float)",
             ),
         ),
     ],

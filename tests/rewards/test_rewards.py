@@ -17,6 +17,7 @@ from transcripts import said, task_with
 
 from rlflow.errors import ConfigError
 from rlflow.rewards.call import ChosenReward
+from rlflow.rewards.client import with_group
 from rlflow.rewards.pool import ScorerPool
 from rlflow.types import EpisodeEnd, Message, Task, Verdict
 
@@ -86,9 +87,16 @@ async def exits_later(completion: str) -> float:
     raise SystemExit(completion)
 
 
-def scores_batch(completions: list[list[Message]], answer: list[str], **columns: object) -> list[float | None]:
-    assert columns["prompts"] == [[{"role": "user", "content": "2+2"}]] and columns["level"] == [3]
+def scores_group(completions: list[list[Message]], answer: list[str], **columns: object) -> list[float | None]:
+    assert columns["prompts"] == [[{"role": "user", "content": "2+2"}]] * 2 and columns["level"] == [3, 3]
+    assert columns["completion_ids"] == [[7, -1], []]
     return [float(reply[-1]["content"] == right) for reply, right in zip(completions, answer, strict=True)]
+
+
+def misbehaves_on_groups(completions: list[list[Message]]) -> list[float]:
+    if completions[0][-1]["content"] == "hang":
+        time.sleep(600)
+    raise ValueError("by design")
 
 
 def scores_solution(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, float]:
@@ -133,9 +141,15 @@ async def test_answers_of_every_kind_and_the_process_goes_on() -> None:
         "raise by design": (EpisodeEnd.REWARD_ERROR, "mine: ValueError: by design (test_rewards.py:"),
         "exit early": (EpisodeEnd.REWARD_ERROR, "mine: SystemExit: early (test_rewards.py:"),
         "memory": (EpisodeEnd.REWARD_ERROR, "mine: MemoryError: "),
-        "nan": (EpisodeEnd.REWARD_INVALID, "mine: a reward is a finite number or None; got nan (float)"),
-        "text": (EpisodeEnd.REWARD_INVALID, "mine: a reward is a finite number or None; got '0.5' (str)"),
-        "list": (EpisodeEnd.REWARD_INVALID, "mine: a reward is a finite number or None; got [0.5] (list)"),
+        "nan": (EpisodeEnd.REWARD_INVALID, "mine: a reward is None, or a number from -1e+15 to 1e+15; got nan (float)"),
+        "text": (
+            EpisodeEnd.REWARD_INVALID,
+            "mine: a reward is None, or a number from -1e+15 to 1e+15; got '0.5' (str)",
+        ),
+        "list": (
+            EpisodeEnd.REWARD_INVALID,
+            "mine: a reward is None, or a number from -1e+15 to 1e+15; got [0.5] (list)",
+        ),
         "none": (EpisodeEnd.NO_VERDICT, "mine: returned None"),
         "kill": (
             EpisodeEnd.REWARD_ERROR,
@@ -183,6 +197,19 @@ async def test_a_hanging_function_is_killed_with_its_children(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+async def test_a_function_that_fails_on_a_group_costs_the_group() -> None:
+    late = "mine: took longer than 2 s (reward.timeout_s for each of 2 episodes)"
+    async with pool_of(misbehaves_on_groups, timeout_s=1.0) as pool:
+        episodes = [(each, await pool.score(each)) for each in (said("hang"), said("4"))]
+        assert [part.awaits_group for _, part in episodes] == [True, True]
+        verdicts = await with_group(pool, episodes)
+        assert verdicts == [Verdict(reward=None, end=EpisodeEnd.REWARD_TIMEOUT, detail=late)] * 2
+        for verdict in await with_group(pool, episodes[1:]):
+            assert verdict.end is EpisodeEnd.REWARD_ERROR
+            assert verdict.detail.startswith("mine: ValueError: by design (test_rewards.py:")
+
+
+@pytest.mark.slow
 async def test_one_hanging_process_does_not_hold_up_another_and_cancelling_frees_it() -> None:
     async with pool_of(misbehave, workers=2, timeout_s=60.0) as pool:
         hanging = asyncio.create_task(pool.score(said("hang")))
@@ -198,18 +225,22 @@ async def test_one_hanging_process_does_not_hold_up_another_and_cancelling_frees
 async def test_several_functions_of_every_shape_are_one_verdict() -> None:
     rewards = [
         chosen(scores_async, "async"),
-        chosen(scores_batch, "batch", weight=2.0),
+        chosen(scores_group, "group", weight=2.0),
         chosen(scores_solution, "solution", weight=-0.5),
         chosen(None, "environment", weight=0.0),
         chosen("rlflow.envs.rewards.length:length", "length", args={"limit": 2}),
         chosen(misbehave, "silent"),
     ]
     async with pool_of(*rewards) as pool:
-        verdict = await pool.score(said("4", "none", "4", environment_reward=7.0, num_sampled=3))
+        ids = np.array([7, -1], np.int32)
+        first = said("4", environment_reward=7.0, num_sampled=3, completion_ids=ids)
+        group = [first, said("5", environment_reward=7.0, num_sampled=1)]
+        verdict, wrong = await with_group(pool, [(each, await pool.score(each)) for each in group])
+        assert wrong.reward == 0.0
         assert verdict.reward == pytest.approx(1.0 + 2.0 - 0.5 - 0.5 + 1.0)
         assert verdict.metrics == {
             "rewards/async": 1.0,
-            "rewards/batch": 1.0,
+            "rewards/group": 1.0,
             "rewards/solution": 1.0,
             "rewards/solution/level": 3.0,
             "rewards/environment": 7.0,
@@ -338,3 +369,7 @@ async def test_what_is_too_long_for_one_message_is_named() -> None:
         ConfigError, match="task 't/1': its episode cannot be sent to the scoring process: 3565.* bytes"
     ):
         await pool.score(said("4", task=task_with(text=too_long, again=too_long)))
+    long = said("x" * (10 << 20))
+    for verdict in await pool.score_group([long, long]):
+        assert verdict.end is EpisodeEnd.REWARD_ERROR
+        assert verdict.detail.startswith("the 2 episodes of the group cannot be sent to the scoring process: 2097")

@@ -166,6 +166,8 @@ async def test_observations_between_replies_carry_no_loss() -> None:
     played = await play(environment, engine)
     assert played.end is EpisodeEnd.COMPLETED
     assert played.transcript.text == "e"
+    assert played.transcript.response == "c\nd\ne"
+    assert played.transcript.completion_ids.tolist() == ids_of("c." + "d.>" + "e.")
     (sample,) = played.payload.samples
     assert columns(sample) == (
         ids_of("ab.>"),
@@ -296,9 +298,8 @@ class CannotClose(ScriptedEnvironment):
     [
         (Raises(), "step: TimeoutError: sandbox is gone"),
         (ForgetsMessages(), "step: expected at least one message, or done; got []"),
-        (BadReward(), "step: reward must be a finite number or None; got nan (float)"),
-        (BadMetric(), "step: metric 'score' must be a finite number; got nan (float)"),
-        (CannotClose(), "close: OSError: no such container"),
+        (BadReward(), "step: a reward is None, or a number from -1e+15 to 1e+15; got nan (float)"),
+        (BadMetric(), "step: metric 'score' must be a number from -1e+15 to 1e+15; got nan (float)"),
     ],
 )
 async def test_a_failing_environment_is_an_outcome(environment: ScriptedEnvironment, detail: str) -> None:
@@ -308,9 +309,43 @@ async def test_a_failing_environment_is_an_outcome(environment: ScriptedEnvironm
     assert not summarize(played, None).is_trainable
 
 
+class NeverCloses(ScriptedEnvironment):
+    async def close(self) -> None:
+        self.closed += 1
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("environment", "failure"),
+    [
+        (CannotClose(), "close: OSError: no such container"),
+        (NeverCloses(), "close: did not finish within 0.05 s (env.setup_timeout_s)"),
+    ],
+)
+async def test_an_episode_whose_environment_does_not_close_counts(
+    environment: ScriptedEnvironment, failure: str
+) -> None:
+    played = await play(environment, ScriptedEngine(["c."]), setup_s=0.05)
+    summary = summarize(played, Verdict(reward=1.0))
+    assert (summary.end, summary.reward, summary.is_trainable) == (EpisodeEnd.COMPLETED, 1.0, True)
+    assert (summary.close_failure, environment.closed) == (failure, 1)
+
+
 class WrongMessage(ScriptedEnvironment):
     async def reset(self, task: Task) -> Prompt:
         return Prompt(messages=[{"role": "user"}])  # pyright: ignore[reportArgumentType]
+
+
+class StrangeRole(ScriptedEnvironment):
+    async def reset(self, task: Task) -> Prompt:
+        return Prompt(messages=[Message(role="human", content="ab")])
+
+
+async def test_a_message_of_a_role_that_templates_leave_out_is_a_failure() -> None:
+    played = await play(StrangeRole(), ScriptedEngine([]))
+    roles = "('system', 'developer', 'user', 'assistant', 'tool')"
+    detail = f"reset: the role of a message is one of {roles}; got {{'role': 'human', 'content': 'ab'}} (dict)"
+    assert (played.end, played.detail) == (EpisodeEnd.SETUP_ERROR, detail)
 
 
 class HangsAtReset(ScriptedEnvironment):
@@ -646,6 +681,26 @@ class FakeActors:
     async def score(self, transcript: Transcript) -> Verdict:
         return Verdict(reward=float(transcript.text == transcript.task.answer))
 
+    async def score_group(self, transcripts: Sequence[Transcript]) -> list[Verdict]:
+        raise AssertionError("no verdict awaits the group")
+
+
+@dataclass
+class RankingActors(FakeActors):
+    """Half a point for each episode, and its rank in the group."""
+
+    failing: int = -1
+    scored: int = 0
+
+    async def score(self, transcript: Transcript) -> Verdict:
+        self.scored += 1
+        if self.scored - 1 == self.failing:
+            return Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail="boom")
+        return Verdict(reward=0.5, metrics={"rewards/one": 0.5}, awaits_group=True)
+
+    async def score_group(self, transcripts: Sequence[Transcript]) -> list[Verdict]:
+        return [Verdict(reward=float(rank), metrics={"rewards/rank": rank}) for rank in range(len(transcripts))]
+
 
 @dataclass
 class ThirdFails:
@@ -695,6 +750,26 @@ async def test_a_runner_plays_and_scores_a_group() -> None:
     told = {"group": 12, "version": 4, "oldest_version": 3, "tokens": 4, "outcome": "2 completed, 1 setup_error"}
     assert group.spans[0].facts == told and group.spans[1].facts == {"group": 12}
     assert [environment.closed for environment in build.built] == [1, 1]
+
+
+async def test_what_sees_the_group_scores_the_episodes_that_were_played_to_their_end() -> None:
+    group, *_ = await runner(RankingActors(), ThirdFails()).play(
+        GroupOrder(group_id=1, task=TASK, num_episodes=4, seed=7)
+    )
+    assert isinstance(group, PlayedGroup)
+    assert [episode.reward for episode in group.episodes] == [0.5, 1.5, None, 2.5]
+    assert group.episodes[2].end is EpisodeEnd.SETUP_ERROR
+    assert group.episodes[1].metrics["rewards/one"] == 0.5
+    assert group.episodes[1].metrics["rewards/rank"] == 1.0
+
+
+async def test_an_episode_that_failed_alone_is_seen_by_the_group_and_has_no_verdict() -> None:
+    group, *_ = await runner(RankingActors(failing=0), ThirdFails(calls=3)).play(
+        GroupOrder(group_id=1, task=TASK, num_episodes=3, seed=7)
+    )
+    assert isinstance(group, PlayedGroup)
+    assert [episode.reward for episode in group.episodes] == [None, 1.5, 2.5]
+    assert (group.episodes[0].end, group.episodes[0].detail) == (EpisodeEnd.REWARD_ERROR, "boom")
 
 
 async def test_the_last_episode_of_a_group_is_greedy_where_it_is_a_baseline() -> None:

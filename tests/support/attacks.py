@@ -23,6 +23,7 @@ from rlflow.environments import remote as environment_remote
 from rlflow.environments.pool import EnvironmentPool
 from rlflow.envs.base import Environment, Prompt, Step
 from rlflow.envs.tools import ToolSet
+from rlflow.rewards.client import Scorer
 from rlflow.rollout.chat import episode_seed
 from rlflow.rollout.client import RemoteCalls
 from rlflow.rollout.requests import Completion, GenerateRequest
@@ -104,7 +105,7 @@ ATTACKS = (
         name="NaN as a reward of the environment",
         reply="nan",
         end=LOST,
-        detail="step: reward must be a finite number or None; got nan (float)",
+        detail="step: a reward is None, or a number from -1e+15 to 1e+15; got nan (float)",
     ),
     Attack(
         name="dead server",
@@ -216,7 +217,7 @@ class _Engine:
         raise AssertionError("every reply is one part")
 
 
-class _Scorer:
+class _Scorer(Scorer):
     async def score(self, transcript: Transcript) -> Verdict:
         return Verdict(reward=transcript.environment_reward)
 

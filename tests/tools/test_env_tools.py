@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlflow.cli import main
+from rlflow.tools.env.check import Played, _problems
+from rlflow.types import EpisodeEnd, EpisodeSummary
 
 SHIPPED = {
     "arithmetic": [],
@@ -78,3 +81,30 @@ def test_what_is_wrong_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     (nonsense,) = found["problems"]
     assert nonsense.startswith("nonsense: 1 of 1 episodes ended as environment_error: step: ZeroDivisionError: ")
     assert "broken.py" in nonsense
+
+
+def ended(end: EpisodeEnd, **changes: Any) -> EpisodeSummary:
+    return EpisodeSummary(
+        end=end,
+        reward=None if end.is_error else 1.0,
+        num_prompt_tokens=1,
+        num_completion_tokens=1,
+        num_loss_tokens=1,
+        oldest_version=0,
+        newest_version=0,
+        **changes,
+    )
+
+
+def test_one_failure_with_other_numbers_and_addresses_is_shown_once() -> None:
+    whole = 'run: agent exited with code 1; its standard error ends with:\n{}agent.py", line 3, in {}\nKeyError: {}'
+    details = [whole.format("p/a1/", "main", 1), whole.format("mp/b22/", "main", 22), whole.format("tmp/c/", "x", 33)]
+    failed = [ended(EpisodeEnd.ENVIRONMENT_ERROR, detail=detail) for detail in (*details, "run: TypeError: no")]
+    said = f"nonsense: 4 of 4 episodes ended as environment_error: {details[0]}; run: TypeError: no"
+    assert _problems([Played(name="nonsense", episodes=failed)], []) == [said]
+
+
+def test_an_environment_that_does_not_close_is_a_problem() -> None:
+    failure = "close: OSError: no such container"
+    played = Played(name="expert", episodes=[ended(EpisodeEnd.COMPLETED, close_failure=failure)])
+    assert _problems([played], []) == [f"expert: 1 of 1 environments did not close: {failure}"]

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from rlflow.envs.base import POLICY, ToolSchema
 from rlflow.rollout.tool_calls import CallStyle, without_calls
-from rlflow.types import FunctionCall, Message, ToolCall, Turn
+from rlflow.types import ROLES, FunctionCall, Message, ToolCall, Turn
 
 JsonObject: TypeAlias = dict[str, Any]
 
@@ -44,8 +44,6 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "chat_template_kwargs": (({},), "the model's chat template is used as it is"),
 }
 """Setting -> the values that change nothing, and the answer to any other value."""
-
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Refused(Exception):
@@ -137,8 +135,8 @@ def _read_limit(fields: JsonObject) -> int | None:
 
 def _read_message(message: Any, where: str) -> Message:
     role = message.get("role") if isinstance(message, dict) else None
-    if role not in _ROLES:
-        raise Refused(f"{where} must be an object whose `role` is one of {', '.join(_ROLES)}; got {_shown(message)}")
+    if role not in ROLES:
+        raise Refused(f"{where} must be an object whose `role` is one of {', '.join(ROLES)}; got {_shown(message)}")
     read = Message(role="system" if role == "developer" else role, content=_read_content(message, where))
     if role == "assistant" and message.get("tool_calls"):
         read["tool_calls"] = _read_calls(message["tool_calls"], f"{where}.tool_calls")

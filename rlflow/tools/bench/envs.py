@@ -20,6 +20,7 @@ from rlflow.config import Config
 from rlflow.environments.pool import EnvironmentPool
 from rlflow.envs.base import Environment, Prompt, Step
 from rlflow.models.resolve import resolve_model
+from rlflow.rewards.client import Scorer
 from rlflow.rollout.client import RemoteCalls
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.types import GroupOrder, Message, PlayedGroup, Task, Transcript, Verdict
@@ -84,7 +85,7 @@ class _Engine:
         raise AssertionError("every reply is one part")
 
 
-class _Scorer:
+class _Scorer(Scorer):
     async def score(self, transcript: Transcript) -> Verdict:
         return Verdict(reward=1.0)
 

@@ -27,12 +27,12 @@ from rlflow.rewards.choose import choose_rewards, is_environment_alone
 from rlflow.rewards.client import EnvironmentScorer, Scorer
 from rlflow.rewards.pool import ScorerPool
 from rlflow.rollout.chat import Chat, Reply
-from rlflow.rollout.episode import EnvironmentSource, play_episode, summarize
+from rlflow.rollout.episode import EnvironmentSource, PlayedEpisode, play_episode, summarized
 from rlflow.rollout.gateway.server import Gateway
 from rlflow.rollout.render import Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.tools.env.template_check import Trial, check_template
-from rlflow.types import EpisodeSummary, Message, Task
+from rlflow.types import EpisodeSummary, Message, Task, Verdict
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -89,7 +89,6 @@ def env_check(config: Config, *, num_tasks: int, as_json: bool) -> int:
 async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -> Report:
     renderer = Renderer(open_tokenizer(resolve_model(config.model.path), trust=config.model.trust_remote_code))
     slowest: dict[str, float] = {}
-    played: list[Played] = []
     rewards = choose_rewards(config.reward, spec.reward)
     async with AsyncExitStack() as stack:
         scorer: Scorer
@@ -107,10 +106,14 @@ async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -
         stack.push_async_callback(gateway.stop)
         worlds, score = _TimedSource(pool, slowest), _timed(scorer.score, "scoring", slowest)
 
-        async def play(task: Task, script: Script) -> EpisodeSummary:
+        async def play(task: Task, script: Script) -> tuple[PlayedEpisode, Verdict | None]:
             chat = ScriptedChat(task, script, renderer, config)
             episode = await play_episode(worlds, task, chat, config, gateway=gateway)
-            return summarize(episode, None if episode.end.is_error else await score(episode.transcript))
+            return episode, None if episode.end.is_error else await score(episode.transcript)
+
+        async def play_all(task: Task) -> list[EpisodeSummary]:
+            """One episode for each script; together they are the group of a reward that sees one."""
+            return await summarized(scorer, await asyncio.gather(*(play(task, script) for script in scripts.values())))
 
         scripts: dict[str, Script] = {
             "nonsense": lambda task, messages: NONSENSE,
@@ -119,9 +122,12 @@ async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -
         if spec.expert is not None:
             scripts = {"expert": spec.expert, **scripts}
         elif all(task.answer is not None for task in tasks):
-            scripts = {"expert": lambda task, messages: task.answer or "", **scripts}
-        for name, script in scripts.items():
-            played.append(Played(name=name, episodes=await asyncio.gather(*(play(task, script) for task in tasks))))
+            scripts = {"expert": lambda task, messages: str(task.answer), **scripts}
+        groups = await asyncio.gather(*(play_all(task) for task in tasks))
+        played = [
+            Played(name=name, episodes=list(episodes))
+            for name, episodes in zip(scripts, zip(*groups, strict=True), strict=True)
+        ]
     template = check_template(renderer)
     return Report(played=played, slowest=slowest, template=template, problems=_problems(played, template))
 
@@ -185,9 +191,11 @@ def _problems(played: Sequence[Played], template: Sequence[Trial]) -> list[str]:
     for one in played:
         failed = [episode for episode in one.episodes if not episode.is_trainable]
         for end, count in Counter(episode.end for episode in failed).items():
-            details = {episode.detail: None for episode in failed if episode.end is end}
-            shown = "; ".join(list(details)[:MAX_DETAILS])
+            shown = _different([episode.detail for episode in failed if episode.end is end])
             problems.append(f"{one.name}: {count} of {len(one.episodes)} episodes ended as {end.value}: {shown}")
+        if failures := [episode.close_failure for episode in one.episodes if episode.close_failure]:
+            shown = _different(failures)
+            problems.append(f"{one.name}: {len(failures)} of {len(one.episodes)} environments did not close: {shown}")
     means = {one.name: one.mean for one in played}
     expert, nonsense = means.get("expert"), means.get("nonsense")
     if expert is not None and nonsense is not None and expert <= nonsense:
@@ -199,6 +207,17 @@ def _problems(played: Sequence[Played], template: Sequence[Trial]) -> list[str]:
         f"the chat template refuses a conversation ({one.name}): {one.refused}" for one in template if one.refused
     ]
     return problems
+
+
+def _different(details: Sequence[str]) -> str:
+    """The first of each kind. Of one kind are those whose first and last lines differ in paths and numbers only."""
+    kinds: dict[tuple[str, ...], str] = {}
+    for detail in details:
+        lines = detail.strip().splitlines() or [""]
+        words = f"{lines[0]} {lines[-1]}".split()
+        varies = [any(character.isdigit() or character == "/" for character in word) for word in words]
+        kinds.setdefault(tuple(word for word, does in zip(words, varies, strict=True) if not does), detail)
+    return "; ".join(list(kinds.values())[:MAX_DETAILS])
 
 
 def _lines(report: Report) -> list[str]:

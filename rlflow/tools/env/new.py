@@ -45,7 +45,7 @@ class World(Environment):
         self.is_last = False
 
     async def reset(self, task: Task) -> Prompt:
-        self.answer = task.answer or ""
+        self.answer = str(task.answer)
         return Prompt(messages=list(task.prompt))
 
     async def step(self, reply: Message) -> Step:

@@ -32,7 +32,7 @@ from rlflow.rollout.gateway.server import Gateway
 from rlflow.rollout.render import Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.tools.env.template_check import Trial, check_template
-from rlflow.types import EpisodeSummary, Message, Task
+from rlflow.types import EpisodeEnd, EpisodeSummary, Message, Task
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,6 +52,8 @@ class Played:
 
     name: str
     episodes: list[EpisodeSummary] = field(default_factory=list)
+    cut: list[str] = field(default_factory=list)
+    """What each reply that was cut off needed, and which setting is too small for it."""
 
     @property
     def rewards(self) -> list[float]:
@@ -107,10 +109,13 @@ async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -
         stack.push_async_callback(gateway.stop)
         worlds, score = _TimedSource(pool, slowest), _timed(scorer.score, "scoring", slowest)
 
-        async def play(task: Task, script: Script) -> EpisodeSummary:
+        async def play(task: Task, script: Script, one: Played) -> None:
             chat = ScriptedChat(task, script, renderer, config)
             episode = await play_episode(worlds, task, chat, config, gateway=gateway)
-            return summarize(episode, None if episode.end.is_error else await score(episode.transcript))
+            verdict = None if episode.end.is_error else await score(episode.transcript)
+            one.episodes.append(summarize(episode, verdict))
+            if episode.end is EpisodeEnd.TRUNCATED_LENGTH:
+                one.cut.append(chat.cut or "a conversation needs more than model.max_length")
 
         scripts: dict[str, Script] = {
             "nonsense": lambda task, messages: NONSENSE,
@@ -121,7 +126,8 @@ async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -
         elif all(task.answer is not None for task in tasks):
             scripts = {"expert": lambda task, messages: task.answer or "", **scripts}
         for name, script in scripts.items():
-            played.append(Played(name=name, episodes=await asyncio.gather(*(play(task, script) for task in tasks))))
+            played.append(one := Played(name=name))
+            await asyncio.gather(*(play(task, script, one) for task in tasks))
     template = check_template(renderer)
     return Report(played=played, slowest=slowest, template=template, problems=_problems(played, template))
 
@@ -163,6 +169,9 @@ class ScriptedChat(Chat):
         self._script = script
         self._scripted_renderer = renderer
         self._text = NONSENSE
+        self._limit = config.rollout.max_new_tokens
+        self.cut = ""
+        """Why a reply was cut off."""
 
     async def reply(self, messages: Sequence[Message], *arguments: Any, agent: str = POLICY, **options: Any) -> Reply:
         self._text = self._script(self._task, messages) if agent == POLICY else NONSENSE
@@ -171,6 +180,9 @@ class ScriptedChat(Chat):
     async def _complete(self, request: GenerateRequest, /) -> Completion:
         ids = self._scripted_renderer.as_sampled(self._text)
         kept = ids[: request.max_new_tokens]
+        if len(kept) < len(ids):
+            limit = "rollout.max_new_tokens" if len(kept) == self._limit else "model.max_length"
+            self.cut = f"a reply has {len(ids)} tokens, and {limit} leaves it {len(kept)}"
         return Completion(
             ids=kept,
             logprobs=[0.0] * len(kept),
@@ -188,6 +200,9 @@ def _problems(played: Sequence[Played], template: Sequence[Trial]) -> list[str]:
             details = {episode.detail: None for episode in failed if episode.end is end}
             shown = "; ".join(list(details)[:MAX_DETAILS])
             problems.append(f"{one.name}: {count} of {len(one.episodes)} episodes ended as {end.value}: {shown}")
+        if one.name == "expert" and one.cut:
+            example = f"{len(one.cut)} of {len(one.episodes)} episodes were cut off, such as: {one.cut[0]}"
+            problems.append(f"expert: {example}; raise that setting, or choose a recipe with more room")
     means = {one.name: one.mean for one in played}
     expert, nonsense = means.get("expert"), means.get("nonsense")
     if expert is not None and nonsense is not None and expert <= nonsense:

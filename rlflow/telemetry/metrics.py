@@ -8,9 +8,13 @@
 
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import yaml
 
 from rlflow.errors import RunError
 from rlflow.groups.ledger import DropReason
@@ -55,6 +59,20 @@ EVALUATION: tuple[str, ...] = ("step", "version", "eval/reward", "eval/episodes"
 """Names that every record of evaluations.jsonl has; `step` counts the steps done before it."""
 
 
+@cache
+def texts() -> dict[str, tuple[str, str, str]]:
+    """Name of a metric -> its unit, what it is, and what is normal. A word in capitals stands for any name."""
+    found = yaml.safe_load(Path(__file__).with_name("metrics.yaml").read_text(encoding="utf-8"))
+    return {name: (unit, meaning, normal) for name, (unit, meaning, normal) in found.items()}
+
+
+def text_of(name: str) -> tuple[str, str, str] | None:
+    """The text of one metric; None if it has none."""
+    patterns = (re.sub("[A-Z]{2,}", ".+", each) for each in texts())
+    found = next((each for each, fits in zip(texts(), patterns, strict=True) if re.fullmatch(fits, name)), None)
+    return texts()[found] if found else None
+
+
 class MetricsFile:
     """Appends records. Each is handed to the system before `append` returns, so that a killed run keeps them."""
 
@@ -65,14 +83,15 @@ class MetricsFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="ascii")
 
-    def append(self, record: StepRecord) -> None:
+    def append(self, record: Mapping[str, float | int | str | None]) -> None:
         """Write one step. A number that is not finite is written as null, because JSON has no other word for it.
 
         Raises AssertionError for a record that lacks a required name, RunError when the disk is full.
         """
         missing = [name for name in self._required if name not in record]
         assert not missing, f"the record of step {record.get('step')} lacks {', '.join(missing)}"
-        line = json.dumps({name: finite(value) for name, value in record.items()}, allow_nan=False)
+        known = {name: value if isinstance(value, str) else finite(value) for name, value in record.items()}
+        line = json.dumps(known, allow_nan=False)
         with disk_errors("metrics", self._path.parent):
             self._file.write(line + "\n")
             self._file.flush()

@@ -108,3 +108,45 @@ def test_an_environment_that_does_not_close_is_a_problem() -> None:
     failure = "close: OSError: no such container"
     played = Played(name="expert", episodes=[ended(EpisodeEnd.COMPLETED, close_failure=failure)])
     assert _problems([played], []) == [f"expert: 1 of 1 environments did not close: {failure}"]
+
+
+def gsm8k_rows(count: int) -> list[dict[str, str]]:
+    """Problems of our own with GSM8K's columns: `answer` is a solution whose last line is "#### <number>"."""
+    rows = []
+    for index in range(count):
+        first, each = 1_000 + 37 * index, 3 + index % 7
+        question = f"A mill grinds {first} sacks in May and {each} times as many in June. How many sacks is that?"
+        steps = f"In June it grinds {first}*{each} = <<{first}*{each}={first * each}>>{first * each:,} sacks.\n"
+        total = first + first * each
+        steps += (
+            f"In May and June it grinds {first}+{first * each} = <<{first}+{first * each}={total}>>{total} sacks.\n"
+        )
+        rows.append({"question": question, "answer": f"{steps}#### {total:,}"})
+    return rows
+
+
+@pytest.mark.slow
+def test_solutions_of_gsm8k_score_1_and_are_said_to_be_cut_off_where_they_are(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in gsm8k_rows(50)))
+    settings = [f"env.args.path={rows}", "env.args.evaluation_path=null", "model.path=tiny"]
+    settings += ["reward.workers=1", "reward.timeout_s=100"]  # importing SymPy takes long on a busy machine
+    code, found = check(capfd, "recipe=gsm8k_1gpu", *settings, "--tasks", "50")
+    assert (code, found["problems"]) == (0, [])
+    assert found["scripts"]["expert"] == {"episodes": 50, "reward": 1.0, "ends": {"completed": 50}}
+    assert found["scripts"]["nonsense"]["reward"] == 0.0
+
+    code, found = check(capfd, "recipe=gsm8k_1gpu", *settings, "rollout.max_new_tokens=16", "--tasks", "3")
+    (problem,) = (each for each in found["problems"] if each.startswith("expert: "))
+    assert code == 1
+    assert problem.startswith("expert: 3 of 3 episodes were cut off, such as: a reply has ")
+    assert problem.endswith(
+        " tokens, and rollout.max_new_tokens leaves it 16; raise that setting, or choose a recipe with more room"
+    )
+    code, found = check(
+        capfd, "recipe=gsm8k_1gpu", *settings, "model.max_length=200", "rollout.max_new_tokens=199", "--tasks", "3"
+    )
+    assert code == 1
+    assert any("and model.max_length leaves it" in each for each in found["problems"])

@@ -32,7 +32,7 @@ from rlflow.rollout.gateway.server import Gateway
 from rlflow.rollout.render import Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.tools.env.template_check import Trial, check_template
-from rlflow.types import EpisodeSummary, Message, Task, Verdict
+from rlflow.types import EpisodeEnd, EpisodeSummary, Message, Task, Verdict
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,6 +52,8 @@ class Played:
 
     name: str
     episodes: list[EpisodeSummary] = field(default_factory=list)
+    cut: list[str] = field(default_factory=list)
+    """What each reply that was cut off needed, and which setting is too small for it."""
 
     @property
     def rewards(self) -> list[float]:
@@ -106,14 +108,18 @@ async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -
         stack.push_async_callback(gateway.stop)
         worlds, score = _TimedSource(pool, slowest), _timed(scorer.score, "scoring", slowest)
 
-        async def play(task: Task, script: Script) -> tuple[PlayedEpisode, Verdict | None]:
-            chat = ScriptedChat(task, script, renderer, config)
+        cut: dict[str, list[str]] = {}
+
+        async def play(task: Task, name: str) -> tuple[PlayedEpisode, Verdict | None]:
+            chat = ScriptedChat(task, scripts[name], renderer, config)
             episode = await play_episode(worlds, task, chat, config, gateway=gateway)
+            if episode.end is EpisodeEnd.TRUNCATED_LENGTH:
+                cut.setdefault(name, []).append(chat.cut or "a conversation needs more than model.max_length")
             return episode, None if episode.end.is_error else await score(episode.transcript)
 
         async def play_all(task: Task) -> list[EpisodeSummary]:
             """One episode for each script; together they are the group of a reward that sees one."""
-            return await summarized(scorer, await asyncio.gather(*(play(task, script) for script in scripts.values())))
+            return await summarized(scorer, await asyncio.gather(*(play(task, name) for name in scripts)))
 
         scripts: dict[str, Script] = {
             "nonsense": lambda task, messages: NONSENSE,
@@ -125,7 +131,7 @@ async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -
             scripts = {"expert": lambda task, messages: str(task.answer), **scripts}
         groups = await asyncio.gather(*(play_all(task) for task in tasks))
         played = [
-            Played(name=name, episodes=list(episodes))
+            Played(name=name, episodes=list(episodes), cut=cut.get(name, []))
             for name, episodes in zip(scripts, zip(*groups, strict=True), strict=True)
         ]
     template = check_template(renderer)
@@ -169,6 +175,9 @@ class ScriptedChat(Chat):
         self._script = script
         self._scripted_renderer = renderer
         self._text = NONSENSE
+        self._limit = config.rollout.max_new_tokens
+        self.cut = ""
+        """Why a reply was cut off."""
 
     async def reply(self, messages: Sequence[Message], *arguments: Any, agent: str = POLICY, **options: Any) -> Reply:
         self._text = self._script(self._task, messages) if agent == POLICY else NONSENSE
@@ -177,6 +186,9 @@ class ScriptedChat(Chat):
     async def _complete(self, request: GenerateRequest, /) -> Completion:
         ids = self._scripted_renderer.as_sampled(self._text)
         kept = ids[: request.max_new_tokens]
+        if len(kept) < len(ids):
+            limit = "rollout.max_new_tokens" if len(kept) == self._limit else "model.max_length"
+            self.cut = f"a reply has {len(ids)} tokens, and {limit} leaves it {len(kept)}"
         return Completion(
             ids=kept,
             logprobs=[0.0] * len(kept),
@@ -196,6 +208,9 @@ def _problems(played: Sequence[Played], template: Sequence[Trial]) -> list[str]:
         if failures := [episode.close_failure for episode in one.episodes if episode.close_failure]:
             shown = _different(failures)
             problems.append(f"{one.name}: {len(failures)} of {len(one.episodes)} environments did not close: {shown}")
+        if one.name == "expert" and one.cut:
+            example = f"{len(one.cut)} of {len(one.episodes)} episodes were cut off, such as: {one.cut[0]}"
+            problems.append(f"expert: {example}; raise that setting, or choose a recipe with more room")
     means = {one.name: one.mean for one in played}
     expert, nonsense = means.get("expert"), means.get("nonsense")
     if expert is not None and nonsense is not None and expert <= nonsense:

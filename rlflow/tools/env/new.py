@@ -67,7 +67,7 @@ size: 600
     "README.md": """# {name}
 
     rlflow env check {path}/env.py:load                 # play it with scripts, without a model
-    rlflow train recipe=grpo_arithmetic env.name={path}/env.py:load
+    rlflow train recipe=environment env.name={path}/env.py:load
 
 `data.py` makes the tasks, `env.py` is the world of one episode, `reward.py` says what an episode was worth, and
 `config.yaml` lists the arguments of `load`.

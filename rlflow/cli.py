@@ -198,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout", type=float, metavar="SECONDS", help="how long to wait; by default what the run's deadlines allow"
     )
     verb["export"].add_argument("out", type=Path, metavar="OUT", help="the folder to write; it must not exist")
-    verb["export"].add_argument("--step", type=int, metavar="N", help="the checkpoint's step; the last one by default")
+    verb["export"].add_argument("--step", metavar="N|best", help="the checkpoint; the last one by default")
     verb["export"].add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     verb["export"].add_argument(
         "--adapter", action="store_true", help="the adapters of a run with lora.rank alone, for PEFT"

@@ -24,8 +24,8 @@ _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
 _MAX_FILE_BYTES = 4 << 30
 
 
-def export(run: Path, out: Path, *, step: int | None, dtype: str, adapter_only: bool = False) -> Path:
-    """Write checkpoint `step` of a run (None: the last) to the new folder `out`, whole or not at all; returns `out`.
+def export(run: Path, out: Path, *, step: str | None, dtype: str, adapter_only: bool = False) -> Path:
+    """Write checkpoint `step` of a run (a number, `best`; None: the last) to the new folder `out`, whole or not at all; returns `out`.
 
     dtype: "bfloat16" or "float32", for every floating-point weight. Adapters are merged into the model that the run
     began with, or written alone, as PEFT does, with `adapter_only`. Raises ConfigError when `out` exists or the run has
@@ -33,13 +33,7 @@ def export(run: Path, out: Path, *, step: int | None, dtype: str, adapter_only: 
     """
     if out.exists():
         raise ConfigError(f"{out} already exists; give a new folder, or remove it first")
-    store = CheckpointStore(run / "checkpoints", keep=1)
-    steps = store.steps()
-    if not steps:
-        raise ConfigError(f"{run} has no complete checkpoint; give the directory of a run that has saved one")
-    if step is not None and step not in steps:
-        raise ConfigError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
-    checkpoint = store.path(steps[-1] if step is None else step)
+    checkpoint = CheckpointStore(run / "checkpoints", keep=1).chosen(run, step)
     read_state(checkpoint)  # checks every byte
     try:
         trained = yaml.safe_load((run / "config.yaml").read_text())["model"]

@@ -55,6 +55,17 @@ ANSWER_S = 120.0
 that rank in a collective, up to a deadline that costs more than the steps since the last checkpoint."""
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrainedEpisode:
+    """One episode of a step, for people to look at."""
+
+    task: Task
+    summary: EpisodeSummary
+    advantages: list[float] | None
+    """One value, or one for each turn; None if it was kept out of the gradient, or a critic gave each token its own."""
+    payload: PayloadRef
+
+
 @dataclass(kw_only=True, slots=True)
 class StepReport:
     """Everything about one step, for the observer."""
@@ -70,8 +81,8 @@ class StepReport:
     groups: list[ReadyGroup]
     episodes: list[EpisodeSummary]
     """All episodes played since the last report, errors included."""
-    payloads: list[tuple[str, EpisodeSummary, PayloadRef]]
-    """(task id, summary, handle) of the worst and the best trained episode."""
+    shown: tuple[TrainedEpisode, TrainedEpisode]
+    """The worst and the best."""
     outcome: StepOutcome
     pause_s: float
     """The longest pause of an engine for new weights, among the loads that ended since the last report."""
@@ -348,7 +359,7 @@ class Driver:
                 trained_version=trained_version,
                 groups=groups,
                 episodes=collected.episodes,
-                payloads=_worst_and_best(groups),
+                shown=self._worst_and_best(groups),
                 outcome=outcome,
                 pause_s=pause_s,
                 spans=spans,
@@ -359,6 +370,20 @@ class Driver:
             )
         )
         self._stop_if_met(metrics)
+
+    def _worst_and_best(self, groups: Sequence[ReadyGroup]) -> tuple[TrainedEpisode, TrainedEpisode]:
+        places = [(group, index) for group in groups for index in range(len(group.episodes))]
+        ranked = sorted(places, key=lambda place: place[0].episodes[place[1]].reward or 0.0)
+        worst, best = (
+            TrainedEpisode(
+                task=self._intake.sampler.task(group.task_id),
+                summary=group.episodes[index],
+                advantages=group.advantages[index] if group.advantages else None,
+                payload=group.payloads[index],
+            )
+            for group, index in (ranked[0], ranked[-1])
+        )
+        return worst, best
 
     # -- the end
 
@@ -429,13 +454,3 @@ class Driver:
 
 def _has_equal_rewards(group: ReadyGroup) -> bool:
     return len({episode.reward for episode in group.episodes}) == 1
-
-
-def _worst_and_best(groups: Sequence[ReadyGroup]) -> list[tuple[str, EpisodeSummary, PayloadRef]]:
-    episodes = [
-        (group.task_id, summary, payload)
-        for group in groups
-        for summary, payload in zip(group.episodes, group.payloads, strict=True)
-    ]
-    ranked = sorted(episodes, key=lambda item: item[1].reward or 0.0)
-    return [ranked[0], ranked[-1]]

@@ -60,6 +60,14 @@ class SandboxError(RunError):
     """The sandbox failed to run a program; this says nothing about the program."""
 
 
+def report_error(error: ConfigError | RunError) -> int:
+    """Show an error to the person at the terminal; returns the exit code that it means."""
+    if os.environ.get("RLFLOW_TRACEBACK", "0") not in ("", "0"):
+        traceback.print_exception(error)
+    print("\n".join([f"rlflow: error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
+    return 2 if isinstance(error, ConfigError) else 1
+
+
 class WeightsOvertaken(RunError):
     """The staged weights were rewritten while an engine read them; the engine waits for the next version."""
 

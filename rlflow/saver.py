@@ -63,7 +63,7 @@ class Saver:
         self.saved_step = -1
         """The step of the newest complete checkpoint."""
         self.held_step: int | None = None
-        """The step that was last evaluated, or still is: its checkpoint stays until it is known whether it is the best."""
+        """The last step whose evaluation has begun: its checkpoint stays until it is known whether it is the best."""
         self.spans: list[Span] = []
         """Added here, taken out by the reader."""
         self._config = config

@@ -94,8 +94,8 @@ class RunConfig:
     on_exists: OnExists = OnExists.resume
     """What to do when `dir` already holds a run."""
     checkpoint_every: int = 20
-    """Steps between checkpoints, beside those of evaluated steps (eval.every); 0 saves no others but at the end and on a
-    signal. Training goes on while one is written."""
+    """Steps between checkpoints; 0: none but at the end and on a signal. What is evaluated (eval.every) is saved too.
+    Training goes on while one is written."""
     keep_checkpoints: int = 2
     """The last so many stay, and the best by evaluation, which is `checkpoints/best`."""
     show_samples_every: int = 10

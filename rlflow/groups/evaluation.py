@@ -137,13 +137,11 @@ async def evaluate(
     scores = scores_of(tasks, [group.episodes[:cut] for group in played], is_greedy=False)
     if plays_greedy:
         scores += scores_of(tasks, [group.episodes[cut:] for group in played], is_greedy=True)
-    first = episodes[0]
+    why = f"no episode has a verdict; the first ended as {episodes[0].end}: {episodes[0].detail}"
     return Evaluation(
         step=step,
         version=version,
         scores=scores,
         spans=[span for group in played for span in group.spans],
-        detail=""
-        if scores[0].num_episodes
-        else f"no episode has a verdict; the first ended as {first.end}: {first.detail}",
+        detail="" if scores[0].num_episodes else why,
     )

@@ -77,6 +77,9 @@ class TaskSampler:
             raise ConfigError(f"next() of curriculum.kind={self._kind} must return one of the tasks; got {task!r:.80}")
         return task, None
 
+    def task(self, task_id: str) -> Task:
+        return self._tasks[task_id]
+
     def put_back(self, task_id: str, task_pass: int) -> None:
         """Offer this task again before any new one."""
         self._put_back.append((task_id, task_pass))

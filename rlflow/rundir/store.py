@@ -106,9 +106,7 @@ class CheckpointStore:
         if not steps:
             raise ConfigError(f"{run} has no complete checkpoint; give the directory of a run that has saved one")
         if step == BEST and best is None:
-            raise ConfigError(
-                f"{run} has no best checkpoint, because it has no evaluations; give a step, or eval.every"
-            )
+            raise ConfigError(f"{run} has no best checkpoint, because nothing was evaluated (eval.every); give a step")
         wanted = {None: steps[-1], BEST: best}.get(step) or next((each for each in steps if str(each) == step), None)
         if wanted is None:
             raise ConfigError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")

@@ -179,16 +179,13 @@ class RunObserver:
     async def _show(self, report: StepReport) -> None:
         """Nobody trains on what is shown, so that a runner that hangs or fails is only told."""
         assert self.runners is not None, "set runners before the first step"
-        reading = asyncio.gather(*(self.runners.transcript(payload) for *_, payload in report.payloads))
+        reading = asyncio.gather(*(self.runners.transcript(shown.payload) for shown in report.shown))
         try:
             conversations = await within("reading the episodes to show", SHOW_S, reading)
         except RunError as error:
             self.alarm(f"the samples of step {report.step} cannot be shown: {error}")
             return
-        worst, best = (
-            samples.ShownEpisode(task_id=task_id, reward=episode.reward, end=episode.end, messages=messages)
-            for (task_id, episode, _), messages in zip(report.payloads, conversations, strict=True)
-        )
+        worst, best = map(samples.shown_episode, report.shown, conversations)
         samples.write_samples(self._run_dir.path, report.step, best, worst)
         self._console.samples(best, worst)
 

@@ -9,9 +9,11 @@ import os
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+from rlflow.driver import TrainedEpisode
 from rlflow.errors import RunError
 from rlflow.runtime.disk import disk_errors
 from rlflow.telemetry.text import number, printable, shorten
@@ -33,6 +35,14 @@ class ShownEpisode:
     reward: float | None
     end: EpisodeEnd
     messages: Sequence[Message]
+    answer: str | None = None
+    """What the reward compares with; None when the task has no answer."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Rewards by function, as rewards/NAME, and whatever else was measured."""
+    advantages: list[float] | None = None
+    """One value, or one for each turn; None if there is none."""
+    figures: dict[str, int] = field(default_factory=dict)
+    """prompt_tokens, completion_tokens, oldest_version and newest_version."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -42,6 +52,25 @@ class StepSamples:
     step: int
     best: ShownEpisode
     worst: ShownEpisode
+
+
+def shown_episode(trained: TrainedEpisode, messages: Sequence[Message]) -> ShownEpisode:
+    summary = trained.summary
+    return ShownEpisode(
+        task_id=trained.task.id,
+        reward=summary.reward,
+        end=summary.end,
+        messages=messages,
+        answer=trained.task.answer,
+        metrics=summary.metrics,
+        advantages=trained.advantages,
+        figures={
+            "prompt_tokens": summary.num_prompt_tokens,
+            "completion_tokens": summary.num_completion_tokens,
+            "oldest_version": summary.oldest_version,
+            "newest_version": summary.newest_version,
+        },
+    )
 
 
 def write_samples(run_dir: Path, step: int, best: ShownEpisode, worst: ShownEpisode) -> Path:
@@ -73,7 +102,7 @@ def read_samples(run_dir: Path, step: int) -> StepSamples:
         raise RunError(f"{path} does not hold the samples of a step ({error!r}); delete it") from error
 
 
-def _episode(content: dict[str, object]) -> ShownEpisode:
+def _episode(content: dict[str, Any]) -> ShownEpisode:
     reward, messages = content["reward"], content["messages"]
     if not isinstance(messages, list) or not (reward is None or isinstance(reward, float | int)):
         raise TypeError("reward or messages have the wrong type")
@@ -82,6 +111,7 @@ def _episode(content: dict[str, object]) -> ShownEpisode:
         reward=reward,
         end=EpisodeEnd(str(content["end"])),
         messages=[Message(role=str(message["role"]), content=str(message["content"])) for message in messages],
+        **{name: content[name] for name in ("answer", "metrics", "advantages", "figures") if name in content},
     )
 
 

@@ -1,5 +1,6 @@
 """What `rlflow algorithms` prints: every name, its options with their defaults, what it is and where it comes from."""
 
+import argparse
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,16 @@ _SETTINGS = {
 }
 
 
-def lines() -> Iterator[str]:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """It takes none."""
+
+
+def run(options: argparse.Namespace) -> int:
+    print("\n".join(_lines()))
+    return 0
+
+
+def _lines() -> Iterator[str]:
     """Imports torch, and the packages that register algorithms. One that cannot be used is listed with the reason."""
     for kind, catalog in CATALOGS.items():
         group = f"; packages register more as {catalog.group}" if catalog.group else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import tempfile
@@ -24,8 +25,22 @@ _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
 _MAX_FILE_BYTES = 4 << 30
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; it must not exist")
+    parser.add_argument("--step", metavar="N|best", help="the checkpoint; the last one by default")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--adapter", action="store_true", help="the adapters of a run with lora.rank alone, for PEFT")
+
+
+def run(options: argparse.Namespace) -> int:
+    print(export(options.run, options.out, step=options.step, dtype=options.dtype, adapter_only=options.adapter))
+    return 0
+
+
 def export(run: Path, out: Path, *, step: str | None, dtype: str, adapter_only: bool = False) -> Path:
-    """Write checkpoint `step` of a run (a number, `best`; None: the last) to the new folder `out`, whole or not at all; returns `out`.
+    """Write checkpoint `step` of a run (a number or `best`; None: the last) to the new folder `out`, whole or not at
+    all; returns `out`.
 
     dtype: "bfloat16" or "float32", for every floating-point weight. Adapters are merged into the model that the run
     began with, or written alone, as PEFT does, with `adapter_only`. Raises ConfigError when `out` exists or the run has

@@ -17,6 +17,7 @@ from rlflow.rundir.directory import RunDir
 from rlflow.rundir.restarts import Setback
 from rlflow.rundir.store import CheckpointStore
 from rlflow.telemetry.observer import RunObserver
+from rlflow.telemetry.samples import read_samples
 from rlflow.types import Message, PayloadRef
 
 
@@ -67,6 +68,11 @@ def test_samples_are_shown_or_an_alarm_says_why_not(
 
     assert run_virtually(tell()) <= 30
     assert shown in capsys.readouterr().out
+    if isinstance(runners, Answers):
+        best, trained = read_samples(tmp_path, 1).best, report.shown[1]
+        assert (best.answer, best.metrics) == (trained.task.answer, trained.summary.metrics)
+        assert best.advantages == trained.advantages and trained.advantages is not None
+        assert best.figures == {"prompt_tokens": 3, "completion_tokens": 2, "oldest_version": 0, "newest_version": 0}
 
 
 def test_a_tracker_that_does_not_start_again_after_a_loss_is_left_out(

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
@@ -190,7 +191,8 @@ def test_the_curve_is_bounded_and_keeps_the_whole_run() -> None:
 
 
 def test_samples_are_written_and_read_back(tmp_path: Path) -> None:
-    best, worst = make_episode("5"), make_episode("\x1b[2J\ud800", reward=0.0)
+    recorded = {"answer": "5", "metrics": {"rewards/exact": 1.0}, "advantages": [0.5], "figures": {"prompt_tokens": 7}}
+    best, worst = replace(make_episode("5"), **recorded), make_episode("\x1b[2J\ud800", reward=0.0)
     for step in (10, 2):
         write_samples(tmp_path, step, best, worst)
     assert sampled_steps(tmp_path) == [2, 10]

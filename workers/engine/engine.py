@@ -392,7 +392,7 @@ class RolloutEngine:
         """Stop vLLM and its processes. Safe to call twice."""
         engine, self._llm, self._version = self._llm, None, None
         if engine is not None:
-            engine.shutdown()
+            engine.shutdown(timeout=0.0)  # its process has nothing to save, and would take seconds to end by itself
             await self._replies.stop()
 
     @property

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from rlflow.errors import ConfigError
+from rlflow.tools.figures import print_figures
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
@@ -50,7 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_kit(options: argparse.Namespace, settings: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Measure and print. The exit code is 1 when a stage of the kit failed or a parameter differs."""
+    if options.name == "gpu":
+        return _run_kit(options, options.words)
+    figures = _measure(options, options.words)
+    print_figures(figures, as_json=options.json)
+    return int(figures.get("verify/different", 0) != 0)
+
+
+def _run_kit(options: argparse.Namespace, settings: Sequence[str]) -> int:
     """`rlflow bench gpu`; lines as stages end, or one JSON object on the last line. The exit code."""
     from rlflow.tools.bench.gpu.kit import MINUTES, bench_gpu
 
@@ -65,7 +75,7 @@ def run_kit(options: argparse.Namespace, settings: Sequence[str]) -> int:
     return int(any(result.status == "failed" for result in kit.results))
 
 
-def run(options: argparse.Namespace, settings: Sequence[str]) -> Mapping[str, float | list[float]]:
+def _measure(options: argparse.Namespace, settings: Sequence[str]) -> Mapping[str, float | list[float]]:
     """Measure; ConfigError for what the measurement does not take or needs, RunError when it fails."""
     name, verify = options.name, options.verify
     if given := [f"--{each}" for each in _OF_GPU if getattr(options, each) is not None]:

@@ -1,5 +1,6 @@
 """`rlflow doctor [key=value ...] [--cluster] [--clean] [--json]`."""
 
+import argparse
 import json
 import os
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from rlflow.cluster.placement import machines_taken
 from rlflow.config import Config
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, report_error
 from rlflow.runtime import scratch
 from rlflow.runtime.derived import by_device
 from rlflow.tools.doctor.findings import Finding, as_json, as_text, check_placement, in_order
@@ -17,7 +18,28 @@ from rlflow.tools.doctor.trials import look
 from rlflow.tools.dry_run.memory import size
 
 
-def names_run(words: Sequence[str]) -> bool:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "rlflow doctor [key=value ...] [--cluster] [--clean] [--json]"
+    parser.description = "is this machine, or a cluster, fit for a run?"
+    parser.epilog = "key=value: settings of a run, such as recipe=NAME; none: any run"
+    parser.add_argument(
+        "--cluster", action="store_true", help="look at every node of cluster.address, and between them"
+    )
+    parser.add_argument("--clean", action="store_true", help="remove what killed runs have left on this machine")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    from rlflow.settings.compose import train
+
+    settings: list[str] = options.words
+    if not any(word.startswith("recipe=") for word in settings):
+        settings.append("run.name=run")
+    wanted = {"cluster": options.cluster, "clean": options.clean, "json_wanted": options.json}
+    return train(settings, report_error, partial(doctor, is_run=_names_run(settings), **wanted), needs_recipe=False)
+
+
+def _names_run(words: Sequence[str]) -> bool:
     """Whether the arguments say which run the machine is for."""
     return any(word.startswith(("recipe=", "model.path=")) for word in words)
 

@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="all figures as one JSON object on the last line")
 
 
-def run(options: argparse.Namespace) -> None:
-    """Simulate and print; ConfigError for a wrong value, RunError when a simulated run stops."""
+def run(options: argparse.Namespace) -> int:
+    """Simulate and print. ConfigError for a wrong value, RunError when a simulated run stops."""
     from rlflow.tools.simulate.simulate import simulate
 
     settings = {name: getattr(options, name) for name in _hints()}
@@ -79,6 +79,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         runs = [{**each.as_json(), "speed_up": speed_up(each, found)} for each in found]
         print(json.dumps({"runs": runs}))
+    return 0
 
 
 def speed_up(figures: Figures, found: Sequence[Figures]) -> float | None:

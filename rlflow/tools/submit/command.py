@@ -4,13 +4,13 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
 from rlflow.config import Config
-from rlflow.errors import ConfigError
-from rlflow.settings.compose import Report, train
+from rlflow.errors import ConfigError, report_error
+from rlflow.settings.compose import train
 from rlflow.tools.submit.command_words import (
     LOST,
     UNREAD,
@@ -35,40 +35,10 @@ class _Options(argparse.Namespace):
     words: list[str]
 
 
-def submit(arguments: Sequence[str], report: Report) -> int:
-    """Run `rlflow submit ARGUMENTS`; the exit code: the job's, or 0 with --detach, --dry-run and --stop.
-
-    LOST when the cluster does not answer, UNREAD when nobody reads what is shown.
-
-    Raises ConfigError when nothing can be composed.
-    """
-    options = parse(arguments)
-    words = list(options.words)
-    is_there = options.attach is not None or options.stop is not None
-    if is_there and not any(word.startswith("recipe=") for word in words):
-        words.append("run.name=job")
-    if options.working_dir is not None:
-        if not options.working_dir.is_dir():
-            raise ConfigError(f"--working-dir {options.working_dir} is not a folder; give the one with your code")
-        options.wheel = [wheel.absolute() for wheel in options.wheel]
-        os.chdir(options.working_dir)  # relative paths mean what they will mean in the job
-    try:
-        code = train(words, report, partial(_run, options=options), needs_recipe=not is_there)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # Python would complain when it flushes at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return UNREAD
-
-
-def parse(arguments: Sequence[str]) -> _Options:
-    """Take submit's options out of the words. Raises ConfigError for some that contradict each other."""
-    parser = argparse.ArgumentParser(
-        prog="rlflow submit",
-        usage="rlflow submit recipe=NAME cluster=ray|kuberay [key=value ...] [OPTIONS]",
-        description="Hand a run to a cluster, and follow it; Ctrl-C leaves it running.",
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "rlflow submit recipe=NAME cluster=ray|kuberay [key=value ...] [OPTIONS]"
+    parser.description = "Hand a run to a cluster, and follow it; Ctrl-C leaves it running."
+    parser.add_argument("-h", "--help", action="help", help="show this help message and exit")
     parser.add_argument("--dry-run", action="store_true", help="print what would be asked for, and ask for nothing")
     parser.add_argument("--detach", action="store_true", help="do not follow the job")
     parser.add_argument(
@@ -82,8 +52,35 @@ def parse(arguments: Sequence[str]) -> _Options:
     )
     parser.add_argument("--attach", metavar="JOB", help="follow a job that was submitted before")
     parser.add_argument("--stop", metavar="JOB", help="have a job finish its step, save and end")
-    options, words = parser.parse_known_args(arguments, namespace=_Options())
-    options.words = words
+
+
+def run(options: _Options) -> int:
+    """The exit code: the job's, or 0 with --detach, --dry-run and --stop.
+
+    LOST when the cluster does not answer, UNREAD when nobody reads what is shown.
+
+    Raises ConfigError for options that contradict each other, and when nothing can be composed.
+    """
+    is_there = check_options(options)
+    words = list(options.words)
+    if is_there and not any(word.startswith("recipe=") for word in words):
+        words.append("run.name=job")
+    if options.working_dir is not None:
+        if not options.working_dir.is_dir():
+            raise ConfigError(f"--working-dir {options.working_dir} is not a folder; give the one with your code")
+        options.wheel = [wheel.absolute() for wheel in options.wheel]
+        os.chdir(options.working_dir)  # relative paths mean what they will mean in the job
+    try:
+        code = train(words, report_error, partial(_run, options=options), needs_recipe=not is_there)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # Python would complain when it flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
+
+
+def check_options(options: _Options) -> bool:
+    """Whether they name a job that is there. Raises ConfigError for options that contradict each other."""
     is_there = options.attach is not None or options.stop is not None
     if options.attach is not None and options.stop is not None:
         raise ConfigError("--attach and --stop contradict each other; give one of them")
@@ -94,7 +91,7 @@ def parse(arguments: Sequence[str]) -> _Options:
             raise ConfigError(f"{name} has no effect with --attach and --stop; leave it out")
     if options.dry_run and options.detach:
         raise ConfigError("--detach has no effect with --dry-run, which starts nothing; leave it out")
-    return options
+    return is_there
 
 
 def _run(config: Config, *, options: _Options) -> int:

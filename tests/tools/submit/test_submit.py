@@ -13,16 +13,18 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
+from typing import cast
 
 import pytest
 import yaml
 from ray.job_submission import JobDetails, JobStatus, JobType
 
 from rlflow.cli import main
+from rlflow.cli import parse as parse_verb
 from rlflow.config import Config
 from rlflow.errors import ConfigError, RunError
 from rlflow.tools.submit.check import check_run
-from rlflow.tools.submit.command import _hand_over, parse
+from rlflow.tools.submit.command import _hand_over, _Options, add_arguments, check_options
 from rlflow.tools.submit.command_words import (
     MaybeStarted,
     config_folder,
@@ -117,6 +119,12 @@ def test_the_words_that_lead_back() -> None:
     config = on_kubernetes()
     config.cluster.kubernetes.namespace = "team"
     assert where(config.cluster) == "cluster=kuberay cluster.kubernetes.namespace=team"
+
+
+def parse(words: list[str]) -> _Options:
+    options = cast(_Options, parse_verb(["submit", *words], add_arguments))
+    check_options(options)
+    return options
 
 
 def test_submits_options_are_not_the_drivers() -> None:

@@ -96,11 +96,9 @@ class StepReport:
 
 
 class Observer(Listener, PublishListener, SaveListener, Protocol):
-    """Told what happens."""
+    """Told what happens; `step` returns the step's metrics."""
 
-    async def step(self, report: StepReport) -> Mapping[str, float | int | None]:
-        """Returns the step's metrics."""
-        ...
+    async def step(self, report: StepReport) -> Mapping[str, float | int | None]: ...
 
     def evaluated(self, evaluation: Evaluation) -> None: ...
 
@@ -122,8 +120,7 @@ class Driver:
         now: Callable[[], float] = clock.now,
     ) -> None:
         """`held_out` are the evaluations before a resume; this run's are added."""
-        self.ended_early = ""
-        """What met run.stop_when."""
+        self.ended_early = ""  # or what met run.stop_when
         self._config = config
         self._workers = workers
         self._ledger = ledger
@@ -166,10 +163,7 @@ class Driver:
             await self._publisher.hand_over(await self._publisher.stage())
             await self._publisher.wait_until_loaded()
             await self._saver.keep_best(self._held_out.best)
-            step = self._progress.step
-            self._stop_if_met({"step": step, "eval/reward": self._held_out.rewards.get(step)})
-            if self._config.eval.every and self._progress.step not in self._held_out.rewards:
-                await self._start_evaluation()
+            await self._evaluate()
             while self._progress.step < self._config.run.steps and not self._progress.stop_requested:
                 await self._train_one_step()
             await self._finish()
@@ -238,8 +232,8 @@ class Driver:
         else:
             await self._publisher.hand_over(staged)
         self._intake.end_step(asyncio.get_running_loop().time() - began_s)
-        if self._config.eval.every and self._progress.step % self._config.eval.every == 0:
-            await self._start_evaluation()
+        if self._progress.step % (self._config.eval.every or 1) == 0:
+            await self._evaluate()
         await self._report(start_s, trained_version, groups, outcome)
         self._saver.write()  # not earlier: a resumed run takes the reports of its steps for written
         if not self._progress.stop_requested:
@@ -301,19 +295,18 @@ class Driver:
 
     # -- evaluation and report
 
-    async def _start_evaluation(self) -> None:
+    async def _evaluate(self) -> None:
+        """Begin to evaluate this step, if there are evaluations and it has none."""
+        step, known = self._progress.step, self._held_out.rewards
+        if not self._config.eval.every or step in known:
+            self._stop_if_met({"step": step, "eval/reward": known.get(step)})
+            return
         await self._wait_until_evaluated()
         await self._publisher.wait_until_loaded()
-        self._saver.held_step = self._progress.step
-        engines = self._workers.engines
-        evaluating = evaluate(
-            self._config,
-            self._workers,
-            self._evaluation_tasks,
-            engine=await within("setting an engine aside", engines.patience_s, engines.pin()),
-            step=self._progress.step,
-            version=self._progress.version,
-        )
+        self._saver.held_step, engines = step, self._workers.engines
+        engine = await within("setting an engine aside", engines.patience_s, engines.pin())
+        tasks, version = self._evaluation_tasks, self._progress.version
+        evaluating = evaluate(self._config, self._workers, tasks, step=step, version=version, engine=engine)
         self._evaluating = asyncio.create_task(evaluating, name="evaluation")
         if self._is_colocated:
             await self._wait_until_evaluated()  # the engines are about to sleep
@@ -327,10 +320,9 @@ class Driver:
 
     async def _tell_evaluation(self) -> None:
         """Report the result of an evaluation that has ended; raises what made it fail."""
-        task = self._evaluating
-        if task is None or not task.done():
+        if self._evaluating is None or not self._evaluating.done():
             return
-        self._evaluating, evaluation = None, task.result()
+        evaluation, self._evaluating = self._evaluating.result(), None
         self._spans += evaluation.spans
         self._held_out.rewards[evaluation.step] = evaluation.reward
         self._observer.evaluated(evaluation)
@@ -350,7 +342,7 @@ class Driver:
         pause_s, publisher.pause_s = publisher.pause_s, 0.0
         spans = [*collected.spans, *self._spans, *publisher.spans, *saver.spans]
         self._spans, publisher.spans, saver.spans = [], [], []
-        metrics = await self._observer.step(
+        record = await self._observer.step(
             StepReport(
                 step=self._progress.step,
                 version=self._progress.version,
@@ -369,7 +361,7 @@ class Driver:
                 num_zero_std=sum(_has_equal_rewards(group) for group in groups),
             )
         )
-        self._stop_if_met(metrics)
+        self._stop_if_met(record)
 
     def _worst_and_best(self, groups: Sequence[ReadyGroup]) -> tuple[TrainedEpisode, TrainedEpisode]:
         places = [(group, index) for group in groups for index in range(len(group.episodes))]
@@ -392,9 +384,8 @@ class Driver:
         await self._wait_until_evaluated()
         await self._publisher.wait_until_loaded()
         await self._cancel_unfinished()
-        is_over = self.ended_early or self._progress.step >= self._config.run.steps
-        if is_over and self._config.eval.every and self._progress.step not in self._held_out.rewards:
-            await self._start_evaluation()
+        if self.ended_early or self._progress.step >= self._config.run.steps:
+            await self._evaluate()
             await self._wait_until_evaluated()
         await self._saver.wait_until_written()
         await self._save()

@@ -637,7 +637,7 @@ def evaluated_world(folder: Path, held_out: dict[int, float], *, steps: int, eve
     config.eval.every, config.run.keep_checkpoints = every, 2
     for name, value in settings.items():
         setattr(config.run, name, value)
-    world = make_world(folder, steps=steps, max_versions=1, config=config)
+    world = make_world(folder, steps=steps, config=config)
 
     def outcome(order: GroupOrder, index: int) -> tuple[float | None, EpisodeEnd]:
         reward = float(index % 2) if order.engine is None else held_out[world.engines.version]

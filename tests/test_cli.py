@@ -186,7 +186,7 @@ def test_a_sweep_goes_through_all_its_jobs(tmp_path: Path, cli: Cli) -> None:
         ("rlflow re", "recipes report"),
         ("rlflow train recipe=sm", "recipe=smoke"),
         ("rlflow submit recipe=sm", "recipe=smoke"),
-        ("rlflow train recipe=smoke run.s", "run.seed= run.show_samples_every= run.steps="),
+        ("rlflow train recipe=smoke run.s", "run.seed= run.show_samples_every= run.steps= run.stop_when="),
     ],
 )
 def test_the_shell_completes_verbs_recipes_and_keys(line: str, answer: str, cli: Cli) -> None:

@@ -45,12 +45,8 @@ class Score:
     def record(self) -> dict[str, float | int | None]:
         """Example: eval/reward, eval/greedy/reward, eval/kind/sums/reward."""
         group = "eval/" + ("greedy/" if self.is_greedy else "") + ("" if self.kind is None else f"kind/{self.kind}/")
-        low, high = (
-            (None, None)
-            if self.reward is None or self.error is None
-            else (self.reward - self.error, self.reward + self.error)
-        )
-        values = (self.reward, low, high, self.num_tasks, self.num_episodes, self.num_failed, self.truncated)
+        bounds = [None if self.reward is None or self.error is None else self.reward + s * self.error for s in (-1, 1)]
+        values = (self.reward, *bounds, self.num_tasks, self.num_episodes, self.num_failed, self.truncated)
         named = dict(zip(FIGURES, values, strict=True)) | {f"pass_at_{k}": share for k, share in self.passes.items()}
         return {f"{group}{name}": value for name, value in named.items()}
 

@@ -9,7 +9,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,8 @@ def evaluate_model(
     _tell(f"{name} plays {len(tasks)} tasks of {config.env.name}, {config.eval.episodes} times and once more greedily")
     with ray_cluster(config, folder):
         config = without_training(by_device(config, on_gpus=has_gpus()))
-        evaluation = asyncio.run(_play(config, spec, tasks, model_path, reward_model, answers))
+        playing = _play(config, spec, tasks, model_path, reward_model, answers)
+        evaluation = asyncio.run(_unless_stopped(playing, answers))
     if evaluation.reward is None:
         raise RunError(f"nothing was scored: {evaluation.detail}")
     return EvaluationTable(model=name, scores=evaluation.scores, answers=answers)
@@ -85,17 +86,9 @@ def _tasks(spec: EnvironmentSpec, environment: str, num_tasks: int | None) -> Se
     return found
 
 
-async def _play(
-    config: Config,
-    spec: EnvironmentSpec,
-    tasks: Sequence[Task],
-    model_path: str,
-    reward_model: str | None,
-    answers: Path,
-) -> Evaluation:
+async def _unless_stopped(playing: Coroutine[Any, Any, Evaluation], answers: Path) -> Evaluation:
     stopper = Stopper(lambda: f"the answers so far are in {answers}")
     try:
-        playing = _play_on_fleet(config, spec, tasks, model_path, reward_model, answers)
         evaluation = await stopper.run_unless_stopped(playing, _tell)
     finally:
         stopper.restore()
@@ -105,7 +98,7 @@ async def _play(
     return evaluation
 
 
-async def _play_on_fleet(
+async def _play(
     config: Config,
     spec: EnvironmentSpec,
     tasks: Sequence[Task],

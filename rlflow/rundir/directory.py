@@ -3,7 +3,7 @@
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -13,11 +13,13 @@ import yaml
 from pydantic import TypeAdapter
 
 from rlflow.config import Config, OnExists
-from rlflow.errors import ConfigError, first_line
+from rlflow.errors import ConfigError, RunError, first_line
 from rlflow.rundir.lock import NAME, hold
 from rlflow.rundir.store import CheckpointStore, RunState
 from rlflow.runtime.disk import disk_errors, sync
 
+FAILURE = "failure.txt"
+"""In the directory of a run that has failed: why."""
 _FIXED = (
     "model.path",
     "lora.rank",
@@ -97,7 +99,14 @@ def claim(config: Config) -> Iterator[RunDir]:
             partial.write_text(yaml.safe_dump(plain(config), sort_keys=False))
             sync(partial)
             partial.rename(path / "config.yaml")
-        yield run_dir
+        failure = path / FAILURE
+        failure.unlink(missing_ok=True)
+        try:
+            yield run_dir
+        except RunError as error:
+            with suppress(OSError):  # a full disk may be why it failed
+                failure.write_text(f"{error}\n")
+            raise
 
 
 def rewound(run_dir: RunDir) -> RunDir:

@@ -59,6 +59,24 @@ def hold(folder: Path) -> Iterator[None]:
             os.ftruncate(file, 0)
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a process writes the directory. A run that begins at this moment is not disturbed."""
+    try:
+        file = os.open(folder / NAME, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        holder = _read(file)
+        if holder is None or holder.host == socket.gethostname():
+            return holder is not None and _started(holder.pid) == holder.started
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # held from there, or a file system without locks
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
 def seconds_to_stop(deadlines: DeadlinesConfig) -> float:
     """How long to wait for a run that was asked to stop: each wait of one step, and two checkpoints, the one that is
     being written and the last.

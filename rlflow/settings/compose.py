@@ -5,7 +5,7 @@ An error of Hydra, OmegaConf or YAML becomes a ConfigError with one sentence tha
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -29,15 +30,28 @@ Report = Callable[[ConfigError | RunError], int]
 Run = Callable[[Config], int]
 """Does what a checked configuration asks for and says which exit code that means."""
 
+Objective = Callable[[Config], float | None]
+"""What a sweep is to make large or small, of a job that has ended; None when it has no such figure."""
+
+_MAX_NAME = 200
+"""Characters of a folder's name; file systems take 255 bytes."""
 FREE_KEYS = tuple(key for key, kind in leaf_keys().items() if kind == dict[str, Any])
 """Below these a key is an argument of something that the user chose."""
 
 
-def train(arguments: Sequence[str], report: Report, run: Run, *, needs_recipe: bool = True) -> int:
+def train(
+    arguments: Sequence[str],
+    report: Report,
+    run: Run,
+    objective: Objective = lambda config: None,
+    *,
+    needs_recipe: bool = True,
+) -> int:
     """Run `rlflow train ARGUMENTS`; the largest exit code of its jobs (one, or several with --multirun).
 
     Raises ConfigError when nothing can be composed. What a single job raises goes to `report`, so that the other jobs
-    of a sweep still run.
+    of a sweep still run. A job of a sweep has a run.dir of its own below hydra.sweep.dir, named by what is swept over,
+    unless one was given; Hydra's sweeper gets its objective, or None when it failed.
     """
     if any(argument.startswith("--ex") for argument in arguments):
         raise ConfigError(
@@ -46,21 +60,26 @@ def train(arguments: Sequence[str], report: Report, run: Run, *, needs_recipe: b
     exit_codes: list[int] = []
     folders: set[str | None] = set()
 
-    def job(composed: DictConfig) -> None:
+    def job(composed: DictConfig) -> float | None:
         try:
             if needs_recipe and HydraConfig.get().runtime.choices.get("recipe", "") is None:
                 raise ConfigError(f"no recipe given; add recipe=<name> with one of: {', '.join(recipe_names())}")
             config = to_config(composed)
+            is_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
+            if is_sweep and config.run.dir is None:
+                config.run.dir = _folder_in_sweep(overrides, folders)
             folder = config.run.dir
             if folder is not None and folder in folders:
                 raise ConfigError(
-                    f"run.dir={folder} is used by two jobs of this sweep; give each its own, such as "
-                    f"'run.dir={folder}/${{hydra:job.num}}'"
+                    f"run.dir={folder} is used by two jobs of this sweep; leave it out, and each gets its own, or give "
+                    f"each its own, such as 'run.dir={folder}/${{hydra:job.num}}'"
                 )
             folders.add(folder)
             exit_codes.append(run(config))
+            return objective(config) if is_sweep else None
         except (ConfigError, RunError) as error:
             exit_codes.append(report(error))
+            return None
 
     ConfigStore.instance().store(name="schema", node=Config)
     overrides = [each for each in arguments if "=" in each and not each.startswith("-")]
@@ -109,12 +128,24 @@ def config_of_run(run: Path, words: Sequence[str]) -> Config:
             key = each.key_or_group
             OmegaConf.update(composed, key, each.value(), merge=False, force_add=_is_free(key))
     except OSError as error:
-        raise ConfigError(
-            f"{run / 'config.yaml'}, the settings of the run, cannot be read: {error.strerror}"
-        ) from error
+        raise ConfigError(f"the run's settings, {run / 'config.yaml'}, cannot be read: {error.strerror}") from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(explain(error)) from error
     return to_config(composed)
+
+
+def _folder_in_sweep(overrides: Sequence[str], taken: Collection[str | None]) -> str:
+    """Where the job of a sweep that runs now keeps its files: sweep.dir/run.seed=1_trainer.learning_rate=0.001."""
+    job = HydraConfig.get()
+    fixed = {
+        each.get_key_element()
+        for each in OverridesParser.create().parse_overrides(list(overrides))
+        if not each.is_sweep_override()
+    }
+    swept = [word.lstrip("+") for word in job.overrides.task if word.partition("=")[0] not in fixed]
+    name = "_".join(swept).replace("/", "_")[:_MAX_NAME] or str(job.job.num)
+    folder = f"{job.runtime.output_dir}/{name}"
+    return f"{folder}_{job.job.num}" if folder in taken else folder  # a sweeper may try the same values again
 
 
 def to_config(composed: DictConfig) -> Config:

@@ -2,9 +2,13 @@
 
 import argparse
 from functools import partial
+from pathlib import Path
 
 from rlflow.config import Config
 from rlflow.errors import ConfigError, report_error
+from rlflow.telemetry.text import number
+from rlflow.tools.figures import table
+from rlflow.tools.runs.read import HELD_OUT, REWARD, read_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +25,36 @@ def run(options: argparse.Namespace) -> int:
         return train(options.words, report_error, partial(dry_run, json_wanted=options.json))
     if options.json:
         raise ConfigError("--json has no effect without --dry-run; leave it out: a run writes metrics.jsonl")
-    return train(options.words, report_error, _start)
+    is_sweep = bool({"-m", "--multirun"} & {*options.words})
+    folders: list[Path] = []
+
+    def start(config: Config) -> int:
+        if is_sweep and config.run.dir is not None:
+            folders.append(Path(config.run.dir))
+        code = _start(config)
+        if is_sweep and code > 128:
+            raise KeyboardInterrupt  # Ctrl-C ends the sweep, and not one job of it
+        return code
+
+    try:
+        return train(options.words, report_error, start, lambda config: _final(Path(config.run.dir or "")))
+    finally:
+        if folders:
+            print(table(("run", REWARD, HELD_OUT, "state"), map(_row, folders)))
+            print(f"in {folders[0].parent}; rlflow compare lays their curves side by side", flush=True)
+
+
+def _final(folder: Path) -> float | None:
+    """The last evaluation of a run, or the reward of its last steps if it had none."""
+    ended = read_run(folder)
+    return ended.final(REWARD) if (evaluation := ended.final(HELD_OUT)) is None else evaluation
+
+
+def _row(folder: Path) -> list[str]:
+    if not (folder / "config.yaml").is_file():
+        return [folder.name, "-", "-", "not begun"]
+    ended = read_run(folder)
+    return [folder.name, number(ended.final(REWARD)), number(ended.final(HELD_OUT)), ended.state]
 
 
 def _start(config: Config) -> int:

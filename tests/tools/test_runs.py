@@ -1,0 +1,168 @@
+"""`rlflow runs` and `rlflow compare` on folders as runs leave them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlflow.cli import main
+from rlflow.config import Config
+from rlflow.errors import RunError
+from rlflow.rundir.directory import claim, plain
+from rlflow.rundir.lock import hold, is_held
+from rlflow.tools.runs.compare import welch
+
+
+def write_run(
+    folder: Path, rewards: Sequence[float], evaluations: dict[int, float] | None = None, **settings: object
+) -> Path:
+    """A run of `len(rewards)` steps; settings are dotted keys with __ for the dot."""
+    config = plain(Config())
+    config["run"] |= {"name": "smoke", "steps": 10}
+    for key, value in settings.items():
+        section, name = key.split("__")
+        config[section][name] = value
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = [json.dumps({"step": step, "reward": reward}) for step, reward in enumerate(rewards, start=1)]
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    if evaluations:
+        lines = [json.dumps({"step": step, "eval/reward": reward}) for step, reward in evaluations.items()]
+        (folder / "evaluations.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    os.utime(folder / "config.yaml", (0, 0))
+    return folder
+
+
+def test_runs_are_listed_with_their_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("runs/done"), [0.1] * 9 + [0.5], {0: 0.2, 5: 0.8, 10: 0.7}, model__path="tiny")
+    write_run(Path("runs/cut"), [0.25])
+    write_run(Path("runs/sweep/run.seed=1"), [])
+    (Path("runs/cut") / "failure.txt").write_text("no engine is left\nsecond line\n")
+    Path("runs/not_a_run").mkdir()
+    assert main(["runs", "--json"]) == 0
+    listed = {each["run"]: each for each in json.loads(capsys.readouterr().out)}
+    assert {name: each["state"] for name, each in listed.items()} == {
+        "runs/done": "finished",
+        "runs/cut": "failed",
+        "runs/sweep/run.seed=1": "interrupted",
+    }
+    done = listed["runs/done"]
+    assert (done["recipe"], done["model"], done["step"], done["steps"]) == ("smoke", "tiny", 10, 10)
+    assert (done["reward"], done["best_evaluation"], done["last_evaluation"]) == (0.5, 0.8, 0.7)
+    with hold(Path("runs/cut")):
+        assert main(["runs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["run", "recipe", "model", "step", "reward", "eval", "best/last", "when", "state"]
+    assert next(line for line in lines if line.startswith("runs/cut ")).endswith("running")
+    assert next(line for line in lines if line.startswith("runs/done ")).split()[1:6] == [
+        "smoke", "tiny", "10/10", "0.5", "0.8/0.7",
+    ]  # fmt: skip
+    assert main(["runs"]) == 0
+    cut = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("runs/cut "))
+    assert cut.endswith("failed: no engine is left second line")
+
+
+def test_a_folder_that_is_no_run_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "good", [0.5])
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "config.yaml").write_text("model: 3\n")
+    assert main(["runs", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == 2
+    assert f"left out: {tmp_path / 'bad'} is not a run's directory" in said.err
+    assert main(["runs", str(tmp_path / "none")]) == 2
+
+
+def test_a_killed_run_is_not_running(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom rlflow.rundir.lock import hold\n"
+        "with hold(Path(sys.argv[1])):\n    os._exit(0)\n"
+    )
+    assert not is_held(tmp_path)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+    assert (tmp_path / ".lock").read_text() != ""
+    assert not is_held(tmp_path)
+    with hold(tmp_path):
+        assert is_held(tmp_path)
+
+
+def test_why_a_run_failed_is_kept_until_it_goes_on(tmp_path: Path) -> None:
+    config = Config()
+    config.run.dir = str(tmp_path / "run")
+    with pytest.raises(RunError), claim(config):
+        raise RunError("no engine is left")
+    assert (tmp_path / "run" / "failure.txt").read_text() == "no engine is left\n"
+    with claim(config):
+        assert not (tmp_path / "run" / "failure.txt").exists()
+
+
+# -- compare
+
+
+def test_seeds_are_one_band_and_the_difference_is_tested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = [write_run(tmp_path / f"slow{s}", [0.1, 0.1 + s / 100], run__seed=s) for s in range(3)]
+    fast = [
+        write_run(tmp_path / f"fast{s}", [0.1, 0.9 + s / 100], run__seed=s, trainer__learning_rate=0.5)
+        for s in range(3)
+    ]
+    assert main(["compare", *map(str, [*slow, *fast])]) == 0
+    said = capsys.readouterr().out
+    assert [line.split() for line in said.splitlines() if line.startswith("step 2")] == [
+        ["step", "2", "0.11", "(0.1", "to", "0.12)", "0.91", "(0.9", "to", "0.92)"]
+    ]
+    assert [line.split() for line in said.splitlines() if "learning_rate" in line] == [
+        ["trainer.learning_rate", str(Config().trainer.learning_rate), "0.5"]
+    ]
+    assert "B - A: +0.400 (0.505 - 0.105; the mean of the last 5 steps): more than noise" in said
+    assert "over 3 and 3 seeds" in said
+    assert main(["compare", *map(str, slow)]) == 0
+    assert "no setting differs but the seed" in capsys.readouterr().out
+
+
+def test_one_seed_each_is_not_told_from_noise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write_run(tmp_path / "a", [0.5], {0: 0.25, 5: 0.5, 10: 0.75})
+    b = write_run(tmp_path / "b", [0.5], {0: 0.25, 10: 0.5}, trainer__clip_grad_norm=9.0)
+    assert main(["compare", str(a), str(b)]) == 0
+    said = capsys.readouterr().out
+    assert "B - A: -0.250 (0.5 - 0.75; the last evaluation): with one seed this cannot be told from noise" in said
+    assert "each varies by 0.250 and 0.177" in said
+    assert "▁" in said
+    assert main(["compare", str(a), str(b), "--metric", "entropy"]) == 2
+    assert f"{a} has no entropy" in capsys.readouterr().err
+    assert main(["compare", str(a)]) == 2
+
+
+def test_a_band_that_overlaps_is_noise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rewards = {"a": (0.4, 0.6), "b": (0.5, 0.8)}
+    runs = [
+        write_run(tmp_path / f"{name}{seed}", [reward], run__seed=seed, algorithm__group_size=4 + (name == "b"))
+        for name, pair in rewards.items()
+        for seed, reward in enumerate(pair)
+    ]
+    assert main(["compare", *map(str, runs)]) == 0
+    assert "B - A: +0.150 (0.65 - 0.5; the mean of the last 5 steps): not more than noise" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "p"),
+    [
+        # Student's t with 2 degrees of freedom: p = 1 - t / sqrt(2 + t^2); here t = 1 / sqrt(0.5).
+        ([0.0, 1.0], [1.0, 2.0], 1 - 2**0.5 / 2),
+        ([1.0, 1.0], [1.0, 1.0], 1.0),
+        ([1.0, 1.0], [2.0, 2.0], 0.0),
+        # scipy.stats.ttest_ind(a, b, equal_var=False)
+        ([1, 2, 3, 4, 5], [2, 4, 6, 8, 10], 0.10753),
+    ],
+)
+def test_welchs_p_value(a: list[float], b: list[float], p: float) -> None:
+    assert welch(a, b) == pytest.approx(p, abs=1e-5)

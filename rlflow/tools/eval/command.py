@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlflow.errors import ConfigError
-from rlflow.telemetry.text import number
 from rlflow.tools.eval.evaluate import EvaluationTable, evaluate_model
 from rlflow.tools.figures import table
 from rlflow.tools.target import find_target
@@ -57,9 +56,13 @@ def lines(tables: Sequence[EvaluationTable]) -> list[str]:
     for scores in zip(*(each.scores for each in tables), strict=True):
         for each, score in zip(tables, scores, strict=True):
             half = "-" if score.error is None else f"+-{score.error:.3f}"
-            passes = [number(score.passes.get(k)) for k in most]
+            passes = [_share(score.passes.get(k)) for k in most]
             counts = [str(score.num_failed), "-" if score.truncated is None else f"{score.truncated:.0%}"]
             how, kind = "greedy" if score.is_greedy else "sampled", "all" if score.kind is None else score.kind
-            row = [each.model, how, kind, str(score.num_tasks), number(score.reward), half]
+            row = [each.model, how, kind, str(score.num_tasks), _share(score.reward), half]
             rows.append([*row, *passes, *counts])
     return [table(head, rows), *(f"answers: {each.answers}" for each in tables)]
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,9 +37,8 @@ SHOWN = [
 ]
 
 
-README = (ROOT / "README.md").read_text()
-OWN_FILES = files(README)
-SHOWN_IN_README = [words for words in commands(README) if words[0] == "train"]
+PLAYED = ("README.md", "docs/tutorial.md")
+"""Documents whose commands and files belong together."""
 ROW = {"prompt": "What is 2 + 2?", "answer": "4"}
 
 
@@ -111,7 +110,7 @@ def one(completion):
 """
     assert list(commands(text)) == [["train", "recipe=smoke", "run.steps=2"]]
     assert verbs_mentioned(text) == {"stop"}
-    assert files(text) == {"my.py": "# my.py\ndef one(completion):\n    return 1.0\n"}
+    assert files(text) == {"my.py": "def one(completion):\n    return 1.0\n"}
 
 
 @pytest.mark.parametrize("word", ["trainer.learning_rat=1e-5", "rollout.engines=0"])
@@ -120,14 +119,43 @@ def test_a_command_that_would_be_refused_is_found(word: str) -> None:
         composed(["recipe=smoke", word])
 
 
-@pytest.mark.parametrize("words", [each for each in SHOWN_IN_README if files_named(each) and not is_on_hub(each)])
-def test_the_files_of_the_readme_work_with_its_commands(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def with_own_files(verb: str) -> list[object]:
+    """(document, words) of the commands that name files which their document shows."""
+    return [
+        pytest.param(name, words, id=" ".join(words))
+        for name in PLAYED
+        for words in commands((ROOT / name).read_text())
+        if words[0] == verb and words[:2] != ["env", "new"] and files_named(words) and not is_on_hub(words)
+    ]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Writes what a document shows as files into an empty folder, which becomes the current one."""
+
+    def of_document(name: str) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("rows.jsonl").write_text(json.dumps(ROW) + "\n")
+        for file, text in files((ROOT / name).read_text()).items():
+            Path(file).write_text(text)
+
+    return of_document
+
+
+@pytest.mark.parametrize(("document", "words"), with_own_files("train"))
+def test_the_files_of_a_document_work_with_its_commands(
+    document: str, words: list[str], write: Callable[[str], None]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, text in OWN_FILES.items():
-        Path(name).write_text(text)
-    Path("rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    write(document)
     (config,) = composed(filled(words)[1:])
     check_functions(config)
     assert load_environment(config.env, config.reward).tasks()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("document", "words"), with_own_files("env"))
+def test_an_environment_of_a_document_can_be_played(
+    document: str, words: list[str], write: Callable[[str], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(document)
+    assert cli.main(words) == 0, capfd.readouterr()

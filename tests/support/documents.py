@@ -37,5 +37,5 @@ def files(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for _, block in _BLOCK.findall(text):
         if named := _NAME.match(block):
-            found[named[1]] = found.get(named[1], "") + block
+            found[named[1]] = found.get(named[1], "") + block[named.end() :]
     return found

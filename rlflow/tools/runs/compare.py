@@ -1,4 +1,4 @@
-"""`rlflow compare A B ...`: curves side by side, what differs in the settings, and whether the ends differ by more than noise.
+"""`rlflow compare A B ...`: curves side by side, which settings differ, and whether the ends differ by more than noise.
 
 Runs that differ in run.seed alone are one arm; its curve is their mean, with the least and the greatest of them.
 """
@@ -111,8 +111,8 @@ def verdict(first: Arm, other: Arm, metric: str, num_tests: int = 1) -> str:
         spreads = [list(arm.runs[0].curve(metric).values())[-LAST_STEPS:] for arm in (first, other)]
         within = " and ".join(f"{stdev(each):.3f}" if len(each) > 1 else "unknown" for each in spreads)
         return (
-            f"{said}: with one seed this cannot be told from noise; from one point to the next, each varies by {within} "
-            f"(standard deviation of the last {LAST_STEPS}). Train more seeds: --multirun run.seed=0,1,2"
+            f"{said}: with one seed this cannot be told from noise; each varies by {within} "
+            f"(standard deviation of its last {LAST_STEPS} points). Train more seeds: --multirun run.seed=0,1,2"
         )
     p = welch(a, b)
     told = "more than noise" if p < ALPHA / num_tests else "not more than noise"

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from rlflow.errors import ConfigError, RunError, first_line
+from rlflow.errors import ConfigError, first_line
 from rlflow.rundir.directory import FAILURE
 from rlflow.rundir.lock import is_held
 from rlflow.telemetry import metrics
@@ -59,8 +59,8 @@ def read_run(folder: Path) -> Run:
         planned = settings["run"]["steps"]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{folder} is not a run's directory: its config.yaml cannot be read ({first_line(error)}); give the run.dir "
-            "that `rlflow train` printed"
+            f"{folder} is not a run's directory: its config.yaml cannot be read ({first_line(error)}); give the "
+            "run.dir that `rlflow train` printed"
         ) from error
     files = folder / "metrics.jsonl", folder / "evaluations.jsonl"
     records, evaluations = (metrics.read(file) if file.is_file() else [] for file in files)

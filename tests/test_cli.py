@@ -187,7 +187,7 @@ def test_a_sweep_goes_through_all_its_jobs(tmp_path: Path, cli: Cli) -> None:
         ("rlflow re", "recipes report"),
         ("rlflow train recipe=sm", "recipe=smoke"),
         ("rlflow submit recipe=sm", "recipe=smoke"),
-        ("rlflow train recipe=smoke run.s", "run.seed= run.show_samples_every= run.steps="),
+        ("rlflow train recipe=smoke run.s", "run.seed= run.show_samples_every= run.steps= run.stop_when="),
     ],
 )
 def test_the_shell_completes_verbs_recipes_and_keys(line: str, answer: str, cli: Cli) -> None:
@@ -257,7 +257,7 @@ def test_export_writes_what_transformers_loads(tmp_path: Path, monkeypatch: pyte
 
 def test_export_in_float32_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_run(tmp_path, monkeypatch)
-    export(tmp_path / "run", tmp_path / "out", step=2, dtype="float32")
+    export(tmp_path / "run", tmp_path / "out", step="2", dtype="float32")
     before, after = load_file(model / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name], after[name]) for name in before)
@@ -324,7 +324,7 @@ def test_export_refuses_what_it_cannot_write(tmp_path: Path) -> None:
         export(tmp_path / "run", tmp_path / "out", step=None, dtype="float32")
     (tmp_path / "run" / "checkpoints" / "step_2").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"has no checkpoint of step 3; it has 2$"):
-        export(tmp_path / "run", tmp_path / "out", step=3, dtype="float32")
+        export(tmp_path / "run", tmp_path / "out", step="3", dtype="float32")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 

@@ -39,7 +39,7 @@ from rlflow.cluster.shared_files import check_shared_files
 from rlflow.config import Config, Placement, ProcessKind
 from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerError, WorkerLost
-from rlflow.roles import Workers
+from rlflow.roles import StagedWeights, Workers
 from rlflow.rollout.fleet import EngineFleet
 from rlflow.runtime import scratch
 from rlflow.runtime.deadlines import or_hung
@@ -145,7 +145,8 @@ async def start_fleet(
     *,
     is_restart: bool = False,
 ) -> Fleet:
-    """Create every actor at once and wait until all of them are ready.
+    """Create every actor at once and wait until all of them are ready. Without a trainer (trainer.ranks=0) the engines
+    serve the model of `model_path` as version 0.
 
     `reward_model_path` is the folder of `reward.model`, which scores in place of a function.
     `alarm` is told what people should know later: that an engine was lost, for example.
@@ -198,6 +199,10 @@ async def start_fleet(
     try:
         starting = _start_all(config, engine_fleet, [trainers, critics, references], runners, list(rewards.values()))
         await or_hung("starting the workers", config.deadlines, "start_s", starting)
+        if not trainers:  # nobody will send them anything else
+            await engine_fleet.load_weights(
+                StagedWeights(version=0, path=model_path, num_bytes=0, slots=(), buckets=())
+            )
     except BaseException:
         await fleet.end()
         raise

@@ -6,6 +6,7 @@ An error of Hydra, OmegaConf or YAML becomes a ConfigError with one sentence tha
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -18,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlflow.config import Config
+from rlflow.config import Config, RewardConfig
 from rlflow.errors import ConfigError, RunError
 from rlflow.settings.checks import check
 from rlflow.settings.explain import explain, leaf_keys, unknown_key
@@ -108,6 +109,45 @@ def _folder_in_sweep(overrides: Sequence[str], taken: Collection[str | None]) ->
     name = "_".join(swept).replace("/", "_")[:_MAX_NAME] or str(job.job.num)
     folder = f"{job.runtime.output_dir}/{name}"
     return f"{folder}_{job.job.num}" if folder in taken else folder  # a sweeper may try the same values again
+
+
+def composed_config(words: Sequence[str]) -> Config:
+    """The settings that `words` (key=value, groups too) make of the defaults. Raises ConfigError."""
+    found: list[Config] = []
+
+    def report(error: ConfigError | RunError) -> int:
+        raise error
+
+    def take(config: Config) -> int:
+        found.append(config)
+        return 0
+
+    train(words, report, take, needs_recipe=False)
+    return found[0]
+
+
+def config_of_run(run: Path, words: Sequence[str]) -> Config:
+    """The settings that a run was last started with, and `words` (key=value) over them.
+
+    With another env.name, the arguments and the reward of the run's own environment are left out. Raises ConfigError.
+    """
+    try:
+        composed = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(run / "config.yaml"))
+        assert isinstance(composed, DictConfig)
+        overrides = OverridesParser.create().parse_overrides(list(words))
+        if any(each.key_or_group == "env.name" and each.value() != composed.env.name for each in overrides):
+            OmegaConf.update(composed, "env.args", {}, merge=False)
+            OmegaConf.update(composed, "reward", RewardConfig(), merge=False)
+        for each in overrides:
+            key = each.key_or_group
+            OmegaConf.update(composed, key, each.value(), merge=False, force_add=_is_free(key))
+    except OSError as error:
+        raise ConfigError(
+            f"{run / 'config.yaml'}, the settings of the run, cannot be read: {error.strerror}"
+        ) from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(explain(error)) from error
+    return to_config(composed)
 
 
 def to_config(composed: DictConfig) -> Config:

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from rlflow.errors import RunError
+from rlflow.errors import ConfigError, RunError
 from rlflow.groups.ledger import DropReason
+from rlflow.plugins.names import did_you_mean
 from rlflow.runtime.disk import disk_errors
 
 StepRecord: TypeAlias = dict[str, float | int | None]
@@ -51,8 +52,21 @@ REQUIRED: tuple[str, ...] = (
     "utilisation/train",
 )
 """Names that every record has."""
+SOME = ("kl_coefficient", "entropy_control", "update_skipped")
+"""Names that some records have, beside those of `SOME_GROUPS`, which have any."""
+SOME_GROUPS = (
+    "correction", "critic", "curriculum", "episode", "episodes", "eval", "memory", "ratio", "rewards", "sampling",
+    "throughput", "time", "weights",
+)  # fmt: skip
 EVALUATION: tuple[str, ...] = ("step", "version", "eval/reward", "eval/episodes", "eval/failed")
 """Names that every record of evaluations.jsonl has; `step` counts the steps done before it."""
+
+
+def check_metric(name: str) -> None:
+    """Raise ConfigError for the name of a metric that no run records, as far as that is known before one starts."""
+    if name not in (*REQUIRED, *SOME) and ("/" not in name or name.partition("/")[0] not in SOME_GROUPS):
+        near = did_you_mean(name, (*REQUIRED, *SOME))
+        raise ConfigError(f"run.stop_when: no run records {name}{near or '; see metrics.jsonl of a run for the names'}")
 
 
 class MetricsFile:

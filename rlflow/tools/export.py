@@ -30,7 +30,7 @@ _MAX_FILE_BYTES = 4 << 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; it must not exist")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint's step; the last one by default")
+    parser.add_argument("--step", metavar="N|best", help="the checkpoint; the last one by default")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--adapter", action="store_true", help="the adapters of a run with lora.rank alone, for PEFT")
     parser.add_argument(
@@ -82,8 +82,9 @@ def _push(folder: Path, repository: str) -> str:
     return f"https://huggingface.co/{repository}"
 
 
-def export(run: Path, out: Path, *, step: int | None, dtype: str, adapter_only: bool = False) -> Path:
-    """Write checkpoint `step` of a run (None: the last) to the new folder `out`, whole or not at all; returns `out`.
+def export(run: Path, out: Path, *, step: str | None, dtype: str, adapter_only: bool = False) -> Path:
+    """Write checkpoint `step` of a run (a number or `best`; None: the last) to the new folder `out`, whole or not at
+    all; returns `out`.
 
     dtype: "bfloat16" or "float32", for every floating-point weight. Adapters are merged into the model that the run
     began with, or written alone, as PEFT does, with `adapter_only`. Raises ConfigError when `out` exists or the run has
@@ -91,13 +92,7 @@ def export(run: Path, out: Path, *, step: int | None, dtype: str, adapter_only: 
     """
     if out.exists():
         raise ConfigError(f"{out} already exists; give a new folder, or remove it first")
-    store = CheckpointStore(run / "checkpoints", keep=1)
-    steps = store.steps()
-    if not steps:
-        raise ConfigError(f"{run} has no complete checkpoint; give the directory of a run that has saved one")
-    if step is not None and step not in steps:
-        raise ConfigError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
-    checkpoint = store.path(steps[-1] if step is None else step)
+    checkpoint = CheckpointStore(run / "checkpoints", keep=1).chosen(run, step)
     read_state(checkpoint)  # checks every byte
     try:
         trained = yaml.safe_load((run / "config.yaml").read_text())["model"]

@@ -266,6 +266,9 @@ class RolloutEngine:
         update. Raises WeightsOvertaken when the trainer rewrote the weights meanwhile, EngineLost when vLLM died,
         RunError for other failures.
         """
+        if not self._config.trainer.ranks:
+            self._version = staged.version  # vLLM has read it from the model's files
+            return 0.0
         async with self._loading:
             loading = Loading(self._engine, self._config, self._index, staged)
             try:

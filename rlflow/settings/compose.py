@@ -97,6 +97,20 @@ def train(
     return max(exit_codes, default=0)
 
 
+def _folder_in_sweep(overrides: Sequence[str], taken: Collection[str | None]) -> str:
+    """Where the job of a sweep that runs now keeps its files: sweep.dir/run.seed=1_trainer.learning_rate=0.001."""
+    job = HydraConfig.get()
+    fixed = {
+        each.get_key_element()
+        for each in OverridesParser.create().parse_overrides(list(overrides))
+        if not each.is_sweep_override()
+    }
+    swept = [word.lstrip("+") for word in job.overrides.task if word.partition("=")[0] not in fixed]
+    name = "_".join(swept).replace("/", "_")[:_MAX_NAME] or str(job.job.num)
+    folder = f"{job.runtime.output_dir}/{name}"
+    return f"{folder}_{job.job.num}" if folder in taken else folder  # a sweeper may try the same values again
+
+
 def composed_config(words: Sequence[str]) -> Config:
     """The settings that `words` (key=value, groups too) make of the defaults. Raises ConfigError."""
     found: list[Config] = []
@@ -128,24 +142,12 @@ def config_of_run(run: Path, words: Sequence[str]) -> Config:
             key = each.key_or_group
             OmegaConf.update(composed, key, each.value(), merge=False, force_add=_is_free(key))
     except OSError as error:
-        raise ConfigError(f"the run's settings, {run / 'config.yaml'}, cannot be read: {error.strerror}") from error
+        raise ConfigError(
+            f"{run / 'config.yaml'}, the settings of the run, cannot be read: {error.strerror}"
+        ) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(explain(error)) from error
     return to_config(composed)
-
-
-def _folder_in_sweep(overrides: Sequence[str], taken: Collection[str | None]) -> str:
-    """Where the job of a sweep that runs now keeps its files: sweep.dir/run.seed=1_trainer.learning_rate=0.001."""
-    job = HydraConfig.get()
-    fixed = {
-        each.get_key_element()
-        for each in OverridesParser.create().parse_overrides(list(overrides))
-        if not each.is_sweep_override()
-    }
-    swept = [word.lstrip("+") for word in job.overrides.task if word.partition("=")[0] not in fixed]
-    name = "_".join(swept).replace("/", "_")[:_MAX_NAME] or str(job.job.num)
-    folder = f"{job.runtime.output_dir}/{name}"
-    return f"{folder}_{job.job.num}" if folder in taken else folder  # a sweeper may try the same values again
 
 
 def to_config(composed: DictConfig) -> Config:

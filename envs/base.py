@@ -72,7 +72,8 @@ class Environment(ABC):
     """One episode's world.
 
     Before `reset`, `seed` is set to a number that is the same for all episodes of a group, and `ask` to a way of asking
-    other agents, such as a simulated user.
+    other agents, such as a simulated user. The methods may be plain `def` instead of `async def`: then they run in a
+    thread of the episode and may block, but cannot `ask`.
     """
 
     seed: int = 0
@@ -119,7 +120,10 @@ class Result:
 
 
 class Program(ABC):
-    """An agent with a loop of its own: it asks the policy through `endpoint`, in as many conversations as it likes."""
+    """An agent with a loop of its own: it asks the policy through `endpoint`, in as many conversations as it likes.
+
+    `run` and `close` may be plain `def`, and then run in a thread of the episode.
+    """
 
     seed: int = 0
 

@@ -59,7 +59,7 @@ _VERBS = {
         "rlflow.tools.eval.command",
         _Words.settings,
     ),
-    "report": _Verb("write a run's report.html", "rlflow.tools.report"),
+    "report": _Verb("write a run's report.html, or show it while the run goes on (--watch)", "rlflow.tools.report"),
     "ledger": _Verb("count a run's groups by state", "rlflow.tools.ledger"),
     "doctor": _Verb(
         "is this machine, or a cluster, fit: rlflow doctor [key=value ...] [--cluster] [--clean] [--json]",

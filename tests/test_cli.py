@@ -15,6 +15,7 @@ import yaml
 from checkpoints import commit
 from safetensors.numpy import load_file
 
+from rlflow import __version__
 from rlflow.cli import main
 from rlflow.errors import ConfigError
 from rlflow.groups.sampler import SamplerState
@@ -44,6 +45,8 @@ RECIPES = [
     "search",
     "smoke",
 ]
+BEGAN = f"rlflow {__version__}: reading settings, tasks and model ...\n"
+"""What a person sees at once."""
 HEAVY = ("torch", "vllm", "ray", "hydra", "transformers", "numpy")
 
 
@@ -73,6 +76,17 @@ def test_help_and_recipes_import_nothing_heavy(arguments: list[str]) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_the_help_of_train_imports_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys\nfrom rlflow.cli import main\nmain(['train', 'recipe=smoke', '--help', 'trainer'])\n"
+        "print([name for name in ('torch', 'vllm', 'ray', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    lines = done.stdout.splitlines()
+    assert (lines[0], lines[-1]) == ("trainer: What computes gradients and updates the weights.", "[]")
+    assert "  trainer.learning_rate=1.0e-06" in lines
+
+
 def test_recipes_lists_and_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out.splitlines()
@@ -97,6 +111,19 @@ REFUSED = [
     ([], f"no recipe given; add recipe=<name> with one of: {', '.join(RECIPES)}"),
     (["recipe=smok"], f"there is no recipe smok; did you mean smoke? There are: {', '.join(RECIPES)}"),
     (["recipe=smoke", "run.stepz=3"], "run.stepz is not a setting; did you mean run.steps?"),
+    (
+        ["recipe=smoke", "actor_rollout_ref.rollout.n=4"],
+        "actor_rollout_ref.rollout.n is not a setting; verl's actor_rollout_ref.rollout.n is algorithm.group_size here",
+    ),
+    (
+        ["recipe=smoke", "--init_kl_coef", "0.1"],
+        "write --init_kl_coef as key=value: init_kl_coef is not a setting; OpenRLHF's init_kl_coef is "
+        "algorithm.kl_coefficient here",
+    ),
+    (
+        ["recipe=smoke", "--learning-rate=1e-5"],
+        "write --learning-rate=1e-5 as key=value: learning_rate is not a setting; did you mean trainer.learning_rate?",
+    ),
     (["recipe=smoke", "+run.stepz=3"], "run.stepz is not a setting; did you mean run.steps?"),
     (["recipe=smoke", "run.steps=many"], "run.steps must be a whole number; got many"),
     (["recipe=smoke", "run.steps=null"], "run.steps must be a whole number; got null"),
@@ -120,7 +147,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_a_mistake_costs_one_line_and_exit_code_2(arguments: list[str], message: str, cli: Cli) -> None:
-    assert cli("train", *arguments) == (2, "", f"rlflow: error: {message}\n")
+    began = "" if arguments[:1] == ["--experimental-rerun"] else BEGAN
+    assert cli("train", *arguments) == (2, began, f"rlflow: error: {message}\n")
 
 
 def test_a_mistake_in_a_recipe_file_names_the_file(tmp_path: Path, cli: Cli) -> None:

@@ -28,7 +28,7 @@ from rlflow.config import Config
 from rlflow.groups.ledger import counts_by_state
 from rlflow.recipes.minimal_grpo import Group, MinimalGrpo, Update
 from rlflow.runtime import scratch
-from rlflow.telemetry import metrics
+from rlflow.telemetry import about, metrics
 from rlflow.telemetry.metrics import REQUIRED
 from rlflow.telemetry.samples import read_samples
 from rlflow.workers.trainer.shards import ShardReader, read_full
@@ -71,6 +71,7 @@ def test_the_reward_rises(tmp_path: Path) -> None:
     settings = ["run.steps=40", "algorithm.groups_per_step=4", "algorithm.group_size=8", "trainer.learning_rate=3e-3"]
     out = train(run, *settings, "eval.every=20", "env.args.evaluation_size=16")
     records = metrics.read(run / "metrics.jsonl")
+    assert [name for name in records[-1] if metrics.text_of(name) is None] == []
     rewards = [record["reward"] for record in records]
     print("rewards", [round(reward, 3) for reward in rewards])
     assert len(rewards) == 40
@@ -83,9 +84,15 @@ def test_the_reward_rises(tmp_path: Path) -> None:
     best = max((20, 40), key=held_out.__getitem__)
     assert os.readlink(run / "checkpoints" / "best") == f"step_{best}"
     assert f"held-out {held_out[0]:.3f} -> {held_out[40]:.3f} (best {held_out[best]:.3f} at step {best})" in out
+    assert "\nalarms: " in out
     drawn = (run / "report.html").read_text().split('id="data">')[1].split("</script>")[0]
-    assert {"reward", "loss", "staleness", "utilisation"} <= json.loads(drawn)["charts"].keys()
-    assert json.loads((run / "trace.json").read_text())
+    assert {"reward", "loss", "staleness/mean", "utilisation/train"} <= json.loads(drawn)["columns"].keys()
+    [start] = about.read(run)
+    assert start["steps"] == 40 and start["machines"] and start["ended"] >= start["started"]
+    facts = [event["args"] for event in json.loads((run / "trace.json").read_text()) if event["ph"] == "X"]
+    assert {"step", "group", "version", "oldest_version", "tokens", "outcome"} <= {
+        name for one in facts for name in one
+    }
     assert (run / "samples" / "step_1.json").is_file()
     assert counts_by_state(run / "ledger.db")["trained"] == 160
     exported = tmp_path / "exported"
@@ -116,6 +123,7 @@ def test_adapters_are_trained_beside_a_reference_and_a_critic_without_one_more_p
     assert operations(of_engine) & {"aten::mm", "aten::addmm", "aten::linear"}
     records = metrics.read(run / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert [name for name in records[-1] if metrics.text_of(name) is None] == []
     assert all(record["throughput/train_tflops_rank"] > 0 for record in records)
     assert records[0]["kl"] < 1e-6  # adapters add nothing at first
     assert records[3]["kl"] > 1e-6

@@ -66,7 +66,7 @@ def _task(row: Row, system_prompt: str) -> Task:
     if isinstance(id_, bool) or not isinstance(id_, (str, int)):
         raise ConfigError(f"{row.where}: `{id_column}` must be text or a whole number; got {id_!r:.80}")
     kinds = (value for value in _values(columns, KINDS) if isinstance(value, str) and value)
-    consumed = ("id", "answer", prompt_column)
+    consumed = ("id", "answer", *({prompt_column} - {"question"}))  # rewards and environments may ask for the question
     return Task(
         id=str(id_),
         prompt=tuple(messages),

@@ -10,16 +10,20 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_constants, worker
+from ray._private import ray_constants, services, worker
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
-from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
+from ray._raylet import (
+    AuthenticationTokenLoader,  # pyright: ignore[reportAttributeAccessIssue]
+    GcsClient,  # pyright: ignore[reportAttributeAccessIssue]
+)
 from ray._raylet import Config as RayConfig  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import AuthenticationError
 
@@ -28,6 +32,7 @@ from rlflow.runtime.environment import variables
 
 LOOPBACK = "127.0.0.1"
 CONNECT_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 30.0
 
 
 @contextmanager
@@ -116,11 +121,15 @@ def join_ray(address: str, **options: Any) -> None:
             f"cluster.address={address} is where jobs are handed in; use `rlflow submit` in place of `rlflow train`, "
             "or give the address of the cluster: auto, or host:port"
         )
+    where = address
     try:
-        host, separator, port = address.rpartition(":")
+        # What `auto` stands for may be in a file that a cluster has left behind.
+        where = (address == "auto" and services.canonicalize_bootstrap_address(address)) or address
+        host, separator, port = where.rpartition(":")
         if separator and port.isdigit() and "://" not in host:
-            # When nothing listens there, this fails at once; Ray would try for more than a minute.
+            # When nothing answers there, this fails soon; Ray would try for more than a minute, deaf to signals.
             socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+            _wait_for_answer(where)
         ray.init(address=address, **options)
     except (ConnectionError, TimeoutError, socket.gaierror, AuthenticationError) as error:
         if _is_refusal(error):
@@ -133,8 +142,8 @@ def join_ray(address: str, **options: Any) -> None:
                 "with"
             ) from error
         raise ConfigError(
-            f"cluster.address is {address!r}, but no Ray cluster answers there: {error}; start one, or leave it null "
-            "to start Ray on this machine"
+            f"cluster.address is {address!r}{'' if where == address else f', which is {where} here'}, but no Ray "
+            f"cluster answers there: {error}; start one, or leave it null to start Ray on this machine"
         ) from error
     addresses = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
     reachable = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
@@ -145,6 +154,20 @@ def join_ray(address: str, **options: Any) -> None:
             "you; start it with RAY_AUTH_MODE=token (docs/security.md)\n"
         )
         sys.stderr.flush()
+
+
+def _wait_for_answer(address: str) -> None:
+    """Raises TimeoutError when what listens at host:port does not answer as a Ray cluster does, even to refuse."""
+
+    def ask() -> None:
+        with suppress(Exception):  # which `ray.init` will raise again
+            GcsClient(address=address)
+
+    asking = threading.Thread(target=ask, daemon=True)  # which nothing can end
+    asking.start()
+    asking.join(ANSWER_TIMEOUT_S)
+    if asking.is_alive():
+        raise TimeoutError(f"it takes connections, but said nothing in {ANSWER_TIMEOUT_S:g} s")
 
 
 def _is_refusal(error: BaseException | None) -> bool:

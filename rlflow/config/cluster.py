@@ -19,6 +19,7 @@ class PoolConfig:
     cpus: int | None = None
     """The number on each machine, like `gpus` and `memory_gb`; null: what it has."""
     gpus: int | None = None
+    """See `cpus`."""
     memory_gb: float | None = None
     """Memory of its pod, half of which may be shared memory. Kubernetes only."""
     node_labels: dict[str, str] = field(default_factory=dict)
@@ -38,16 +39,21 @@ class KubernetesConfig:
     secrets: list[str] = field(default_factory=list)
     """Names of Secrets whose keys become environment variables, such as HF_TOKEN."""
     head_cpus: int = 4
+    """CPUs of the pod with Ray's head and the driver, which computes nothing."""
     head_memory_gb: float = 16.0
+    """Memory of that pod."""
     retries: int = 3
     """How often a job that failed, for whatever reason, starts again from its last checkpoint."""
     scheduler: Scheduler = Scheduler.default
+    """What admits the job."""
     queue: str | None = None
     """The queue of kueue, volcano or kai."""
 
 
 @dataclass
 class ClusterConfig:
+    """The machines, and which processes share their devices."""
+
     address: str | None = None
     """A running Ray cluster: `auto` (the one that this machine is part of) or host:port; for `rlflow submit` its
     dashboard, such as http://head:8265. null starts one on this machine, on loopback."""
@@ -55,8 +61,9 @@ class ClusterConfig:
     """Name -> machines of one kind; empty: anything may run on any machine."""
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     placement: Placement = Placement.separate
-    """`separate`: engines and trainer have devices of their own and overlap. `colocated`: they take turns on the same
-    devices; the engines sleep while the trainer works, and a step is trained when its last group is ready."""
+    """`separate`: engines and trainer have devices of their own and overlap; takes rollout.engines x
+    rollout.tensor_parallel + trainer.ranks GPUs. `colocated`: they take turns on the same devices, which is how one GPU
+    is enough; the engines sleep while the trainer works, and a step is trained when its last group is ready."""
     roles: ModelPlacement = ModelPlacement.separate
     """Where critic, reference and reward model are. `separate`: on GPUs of their own. `shared`: rank i of each, and
     replica i of the reward model, on the GPU of the trainer's rank i; with `colocated` only the critic leaves too."""

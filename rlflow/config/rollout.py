@@ -8,7 +8,11 @@ from rlflow.config.choices import Quantization, Speculative, Update
 
 @dataclass
 class RolloutConfig:
+    """The engines (vLLM) that sample replies."""
+
     engines: int = 1
+    """Copies of the model that sample side by side, each a vLLM on `tensor_parallel` GPUs. More make rollouts
+    faster; utilisation/rollout and utilisation/train say which side waits."""
     tensor_parallel: int = 1
     """GPUs of one engine."""
     expert_parallel: bool = False
@@ -16,6 +20,7 @@ class RolloutConfig:
     max_new_tokens: int = 256
     """Sampled tokens of one reply."""
     temperature: float = 1.0
+    """Divides the logits, in the trainer too. Below 1 replies differ less, and groups teach less."""
     top_k: int | None = None
     """Sample from this many of the likeliest tokens; null: from all. The engines report what each token was chosen
     among, and the trainer computes log-probabilities among the same. Needs GPUs, like top_p and min_p."""

@@ -8,6 +8,8 @@ from rlflow.config.choices import Backend, Checkpointing, Offload, Optimizer, Sc
 
 @dataclass
 class TrainerConfig:
+    """What computes gradients and updates the weights."""
+
     backend: Backend = Backend.fsdp
     """What shards the model over the ranks. `deepspeed` needs the extra of that name."""
     zero_stage: int | None = None
@@ -17,6 +19,8 @@ class TrainerConfig:
     nvme_path: str | None = None
     """A folder on a fast local disk to which ZeRO 3 offloads instead."""
     ranks: int = 1
+    """Processes that train together, each on a GPU of its own; they share out the model and the episodes of a step.
+    More give memory and speed, and the same gradient."""
     tensor_parallel: int = 1
     """Ranks that share a micro-batch, each with a slice of every decoder layer; it divides `ranks`. For activations
     that one GPU cannot hold, on GPUs of one machine; `fsdp` only."""
@@ -24,6 +28,7 @@ class TrainerConfig:
     """Copies of the model, parameters and moments, that the ranks hold together; it divides `ranks`, and `fsdp` only.
     With one for each machine, layers are gathered within a machine, and gradients cross the network once a step."""
     learning_rate: float = 1e-6
+    """About 1e-6 for the whole model and 1e-5 to 1e-4 with lora.rank. Lower it when KL or entropy runs away."""
     warmup_steps: int = 0
     """Updates over which the learning rate rises linearly to `learning_rate`."""
     schedule: Schedule = Schedule.constant
@@ -35,10 +40,13 @@ class TrainerConfig:
     `optim8bit`. `muon`: steps of equal size in all directions for the matrices of the decoder layers, AdamW for the
     rest (arXiv:2502.16982). Both with `fsdp` only."""
     weight_decay: float = 0.0
+    """The share of a matrix, times the learning rate, that each step takes away; usually 0 in RL."""
     beta1: float = 0.9
     """The decay of the gradient's mean, and of Muon's momentum (0.95 is usual there)."""
     beta2: float = 0.99
+    """The decay of the gradient's mean square."""
     max_grad_norm: float = 1.0
+    """A gradient of a larger norm (grad_norm) is scaled down to it."""
     micro_batch_tokens: int = 4096
     """Tokens that go through the model at once on a rank; this changes memory and speed, never the gradient."""
     streaming: bool = True
@@ -50,6 +58,7 @@ class TrainerConfig:
     """Compile the decoder layers. null: on a GPU, unless layers choose experts; with `fsdp` only, without tensor
     parallelism and adapters."""
     save_optimizer: bool = True
+    """Checkpoints hold the optimiser's state. false: a third of the size, and a resumed run starts its moments anew."""
 
 
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

@@ -25,6 +25,11 @@ def spec_of_class(name: str, kind: type[Environment | Program], arguments: Mappi
         missing = ", ".join(sorted(kind.__abstractmethods__))
         raise ConfigError(f"env.name={name} does not define {missing}; an environment needs it")
     tasks, evaluation_tasks = (_maker(name, kind, method) for method in ("tasks", "evaluation_tasks"))
+    if tasks is None and "path" not in arguments:
+        raise ConfigError(
+            f"env.name={name} has no tasks; give it a static method `tasks` that returns a list of Task, or "
+            "env.args.path=FILE with one row for each"
+        )
     makers = [load_rows] if tasks is None else [maker for maker in (tasks, evaluation_tasks) if maker]
     parameters = [each for taker in (*makers, kind) for each in parameters_of(taker)]
     check_options(arguments, parameters, "env.args", f"env.name={name}")

@@ -107,6 +107,11 @@ def _spec_of(config: EnvConfig) -> EnvironmentSpec:
     load = ENVIRONMENTS.find(config.name)
     if isinstance(load, type) and issubclass(load, Environment | Program):
         return spec_of_class(config.name, load, config.args)
+    if isinstance(load, type) and any(base.__module__.split(".")[0] in ("gymnasium", "gym") for base in load.__mro__):
+        raise ConfigError(
+            f"env.name={config.name} is a Gymnasium environment; play it with env.name=gymnasium "
+            f"env.args.environment={config.name}"
+        )
     if isinstance(load, type) and callable(getattr(load, "reset", None)):
         from rlflow.envs.trl.env import load as load_trl
 

@@ -10,12 +10,14 @@ What an environment does wrong becomes the answer to the call; what it does to t
 import asyncio
 import contextlib
 import contextvars
+import inspect
 import itertools
 import json
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from rlflow.environments.wire import plain, task_of
@@ -107,6 +109,10 @@ class _Episode:
         """The task that closes the environment, or has."""
         self._interruption: asyncio.CancelledError | None = None
         """What the environment's own scopes did to the task between two calls."""
+        self._thread: ThreadPoolExecutor | None = None
+        """Where methods that are not async run, once there is one."""
+        self._in_thread: Future[Any] | None = None
+        """The last of its calls."""
         self.is_closed = False
         self.task = asyncio.get_running_loop().create_task(self._run())
 
@@ -181,14 +187,23 @@ class _Episode:
                 f"of its own ({self._interruption})"
             )
         if isinstance(self._world, Program):
-            result = await self._world.run(task_of(message["task"]), Endpoint(**message["endpoint"]))
+            result = await self._run_method(self._world.run, task_of(message["task"]), Endpoint(**message["endpoint"]))
             return plain("run", result, Result)
         if self._world is None:
             self._closing = self.task
             raise EnvironmentFailure(f"{operation}: the environment is closed")
         if operation == "reset":
-            return plain("reset", await self._world.reset(task_of(message["task"])), Prompt)
-        return plain("step", await self._world.step(message["reply"]), Step)
+            return plain("reset", await self._run_method(self._world.reset, task_of(message["task"])), Prompt)
+        return plain("step", await self._run_method(self._world.step, message["reply"]), Step)
+
+    async def _run_method(self, method: Callable[..., Any], *arguments: object) -> Any:
+        if inspect.iscoroutinefunction(method):
+            return await method(*arguments)
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="environment")
+        self._in_thread = self._thread.submit(method, *arguments)
+        # Shielded, so that `close` runs when a call that was given up has ended after all.
+        value = await asyncio.shield(asyncio.wrap_future(self._in_thread))
+        return await value if inspect.isawaitable(value) else value
 
     def _open(self, seed: int, resource: str | None) -> str:
         world = self._host.build() if resource is None else self._host.build(resource)
@@ -206,10 +221,20 @@ class _Episode:
         self._closing = asyncio.current_task()
         try:
             if self._world is not None:
-                await self._world.close()
+                await self._run_method(self._world.close)
         finally:
             self.is_closed = True
-            self._host.send({"closed": self._number, "leaked": self._host.count_leaked()})
+            if self._thread is not None:
+                self._thread.shutdown(wait=False)
+            if self._in_thread is None or self._in_thread.done():
+                self._tell_closed()
+            else:
+                # No thread can be ended. While it hangs the episode is not closed, and the runner replaces the process.
+                tell = partial(asyncio.get_running_loop().call_soon_threadsafe, self._tell_closed)
+                self._in_thread.add_done_callback(lambda _: tell())
+
+    def _tell_closed(self) -> None:
+        self._host.send({"closed": self._number, "leaked": self._host.count_leaked()})
 
     async def _ask(
         self, messages: Sequence[Message], *, agent: str, tools: Sequence[ToolSchema] = (), trainable: bool = False

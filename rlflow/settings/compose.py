@@ -38,6 +38,12 @@ _MAX_NAME = 200
 FREE_KEYS = tuple(key for key, kind in leaf_keys().items() if kind == dict[str, Any])
 """Below these a key is an argument of something that the user chose."""
 
+_OPTIONS = (
+    *("help", "hydra_help", "version", "cfg", "resolve", "package", "run", "multirun", "shell_completion"),
+    *("config_path", "config_name", "config_dir", "info"),
+)
+"""Hydra's, which may be cut short."""
+
 
 def train(
     arguments: Sequence[str],
@@ -57,6 +63,11 @@ def train(
         raise ConfigError(
             "--experimental-rerun is not supported: it would run a pickle file; to go on with a run, give run.dir"
         )
+    for word in arguments:
+        name = word[2:].partition("=")[0].replace("-", "_")
+        if word.startswith("--") and not any(each.startswith(name) for each in _OPTIONS):
+            told = "it is a setting" if name in leaf_keys() else unknown_key(name)
+            raise ConfigError(f"write {word} as key=value: {told}")
     exit_codes: list[int] = []
     folders: set[str | None] = set()
 
@@ -91,7 +102,7 @@ def train(
     try:
         hydra.main(version_base="1.3", config_path="pkg://rlflow.recipes", config_name="config")(job)()
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(explain(error)) from error
+        raise ConfigError(explain(error, [each.partition("=")[0].lstrip("+~") for each in overrides])) from error
     finally:
         sys.argv = typed
     return max(exit_codes, default=0)

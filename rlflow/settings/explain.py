@@ -2,8 +2,11 @@
 
 import inspect
 import re
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -17,7 +20,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from rlflow.config import Config, PoolConfig
+from rlflow.config import Config, PoolConfig, ProcessKind
 from rlflow.plugins.names import did_you_mean
 
 _GROUPS = ("recipe", "algorithm", "cluster")
@@ -27,6 +30,10 @@ _TYPE_NAMES = {
     bool: "true or false",
     str: "text",
     list[float]: "a list of numbers",
+    list[int]: "a list of whole numbers",
+    list[str]: "a list of texts",
+    list[ProcessKind]: f"a list of {', '.join(ProcessKind)}",
+    Any: "a name, or a list of names",
 }
 
 
@@ -41,8 +48,8 @@ def leaf_keys(section: type = Config, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def explain(error: Exception) -> str:
-    """One line for the person who typed the command or wrote the recipe."""
+def explain(error: Exception, typed: Sequence[str] = ()) -> str:
+    """One line for the person who typed the command, with the keys `typed`, or wrote the recipe."""
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         if not group or error.options is None:
@@ -65,7 +72,9 @@ def explain(error: Exception) -> str:
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
         if where and key in _GROUPS:
             return f"in {where[1]}: the keys are below `{key}`; make `# @package _global_` the first line of that file"
-        return f"{prefix}{unknown_key(key)}"
+        # Hydra names the first part that does not exist.
+        whole = next((each for each in typed if each.startswith(f"{key}.")), key)
+        return f"{prefix}{unknown_key(key if where else whole)}"
     if isinstance(cause, ValidationError) and key:
         return f"{prefix}{_explain_value(key, _one_line(cause))}"
     return _one_line(error)
@@ -105,10 +114,43 @@ def unknown_key(key: str) -> str:
     known = [*leaf_keys(), *_GROUPS]
     # Last to first, so that of equal names the first counts: the trainer's learning rate, not the critic's.
     ends = {leaf.rpartition(".")[2]: leaf for leaf in reversed(known)}
-    name = key.rpartition(".")[2]
-    # A setting named without its section, or under another one; or else misspelt.
-    near = did_you_mean(name, ends, cutoff=1.0) or did_you_mean(key, known) or did_you_mean(name, ends, cutoff=0.75)
+    section, _, name = key.rpartition(".")
+    beside = {leaf.rpartition(".")[2]: leaf for leaf in known if leaf.startswith(f"{section}.")}
+    near = (
+        _elsewhere(key)
+        # A setting named without its section, or under another one; or misspelt, with or without its section.
+        or did_you_mean(name, ends, cutoff=1.0)
+        or did_you_mean(name, beside)
+        or did_you_mean(key, known, cutoff=0.85)
+        or did_you_mean(name, ends, cutoff=0.75)
+    )
     return f"{key} is not a setting{near or '; `rlflow train --help` lists them all'}"
+
+
+@cache
+def other_names() -> dict[str, dict[str, list[str | None]]]:
+    """Library -> the name of its setting -> the key here, or None, and perhaps a note."""
+    return yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
+
+
+def _elsewhere(key: str) -> str:
+    """What a setting of another library is called here, as the end of a sentence, or "" if nothing else."""
+    section, name = key.partition(".")[0], key.rpartition(".")[2]
+    rows = [(library, theirs, *row) for library, names in other_names().items() for theirs, row in names.items()]
+    found = (
+        [row for row in rows if row[1] == key]
+        or [row for row in rows if row[1].endswith(f".{key}")]
+        or [row for row in rows if row[1].rpartition(".")[2] == name]
+    )
+    if not found:
+        return ""
+    # The first, unless another one is in the section that was typed.
+    library, theirs, here, *note = max(found, key=lambda row: (row[2] or "").startswith(f"{section}."))
+    if (here or "").rpartition(".")[2] == name:
+        return ""
+    if here is None:
+        return f"; {library}'s {theirs} has no counterpart: {note[0]}"
+    return f"; {library}'s {theirs} is {here} here{f' ({note[0]})' if note else ''}"
 
 
 def _one_line(error: Exception) -> str:

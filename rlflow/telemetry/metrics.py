@@ -8,9 +8,13 @@
 
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import yaml
 
 from rlflow.errors import ConfigError, RunError
 from rlflow.groups.ledger import DropReason
@@ -52,21 +56,28 @@ REQUIRED: tuple[str, ...] = (
     "utilisation/train",
 )
 """Names that every record has."""
-SOME = ("kl_coefficient", "entropy_control", "update_skipped")
-"""Names that some records have, beside those of `SOME_GROUPS`, which have any."""
-SOME_GROUPS = (
-    "correction", "critic", "curriculum", "episode", "episodes", "eval", "memory", "ratio", "rewards", "sampling",
-    "throughput", "time", "weights",
-)  # fmt: skip
 EVALUATION: tuple[str, ...] = ("step", "version", "eval/reward", "eval/episodes", "eval/failed")
 """Names that every record of evaluations.jsonl has; `step` counts the steps done before it."""
 
 
+@cache
+def texts() -> dict[str, tuple[str, str, str]]:
+    """Name of a metric -> its unit, what it is, and what is normal. A word in capitals stands for any name."""
+    found = yaml.safe_load(Path(__file__).with_name("metrics.yaml").read_text(encoding="utf-8"))
+    return {name: (unit, meaning, normal) for name, (unit, meaning, normal) in found.items()}
+
+
+def text_of(name: str) -> tuple[str, str, str] | None:
+    """The text of one metric; None if it has none."""
+    patterns = (re.sub("[A-Z]{2,}", ".+", each) for each in texts())
+    found = next((each for each, fits in zip(texts(), patterns, strict=True) if re.fullmatch(fits, name)), None)
+    return texts()[found] if found else None
+
+
 def check_metric(name: str) -> None:
-    """Raise ConfigError for the name of a metric that no run records, as far as that is known before one starts."""
-    if name not in (*REQUIRED, *SOME) and ("/" not in name or name.partition("/")[0] not in SOME_GROUPS):
-        near = did_you_mean(name, (*REQUIRED, *SOME))
-        raise ConfigError(f"run.stop_when: no run records {name}{near or '; see metrics.jsonl of a run for the names'}")
+    """Raise ConfigError for the name of a step's metric that no run records."""
+    if not name.startswith("eval/") and text_of(name) is None:
+        raise ConfigError(f"run.stop_when: no run records {name}{did_you_mean(name, list(texts()))}")
 
 
 class MetricsFile:
@@ -79,14 +90,15 @@ class MetricsFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="ascii")
 
-    def append(self, record: StepRecord) -> None:
+    def append(self, record: Mapping[str, float | int | str | None]) -> None:
         """Write one step. A number that is not finite is written as null, because JSON has no other word for it.
 
         Raises AssertionError for a record that lacks a required name, RunError when the disk is full.
         """
         missing = [name for name in self._required if name not in record]
         assert not missing, f"the record of step {record.get('step')} lacks {', '.join(missing)}"
-        line = json.dumps({name: finite(value) for name, value in record.items()}, allow_nan=False)
+        known = {name: value if isinstance(value, str) else finite(value) for name, value in record.items()}
+        line = json.dumps(known, allow_nan=False)
         with disk_errors("metrics", self._path.parent):
             self._file.write(line + "\n")
             self._file.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -22,12 +23,19 @@ from rlflow.runtime import scratch
 pytestmark = pytest.mark.slow
 
 
-def test_a_cluster_that_does_not_answer_is_a_config_error() -> None:
-    config = Config()
-    config.cluster.address = "127.0.0.1:1"
-    refused = pytest.raises(ConfigError, match=r"cluster\.address is '127\.0\.0\.1:1', but no Ray cluster answers")
-    with refused, ray_cluster(config):
-        raise AssertionError("joined a cluster that is not there")
+def test_a_cluster_that_does_not_answer_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(address: str, message: str) -> None:
+        config = Config()
+        config.cluster.address = address
+        with pytest.raises(ConfigError, match=message), ray_cluster(config):
+            raise AssertionError("joined a cluster that is not there")
+
+    refused("127.0.0.1:1", r"cluster\.address is '127\.0\.0\.1:1', but no Ray cluster answers there: .*refused")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # as a file that a cluster has left behind
+    refused("auto", r"is 'auto', which is [0-9.]*:1 here, but no Ray cluster answers there: .*refused")
+    monkeypatch.setattr(local_ray, "ANSWER_TIMEOUT_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        refused(f"127.0.0.1:{silent.getsockname()[1]}", "answers there: it takes connections, but said nothing in 1 s")
 
 
 _JOIN = """
@@ -121,7 +129,7 @@ def test_a_cluster_that_anyone_may_join_is_warned_of(
     monkeypatch.setattr(ray, "init", lambda **_: None)
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(local_ray, "is_token_auth_enabled", lambda: False)
-    local_ray.join_ray("auto")
+    local_ray.join_ray("ray://head:10001")
     written = capsys.readouterr().err
     assert warned in written
     assert bool(warned) == bool(written)

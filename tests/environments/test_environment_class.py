@@ -47,6 +47,10 @@ class Unfinished(Environment):
     async def reset(self, task):
         return Prompt(messages=list(task.prompt))
 
+class Forgetful(SingleTurn):
+    def __init__(self, color: str = "red"):
+        self.color = color
+
 class Wrong(SingleTurn):
     def tasks(self):
         return []
@@ -86,13 +90,34 @@ def test_an_environment_that_is_a_class(tmp_path: Path) -> None:
             r"env.args.colour is not an argument .* takes size, volume, color; did you m",
         ),
         ("OfRows", {"path": rows}, "reward.function is required with env.name"),
-        ("Agent", {}, "env.args.path is required by env.name"),
+        (
+            "Agent",
+            {},
+            r"own.py:Agent has no tasks; give it a static method `tasks` that returns a list of Task, or "
+            "env.args.path=FILE with one row for each",
+        ),
+        ("Forgetful", {"color": "blue"}, "own.py:Forgetful has no tasks; give it a static method `tasks`"),
+        ("Forgetful", {"path": rows, "colour": 1}, "env.args.colour is not an argument of env.name"),
         ("Unfinished", {"path": rows}, "does not define step; an environment needs it"),
         ("Wrong", {}, "`tasks` is called before there is an episode; make it a static or a class method"),
         ("Other", {}, "a function that returns an EnvironmentSpec, or a class: an Environment, a Program, or one with"),
     ]:
         with pytest.raises(ConfigError, match=message):
             spec(name, **arguments)
+
+
+def test_a_gymnasium_class_is_not_taken_for_one_of_trl(tmp_path: Path) -> None:
+    path = tmp_path / "lake.py"
+    path.write_text("""
+import gymnasium
+
+class Lake(gymnasium.Env):
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+""")
+    message = r"lake.py:Lake is a Gymnasium environment; play it with env.name=gymnasium env.args.environment=/.*:Lake$"
+    with pytest.raises(ConfigError, match=message):
+        load_environment(EnvConfig(name=f"{path}:Lake"), RewardConfig())
 
 
 GREETING = """

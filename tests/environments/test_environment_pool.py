@@ -80,6 +80,35 @@ async def test_a_program_runs_in_the_process() -> None:
         assert pool.num_open == 0
 
 
+@pytest.mark.slow
+async def test_methods_that_are_not_async_run_in_a_thread_of_their_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_remote, "GRACE_S", 0.5)
+    async with pool_of(partial(misbehaving.build, "plain")) as pool:
+        worlds = [await opened(pool) for _ in range(2)]
+        for world in worlds:
+            assert (await world.reset(task_of())).messages == [{"role": "user", "content": "2+2"}]
+        # Each step waits for the other one: none of them blocks the process.
+        steps = await asyncio.gather(*(world.step(reply_of(each)) for world, each in zip(worlds, "ab", strict=True)))
+        assert [step.messages[0]["content"] for step in steps] == ["a", "b"]
+        beside, hanging = worlds
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await hanging.step(reply_of("hang"))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await hanging.close()
+        await asyncio.wait_for(beside.reset(task_of()), 20)
+        await beside.close()
+        await gone(int(steps[0].metrics["pid"]))
+        await emptied(pool)
+    async with pool_of(partial(misbehaving.build, "plain program")) as pool:
+        program = await pool.open(0)
+        assert isinstance(program, Program)
+        result = await program.run(task_of(), Endpoint(base_url="http://x", api_key="k", model="m"))
+        assert result.reward == 0.25
+        await program.close()
+
+
 async def answer(
     messages: Sequence[Message], *, agent: str, tools: Sequence[ToolSchema] = (), trainable: bool = False
 ) -> Message:

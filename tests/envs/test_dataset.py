@@ -33,6 +33,14 @@ def write_rows(path: Path, *rows: object) -> str:
     return str(path)
 
 
+def test_a_reward_may_ask_for_the_question_that_is_the_prompt(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", {"question": "2 + 3 =", "answer": 5})
+    rewards = tmp_path / "own.py"
+    rewards.write_text("def repeats(completion, question):\n    return float(question in completion)\n")
+    (task,) = load(f"{rewards}:repeats", path=path)
+    assert (task.prompt, task.data) == ((SUM,), {"question": "2 + 3 ="})
+
+
 def test_rows_read_the_columns_of_other_projects(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 3 ="}]
     path = write_rows(
@@ -49,7 +57,8 @@ def test_rows_read_the_columns_of_other_projects(tmp_path: Path) -> None:
     assert found[0].prompt == (brief, SUM)
     assert found[1].prompt == (Message(role="system", content="Add."), SUM)
     assert found[1].data == {"level": 2}
-    assert found[2].data == {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "5"}}
+    question = {"question": "2 + 3 ="}
+    assert found[2].data == question | {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "5"}}
 
 
 MESSAGES = [{"role": "user", "content": "2 + 3 ="}]
@@ -61,7 +70,11 @@ SHAPES: dict[str, tuple[dict[str, Any], Task]] = {
     "verifiers": (
         {"question": "2 + 3 =", "answer": "5", "info": {"level": 1}, "task": "sums", "example_id": 7},
         Task(
-            id="7", prompt=(SUM,), answer="5", kind="sums", data={"info": {"level": 1}, "task": "sums", "example_id": 7}
+            id="7",
+            prompt=(SUM,),
+            answer="5",
+            kind="sums",
+            data={"question": "2 + 3 =", "info": {"level": 1}, "task": "sums", "example_id": 7},
         ),
     ),
     "verifiers with both": (
@@ -110,7 +123,7 @@ SHAPES: dict[str, tuple[dict[str, Any], Task]] = {
             prompt=(SUM,),
             answer="5",
             kind="chain_sum",
-            data={"metadata": {"source_dataset": "chain_sum", "source_index": 3}},
+            data={"question": "2 + 3 =", "metadata": {"source_dataset": "chain_sum", "source_index": 3}},
         ),
     ),
     "slime": (

@@ -29,7 +29,8 @@ from rlflow.config import (
 )
 from rlflow.errors import ConfigError
 from rlflow.settings.checks import check
-from rlflow.settings.explain import expected, leaf_keys, unknown_key
+from rlflow.settings.compose import FREE_KEYS
+from rlflow.settings.explain import expected, leaf_keys, other_names, unknown_key
 from rlflow.settings.recipe_files import recipe_names, recipe_summary, recipe_text
 
 
@@ -443,7 +444,26 @@ def test_types_are_told_in_words(kind: Any, words: str) -> None:
     ("typed", "meant"),
     [
         ("run.stepz", "run.stepz is not a setting; did you mean run.steps?"),
-        ("lr", "lr is not a setting; `rlflow train --help` lists them all"),
+        ("lr", "lr is not a setting; TRL's lr is trainer.learning_rate here"),
+        ("trainer.lr", "trainer.lr is not a setting; TRL's lr is trainer.learning_rate here"),
+        ("critic.lr", "critic.lr is not a setting; verl's critic.optim.lr is critic.learning_rate here"),
+        ("num_generations", "num_generations is not a setting; TRL's num_generations is algorithm.group_size here"),
+        (
+            "batch_size",
+            "batch_size is not a setting; TRL's batch_size is algorithm.groups_per_step here (it counts groups, and a "
+            "step has groups_per_step x group_size episodes)",
+        ),
+        ("use_vllm", "use_vllm is not a setting; TRL's use_vllm has no counterpart: engines are always vLLM"),
+        ("rollout.n", "rollout.n is not a setting; verl's actor_rollout_ref.rollout.n is algorithm.group_size here"),
+        (
+            "reward_model.path",
+            "reward_model.path is not a setting; verl's reward_model.path is reward.model here",
+        ),
+        ("kl_coef", "kl_coef is not a setting; OpenRLHF's kl_coef is algorithm.kl_coefficient here"),
+        ("trainer.nothing", "trainer.nothing is not a setting; `rlflow train --help` lists them all"),
+        ("trainer.optimiser", "trainer.optimiser is not a setting; did you mean trainer.optimizer?"),
+        ("rollouts.engines", "rollouts.engines is not a setting; did you mean rollout.engines?"),
+        ("sampling.top_p", "sampling.top_p is not a setting; did you mean rollout.top_p?"),
         ("learning_rate", "learning_rate is not a setting; did you mean trainer.learning_rate?"),
         ("rollout.learning_rate", "rollout.learning_rate is not a setting; did you mean trainer.learning_rate?"),
         ("recipes", "recipes is not a setting; did you mean recipe?"),
@@ -451,6 +471,15 @@ def test_types_are_told_in_words(kind: Any, words: str) -> None:
 )
 def test_an_unknown_key_names_the_nearest(typed: str, meant: str) -> None:
     assert unknown_key(typed) == meant
+
+
+def test_every_name_of_another_library_has_a_setting_here_or_says_why_not() -> None:
+    shared = [name for names in other_names().values() for name in names]
+    assert len(shared) >= 80
+    for library, names in other_names().items():
+        for theirs, (here, *note) in names.items():
+            is_free = here is not None and here.startswith(FREE_KEYS)
+            assert is_free or here in {*leaf_keys(), "cluster.pools"} or (here is None and note), f"{library}: {theirs}"
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -7,7 +7,9 @@ import contextlib
 import json
 import os
 import signal
+import sqlite3
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +62,33 @@ class Obedient(Environment):
         return ANSWERS[what]() if what in ANSWERS else await act(str(what), str(self.task.data["file"]))
 
 
+class Plain(Environment):
+    """Its methods are not async, and it holds what belongs to one thread."""
+
+    meeting = threading.Barrier(2)
+
+    def reset(self, task: Task) -> Prompt:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.notes = sqlite3.connect(":memory:")
+        self.notes.execute("create table replies (reply text)")
+        return Prompt(messages=list(task.prompt))
+
+    def step(self, reply: Message) -> Step:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if reply["content"] == "hang":
+            threading.Event().wait()
+        self.meeting.wait(20)
+        self.notes.execute("insert into replies values (?)", [reply["content"]])
+        (content,) = self.notes.execute("select reply from replies").fetchone()
+        return Step(messages=[Message(role="user", content=content)], done=True, metrics={"pid": float(os.getpid())})
+
+    def close(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.notes.close()
+
+
+class PlainAgent(Program):
+    def run(self, task: Task, endpoint: Endpoint) -> Result:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Result(reward=0.25)
+
+
 class Agent(Program):
     async def run(self, task: Task, endpoint: Endpoint) -> Result:
         return Result(reward=1.0, metrics={"turns": float(len(endpoint.base_url))})
@@ -69,6 +98,10 @@ def build(kind: str = "environment") -> Environment | Program:
     match kind:
         case "program":
             return Agent()
+        case "plain program":
+            return PlainAgent()
+        case "plain":
+            return Plain()
         case "raises":
             raise OSError("no licence")
     return Obedient(kind)

@@ -54,6 +54,11 @@ _VERBS = {
         "is every byte of a run's checkpoints what was written: rlflow checkpoint verify RUN", "rlflow.tools.checkpoint"
     ),
     "export": _Verb("write a checkpoint as a folder for transformers and vLLM", "rlflow.tools.export"),
+    "eval": _Verb(
+        "measure a run or a model: rlflow eval RUN|CHECKPOINT|MODEL [key=value ...]",
+        "rlflow.tools.eval.command",
+        _Words.settings,
+    ),
     "report": _Verb("write a run's report.html, or show it while the run goes on (--watch)", "rlflow.tools.report"),
     "ledger": _Verb("count a run's groups by state", "rlflow.tools.ledger"),
     "doctor": _Verb(

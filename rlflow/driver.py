@@ -27,14 +27,14 @@ Rules (numbers as in docs/architecture.md, "What always holds"):
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from rlflow.config import Config, Late, Placement
 from rlflow.errors import DeadlineError, RunError, WorkerError, WorkerLost, first_error_stands
-from rlflow.groups.evaluation import Evaluation, evaluate
+from rlflow.groups.evaluation import Evaluation, HeldOut, evaluate
 from rlflow.groups.intake import Intake, Listener, Progress
 from rlflow.groups.ledger import GroupState, Ledger
 from rlflow.groups.sampler import TaskSampler
@@ -45,6 +45,7 @@ from rlflow.runtime import clock
 from rlflow.runtime.deadlines import or_hung, within
 from rlflow.runtime.derived import least_streamed_tokens
 from rlflow.saver import SaveListener, Saver
+from rlflow.settings.stop_when import StopRule
 from rlflow.types import EpisodeSummary, PayloadRef, ReadyGroup, Span, Task
 
 MAX_SKIPPED_UPDATES = 3
@@ -95,9 +96,9 @@ class StepReport:
 
 
 class Observer(Listener, PublishListener, SaveListener, Protocol):
-    """Told what happens."""
+    """Told what happens; `step` returns the step's metrics."""
 
-    async def step(self, report: StepReport) -> None: ...
+    async def step(self, report: StepReport) -> Mapping[str, float | int | None]: ...
 
     def evaluated(self, evaluation: Evaluation) -> None: ...
 
@@ -115,13 +116,18 @@ class Driver:
         checkpoints: CheckpointStore,
         observer: Observer,
         evaluation_tasks: Sequence[Task] = (),
+        held_out: HeldOut | None = None,
         now: Callable[[], float] = clock.now,
     ) -> None:
+        """`held_out` are the evaluations before a resume; this run's are added."""
+        self.ended_early = ""  # or what met run.stop_when
         self._config = config
         self._workers = workers
         self._ledger = ledger
         self._observer = observer
         self._evaluation_tasks = evaluation_tasks
+        self._held_out = HeldOut() if held_out is None else held_out
+        self._stop_rule = StopRule.of(config.run.stop_when) if config.run.stop_when else None
         self._now = now = clock.steady(now, lambda: asyncio.get_running_loop().time())
         self._progress = Progress()
         self._intake = Intake(
@@ -156,6 +162,8 @@ class Driver:
         try:
             await self._publisher.hand_over(await self._publisher.stage())
             await self._publisher.wait_until_loaded()
+            await self._saver.keep_best(self._held_out.best)
+            await self._evaluate()
             while self._progress.step < self._config.run.steps and not self._progress.stop_requested:
                 await self._train_one_step()
             await self._finish()
@@ -224,7 +232,8 @@ class Driver:
         else:
             await self._publisher.hand_over(staged)
         self._intake.end_step(asyncio.get_running_loop().time() - began_s)
-        await self._start_evaluation()
+        if self._progress.step % (self._config.eval.every or 1) == 0:
+            await self._evaluate()
         await self._report(start_s, trained_version, groups, outcome)
         self._saver.write()  # not earlier: a resumed run takes the reports of its steps for written
         if not self._progress.stop_requested:
@@ -286,21 +295,18 @@ class Driver:
 
     # -- evaluation and report
 
-    async def _start_evaluation(self) -> None:
-        every = self._config.eval.every
-        if not every or self._progress.step % every:
+    async def _evaluate(self) -> None:
+        """Begin to evaluate this step, if there are evaluations and it has none."""
+        step, known = self._progress.step, self._held_out.rewards
+        if not self._config.eval.every or step in known:
+            self._stop_if_met({"step": step, "eval/reward": known.get(step)})
             return
         await self._wait_until_evaluated()
         await self._publisher.wait_until_loaded()
-        engines = self._workers.engines
-        evaluating = evaluate(
-            self._config,
-            self._workers,
-            self._evaluation_tasks,
-            engine=await within("setting an engine aside", engines.patience_s, engines.pin()),
-            step=self._progress.step,
-            version=self._progress.version,
-        )
+        self._saver.held_step, engines = step, self._workers.engines
+        engine = await within("setting an engine aside", engines.patience_s, engines.pin())
+        tasks, version = self._evaluation_tasks, self._progress.version
+        evaluating = evaluate(self._config, self._workers, tasks, step=step, version=version, engine=engine)
         self._evaluating = asyncio.create_task(evaluating, name="evaluation")
         if self._is_colocated:
             await self._wait_until_evaluated()  # the engines are about to sleep
@@ -310,25 +316,33 @@ class Driver:
         if self._evaluating is not None:
             self._observer.phase("evaluating")
             await asyncio.wait([self._evaluating])
-            self._tell_evaluation()
+            await self._tell_evaluation()
 
-    def _tell_evaluation(self) -> None:
+    async def _tell_evaluation(self) -> None:
         """Report the result of an evaluation that has ended; raises what made it fail."""
-        task = self._evaluating
-        if task is not None and task.done():
-            self._evaluating = None
-            self._spans += task.result().spans
-            self._observer.evaluated(task.result())
+        if self._evaluating is None or not self._evaluating.done():
+            return
+        evaluation, self._evaluating = self._evaluating.result(), None
+        self._spans += evaluation.spans
+        self._held_out.rewards[evaluation.step] = evaluation.reward
+        self._observer.evaluated(evaluation)
+        await self._saver.keep_best(self._held_out.best)
+        self._stop_if_met(evaluation.record())
+
+    def _stop_if_met(self, metrics: Mapping[str, float | int | None]) -> None:
+        if self._stop_rule is not None and not self.ended_early and self._stop_rule.is_met(metrics):
+            self.ended_early = f"{self._stop_rule} since step {metrics['step']}"
+            self.request_stop()
 
     async def _report(
         self, start_s: float, trained_version: int, groups: list[ReadyGroup], outcome: StepOutcome
     ) -> None:
         collected, publisher, saver = self._intake.collected.take(), self._publisher, self._saver
-        self._tell_evaluation()
+        await self._tell_evaluation()
         pause_s, publisher.pause_s = publisher.pause_s, 0.0
         spans = [*collected.spans, *self._spans, *publisher.spans, *saver.spans]
         self._spans, publisher.spans, saver.spans = [], [], []
-        await self._observer.step(
+        record = await self._observer.step(
             StepReport(
                 step=self._progress.step,
                 version=self._progress.version,
@@ -347,6 +361,7 @@ class Driver:
                 num_zero_std=sum(_has_equal_rewards(group) for group in groups),
             )
         )
+        self._stop_if_met(record)
 
     def _worst_and_best(self, groups: Sequence[ReadyGroup]) -> tuple[TrainedEpisode, TrainedEpisode]:
         places = [(group, index) for group in groups for index in range(len(group.episodes))]
@@ -369,6 +384,9 @@ class Driver:
         await self._wait_until_evaluated()
         await self._publisher.wait_until_loaded()
         await self._cancel_unfinished()
+        if self.ended_early or self._progress.step >= self._config.run.steps:
+            await self._evaluate()
+            await self._wait_until_evaluated()
         await self._saver.wait_until_written()
         await self._save()
         await self._flush_ledger()

@@ -38,7 +38,9 @@ from rlflow.runtime.deadlines import within
 from rlflow.runtime.derived import by_device
 from rlflow.runtime.signals import Stopper, run_until_done
 from rlflow.settings.checks import check
+from rlflow.settings.stop_when import StopRule
 from rlflow.telemetry import about
+from rlflow.telemetry.metrics import check_metric
 from rlflow.telemetry.observer import RunObserver
 from rlflow.telemetry.text import duration
 from rlflow.telemetry.trackers import check_trackers
@@ -74,6 +76,8 @@ def train(config: Config) -> tuple[Path, signal.Signals | None]:
     check(config)
     check_trackers(config.trackers)
     check_functions(config)
+    if config.run.stop_when is not None:
+        check_metric(StopRule.of(config.run.stop_when).metric)
     spec = load_environment(config.env, config.reward)
     # Before anything is started: a wrong row of the data set, or a curriculum that does not exist, fails here.
     tasks = spec.tasks()
@@ -157,7 +161,6 @@ async def _train(run: _Run) -> signal.Signals | None:
                     if fleet is None:
                         return stopper.signal
                     steps = await run_unless_lost(fleet, _drive(run, observer, fleet, stopper))
-                    observer.finish()
                     if stopper.signal is None or steps >= run.config.run.steps:
                         return None
                     observer.message(f"to go on: {resume_command(run.run_dir.path, sys.orig_argv)}")
@@ -241,6 +244,7 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stoppe
         checkpoints=run.run_dir.checkpoints,
         observer=observer,
         evaluation_tasks=run.evaluation_tasks,
+        held_out=observer.held_out,
     )
     stopper.hand_to(driver.request_stop)
     watch = asyncio.create_task(_watch_engines(fleet, driver))
@@ -253,6 +257,7 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stoppe
         if run.setback is not None:
             observer.message(f"training again {run.setback.seconds:.0f} s after the loss")
         await driver.run()
+        observer.finish(driver.ended_early)
         return driver.step
     finally:
         stopper.hand_to(None)

@@ -62,6 +62,8 @@ class Saver:
     ) -> None:
         self.saved_step = -1
         """The step of the newest complete checkpoint."""
+        self.held_step: int | None = None
+        """The last step whose evaluation has begun: its checkpoint stays until it is known whether it is the best."""
         self.spans: list[Span] = []
         """Added here, taken out by the reader."""
         self._config = config
@@ -75,11 +77,13 @@ class Saver:
         self._now = now
         self._taken: _Taken | None = None
         self._writing: asyncio.Task[None] | None = None
+        self._best: int | None = None
 
     async def take_if_due(self) -> None:
-        """Every `run.checkpoint_every` steps: wait until the write before has ended, and copy the state."""
-        every = self._config.run.checkpoint_every
-        if not every or self._progress.step % every:
+        """Every `run.checkpoint_every` steps, and when an evaluation is due: wait until the write before has ended, and
+        copy the state."""
+        intervals = (self._config.run.checkpoint_every, self._config.eval.every)
+        if not any(every and self._progress.step % every == 0 for every in intervals):
             return
         self._listener.phase("saving")
         start_s = self._now()
@@ -135,6 +139,18 @@ class Saver:
             await asyncio.wait([self._writing])
             self._writing = None
 
+    async def keep_best(self, step: int | None) -> None:
+        """Have the checkpoint of a step named the best, and kept: now, or when it has been written."""
+        self._best = step
+        if self._writing is None or self._writing.done():
+            await self._name_best()
+
+    async def _name_best(self) -> None:
+        store = self._checkpoints
+        while (best := self._best) is not None and best != store.best() and best in store.steps():
+            with disk_errors("the best checkpoint's name", store.folder):
+                await asyncio.to_thread(store.name_best, best)
+
     async def restore(self, folder: Path, state: RunState) -> None:
         """Take up a checkpoint; see `Driver.restore`."""
         progress = self._progress
@@ -152,6 +168,10 @@ class Saver:
         await self._intake.restore(state.ready)
 
     async def _write(self, taken: _Taken) -> None:
+        await self._write_files(taken)
+        await self._name_best()
+
+    async def _write_files(self, taken: _Taken) -> None:
         start_s = self._now()
         digests: dict[str, str] = {}
         with disk_errors("a checkpoint", self._checkpoints.folder):
@@ -170,7 +190,8 @@ class Saver:
             digests |= {f"trainer/{name}": digest for name, digest in shards.items()}
             ledger = await within("copying the ledger", self._deadlines.checkpoint_s, taken.ledger)
             digests["ledger.db"] = await asyncio.to_thread(write_digested, partial / "ledger.db", [ledger])
-            folder = await asyncio.to_thread(self._checkpoints.commit, partial, taken.state, digests)
+            commit, held = self._checkpoints.commit, self.held_step
+            folder = await asyncio.to_thread(commit, partial, taken.state, digests, held=held)
         self.saved_step = taken.step
         self._add_span("write", start_s, f"step {taken.step} saved")
         self._listener.saved(folder)

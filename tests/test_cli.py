@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -216,7 +217,7 @@ def test_a_sweep_goes_through_all_its_jobs(tmp_path: Path, cli: Cli) -> None:
         ("rlflow re", "recipes report"),
         ("rlflow train recipe=sm", "recipe=smoke"),
         ("rlflow submit recipe=sm", "recipe=smoke"),
-        ("rlflow train recipe=smoke run.s", "run.seed= run.show_samples_every= run.steps="),
+        ("rlflow train recipe=smoke run.s", "run.seed= run.show_samples_every= run.steps= run.stop_when="),
     ],
 )
 def test_the_shell_completes_verbs_recipes_and_keys(line: str, answer: str, cli: Cli) -> None:
@@ -262,7 +263,7 @@ def write_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             shards.append(Shard(name=name, shape=tuple(weight.shape), start=first, tensors=elements))
         Snapshot(rank=rank, num_ranks=2, shards=shards, updates=2).write(partial / "trainer")
     commit(store, partial, RunState(step=2, version=2, sampler=SAMPLER, ready=[]))
-    (folder / "run" / "config.yaml").write_text("model:\n  path: tiny\n")
+    (folder / "run" / "config.yaml").write_text("run:\n  name: smoke\n  steps: 2\nmodel:\n  path: tiny\n")
     return model
 
 
@@ -286,7 +287,7 @@ def test_export_writes_what_transformers_loads(tmp_path: Path, monkeypatch: pyte
 
 def test_export_in_float32_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_run(tmp_path, monkeypatch)
-    export(tmp_path / "run", tmp_path / "out", step=2, dtype="float32")
+    export(tmp_path / "run", tmp_path / "out", step="2", dtype="float32")
     before, after = load_file(model / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name], after[name]) for name in before)
@@ -304,6 +305,47 @@ def test_export_splits_a_large_model_into_files(tmp_path: Path, monkeypatch: pyt
     assert AutoModelForCausalLM.from_pretrained(out).num_parameters() == 115_200
 
 
+@pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
+def test_who_may_read_an_exported_model_is_what_the_umask_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int, file_mode: int, folder_mode: int
+) -> None:
+    write_run(tmp_path, monkeypatch)
+    before = os.umask(umask)
+    try:
+        out = export(tmp_path / "run", tmp_path / "out", step=None, dtype="bfloat16")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {file_mode}
+    assert out.stat().st_mode & 0o777 == folder_mode
+
+
+def test_an_exported_model_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, monkeypatch)
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "reward": 0.25}\n{"step": 2, "reward": 0.5}\n')
+    (tmp_path / "run" / "evaluations.jsonl").write_text(
+        '{"step": 0, "eval/reward": 0.125}\n{"step": 2, "eval/reward": 0.75}\n'
+    )
+    card = (export(tmp_path / "run", tmp_path / "out", step=None, dtype="float32") / "README.md").read_text()
+    _, header, body = card.split("---\n", 2)
+    assert yaml.safe_load(header) == {"library_name": "transformers", "tags": ["rlflow", "reinforcement-learning"]}
+    assert "A version of `tiny`" in body
+    assert "recipe `smoke`" in body
+    assert "checkpoint of step 2" in body
+    assert "| reward, mean of the last 5 steps | 0.375 |" in body
+    assert "| held-out reward before | 0.125 |\n| held-out reward at the end | 0.75 |" in body
+    assert "Add `license:` to the header" in body
+
+
+def test_a_push_without_the_hub_ends_before_any_work(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "run").mkdir()
+    code, out, error = cli("export", str(tmp_path / "run"), str(tmp_path / "out"), "--push", "me/model")
+    told = "--push needs the hub, and HF_HUB_OFFLINE is set; unset it, or leave --push out"
+    assert (code, out, error) == (2, "", f"rlflow: error: {told}\n")
+    code, _, error = cli("export", str(tmp_path / "run"), str(tmp_path / "out"), "--push", "a/b/c")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "--push must be ORG/NAME" in error
+
+
 def test_export_refuses_what_it_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with pytest.raises(ConfigError, match="already exists; give a new folder, or remove it first"):
@@ -312,7 +354,7 @@ def test_export_refuses_what_it_cannot_write(tmp_path: Path) -> None:
         export(tmp_path / "run", tmp_path / "out", step=None, dtype="float32")
     (tmp_path / "run" / "checkpoints" / "step_2").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"has no checkpoint of step 3; it has 2$"):
-        export(tmp_path / "run", tmp_path / "out", step=3, dtype="float32")
+        export(tmp_path / "run", tmp_path / "out", step="3", dtype="float32")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 

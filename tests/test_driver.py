@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import json
+import os
 import shutil
 import sqlite3
 import tracemalloc
@@ -23,6 +24,7 @@ from rlflow.algorithms.registry import check_functions
 from rlflow.config import Config, Late, Order, Placement
 from rlflow.driver import StepReport
 from rlflow.errors import ConfigError, DeadlineError, EngineLost, PayloadLost, RunError, WorkerError, WorkerLost
+from rlflow.groups.evaluation import HeldOut
 from rlflow.groups.ledger import DropReason, GroupState, Ledger, counts_by_state
 from rlflow.groups.sampler import TaskSampler
 from rlflow.roles import StepOutcome
@@ -437,7 +439,7 @@ def test_stopped_and_resumed_runs_conserve_every_task(
     folder = tmp_path_factory.mktemp("run")
     steps, num_tasks, ledger = 12, 9, folder / "ledger.db"
     kills = [*sorted(stop_at), None]
-    world = make_world(folder)
+    world, begun = make_world(folder), [0]
     for attempt, kill in enumerate(kills):
         world = make_world(
             folder,
@@ -474,6 +476,7 @@ def test_stopped_and_resumed_runs_conserve_every_task(
         async def go(world: World = world) -> None:
             found = world.checkpoints.newest_whole()
             if found:
+                begun.append(found.state.step)
                 await world.driver.restore(found.folder, found.state)
             await world.driver.run()
 
@@ -490,7 +493,7 @@ def test_stopped_and_resumed_runs_conserve_every_task(
             assert not {"t1", "t2"} & set(world.trainer.trained)
         if config.staleness.order is Order.oldest_first:
             assert DropReason.STALE not in {drop[1] for drop in world.observer.drops}
-        assert all(evaluation.step % 3 == 0 for evaluation in world.observer.evaluations)
+        assert all(each.step % 3 == 0 or each.step in (*begun, steps) for each in world.observer.evaluations)
         if kill is not None and world.trainer.version < steps:
             world.ledger.close()
             found = world.checkpoints.newest_whole()
@@ -623,9 +626,76 @@ def test_evaluation_is_of_one_version_while_training_goes_on(tmp_path: Path) -> 
     world = make_world(tmp_path, steps=6, max_versions=1, config=config)
     run_virtually(world.driver.run())
     found = [(each.step, each.version, each.num_episodes, each.num_failed) for each in world.observer.evaluations]
-    assert found == [(2, 2, 6, 0), (4, 4, 6, 0), (6, 6, 6, 0)]
+    assert found == [(0, 0, 6, 0), (2, 2, 6, 0), (4, 4, 6, 0), (6, 6, 6, 0)]
     assert world.observer.evaluations[0].reward == pytest.approx(1 / 3)
     assert world.ledger.counts()["admitted_total"] == 18
+
+
+def evaluated_world(folder: Path, held_out: dict[int, float], *, steps: int, every: int, **settings: object) -> World:
+    """A run whose evaluations find these rewards, by version."""
+    config = Config()
+    config.eval.every, config.run.keep_checkpoints = every, 2
+    for name, value in settings.items():
+        setattr(config.run, name, value)
+    world = make_world(folder, steps=steps, config=config)
+
+    def outcome(order: GroupOrder, index: int) -> tuple[float | None, EpisodeEnd]:
+        reward = float(index % 2) if order.engine is None else held_out[world.engines.version]
+        return reward, EpisodeEnd.COMPLETED
+
+    world.runners.outcome = outcome
+    return world
+
+
+def test_the_last_step_is_evaluated_and_the_best_checkpoint_outlives_the_others(tmp_path: Path) -> None:
+    world = evaluated_world(tmp_path, {0: 0.9, 2: 0.5, 4: 0.4, 6: 0.3, 7: 0.2}, steps=7, every=2)
+    run_virtually(world.driver.run())
+    assert [(each.step, each.reward) for each in world.observer.evaluations] == [
+        (0, 0.9), (2, 0.5), (4, 0.4), (6, 0.3), (7, 0.2)
+    ]  # fmt: skip
+    assert world.checkpoints.steps() == [2, 6, 7]
+    best = tmp_path / "checkpoints" / "best"
+    assert (os.readlink(best), world.checkpoints.best()) == ("step_2", 2)
+    assert read_state(best).version == 2
+
+
+def test_a_better_checkpoint_takes_the_name_of_the_best(tmp_path: Path) -> None:
+    world = evaluated_world(tmp_path, {0: 0.0, 1: 0.5, 2: 0.7, 3: 0.1, 4: 0.1, 5: 0.8}, steps=5, every=1)
+    run_virtually(world.driver.run())
+    assert (world.checkpoints.best(), world.checkpoints.steps()) == (5, [4, 5])
+
+
+def test_a_resumed_run_evaluates_only_what_has_no_record_and_knows_the_best(tmp_path: Path) -> None:
+    rewards = {0: 0.0, 2: 0.5, 3: 0.1, 4: 0.2}
+    first = evaluated_world(tmp_path, rewards, steps=4, every=2)
+    first.observer.on_step = lambda report: first.driver.request_stop() if report.step == 3 else None
+    run_virtually(first.driver.run())
+    assert [each.step for each in first.observer.evaluations] == [0, 2]
+    (tmp_path / "checkpoints" / "best").unlink()  # as after a kill before it was written
+    again = evaluated_world(tmp_path, rewards, steps=4, every=2)
+    again.driver._held_out = HeldOut({0: 0.0, 2: 0.5})
+
+    async def go() -> None:
+        found = again.checkpoints.newest_whole()
+        assert found is not None
+        await again.driver.restore(found.folder, found.state)
+        await again.driver.run()
+
+    run_virtually(go())
+    assert [each.step for each in again.observer.evaluations] == [3, 4]
+    assert again.checkpoints.best() == 2
+
+
+def test_a_run_ends_early_when_a_metric_meets_its_bound_and_is_evaluated_and_saved(tmp_path: Path) -> None:
+    world = evaluated_world(
+        tmp_path, {0: 0.0, 2: 0.5, 4: 0.95, 5: 0.9, 6: 0.9}, steps=20, every=2, stop_when="eval/reward>=0.95"
+    )
+    run_virtually(world.driver.run())
+    assert world.driver.ended_early == "eval/reward>=0.95 since step 4"
+    last = world.driver.step
+    assert last in (4, 5, 6)
+    assert world.observer.evaluations[-1].step == last
+    assert (world.checkpoints.steps()[-1], world.checkpoints.best()) == (last, 4)
 
 
 def test_an_evaluation_that_is_lost_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -642,7 +712,7 @@ def test_an_evaluation_that_is_lost_is_told_and_the_run_goes_on(tmp_path: Path) 
     run_virtually(world.driver.run())
     assert [(each.reward, each.num_failed, each.detail) for each in world.observer.evaluations] == [
         (None, 2, "the engine died")
-    ] * 2
+    ] * 3
     assert not world.engines.pinned
 
 

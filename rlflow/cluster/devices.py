@@ -75,11 +75,12 @@ class Devices:
         pinned = [number for number, is_pinned in enumerate(placed.is_pinned) if is_pinned]
         labels = [{NODE_LABEL: self._ids[placed.machines[number]]} for number in pinned]
         bundles = [self._resources(placed.slots[number]) for number in pinned]
-        group = placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
-        self._groups.append(group)
-        self._bundles |= {number: (group, index) for index, number in enumerate(pinned)}
-        # Before the others, so that they cannot take this room.
-        await answer("cluster", group.ready())
+        if pinned:
+            group = placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
+            self._groups.append(group)
+            self._bundles |= {number: (group, index) for index, number in enumerate(pinned)}
+            # Before the others, so that they cannot take this room.
+            await answer("cluster", group.ready())
         for number, slot in enumerate(placed.slots):
             if number in self._bundles:
                 continue

@@ -40,7 +40,7 @@ from rlflow.cluster.shared_files import check_shared_files
 from rlflow.config import Config, Placement, ProcessKind
 from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerError, WorkerLost
-from rlflow.roles import Workers
+from rlflow.roles import StagedWeights, Workers
 from rlflow.rollout.fleet import EngineFleet
 from rlflow.runtime import scratch
 from rlflow.runtime.deadlines import or_hung
@@ -148,7 +148,8 @@ async def start_fleet(
     tell: Callable[[str], None],
     is_restart: bool = False,
 ) -> Fleet:
-    """Create every actor at once and wait until all of them are ready.
+    """Create every actor at once and wait until all of them are ready. Without a trainer (trainer.ranks=0) the engines
+    serve the model of `model_path` as version 0.
 
     `reward_model_path` is the folder of `reward.model`, which scores in place of a function.
     `alarm` is told what people should know later: that an engine was lost, for example. `tell` hears what is ready.
@@ -202,6 +203,10 @@ async def start_fleet(
         groups = {"trainer": trainers, "critic": critics, "reference": references}
         starting = _start_all(config, engine_fleet, groups, runners, list(rewards.values()), tell)
         await or_hung("starting the workers", config.deadlines, "start_s", starting)
+        if not trainers:  # nobody will send them anything else
+            await engine_fleet.load_weights(
+                StagedWeights(version=0, path=model_path, num_bytes=0, slots=(), buckets=())
+            )
     except BaseException:
         await fleet.end()
         raise

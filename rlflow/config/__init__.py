@@ -92,12 +92,17 @@ class RunConfig:
     """Of the order of tasks, of environments and of sampling. Compare settings over at least three."""
     steps: int = 100
     """Optimiser steps in all, those before a resume included."""
+    stop_when: str | None = None
+    """A metric and a bound, such as `eval/reward>=0.9` or `entropy<0.1`: the run is saved and ends after the first step
+    or evaluation that meets it. null: it ends after `steps`."""
     on_exists: OnExists = OnExists.resume
     """What to do when `dir` already holds a run."""
     checkpoint_every: int = 20
-    """Steps between checkpoints; 0 saves at the end and on a signal only. Training goes on while one is written."""
+    """Steps between checkpoints; 0: none but at the end and on a signal. What is evaluated (eval.every) is saved too.
+    Training goes on while one is written."""
     keep_checkpoints: int = 2
-    """How many of the newest checkpoints stay; each holds the model and the optimiser's state."""
+    """How many of the newest checkpoints stay, beside the best by evaluation (`checkpoints/best`); each holds the model
+    and the optimiser's state."""
     show_samples_every: int = 10
     """Steps between two looks at the best and the worst episode."""
     profile_steps: list[int] | None = None
@@ -274,7 +279,8 @@ class EvalConfig:
     """Played beside training, on one engine that stays at one version."""
 
     every: int = 0
-    """Steps between evaluations; 0: none. The environment must offer evaluation tasks."""
+    """Steps between evaluations, beside those before the first step and after the last; 0: none. The environment must
+    offer evaluation tasks."""
     episodes: int = 1
     """Episodes of each task, sampled as in training."""
 

@@ -1,4 +1,5 @@
-"""Checkpoints on disk: written beside, then renamed into place. The last K are kept, and checked before they are used.
+"""Checkpoints on disk: written beside, then renamed into place. The last K and the best are kept, and checked before
+they are used.
 
 checkpoints/step_N/
     trainer/       the trainer's shards (its own format)
@@ -6,6 +7,7 @@ checkpoints/step_N/
     ledger.db      a copy of the ledger
     state.json     step, version, sampler, ready groups; size and SHA-256 of every other file; a SHA-256 of all this
 checkpoints/step_N.damaged/    set aside, because a file of it was not what had been written
+checkpoints/best               a relative link to the step_N whose evaluation was the best so far
 
 A file is digested by its writer while it is written. Before a checkpoint is used, all of it is read once, in threads:
 a disk that gives 2 GB a second needs seven minutes for the 840 GB of a model with 70 billion parameters.
@@ -25,12 +27,13 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from rlflow.errors import CheckpointDamaged, RunError
+from rlflow.errors import CheckpointDamaged, ConfigError, RunError
 from rlflow.groups.sampler import SamplerState
 from rlflow.runtime.disk import sync
 from rlflow.types import ReadyGroup
 
 FORMAT = 5
+BEST = "best"
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 _NAMED = 3
 """Damaged files that a message names."""
@@ -80,6 +83,35 @@ class CheckpointStore:
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step}"
 
+    def best(self) -> int | None:
+        """The step of the checkpoint that is named the best, if there is one."""
+        match = _STEP_FOLDER.fullmatch((self.folder / BEST).resolve().name)
+        return int(match[1]) if match and self.path(int(match[1])).is_dir() else None
+
+    def name_best(self, step: int) -> None:
+        """Let `best` mean this checkpoint, which stays; the one before stays only if it is among the last."""
+        fresh = self.folder / f".{BEST}"
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(self.path(step).name)
+        fresh.replace(self.folder / BEST)
+        sync(self.folder)
+        self._remove_old()
+
+    def chosen(self, run: Path, step: str | None) -> Path:
+        """The checkpoint that a person asks for: a step, `best`, or None for the last one. Raises ConfigError.
+
+        `run` is the folder that the person gave.
+        """
+        steps, best = self.steps(), self.best()
+        if not steps:
+            raise ConfigError(f"{run} has no complete checkpoint; give the directory of a run that has saved one")
+        if step == BEST and best is None:
+            raise ConfigError(f"{run} has no best checkpoint, because nothing was evaluated (eval.every); give a step")
+        wanted = {None: steps[-1], BEST: best}.get(step) or next((each for each in steps if str(each) == step), None)
+        if wanted is None:
+            raise ConfigError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+        return self.path(wanted)
+
     def begin(self, step: int) -> Path:
         """An empty folder to write step `step` into. Half-written folders of a process that died are removed."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -116,8 +148,10 @@ class CheckpointStore:
             )
         return None
 
-    def commit(self, partial: Path, state: dict[str, Any], digests: Mapping[str, str]) -> Path:
-        """Add `state` (from `state_to_json`), sync everything, rename, and remove the oldest.
+    def commit(
+        self, partial: Path, state: dict[str, Any], digests: Mapping[str, str], *, held: int | None = None
+    ) -> Path:
+        """Add `state` (from `state_to_json`), sync everything, rename, and remove the oldest but for step `held`.
 
         `digests` has the SHA-256 of each file by its path in the folder.
         """
@@ -135,9 +169,14 @@ class CheckpointStore:
             shutil.rmtree(final)
         partial.rename(final)
         sync(self.folder)
-        for step in self.steps()[: -self._keep]:
-            shutil.rmtree(self.path(step))
+        self._remove_old(held)
         return final
+
+    def _remove_old(self, held: int | None = None) -> None:
+        kept = (self.best(), held)
+        for step in self.steps()[: -self._keep]:
+            if step not in kept:
+                shutil.rmtree(self.path(step))
 
 
 def read_state(folder: Path) -> RunState:

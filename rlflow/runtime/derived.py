@@ -27,6 +27,23 @@ def by_device(config: Config, *, on_gpus: bool) -> Config:
     return replace(config, model=replace(model, dtype=dtype), rollout=rollout)
 
 
+def without_training(config: Config) -> Config:
+    """The same without a trainer and what belongs to it (trainer.ranks=0): engines start with the weights of the
+    model's files, as version 0."""
+    default = Config()
+    return replace(
+        config,
+        algorithm=default.algorithm,
+        critic=default.critic,
+        lora=default.lora,
+        staleness=default.staleness,
+        trainer=replace(default.trainer, ranks=0),
+        # The only transport that asks for no neighbour.
+        weights=replace(default.weights, transport=Transport.disk),
+        cluster=replace(config.cluster, placement=Placement.separate, roles=ModelPlacement.separate),
+    )
+
+
 def dtype_of(config: Config) -> Dtype:
     """`model.dtype`. (`by_device` has replaced null in every run; elsewhere it is that of a CPU, as below.)"""
     return config.model.dtype or Dtype.float32

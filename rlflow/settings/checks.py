@@ -30,6 +30,7 @@ from rlflow.errors import ConfigError
 from rlflow.runtime.derived import can_compile, needs_reference, samples_while_loading, sends_adapters
 from rlflow.settings.cluster_checks import check_cluster
 from rlflow.settings.engine_args import check_engine_args
+from rlflow.settings.stop_when import check_stop
 
 MAX_PROFILED = 5
 """Steps; the profile of a step of a large model is some hundred MB on each rank."""
@@ -214,6 +215,7 @@ def check(config: Config) -> None:
         shown = {True: "", False: "=false"}[value] if isinstance(value, bool) else f"={value}"
         raise ConfigError(f"{key}{shown} has no effect {why.format(**vars(config))}")
     _check_profile(config)
+    check_stop(config)
     _check_contradictions(config)
     _check_reward(config)
     _check_algorithm(config)

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -23,7 +24,7 @@ from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlflow.config import Config
+from rlflow.config import Config, RewardConfig
 from rlflow.errors import ConfigError, RunError
 from rlflow.settings.checks import check
 from rlflow.settings.explain import explain, leaf_keys, unknown_key
@@ -144,6 +145,45 @@ def compose(settings: Mapping[str, object], *, recipe: str | None = None, emptie
         for key, value in settings.items():
             if key not in chosen:
                 OmegaConf.update(composed, key, value, merge=True, force_add=_is_free(key))
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(explain(error)) from error
+    return to_config(composed)
+
+
+def composed_config(words: Sequence[str]) -> Config:
+    """The settings that `words` (key=value, groups too) make of the defaults. Raises ConfigError."""
+    found: list[Config] = []
+
+    def report(error: ConfigError | RunError) -> int:
+        raise error
+
+    def take(config: Config) -> int:
+        found.append(config)
+        return 0
+
+    train(words, report, take, needs_recipe=False)
+    return found[0]
+
+
+def config_of_run(run: Path, words: Sequence[str]) -> Config:
+    """The settings that a run was last started with, and `words` (key=value) over them.
+
+    With another env.name, the arguments and the reward of the run's own environment are left out. Raises ConfigError.
+    """
+    try:
+        composed = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(run / "config.yaml"))
+        assert isinstance(composed, DictConfig)
+        overrides = OverridesParser.create().parse_overrides(list(words))
+        if any(each.key_or_group == "env.name" and each.value() != composed.env.name for each in overrides):
+            OmegaConf.update(composed, "env.args", {}, merge=False)
+            OmegaConf.update(composed, "reward", RewardConfig(), merge=False)
+        for each in overrides:
+            key = each.key_or_group
+            OmegaConf.update(composed, key, each.value(), merge=False, force_add=_is_free(key))
+    except OSError as error:
+        raise ConfigError(
+            f"{run / 'config.yaml'}, the settings of the run, cannot be read: {error.strerror}"
+        ) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(explain(error)) from error
     return to_config(composed)

@@ -16,8 +16,9 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from rlflow.errors import RunError
+from rlflow.errors import ConfigError, RunError
 from rlflow.groups.ledger import DropReason
+from rlflow.plugins.names import did_you_mean
 from rlflow.runtime.disk import disk_errors
 
 StepRecord: TypeAlias = dict[str, float | int | None]
@@ -71,6 +72,12 @@ def text_of(name: str) -> tuple[str, str, str] | None:
     patterns = (re.sub("[A-Z]{2,}", ".+", each) for each in texts())
     found = next((each for each, fits in zip(texts(), patterns, strict=True) if re.fullmatch(fits, name)), None)
     return texts()[found] if found else None
+
+
+def check_metric(name: str) -> None:
+    """Raise ConfigError for the name of a step's metric that no run records."""
+    if not name.startswith("eval/") and text_of(name) is None:
+        raise ConfigError(f"run.stop_when: no run records {name}{did_you_mean(name, list(texts()))}")
 
 
 class MetricsFile:

@@ -13,7 +13,7 @@ from rlflow.algorithms.registry import advantage_of
 from rlflow.config import Config, Dtype
 from rlflow.driver import StepReport
 from rlflow.errors import RunError, describe_failure, first_error_stands
-from rlflow.groups.evaluation import Evaluation
+from rlflow.groups.evaluation import Evaluation, HeldOut
 from rlflow.groups.ledger import DropReason
 from rlflow.roles import Runners
 from rlflow.rundir.directory import RunDir, plain
@@ -52,6 +52,9 @@ class RunObserver:
         self._since_s: float | None = None
         self._file = MetricsFile(run_dir.metrics)
         metrics.truncate_after(run_dir.evaluations, self.num_steps)
+        evaluated = metrics.read(run_dir.evaluations) if run_dir.evaluations.is_file() else []
+        self.held_out = HeldOut.of(evaluated)
+        """The driver adds to it."""
         self._evaluations: MetricsFile | None = None
         if config.eval.every:
             self._evaluations = MetricsFile(run_dir.evaluations, required=metrics.EVALUATION)
@@ -103,15 +106,11 @@ class RunObserver:
 
     def evaluated(self, evaluation: Evaluation) -> None:
         assert self._evaluations is not None, "evaluations need eval.every"
-        record: StepRecord = {
-            "step": evaluation.step,
-            "version": evaluation.version,
-            "eval/reward": evaluation.reward,
-            "eval/episodes": evaluation.num_episodes,
-            "eval/failed": evaluation.num_failed,
-        }
+        record = evaluation.record()
         self._evaluations.append(record)
-        self._tell_trackers(lambda tracker: tracker.log(evaluation.step, record))
+        # Kinds of tasks have any names, and some trackers take few.
+        told = {name: value for name, value in record.items() if "/kind/" not in name}
+        self._tell_trackers(lambda tracker: tracker.log(evaluation.step, told))
         self._tell(self._health.evaluated(record))
         if evaluation.reward is None:
             self._console.alarm(f"the evaluation of version {evaluation.version} was lost: {evaluation.detail}")
@@ -128,7 +127,7 @@ class RunObserver:
     def given_up(self, step: int, why: str) -> None:
         self._console.alarm(f"the checkpoint of step {step} is given up: its ready groups cannot be written: {why}")
 
-    async def step(self, report: StepReport) -> None:
+    async def step(self, report: StepReport) -> StepRecord:
         self.num_steps = report.step
         since_s = report.start_s if self._since_s is None else self._since_s
         record = step_record(
@@ -149,16 +148,18 @@ class RunObserver:
             self.message(f"step {report.step} is done again, {self._setback.seconds:.0f} s after the loss")
         if report.step % self._config.run.show_samples_every == 0 or report.step == 1:
             await self._show(report)
+        return record
 
-    def finish(self) -> None:
-        """Write the report and say where it is."""
+    def finish(self, ended_early: str = "") -> None:
+        """Write the report and say where it is, and why the run has ended before its last step."""
         if not self._rewards:
             return
         report = write_report(self._run_dir.path)
         first, last = self._rewards[:5], self._rewards[-5:]
         self._console.message(
             f"reward: first {len(first)} steps {sum(first) / len(first):.3f}, last {len(last)} steps "
-            f"{sum(last) / len(last):.3f}\nreport: {report}"
+            f"{sum(last) / len(last):.3f}{f'; {self.held_out}' if str(self.held_out) else ''}"
+            f"{f'; ended early: {ended_early}' if ended_early else ''}\nreport: {report}"
         )
         told = ", ".join(f"{name} since step {since}" for name, since in self._health.told.items())
         self._console.message(f"alarms: {told or 'none'}")

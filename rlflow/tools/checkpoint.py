@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from rlflow.rundir.store import verify
+from rlflow.rundir.store import CheckpointStore, verify
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,6 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    found = verify(options.run)
-    print("\n".join(f"{name}  {damage or 'whole'}" for name, damage in found.items()) or "no checkpoint yet")
+    found, best = verify(options.run), CheckpointStore(options.run / "checkpoints", keep=1).best()
+    names = {name: f"{name} (best)" if name == f"step_{best}" else name for name in found}
+    print("\n".join(f"{names[name]}  {damage or 'whole'}" for name, damage in found.items()) or "no checkpoint yet")
     return int(any(found.values()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from rlflow.errors import ConfigError, RunError
+from rlflow.errors import ConfigError, RunError, first_line
 from rlflow.models.opening import open_model
 from rlflow.models.resolve import BUILTIN, resolve_model
 from rlflow.rundir.store import CheckpointStore, read_state
 from rlflow.runtime.disk import disk_errors
+from rlflow.tools.model_card import model_card
 
 if TYPE_CHECKING:
     import torch
@@ -28,18 +30,61 @@ _MAX_FILE_BYTES = 4 << 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; it must not exist")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint's step; the last one by default")
+    parser.add_argument("--step", metavar="N|best", help="the checkpoint; the last one by default")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--adapter", action="store_true", help="the adapters of a run with lora.rank alone, for PEFT")
+    parser.add_argument(
+        "--push", metavar="ORG/NAME", help="then upload OUT to the hub, as a private model if it is new"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.push is not None:
+        _check_hub(options.push)
     print(export(options.run, options.out, step=options.step, dtype=options.dtype, adapter_only=options.adapter))
+    if options.push is not None:
+        print(_push(options.out, options.push))
     return 0
 
 
-def export(run: Path, out: Path, *, step: int | None, dtype: str, adapter_only: bool = False) -> Path:
-    """Write checkpoint `step` of a run (None: the last) to the new folder `out`, whole or not at all; returns `out`.
+def _check_hub(repository: str) -> None:
+    """Raise ConfigError, before any work, when the hub would not take a model."""
+    from huggingface_hub import whoami
+    from huggingface_hub.constants import is_offline_mode
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
+    cure = "log in with `hf auth login`, or leave --push out and upload the folder later"
+    try:
+        validate_repo_id(repository)
+        if is_offline_mode():
+            raise ConfigError("--push needs the hub, and HF_HUB_OFFLINE is set; unset it, or leave --push out")
+        whoami()
+    except HFValidationError as error:
+        raise ConfigError(f"--push must be ORG/NAME; {first_line(error)}") from error
+    except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
+        raise ConfigError(f"--push: the hub takes nothing from here ({first_line(error)}); {cure}") from error
+
+
+def _push(folder: Path, repository: str) -> str:
+    """Upload a model's folder; the address. Raises RunError."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().create_repo(repository, private=True, exist_ok=True)
+        HfApi().upload_folder(repo_id=repository, folder_path=folder)
+    except (HfHubHTTPError, OSError) as error:
+        raise RunError(
+            f"{folder} is whole, but the hub did not take it ({first_line(error)}); upload it with "
+            f"`hf upload {repository} {folder}`"
+        ) from error
+    return f"https://huggingface.co/{repository}"
+
+
+def export(run: Path, out: Path, *, step: str | None, dtype: str, adapter_only: bool = False) -> Path:
+    """Write checkpoint `step` of a run (a number or `best`; None: the last) to the new folder `out`, whole or not at
+    all; returns `out`.
 
     dtype: "bfloat16" or "float32", for every floating-point weight. Adapters are merged into the model that the run
     began with, or written alone, as PEFT does, with `adapter_only`. Raises ConfigError when `out` exists or the run has
@@ -47,13 +92,7 @@ def export(run: Path, out: Path, *, step: int | None, dtype: str, adapter_only: 
     """
     if out.exists():
         raise ConfigError(f"{out} already exists; give a new folder, or remove it first")
-    store = CheckpointStore(run / "checkpoints", keep=1)
-    steps = store.steps()
-    if not steps:
-        raise ConfigError(f"{run} has no complete checkpoint; give the directory of a run that has saved one")
-    if step is not None and step not in steps:
-        raise ConfigError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
-    checkpoint = store.path(steps[-1] if step is None else step)
+    checkpoint = CheckpointStore(run / "checkpoints", keep=1).chosen(run, step)
     read_state(checkpoint)  # checks every byte
     try:
         trained = yaml.safe_load((run / "config.yaml").read_text())["model"]
@@ -70,7 +109,14 @@ def export(run: Path, out: Path, *, step: int | None, dtype: str, adapter_only: 
                 source = Path(resolve_model(model_path))
                 _copy_files(source, partial, dtype)
                 _write_weights(checkpoint / "trainer", source, partial, dtype, trust=trust)
-            partial.chmod(0o755)
+            card = partial / "README.md"
+            card.write_text(
+                model_card(run, int(checkpoint.name.removeprefix("step_")), out.name, adapter_only=adapter_only)
+            )
+            mode = stat.S_IMODE(card.stat().st_mode)  # what the umask leaves; safetensors and mkdtemp keep others out
+            for path in partial.iterdir():
+                path.chmod(mode)
+            partial.chmod(mode | (mode & 0o444) >> 2)
             partial.rename(out)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)

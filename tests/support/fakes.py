@@ -310,11 +310,12 @@ class FakeObserver:
     def evaluated(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
 
-    async def step(self, report: StepReport) -> None:
+    async def step(self, report: StepReport) -> dict[str, float | int | None]:
         self.reports.append(report)
         self.ended_s = asyncio.get_running_loop().time()
         self.most_ready = max(self.most_ready, report.num_ready)
         self.on_step(report)
+        return {"step": report.step, "version": report.version}
 
     def saved(self, folder: Path) -> None:
         self.saves.append(folder.name)

@@ -24,6 +24,7 @@ from rlflow.cli import main
 from rlflow.config import Config, TrackersConfig
 from rlflow.errors import ConfigError, RunError
 from rlflow.groups.evaluation import Evaluation
+from rlflow.groups.scores import Score
 from rlflow.rundir.directory import RunDir
 from rlflow.rundir.store import CheckpointStore
 from rlflow.telemetry import about, metrics, observer
@@ -518,7 +519,7 @@ def test_a_tracker_that_fails_costs_one_alarm_and_the_others_go_on(
     run_dir = RunDir(path=tmp_path, checkpoints=CheckpointStore(tmp_path / "checkpoints", keep=1), resume_from=None)
     with observer.RunObserver(config, run_dir, None) as shown:
         for step in (1, 2):
-            shown.evaluated(Evaluation(step=step, version=step, reward=0.5, num_episodes=1, num_failed=0))
+            shown.evaluated(Evaluation(step=step, version=step, scores=[Score(num_tasks=1, reward=0.5)]))
     assert broken.calls == ["log 1"]
     alarms = [line for line in capsys.readouterr().out.splitlines() if "ALARM" in line]
     assert len(alarms) == 1
@@ -540,7 +541,7 @@ def test_a_tracker_whose_disk_is_full_costs_one_alarm(
             Path, "open", lambda self, *how, **named: real(NO_SPACE if "tfevents" in self.name else self, *how, **named)
         )
         for step in (1, 2):
-            shown.evaluated(Evaluation(step=step, version=step, reward=0.5, num_episodes=1, num_failed=0))
+            shown.evaluated(Evaluation(step=step, version=step, scores=[Score(num_tasks=1, reward=0.5)]))
     alarms = [line for line in capsys.readouterr().out.splitlines() if "ALARM" in line]
     assert len(alarms) == 1 and "No space left on device" in alarms[0]
 

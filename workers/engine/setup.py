@@ -131,7 +131,7 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
             # Otherwise vLLM would multiply for the embedding and the head too, with nothing.
             lora_target_modules=adapted_layers(config, model_path),
         )
-    else:
+    elif config.trainer.ranks:
         # The first weight update fills every parameter and fails if one is left out; nothing of a checkpoint is needed.
         arguments["load_format"] = "dummy"
     if config.rollout.top_k is not None:

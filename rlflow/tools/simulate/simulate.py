@@ -60,9 +60,9 @@ class _Watcher:
     staleness: Counter[int] = field(default_factory=Counter)
     num_samples: int = 0
 
-    async def step(self, report: StepReport) -> None:
+    async def step(self, report: StepReport) -> dict[str, float | int | None]:
         if self.last is not None:
-            return
+            return {}
         with self.meter:
             if self.first is not None:
                 self.staleness.update(report.trained_version - group.oldest_version for group in report.groups)
@@ -72,6 +72,7 @@ class _Watcher:
         elif report.step == self.plan.warm_up_steps + self.plan.steps:
             self.last = self.mark(report.counts)
             self.over.set()
+        return {}
 
     def _ignore(self, *_: object, **__: object) -> None:
         pass

@@ -209,7 +209,7 @@ def write_run(folder: Path, model: str) -> FsdpTrainer:
     trainer.snapshot().write(partial / "trainer")
     sampler = SamplerState(kind="uniform", tasks="", rows="", put_back=[], curriculum={})
     commit(store, partial, RunState(step=1, version=1, sampler=sampler, ready=[]))
-    (folder / "run" / "config.yaml").write_text(f"model:\n  path: {model}\n")
+    (folder / "run" / "config.yaml").write_text(f"run:\n  steps: 2\nmodel:\n  path: {model}\n")
     return trainer
 
 
@@ -240,7 +240,7 @@ def test_a_run_without_adapters_has_none_to_export(tmp_path: Path) -> None:
     one_rank(tiny_config(), tmp_path).snapshot().write(partial / "trainer")
     sampler = SamplerState(kind="uniform", tasks="", rows="", put_back=[], curriculum={})
     commit(store, partial, RunState(step=1, version=1, sampler=sampler, ready=[]))
-    (tmp_path / "run" / "config.yaml").write_text(f"model:\n  path: {model}\n")
+    (tmp_path / "run" / "config.yaml").write_text(f"run:\n  steps: 2\nmodel:\n  path: {model}\n")
     with pytest.raises(ConfigError, match="--adapter has no effect: the run trained the whole model"):
         export(tmp_path / "run", tmp_path / "out", step=None, dtype="float32", adapter_only=True)
     assert not (tmp_path / "out").exists()

@@ -1,0 +1,156 @@
+"""A model plays an environment's evaluation tasks: engines, runners and rewards, without training.
+
+settings, model -> tasks -> Ray -> fleet -> evaluate -> EvaluationTable; every answer -> answers.jsonl
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlflow.cluster.devices import has_gpus
+from rlflow.cluster.start import ray_cluster, start_fleet
+from rlflow.config import Config
+from rlflow.environments.find import load_environment
+from rlflow.envs.base import EnvironmentSpec
+from rlflow.errors import RunError, first_error_stands
+from rlflow.groups.evaluation import Evaluation, evaluate
+from rlflow.groups.scores import Score
+from rlflow.models.resolve import resolve_model, resolve_reward_model
+from rlflow.runtime.derived import by_device, without_training
+from rlflow.runtime.disk import disk_errors
+from rlflow.runtime.signals import Stopper
+from rlflow.types import EpisodeSummary, Message, PlayedGroup, Task
+
+FEW = 64
+"""Tasks of the training set that are played if the environment holds none out."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EvaluationTable:
+    """What one model has reached."""
+
+    model: str
+    scores: list[Score]
+    """Sampled and greedy: of all tasks, and of each kind of them."""
+    answers: Path
+    """A JSON object a line: task, kind, is_greedy, prompt, reply, expected, reward, parts, end, detail."""
+
+    def record(self) -> dict[str, Any]:
+        """The figures under the names that evaluations.jsonl has."""
+        figures = (score.record() for score in self.scores)
+        return {"model": self.model, "answers": str(self.answers)} | {k: v for each in figures for k, v in each.items()}
+
+
+def evaluate_model(
+    config: Config, model: str, *, name: str | None = None, folder: Path | None = None, num_tasks: int | None = None
+) -> EvaluationTable:
+    """Play each evaluation task `eval.episodes` times, and once more taking the likeliest tokens.
+
+    model: as `model.path`; `name` is what the table calls it. Answers go to `folder`, by default a new one in runs/.
+    `num_tasks`: only the first so many. Raises ConfigError before anything is started, RunError when nothing was
+    scored, SystemExit when a signal comes first.
+    """
+    config = replace(config, model=replace(config.model, path=model))
+    spec = load_environment(config.env, config.reward)
+    tasks = _tasks(spec, config.env.name, num_tasks)
+    model_path = resolve_model(model)
+    reward_model = resolve_reward_model(config.reward.model) if config.reward.model is not None else None
+    name = name or model
+    folder = (folder or Path(f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
+    with disk_errors("the answers", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    config = replace(config, run=replace(config.run, dir=str(folder)))
+    answers = folder / f"answers-{''.join(each if each.isalnum() else '-' for each in name)}.jsonl"
+    _tell(f"{name} plays {len(tasks)} tasks of {config.env.name}, {config.eval.episodes} times and once more greedily")
+    with ray_cluster(config, folder):
+        config = without_training(by_device(config, on_gpus=has_gpus()))
+        playing = _play(config, spec, tasks, model_path, reward_model, answers)
+        evaluation = asyncio.run(_unless_stopped(playing, answers))
+    if evaluation.reward is None:
+        raise RunError(f"nothing was scored: {evaluation.detail}")
+    return EvaluationTable(model=name, scores=evaluation.scores, answers=answers)
+
+
+def _tasks(spec: EnvironmentSpec, environment: str, num_tasks: int | None) -> Sequence[Task]:
+    if spec.evaluation_tasks is not None:
+        return spec.evaluation_tasks()[:num_tasks]
+    found = spec.tasks()[: num_tasks or FEW]
+    _tell(f"warning: env.name={environment} holds no tasks out; the first {len(found)} to train on are played instead")
+    return found
+
+
+async def _unless_stopped(playing: Coroutine[Any, Any, Evaluation], answers: Path) -> Evaluation:
+    stopper = Stopper(lambda: f"the answers so far are in {answers}")
+    try:
+        evaluation = await stopper.run_unless_stopped(playing, _tell)
+    finally:
+        stopper.restore()
+    if evaluation is None:
+        assert stopper.signal is not None
+        raise SystemExit(128 + stopper.signal)
+    return evaluation
+
+
+async def _play(
+    config: Config,
+    spec: EnvironmentSpec,
+    tasks: Sequence[Task],
+    model_path: str,
+    reward_model: str | None,
+    answers: Path,
+) -> Evaluation:
+    start_s = time.monotonic()
+    fleet = await start_fleet(config, model_path, spec, _tell, reward_model)
+    _tell(f"started in {time.monotonic() - start_s:.0f} s; playing")
+    runners = fleet.workers.runners
+
+    async def keep(task: Task, played: PlayedGroup) -> None:
+        conversations = await asyncio.gather(*(runners.transcript(payload) for payload in played.payloads))
+        with disk_errors("the answers", answers.parent):
+            for index, (episode, messages) in enumerate(zip(played.episodes, conversations, strict=True)):
+                answer = _answer(task, episode, messages, is_greedy=index == config.eval.episodes)
+                file.write(json.dumps(answer) + "\n")
+
+    try:
+        with answers.open("w", encoding="ascii", buffering=1) as file:
+            playing = asyncio.create_task(
+                evaluate(config, fleet.workers, tasks, step=0, version=0, plays_greedy=True, keep=keep)
+            )
+            failing = asyncio.create_task(fleet.engine_fleet.wait_until_failed())
+            try:
+                await asyncio.wait((playing, failing), return_when=asyncio.FIRST_COMPLETED)
+                return playing.result() if playing.done() else failing.result()
+            finally:
+                playing.cancel()
+                failing.cancel()
+                await asyncio.gather(playing, failing, return_exceptions=True)
+    finally:
+        with first_error_stands():
+            await fleet.stop()
+
+
+def _answer(task: Task, episode: EpisodeSummary, messages: Sequence[Message], *, is_greedy: bool) -> Mapping[str, Any]:
+    first = next((index for index, each in enumerate(messages) if each["role"] == "assistant"), len(messages))
+    return {
+        "task": task.id,
+        "kind": task.kind,
+        "is_greedy": is_greedy,
+        "prompt": messages[:first],
+        "reply": messages[first:],
+        "expected": task.answer,
+        "reward": episode.reward,
+        "parts": {name: value for name, value in episode.metrics.items() if name.startswith("rewards/")},
+        "end": episode.end.value,
+        "detail": episode.detail,
+    }
+
+
+def _tell(text: str) -> None:
+    print(f"rlflow: {text}", file=sys.stderr, flush=True)

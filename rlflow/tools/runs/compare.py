@@ -1,0 +1,153 @@
+"""`rlflow compare A B ...`: curves side by side, which settings differ, and whether the ends differ by more than noise.
+
+Runs that differ in run.seed alone are one arm; its curve is their mean, with the least and the greatest of them.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev, variance
+from typing import Any
+
+from rlflow.errors import ConfigError
+from rlflow.telemetry.observer import flatten
+from rlflow.telemetry.report.curves import make_buckets, make_series
+from rlflow.telemetry.text import number, printable
+from rlflow.tools.figures import table
+from rlflow.tools.runs.read import HELD_OUT, LAST_STEPS, REWARD, Run, read_run
+
+_NO_DIFFERENCE = ("run.name", "run.dir", "run.seed", "run.on_exists")
+_ROWS, _CELLS = 10, 60
+_BARS = "▁▂▃▄▅▆▇█"
+ALPHA = 0.05
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Arm:
+    """Runs with the same settings but for the seed."""
+
+    name: str
+    runs: list[Run]
+    settings: dict[str, Any]
+    """Dotted keys."""
+
+    def band(self, steps: Sequence[int], metric: str, size: int) -> list[tuple[float, float, float] | None]:
+        """Mean, least and greatest over the runs in each of at most `size` buckets of steps; None without a value."""
+        curves = [each.curve(metric) for each in self.runs]
+        buckets = make_buckets(steps, size)
+        lines = [make_series(metric, [curve.get(step) for step in steps], buckets).values for curve in curves]
+        present = ([value for value in column if value is not None] for column in zip(*lines, strict=True))
+        return [(fmean(values), min(values), max(values)) if values else None for values in present]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the runs' directories, two or more")
+    parser.add_argument("--metric", metavar="NAME", help="as in metrics.jsonl; eval/reward if all have it, else reward")
+
+
+def run(options: argparse.Namespace) -> int:
+    folders = list(dict.fromkeys(options.runs))
+    if len(folders) < 2:
+        raise ConfigError(f"rlflow compare takes two runs or more; got {folders[0]}")
+    found = [read_run(folder) for folder in folders]
+    metric = options.metric or (HELD_OUT if all(each.curve(HELD_OUT) for each in found) else REWARD)
+    for each in found:
+        if not each.curve(metric):
+            raise ConfigError(f"{each.folder} has no {metric}; its metrics.jsonl has the names that it has")
+    print("\n\n".join(compare(arms_of(found), metric)))
+    return 0
+
+
+def arms_of(runs: Sequence[Run]) -> list[Arm]:
+    """Arms A, B, ... in the order in which their first runs were given."""
+    arms: list[Arm] = []
+    for each in runs:
+        settings = {
+            key: value
+            for key, value in flatten(each.settings).items()
+            if key not in _NO_DIFFERENCE and not key.startswith("trackers.")
+        }
+        same = next((arm for arm in arms if arm.settings == settings), None)
+        if same is None:
+            arms.append(Arm(name=chr(ord("A") + len(arms)), runs=[each], settings=settings))
+        else:
+            same.runs.append(each)
+    return arms
+
+
+def compare(arms: Sequence[Arm], metric: str) -> list[str]:
+    """What is printed, in paragraphs."""
+    steps = sorted({step for arm in arms for each in arm.runs for step in each.curve(metric)})
+    columns = [map(_cell, arm.band(steps, metric, _ROWS)) for arm in arms]
+    rows = zip((bucket.label for bucket in make_buckets(steps, _ROWS)), *columns, strict=True)
+    fine = [arm.band(steps, metric, _CELLS) for arm in arms]
+    values = [point[0] for line in fine for point in line if point]
+    sparks = [f"{arm.name}  {_spark(line, min(values), max(values))}" for arm, line in zip(arms, fine, strict=True)]
+    differing = sorted(
+        {key for arm in arms for key in arm.settings if len({str(a.settings.get(key)) for a in arms}) > 1}
+    )
+    differences = [[f"  {key}", *(printable(str(arm.settings.get(key))) for arm in arms)] for key in differing]
+    names = [arm.name for arm in arms]
+    return [
+        "\n".join(f"{arm.name}: {', '.join(_run(each) for each in arm.runs)}" for arm in arms),
+        table([metric, *names], rows),
+        "\n".join([*sparks, f"from {number(min(values))} to {number(max(values))}"]),
+        table(["settings that differ", *names], differences) if differing else "no setting differs but the seed",
+        *(["\n".join(verdict(arms[0], other, metric, len(arms) - 1) for other in arms[1:])] if len(arms) > 1 else []),
+    ]
+
+
+def verdict(first: Arm, other: Arm, metric: str, num_tests: int = 1) -> str:
+    """Whether the final values of two arms differ by more than their seeds do (Welch's t-test, two-sided).
+
+    `num_tests` such comparisons are made, so that the bound for each is ALPHA / num_tests (Bonferroni).
+    """
+    a, b = ([value for each in arm.runs if (value := each.final(metric)) is not None] for arm in (first, other))
+    ends = "the last evaluation" if metric.startswith("eval/") else f"the mean of the last {LAST_STEPS} steps"
+    said = f"{other.name} - {first.name}: {fmean(b) - fmean(a):+.3f} ({number(fmean(b))} - {number(fmean(a))}; {ends})"
+    if min(len(a), len(b)) < 2:
+        spreads = [list(arm.runs[0].curve(metric).values())[-LAST_STEPS:] for arm in (first, other)]
+        within = " and ".join(f"{stdev(each):.3f}" if len(each) > 1 else "unknown" for each in spreads)
+        return (
+            f"{said}: with one seed this cannot be told from noise; each varies by {within} "
+            f"(standard deviation of its last {LAST_STEPS} points). Train more seeds: --multirun run.seed=0,1,2"
+        )
+    p = welch(a, b)
+    told = "more than noise" if p < ALPHA / num_tests else "not more than noise"
+    return (
+        f"{said}: {told} (Welch's t-test over {len(a)} and {len(b)} seeds, p = {p:.2g}, bound {ALPHA / num_tests:.2g})"
+    )
+
+
+def welch(a: Sequence[float], b: Sequence[float]) -> float:
+    """The two-sided p-value of Welch's t-test; each sample has two values or more."""
+    shares = variance(a) / len(a), variance(b) / len(b)
+    difference = abs(fmean(a) - fmean(b))
+    if sum(shares) == 0:
+        return float(difference == 0)
+    t = difference / math.sqrt(sum(shares))
+    freedom = sum(shares) ** 2 / (shares[0] ** 2 / (len(a) - 1) + shares[1] ** 2 / (len(b) - 1))
+    # With t = sqrt(freedom) tan(angle), Student's density is proportional to cos(angle)^(freedom - 1).
+    angle, parts = math.atan(t / math.sqrt(freedom)), 2000
+    heights = [math.cos(angle * index / parts) ** (freedom - 1) for index in range(parts + 1)]
+    area = angle / parts / 3 * (heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2]))
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    return max(0.0, 1 - 2 * scale * area)
+
+
+def _cell(point: tuple[float, float, float] | None) -> str:
+    if point is None:
+        return "-"
+    mean, low, high = map(number, point)
+    return mean if low == high else f"{mean} ({low} to {high})"
+
+
+def _spark(line: Sequence[tuple[float, float, float] | None], low: float, high: float) -> str:
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((point[0] - low) * scale)] if point else " " for point in line)
+
+
+def _run(run: Run) -> str:
+    return f"{run.folder} (seed {run.of('run', 'seed')}, {run.state}, step {run.step})"

@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 DIST ?= dist
 
-.PHONY: demo test proof lint package lock clean setup
+.PHONY: demo test proof lint docs package lock clean setup
 
 demo: setup  ## Train SmolLM2-135M on arithmetic, on this machine
 	@$(BIN)/rlflow train recipe=grpo_arithmetic
@@ -20,6 +20,9 @@ lint: setup  ## Lint, format, spelling, types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/codespell
 	@$(BIN)/pyright
+
+docs: setup  ## The documents as a site, in build/site/html
+	@$(BIN)/python scripts/site.py
 
 package: setup  ## Build the wheel and the source distribution into DIST
 	@$(BIN)/python scripts/package.py $(DIST)

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from documents import DOCUMENTS
 from house import LINKED, ROOT, House, read_house
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-DOCUMENTS += sorted((ROOT / "envs").glob("*/README.md"))
 SOURCES = ("rlflow", *LINKED, "tests", "scripts", "benchmarks")
 
 EXAMPLES = {

@@ -18,11 +18,13 @@ import pytest
 RLFLOW = [sys.executable, "-m", "rlflow"]
 
 
-def temporary_folders() -> set[Path]:
-    return set(Path("/tmp").glob("rlflow-run-*"))
+def folder_of(server: int) -> Path:
+    """Its temporary files."""
+    variables = Path(f"/proc/{server}/environ").read_bytes().split(b"\0")
+    return Path(next(each[7:] for each in variables if each.startswith(b"TMPDIR=")).decode())
 
 
-def session_of(parent: int) -> list[int]:
+def children_of(parent: int) -> list[int]:
     """Processes that `parent` started, by what /proc says."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -46,14 +48,15 @@ def test_serve_names_a_wrong_target(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.slow
 def test_a_chat_streams_and_leaves_nothing_behind() -> None:
-    before = temporary_folders()
     with subprocess.Popen(
         [*RLFLOW, "chat", "tiny"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     ) as chat:
         assert chat.stdin is not None and chat.stdout is not None
         assert chat.stdout.readline() == "loading tiny ...\n"
         assert chat.stdout.readline() == "Ctrl-C ends a reply, Ctrl-D the chat\n"
-        (server,) = session_of(chat.pid)
+        (server,) = children_of(chat.pid)
+        folder = folder_of(server)
+        assert (folder / "socket").is_socket()
         chat.stdin.write("hello\n")
         os.read(chat.stdout.fileno(), 2)  # the prompt
         assert os.read(chat.stdout.fileno(), 64)  # the reply begins
@@ -61,13 +64,12 @@ def test_a_chat_streams_and_leaves_nothing_behind() -> None:
         rest = chat.communicate(timeout=60)[0]
         assert chat.returncode == 0
         assert "> " in rest
-    assert temporary_folders() <= before
+    assert not folder.exists()
     assert not Path(f"/proc/{server}").exists()
 
 
 @pytest.mark.slow
 def test_a_served_model_answers_those_who_know_the_key_and_ends_with_its_command() -> None:
-    before = temporary_folders()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -76,7 +78,8 @@ def test_a_served_model_answers_those_who_know_the_key_and_ends_with_its_command
         said = "".join(serve.stdout.readline() for _ in range(5))
         key = re.search(r"^key +(\S+)$", said, re.MULTILINE)
         assert key is not None, said
-        (server,) = session_of(serve.pid)
+        (server,) = children_of(serve.pid)
+        folder = folder_of(server)
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
         address = f"http://127.0.0.1:{port}/v1/chat/completions"
         with pytest.raises(HTTPError, match="401"):
@@ -86,5 +89,5 @@ def test_a_served_model_answers_those_who_know_the_key_and_ends_with_its_command
             assert json.load(answer)["usage"]["completion_tokens"] == 4
         serve.send_signal(signal.SIGINT)
         assert serve.wait(60) == 130
-    assert temporary_folders() <= before
+    assert not folder.exists()
     assert not Path(f"/proc/{server}").exists()

@@ -68,9 +68,8 @@ def shared_memory(folder: Path) -> list[str]:
 def test_the_reward_rises(tmp_path: Path) -> None:
     """The tiny model starts from random bytes and learns to type digits; also: the files of a run and its export."""
     run = tmp_path / "run"
-    out = train(
-        run, "run.steps=40", "algorithm.groups_per_step=4", "algorithm.group_size=8", "trainer.learning_rate=3e-3"
-    )
+    settings = ["run.steps=40", "algorithm.groups_per_step=4", "algorithm.group_size=8", "trainer.learning_rate=3e-3"]
+    out = train(run, *settings, "eval.every=20", "env.args.evaluation_size=16")
     records = metrics.read(run / "metrics.jsonl")
     rewards = [record["reward"] for record in records]
     print("rewards", [round(reward, 3) for reward in rewards])
@@ -79,6 +78,11 @@ def test_the_reward_rises(tmp_path: Path) -> None:
     assert all(name in record for record in records for name in REQUIRED)
     assert max(record["sampling/logp_difference_mean"] for record in records) < 1e-4
     assert f"report: {run / 'report.html'}" in out
+    held_out = {record["step"]: record["eval/reward"] for record in metrics.read(run / "evaluations.jsonl")}
+    assert list(held_out) == [0, 20, 40] and held_out[40] > held_out[0] + 0.1
+    best = max((20, 40), key=held_out.__getitem__)
+    assert os.readlink(run / "checkpoints" / "best") == f"step_{best}"
+    assert f"held-out {held_out[0]:.3f} -> {held_out[40]:.3f} (best {held_out[best]:.3f} at step {best})" in out
     drawn = (run / "report.html").read_text().split('id="data">')[1].split("</script>")[0]
     assert {"reward", "loss", "staleness", "utilisation"} <= json.loads(drawn)["charts"].keys()
     assert json.loads((run / "trace.json").read_text())

@@ -13,7 +13,7 @@ from rlflow.cluster.placement import Placed, describe, describe_way, fit
 from rlflow.cluster.slots import Machine, machines_of
 from rlflow.config import Config, Placement, PoolConfig, ProcessKind, Send, Transport
 from rlflow.errors import ConfigError
-from rlflow.runtime.derived import transports_for
+from rlflow.runtime.derived import transports_for, without_training
 
 SPLIT = {
     "rollout": PoolConfig(
@@ -58,6 +58,17 @@ def test_64_gpus_are_shared_out_without_splitting_an_engine() -> None:
     lines = describe(placed, there)
     assert lines[0] == "m0: 8 of 8 GPUs; trainer 0-7, runner 0, reward 0"
     assert lines[7] == "m7: 8 of 8 GPUs; engine 6-7"
+
+
+def test_a_fleet_without_training_needs_gpus_for_its_engines_alone() -> None:
+    """Also where each machine has too few GPUs for all engines, and none is pinned to one machine."""
+    asked = config(3, 8, tensor_parallel=2, kl=0.1, transport=Transport.shm)
+    asked.algorithm.advantage, asked.cluster.placement = "gae", Placement.colocated
+    placed = fit(without_training(asked), machines(2, 4))
+    assert sorted(where(placed, ProcessKind.engine)) == ["m0", "m1", "m1"]
+    assert {slot.kind for slot in placed.slots} == {ProcessKind.engine, ProcessKind.runner, ProcessKind.reward}
+    assert not any(placed.is_pinned)
+    assert asked.trainer.ranks == 8, "the settings as they were given stay"
 
 
 def test_pools_keep_their_processes_apart() -> None:

@@ -12,6 +12,8 @@ from fakes import make_world, run_virtually
 
 from rlflow.config import Config
 from rlflow.errors import ConfigError, RunError, WorkerLost
+from rlflow.groups.evaluation import Evaluation
+from rlflow.groups.scores import Score
 from rlflow.roles import Mean, Runners
 from rlflow.rundir.directory import RunDir
 from rlflow.rundir.restarts import Setback
@@ -73,6 +75,34 @@ def test_samples_are_shown_or_an_alarm_says_why_not(
         assert (best.answer, best.metrics) == (trained.task.answer, trained.summary.metrics)
         assert best.advantages == trained.advantages and trained.advantages is not None
         assert best.figures == {"prompt_tokens": 3, "completion_tokens": 2, "oldest_version": 0, "newest_version": 0}
+
+
+def test_the_last_line_says_what_was_held_out_and_why_the_run_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first of two evaluations was written before a resume."""
+    world = make_world(tmp_path, steps=1)
+    run_virtually(world.driver.run())
+    (report,) = world.observer.reports
+    report.outcome.metrics |= dict.fromkeys(("entropy", "sampling/logp_difference_mean"), Mean(total=0.0, count=1.0))
+    config = Config()
+    config.trackers.tensorboard, config.eval.every = False, 1
+    run_dir = RunDir(path=tmp_path, checkpoints=CheckpointStore(tmp_path, keep=1), resume_from=None)
+
+    async def tell() -> None:
+        for step, reward in ((0, 0.25), (1, 0.75)):
+            with RunObserver(config, run_dir) as observer:
+                evaluation = Evaluation(step=step, version=step, scores=[Score(num_tasks=1, reward=reward)])
+                observer.held_out.rewards[step] = reward
+                observer.evaluated(evaluation)
+                if step == 1:
+                    observer.runners = cast(Runners, Answers())
+                    assert (await observer.step(report))["step"] == 1
+                    observer.finish("eval/reward>=0.7 since step 1")
+
+    run_virtually(tell())
+    out = capsys.readouterr().out
+    assert "held-out 0.250 -> 0.750 (best 0.750 at step 1); ended early: eval/reward>=0.7 since step 1" in out
 
 
 def test_a_tracker_that_does_not_start_again_after_a_loss_is_left_out(

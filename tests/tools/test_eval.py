@@ -112,7 +112,8 @@ def test_the_table_has_the_rows_of_each_model_beneath_each_other() -> None:
         greedy = Score(num_tasks=4, num_episodes=4, is_greedy=True, reward=1.0, passes={1: 1.0}, truncated=0.0)
         return EvaluationTable(model=model, scores=[sampled, greedy], answers=Path(f"{model}.jsonl"))
 
-    assert lines([table("run step 4", 0.75), table("base tiny", 0.25)]) == [
+    shown = lines([table("run step 4", 0.75), table("base tiny", 0.25)])
+    assert "\n".join(shown).splitlines() == [
         "model       tokens   kind  tasks  reward  95 %     pass@1  pass@2  failed  cut off",
         "run step 4  sampled  all   4      0.750   +-0.100  0.500   1.000   1       25%",
         "base tiny   sampled  all   4      0.250   +-0.100  0.500   1.000   1       25%",

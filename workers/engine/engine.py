@@ -267,6 +267,7 @@ class RolloutEngine:
         RunError for other failures.
         """
         if not self._config.trainer.ranks:
+            await self._tag(staged.version)
             self._version = staged.version  # vLLM has read it from the model's files
             return 0.0
         async with self._loading:
@@ -317,11 +318,15 @@ class RolloutEngine:
         await loading.load()
         if loading.is_comparable:
             await self._verify(staged)
-        if hasattr(self._engine, "update_weight_version"):  # vLLM 0.32; 0.26 tags no tokens
-            await self._engine.update_weight_version(str(staged.version))
+        await self._tag(staged.version)
         if self._frees_memory and self._is_asleep:
             await self._engine.wake_up(tags=["kv_cache"])
         return paused_at_s
+
+    async def _tag(self, version: int) -> None:
+        """Have vLLM say of each token from now on that this version sampled it."""
+        if hasattr(self._engine, "update_weight_version"):  # vLLM 0.32; 0.26 tags no tokens
+            await self._engine.update_weight_version(str(version))
 
     async def _pause(self, keeps: bool = False) -> float:
         """Stop sampling, and forget the cache of the old weights if it is not kept; when, by `time.perf_counter`."""

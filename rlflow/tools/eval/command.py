@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rlflow.errors import ConfigError
 from rlflow.tools.eval.evaluate import EvaluationTable, evaluate_model
+from rlflow.tools.figures import table
 from rlflow.tools.target import find_target
 
 
@@ -41,28 +42,27 @@ def run(options: argparse.Namespace) -> int:
     if options.base:
         path = target.config.model.path
         found.append(evaluate_model(target.config, path, name=f"base {path}", folder=folder, num_tasks=options.tasks))
-    (folder / "evaluation.json").write_text(json.dumps([table.record() for table in found], indent=1) + "\n")
-    print(json.dumps([table.record() for table in found]) if options.json else "\n".join(lines(found)))
+    records = [each.record() for each in found]
+    (folder / "evaluation.json").write_text(json.dumps(records, indent=1) + "\n")
+    print(json.dumps(records) if options.json else "\n".join(lines(found)))
     return 0
 
 
 def lines(tables: Sequence[EvaluationTable]) -> list[str]:
     """The tables under one head, the same row of each model beneath each other, and where the answers are."""
-    most = sorted({k for table in tables for score in table.scores for k in score.passes})
+    most = sorted({k for each in tables for score in each.scores for k in score.passes})
     head = ["model", "tokens", "kind", "tasks", "reward", "95 %", *(f"pass@{k}" for k in most), "failed", "cut off"]
-    rows = [head]
-    for scores in zip(*(table.scores for table in tables), strict=True):
-        for table, score in zip(tables, scores, strict=True):
+    rows = []
+    for scores in zip(*(each.scores for each in tables), strict=True):
+        for each, score in zip(tables, scores, strict=True):
             half = "-" if score.error is None else f"+-{score.error:.3f}"
-            passes = [_number(score.passes.get(k)) for k in most]
+            passes = [_share(score.passes.get(k)) for k in most]
             counts = [str(score.num_failed), "-" if score.truncated is None else f"{score.truncated:.0%}"]
             how, kind = "greedy" if score.is_greedy else "sampled", "all" if score.kind is None else score.kind
-            row = [table.model, how, kind, str(score.num_tasks), _number(score.reward), half]
+            row = [each.model, how, kind, str(score.num_tasks), _share(score.reward), half]
             rows.append([*row, *passes, *counts])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [*table, *(f"answers: {each.answers}" for each in tables)]
+    return [table(head, rows), *(f"answers: {each.answers}" for each in tables)]
 
 
-def _number(value: float | None) -> str:
+def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"

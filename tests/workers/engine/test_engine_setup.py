@@ -8,7 +8,7 @@ import pytest
 
 from rlflow.config import Config, Dtype, ModelPlacement, Placement, Quantization, Speculative
 from rlflow.errors import ConfigError
-from rlflow.runtime.derived import by_device
+from rlflow.runtime.derived import by_device, without_training
 from rlflow.settings.engine_args import DECIDED, RELIED_ON, known_arguments
 from rlflow.workers.engine.setup import _memory, engine_arguments
 
@@ -35,6 +35,12 @@ def test_null_is_decided_by_the_machines() -> None:
     for found, other in ((on_gpus, False), (without, True)):
         found.rollout.kv_cache_gb = 1.0
         assert by_device(found, on_gpus=other) == found, "what is decided once stays, wherever it is asked again"
+
+
+def test_only_a_fleet_without_training_reads_the_weights_of_the_model() -> None:
+    config = by_device(Config(), on_gpus=False)
+    assert engine_arguments(config, "folder", index=0, on_gpu=False)["load_format"] == "dummy"
+    assert "load_format" not in engine_arguments(without_training(config), "folder", index=0, on_gpu=False)
 
 
 def test_what_is_given_is_not_changed_by_the_machines() -> None:

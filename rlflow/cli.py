@@ -59,6 +59,10 @@ _VERBS = {
         "rlflow.tools.eval.command",
         _Words.settings,
     ),
+    "chat": _Verb("talk to a model: rlflow chat RUN|CHECKPOINT|MODEL", "rlflow.tools.chat", _Words.settings),
+    "serve": _Verb(
+        "a model behind vLLM's OpenAI server: rlflow serve RUN|CHECKPOINT|MODEL", "rlflow.tools.serve", _Words.settings
+    ),
     "report": _Verb("write a run's report.html, or show it while the run goes on (--watch)", "rlflow.tools.report"),
     "ledger": _Verb("count a run's groups by state", "rlflow.tools.ledger"),
     "doctor": _Verb(

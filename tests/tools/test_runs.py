@@ -47,6 +47,7 @@ def test_runs_are_listed_with_their_state(
     write_run(Path("runs/done"), [0.1] * 9 + [0.5], {0: 0.2, 5: 0.8, 10: 0.7}, model__path="tiny")
     write_run(Path("runs/cut"), [0.25])
     write_run(Path("runs/sweep/run.seed=1"), [])
+    write_run(Path("runs/early"), [0.25, 0.5], {2: 0.75}, run__stop_when="eval/reward>=0.7")
     (Path("runs/cut") / "failure.txt").write_text("no engine is left\nsecond line\n")
     Path("runs/not_a_run").mkdir()
     assert main(["runs", "--json"]) == 0
@@ -54,6 +55,7 @@ def test_runs_are_listed_with_their_state(
     assert {name: each["state"] for name, each in listed.items()} == {
         "runs/done": "finished",
         "runs/cut": "failed",
+        "runs/early": "finished",
         "runs/sweep/run.seed=1": "interrupted",
     }
     done = listed["runs/done"]

@@ -9,6 +9,7 @@ import yaml
 from rlflow.errors import ConfigError, first_line
 from rlflow.rundir.directory import FAILURE
 from rlflow.rundir.lock import is_held
+from rlflow.settings.stop_when import StopRule
 from rlflow.telemetry import metrics
 from rlflow.telemetry.report.curves import Records, column
 
@@ -71,7 +72,10 @@ def read_run(folder: Path) -> Run:
     elif reason:
         state = "failed"
     else:
-        state = "finished" if records and records[-1]["step"] >= planned else "interrupted"
+        is_done = bool(records) and records[-1]["step"] >= planned
+        if records and (rule := settings["run"].get("stop_when")) is not None:
+            is_done |= StopRule.of(rule).is_met({**records[-1], **(evaluations[-1] if evaluations else {})})
+        state = "finished" if is_done else "interrupted"
     changed_s = max(file.stat().st_mtime for file in (path, *files) if file.is_file())
     return Run(
         folder=folder,

@@ -8,7 +8,6 @@ from rlflow.config import Config
 from rlflow.errors import ConfigError, report_error
 from rlflow.telemetry.text import number
 from rlflow.tools.figures import table
-from rlflow.tools.runs.read import HELD_OUT, REWARD, read_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,17 +45,23 @@ def run(options: argparse.Namespace) -> int:
         return train(options.words, report_error, start, lambda config: _final(Path(config.run.dir or "")))
     finally:
         if folders:
+            from rlflow.tools.runs.read import HELD_OUT, REWARD
+
             print(table(("run", REWARD, HELD_OUT, "state"), map(_row, folders)))
             print(f"in {folders[0].parent}; rlflow compare lays their curves side by side", flush=True)
 
 
 def _final(folder: Path) -> float | None:
     """The last evaluation of a run, or the reward of its last steps if it had none."""
+    from rlflow.tools.runs.read import HELD_OUT, REWARD, read_run  # here, so that a wrong key is told at once
+
     ended = read_run(folder)
     return ended.final(REWARD) if (evaluation := ended.final(HELD_OUT)) is None else evaluation
 
 
 def _row(folder: Path) -> list[str]:
+    from rlflow.tools.runs.read import HELD_OUT, REWARD, read_run
+
     if not (folder / "config.yaml").is_file():
         return [folder.name, "-", "-", "not begun"]
     ended = read_run(folder)

@@ -54,7 +54,7 @@ _VERBS = {
         "is every byte of a run's checkpoints what was written: rlflow checkpoint verify RUN", "rlflow.tools.checkpoint"
     ),
     "export": _Verb("write a checkpoint as a folder for transformers and vLLM", "rlflow.tools.export"),
-    "report": _Verb("write a run's report.html", "rlflow.tools.report"),
+    "report": _Verb("write a run's report.html, or show it while the run goes on (--watch)", "rlflow.tools.report"),
     "ledger": _Verb("count a run's groups by state", "rlflow.tools.ledger"),
     "doctor": _Verb(
         "is this machine, or a cluster, fit: rlflow doctor [key=value ...] [--cluster] [--clean] [--json]",

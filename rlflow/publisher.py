@@ -91,7 +91,8 @@ class Publisher:
             start_s = self._now()
             loading = engines.load_weights(staged)
             loaded = await within("loading the weights into the engines", engines.patience_s, loading)
-            self.spans.append(Span(actor="engines", name="weights", start_s=start_s, end_s=self._now()))
+            facts: dict[str, int | str] = {"version": staged.version}
+            self.spans.append(Span(actor="engines", name="weights", start_s=start_s, end_s=self._now(), facts=facts))
         except Exception as error:
             self._intake.fail(error)
             return

@@ -10,7 +10,10 @@ from the newest one, at most MAX_RESTARTS times without a newer one.
 """
 
 import asyncio
+import shlex
 import signal
+import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlflow.algorithms.registry import check_functions
-from rlflow.cluster.devices import has_gpus, wait_until_there_is_room
+from rlflow.cluster.devices import hardware, has_gpus, wait_until_there_is_room
 from rlflow.cluster.start import Fleet, ray_cluster, run_unless_lost, start_fleet
 from rlflow.config import Config
 from rlflow.driver import Driver
@@ -35,7 +38,9 @@ from rlflow.runtime.deadlines import within
 from rlflow.runtime.derived import by_device
 from rlflow.runtime.signals import Stopper
 from rlflow.settings.checks import check
+from rlflow.telemetry import about
 from rlflow.telemetry.observer import RunObserver
+from rlflow.telemetry.text import duration
 from rlflow.telemetry.trackers import check_trackers
 from rlflow.types import Task
 
@@ -94,7 +99,9 @@ def train(config: Config) -> int:
             reward_model_path=reward_model_path,
             run_dir=run_dir,
         )
+        began_s = time.monotonic()
         with ray_cluster(run.config, run_dir.path):
+            print(f"Ray ready after {duration(time.monotonic() - began_s)}", flush=True)
             run = replace(run, config=by_device(run.config, on_gpus=has_gpus()))
             check(run.config)  # what null has become may be refused
             ended_by = asyncio.run(_train(run))
@@ -152,7 +159,10 @@ async def _train(run: _Run) -> signal.Signals | None:
                         return stopper.signal
                     steps = await run_unless_lost(fleet, _drive(run, observer, fleet, stopper))
                     observer.finish()
-                    return stopper.signal if steps < run.config.run.steps else None
+                    if stopper.signal is None or steps >= run.config.run.steps:
+                        return None
+                    observer.message(f"to go on: {resume_command(run.run_dir.path, sys.orig_argv)}")
+                    return stopper.signal
                 except (WorkerLost, PayloadLost) as error:
                     if stopper.signal is not None:
                         observer.alarm(f"{error}; {_last_saved(run.run_dir)}, and the run was asked to stop")
@@ -175,11 +185,25 @@ async def _start(run: _Run, observer: RunObserver) -> Fleet:
         await wait_until_there_is_room(run.config)
     observer.phase("starting")
     fleet = await start_fleet(
-        run.config, run.model_path, run.spec, observer.alarm, run.reward_model_path, is_restart=is_restart
+        run.config,
+        run.model_path,
+        run.spec,
+        observer.alarm,
+        run.reward_model_path,
+        tell=observer.message,
+        is_restart=is_restart,
     )
+    await asyncio.to_thread(about.amend, run.run_dir.path, machines=hardware())
     for line in fleet.devices.lines():
         observer.message(line)
     return fleet
+
+
+def resume_command(folder: Path, typed: Sequence[str]) -> str:
+    """What goes on with the run in `folder`, which a process with the command line `typed` has begun."""
+    words = list(typed[typed.index("train") + 1 :]) if "train" in typed else ["..."]
+    kept = [word for word in words if not word.startswith(("run.dir=", "run.on_exists="))]
+    return shlex.join(["rlflow", "train", *kept, f"run.dir={folder}"])
 
 
 def _last_saved(run_dir: RunDir) -> str:

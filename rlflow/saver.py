@@ -85,7 +85,7 @@ class Saver:
         start_s = self._now()
         await self.wait_until_written()
         await self.take()
-        self.spans.append(Span(actor="checkpoint", name="checkpoint", start_s=start_s, end_s=self._now()))
+        self._add_span("checkpoint", start_s, f"copied after step {self._progress.step}")
 
     async def take(self, deadline_s: float | None = None) -> None:
         """Copy the state of this moment: between two steps, and when no write is under way.
@@ -163,6 +163,7 @@ class Saver:
                     digests["ready"] = await within("saving the ready groups", self._deadlines.checkpoint_s, saving)
             except (WorkerLost, PayloadLost, DeadlineError) as error:
                 self._listener.given_up(taken.step, str(error))
+                self._add_span("write", start_s, f"step {taken.step} given up")
                 return
             writing = self._workers.trainer.write_snapshot(partial / "trainer")
             shards = await or_hung("saving the trainer", self._deadlines, "checkpoint_s", writing)
@@ -171,5 +172,9 @@ class Saver:
             digests["ledger.db"] = await asyncio.to_thread(write_digested, partial / "ledger.db", [ledger])
             folder = await asyncio.to_thread(self._checkpoints.commit, partial, taken.state, digests)
         self.saved_step = taken.step
-        self.spans.append(Span(actor="checkpoint", name="write", start_s=start_s, end_s=self._now()))
+        self._add_span("write", start_s, f"step {taken.step} saved")
         self._listener.saved(folder)
+
+    def _add_span(self, name: str, start_s: float, outcome: str) -> None:
+        facts: dict[str, int | str] = {"outcome": outcome}
+        self.spans.append(Span(actor="checkpoint", name=name, start_s=start_s, end_s=self._now(), facts=facts))

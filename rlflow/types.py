@@ -227,6 +227,8 @@ class Span:
     start_s: float
     """Seconds since the epoch."""
     end_s: float
+    facts: dict[str, int | str] = field(default_factory=dict)
+    """What it was about, as far as that is known: group, version, oldest_version, tokens, outcome."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -14,6 +14,7 @@ import yaml
 from checkpoints import commit
 from safetensors.numpy import load_file
 
+from rlflow import __version__
 from rlflow.cli import main
 from rlflow.errors import ConfigError
 from rlflow.groups.sampler import SamplerState
@@ -43,6 +44,8 @@ RECIPES = [
     "search",
     "smoke",
 ]
+BEGAN = f"rlflow {__version__}: reading settings, tasks and model ...\n"
+"""What a person sees at once."""
 HEAVY = ("torch", "vllm", "ray", "hydra", "transformers", "numpy")
 
 
@@ -143,7 +146,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_a_mistake_costs_one_line_and_exit_code_2(arguments: list[str], message: str, cli: Cli) -> None:
-    assert cli("train", *arguments) == (2, "", f"rlflow: error: {message}\n")
+    began = "" if arguments[:1] == ["--experimental-rerun"] else BEGAN
+    assert cli("train", *arguments) == (2, began, f"rlflow: error: {message}\n")
 
 
 def test_a_mistake_in_a_recipe_file_names_the_file(tmp_path: Path, cli: Cli) -> None:

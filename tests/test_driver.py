@@ -738,8 +738,14 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
     saving = [call for call in world.trainer.log if call in ("step", "snapshot", "write")]
     assert saving == ["step", "snapshot", "write"] * 3
     assert world.observer.saves == ["step_1", "step_2", "step_3"]
-    spans = [[span.name for span in report.spans if span.actor == "checkpoint"] for report in world.observer.reports]
-    assert spans == [["checkpoint"], ["write", "checkpoint"], ["write", "checkpoint"]]
+    spans = [[span for span in report.spans if span.actor == "checkpoint"] for report in world.observer.reports]
+    assert [[span.name for span in each] for each in spans] == [["checkpoint"], *[["write", "checkpoint"]] * 2]
+    outcomes = [span.facts["outcome"] for each in spans for span in each]
+    assert outcomes == [
+        "copied after step 1",
+        *("step 1 saved", "copied after step 2"),
+        *("step 2 saved", "copied after step 3"),
+    ]
     assert world.observer.ended_s > 20.0
 
 

@@ -13,6 +13,7 @@ from rlflow.config import Config, Placement
 from rlflow.driver import StepReport
 from rlflow.errors import DeadlineError, EngineLost, RunError, WorkerHung, WorkerLost
 from rlflow.groups.ledger import DropReason, GroupState, Ledger
+from rlflow.run import resume_command
 from rlflow.rundir.store import read_state
 from rlflow.types import EpisodeEnd, GroupOrder, PayloadRef
 
@@ -265,3 +266,19 @@ def test_a_checkpoint_is_given_up_when_a_runner_hangs_with_its_groups(tmp_path: 
     ((step, why),) = world.observer.given_ups
     assert (step, why) == (2, "saving the ready groups did not finish within its deadline of 1800 s")
     assert world.observer.saves[-1] == "step_6"
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("python -m rlflow train recipe=smoke run.steps=9", "rlflow train recipe=smoke run.steps=9 run.dir=/runs/a"),
+        ("python /bin/rlflow train recipe=x run.dir=a run.on_exists=fail", "rlflow train recipe=x run.dir=/runs/a"),
+    ],
+)
+def test_a_run_that_was_stopped_says_what_goes_on_with_it(typed: str, told: str) -> None:
+    assert resume_command(Path("/runs/a"), typed.split()) == told
+
+
+def test_the_command_that_goes_on_can_be_pasted_into_a_shell() -> None:
+    typed = ["python", "-m", "rlflow", "train", "reward.weights=[1, 2]"]
+    assert resume_command(Path("/runs/a"), typed) == "rlflow train 'reward.weights=[1, 2]' run.dir=/runs/a"

@@ -28,7 +28,7 @@ from rlflow.config import Config
 from rlflow.groups.ledger import counts_by_state
 from rlflow.recipes.minimal_grpo import Group, MinimalGrpo, Update
 from rlflow.runtime import scratch
-from rlflow.telemetry import metrics
+from rlflow.telemetry import about, metrics
 from rlflow.telemetry.metrics import REQUIRED
 from rlflow.telemetry.samples import read_samples
 from rlflow.workers.trainer.shards import ShardReader, read_full
@@ -80,9 +80,15 @@ def test_the_reward_rises(tmp_path: Path) -> None:
     assert all(name in record for record in records for name in REQUIRED)
     assert max(record["sampling/logp_difference_mean"] for record in records) < 1e-4
     assert f"report: {run / 'report.html'}" in out
+    assert "\nalarms: " in out
     drawn = (run / "report.html").read_text().split('id="data">')[1].split("</script>")[0]
-    assert {"reward", "loss", "staleness", "utilisation"} <= json.loads(drawn)["charts"].keys()
-    assert json.loads((run / "trace.json").read_text())
+    assert {"reward", "loss", "staleness/mean", "utilisation/train"} <= json.loads(drawn)["columns"].keys()
+    [start] = about.read(run)
+    assert start["steps"] == 40 and start["machines"] and start["ended"] >= start["started"]
+    facts = [event["args"] for event in json.loads((run / "trace.json").read_text()) if event["ph"] == "X"]
+    assert {"step", "group", "version", "oldest_version", "tokens", "outcome"} <= {
+        name for one in facts for name in one
+    }
     assert (run / "samples" / "step_1.json").is_file()
     assert counts_by_state(run / "ledger.db")["trained"] == 160
     exported = tmp_path / "exported"

@@ -58,7 +58,7 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
         f"rlflow/{path.relative_to(ROOT if top != 'rlflow' else ROOT / top)}"
         for top in ("rlflow", "workers", "envs", "recipes")
         for path in (ROOT / top).rglob("*")
-        if path.suffix in (".py", ".yaml", ".css", ".js") and path.is_file()
+        if path.suffix in (".py", ".yaml", ".html", ".css", ".js") and path.is_file()
     }
     assert sources <= package
     licence = "rlflow/telemetry/report/uplot/LICENSE"

@@ -8,6 +8,7 @@ group is lost, and is played again.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from rlflow.rollout.client import EngineClient, EngineHandle, RemoteCalls
 from rlflow.rollout.episode import EnvironmentSource, ProgramGateway, play_episode, summarize, unless
 from rlflow.rollout.render import ChatRenderer, Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
+from rlflow.rollout.samples import NO_VERSION
 from rlflow.runtime.clock import now
 from rlflow.runtime.concurrency import all_or_none
 from rlflow.runtime.derived import is_seeded
@@ -114,7 +116,10 @@ class EpisodeRunner:
             episodes=[episode.summary for episode in episodes],
             payloads=[],
             num_bytes=sum(payload_files.payload_bytes(episode.payload) for episode in episodes),
-            spans=[Span(actor=ACTOR, name="rollout", start_s=start_s, end_s=played_at_s), *_reward_spans(episodes)],
+            spans=[
+                Span(actor=ACTOR, name="rollout", start_s=start_s, end_s=played_at_s, facts=_facts(order, episodes)),
+                *_reward_spans(order, episodes),
+            ],
             crowded_share=group.num_crowded / max(1, group.num_parts),
         )
         return (played, *(episode.payload for episode in episodes))
@@ -206,13 +211,27 @@ class EpisodeRunner:
         )
 
 
-def _reward_spans(episodes: Sequence[_Scored]) -> list[Span]:
+def _facts(order: GroupOrder, episodes: Sequence[_Scored]) -> dict[str, int | str]:
+    summaries = [episode.summary for episode in episodes]
+    ends = Counter(summary.end.value for summary in summaries)
+    sampled = [summary for summary in summaries if summary.num_loss_tokens]
+    return {
+        "group": order.group_id,
+        "version": max((summary.newest_version for summary in sampled), default=NO_VERSION),
+        "oldest_version": min((summary.oldest_version for summary in sampled), default=NO_VERSION),
+        "tokens": sum(summary.num_completion_tokens for summary in summaries),
+        "outcome": ", ".join(f"{count} {end}" for end, count in ends.most_common()),
+    }
+
+
+def _reward_spans(order: GroupOrder, episodes: Sequence[_Scored]) -> list[Span]:
     """The times during which at least one episode was being scored."""
     spans: list[Span] = []
     for start_s, end_s in sorted((e.played_at_s, e.scored_at_s) for e in episodes if e.scored_at_s is not None):
         if spans and start_s <= spans[-1].end_s:
             start_s, end_s = spans[-1].start_s, max(spans.pop().end_s, end_s)
-        spans.append(Span(actor=ACTOR, name="reward", start_s=start_s, end_s=end_s))
+        facts: dict[str, int | str] = {"group": order.group_id}
+        spans.append(Span(actor=ACTOR, name="reward", start_s=start_s, end_s=end_s, facts=facts))
     return spans
 
 

@@ -191,6 +191,16 @@ def nodes_there() -> dict[str, dict[str, Any]]:
     }
 
 
+def hardware() -> list[str]:
+    """What Ray counts on each machine, such as "10.0.0.2: 16 CPU, 8 GPU, H200"; one line for a machine."""
+    lines = []
+    for name, node in nodes_there().items():
+        counts = [f"{node['Resources'].get(what, 0):g} {what}" for what in ("CPU", "GPU")]
+        kinds = [each.partition(":")[2] for each in node["Resources"] if each.startswith("accelerator_type:")]
+        lines.append(f"{name}: {', '.join([*counts, *kinds])}")
+    return lines
+
+
 def has_gpus() -> bool:
     """Whether any machine of the cluster has a GPU."""
     return any(node["Resources"].get("GPU", 0) for node in nodes_there().values())

@@ -8,7 +8,8 @@ what these hold is in checkpoints only, so that `run_unless_lost` ends the fleet
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +47,7 @@ from rlflow.runtime.deadlines import or_hung
 from rlflow.runtime.derived import object_store_bytes, policy_is_reference, reference_ranks
 from rlflow.runtime.environment import ONE_ARENA
 from rlflow.runtime.signals import hang_ups_ignored
+from rlflow.telemetry.text import duration
 from rlflow.workers.reference import ReferenceWorker
 from rlflow.workers.trainer.actor import TrainerWorker
 
@@ -143,12 +145,13 @@ async def start_fleet(
     alarm: Callable[[str], None],
     reward_model_path: str | None = None,
     *,
+    tell: Callable[[str], None],
     is_restart: bool = False,
 ) -> Fleet:
     """Create every actor at once and wait until all of them are ready.
 
     `reward_model_path` is the folder of `reward.model`, which scores in place of a function.
-    `alarm` is told what people should know later: that an engine was lost, for example.
+    `alarm` is told what people should know later: that an engine was lost, for example. `tell` hears what is ready.
     After a loss (`is_restart`) there may be fewer machines than cluster.pools says.
     """
     devices = Devices(config, is_restart=is_restart)
@@ -196,7 +199,8 @@ async def start_fleet(
     )
     workers.end = fleet.end
     try:
-        starting = _start_all(config, engine_fleet, [trainers, critics, references], runners, list(rewards.values()))
+        groups = {"trainer": trainers, "critic": critics, "reference": references}
+        starting = _start_all(config, engine_fleet, groups, runners, list(rewards.values()), tell)
         await or_hung("starting the workers", config.deadlines, "start_s", starting)
     except BaseException:
         await fleet.end()
@@ -270,24 +274,35 @@ def _create_references(config: Config, model_path: str, devices: Devices, thread
 
 
 async def _start_all(
-    config: Config, engines: EngineFleet, groups: Sequence[list[Any]], runners: list[Any], rewards: list[Any]
+    config: Config,
+    engines: EngineFleet,
+    groups: Mapping[str, list[Any]],
+    runners: list[Any],
+    rewards: list[Any],
+    tell: Callable[[str], None],
 ) -> None:
-    """`groups` holds sets of ranks that meet each other."""
+    """`groups` holds sets of ranks that meet each other, by name."""
+    began_s = time.monotonic()
+
+    async def timed(name: str, starting: Awaitable[object]) -> None:
+        await starting
+        tell(f"{name} ready after {duration(time.monotonic() - began_s)}")
 
     async def start_ranks(ranks: list[Any]) -> None:
         rendezvous = await answer("trainer", ranks[0].rendezvous.remote())
         await asyncio.gather(*(answer("trainer", rank.start.remote(rendezvous)) for rank in ranks))
 
-    starting = [engines.start()]
+    starting = [timed("engines", engines.start())]
     if config.cluster.placement is Placement.colocated:
         # The trainer needs the memory to start, and to load a checkpoint; the first version wakes the engines.
         await starting.pop()
         await engines.sleep()
+    players = [answer("episode runner", runner.start.remote()) for runner in runners]
+    players += [answer("worker", reward.start.remote()) for reward in rewards]
     await asyncio.gather(
-        *(start_ranks(ranks) for ranks in groups if ranks),
+        *(timed(name, start_ranks(ranks)) for name, ranks in groups.items() if ranks),
         *starting,
-        *(answer("episode runner", runner.start.remote()) for runner in runners),
-        *(answer("worker", reward.start.remote()) for reward in rewards),
+        timed("environments and rewards", asyncio.gather(*players)),
     )
 
 

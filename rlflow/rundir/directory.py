@@ -59,6 +59,10 @@ class RunDir:
     def evaluations(self) -> Path:
         return self.path / "evaluations.jsonl"
 
+    @property
+    def health(self) -> Path:
+        return self.path / "alarms.jsonl"
+
 
 @contextmanager
 def claim(config: Config) -> Iterator[RunDir]:

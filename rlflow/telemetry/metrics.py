@@ -9,7 +9,7 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -83,14 +83,15 @@ class MetricsFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="ascii")
 
-    def append(self, record: StepRecord) -> None:
+    def append(self, record: Mapping[str, float | int | str | None]) -> None:
         """Write one step. A number that is not finite is written as null, because JSON has no other word for it.
 
         Raises AssertionError for a record that lacks a required name, RunError when the disk is full.
         """
         missing = [name for name in self._required if name not in record]
         assert not missing, f"the record of step {record.get('step')} lacks {', '.join(missing)}"
-        line = json.dumps({name: finite(value) for name, value in record.items()}, allow_nan=False)
+        known = {name: value if isinstance(value, str) else finite(value) for name, value in record.items()}
+        line = json.dumps(known, allow_nan=False)
         with disk_errors("metrics", self._path.parent):
             self._file.write(line + "\n")
             self._file.flush()

@@ -1,11 +1,15 @@
 """Tells people and files what the driver does: console, metrics.jsonl, trackers, trace, samples, report."""
 
 import asyncio
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
+from rlflow.algorithms.advantage.base import Scope
+from rlflow.algorithms.registry import advantage_of
 from rlflow.config import Config, Dtype
 from rlflow.driver import StepReport
 from rlflow.errors import RunError, describe_failure, first_error_stands
@@ -17,16 +21,15 @@ from rlflow.rundir.killed import KilledLog
 from rlflow.rundir.restarts import Setback
 from rlflow.runtime.deadlines import within
 from rlflow.runtime.derived import dtype_of
-from rlflow.telemetry import metrics, samples
+from rlflow.telemetry import about, metrics, samples
 from rlflow.telemetry.console import Console
+from rlflow.telemetry.health import Alarm, Health
 from rlflow.telemetry.metrics import MetricsFile, StepRecord
 from rlflow.telemetry.record import step_record
 from rlflow.telemetry.report.report import write_report
 from rlflow.telemetry.trace import Trace
 from rlflow.telemetry.trackers import Tracker, open_trackers
 
-MISMATCH_ALARM = {"float32": 1e-3, "bfloat16": 0.1}
-"""Mean |log-probability difference| between engine and trainer at the same version above which something is wrong."""
 SHOW_S = 30.0
 """Seconds that training waits for the episodes that are shown."""
 
@@ -52,13 +55,22 @@ class RunObserver:
         self._evaluations: MetricsFile | None = None
         if config.eval.every:
             self._evaluations = MetricsFile(run_dir.evaluations, required=metrics.EVALUATION)
+        metrics.truncate_after(run_dir.health, self.num_steps)
+        self._alarms = MetricsFile(run_dir.health, required=())
+        is_by_group = advantage_of(config.algorithm).traits.scope is Scope.group
+        self._health = Health(within_groups=is_by_group, dtype=dtype_of(config).value)
+        evaluations = metrics.read(run_dir.evaluations) if run_dir.evaluations.is_file() else []
+        self._health.replay(before, evaluations)  # what it found is in the file
         self._trace = Trace(run_dir.path / "trace.json")
-        self._console = Console(config.run.steps, run_dir.path)
+        is_asynchronous = config.staleness.max_versions > 0
+        self._console = Console(config.run.steps, run_dir.path, before=before, is_asynchronous=is_asynchronous)
         self._killed = KilledLog(run_dir.path)
         failed = None if setback is None else self._tell_of_tracker  # at first, a person is there who can mend it
         self._trackers = open_trackers(config.trackers, run_dir.path, flatten(plain(config)), failed)
         self._closing = ExitStack()
-        for each in (self._file, self._evaluations, self._trace):
+        if setback is None:
+            about.begin(run_dir.path, sys.argv)
+        for each in (self._file, self._evaluations, self._alarms, self._trace):
             if each is not None:
                 self._closing.callback(each.close)
         self._closing.callback(self._tell_trackers, Tracker.close)
@@ -69,6 +81,7 @@ class RunObserver:
 
     def __exit__(self, *_: object) -> None:
         with first_error_stands():
+            self._closing.callback(about.amend, self._run_dir.path, ended=about.now(), steps=self.num_steps)
             self._closing.close()
 
     def message(self, text: str) -> None:
@@ -99,9 +112,11 @@ class RunObserver:
         }
         self._evaluations.append(record)
         self._tell_trackers(lambda tracker: tracker.log(evaluation.step, record))
+        self._tell(self._health.evaluated(record))
         if evaluation.reward is None:
             self._console.alarm(f"the evaluation of version {evaluation.version} was lost: {evaluation.detail}")
             return
+        self._console.evaluated(evaluation.reward)
         self._console.message(
             f"evaluation of version {evaluation.version}: reward {evaluation.reward:.3f} over "
             f"{evaluation.num_episodes} episodes, {evaluation.num_failed} failed"
@@ -125,11 +140,11 @@ class RunObserver:
         self._since_s, self._num_tokens = report.end_s, int(record["num_tokens"] or 0)
         self._rewards.append(float(record["reward"] or 0.0))
         self._file.append(record)
-        self._trace.add(report.spans)
+        self._trace.add(report.spans, step=report.step)
         self._tell_trackers(lambda tracker: tracker.log(report.step, record))
         self._console.step(record)
         self._tell_of_the_hung()
-        self._check(report, record)
+        self._tell(self._health.step(record))
         if self._setback is not None and report.step == self._setback.step:
             self.message(f"step {report.step} is done again, {self._setback.seconds:.0f} s after the loss")
         if report.step % self._config.run.show_samples_every == 0 or report.step == 1:
@@ -145,6 +160,13 @@ class RunObserver:
             f"reward: first {len(first)} steps {sum(first) / len(first):.3f}, last {len(last)} steps "
             f"{sum(last) / len(last):.3f}\nreport: {report}"
         )
+        told = ", ".join(f"{name} since step {since}" for name, since in self._health.told.items())
+        self._console.message(f"alarms: {told or 'none'}")
+        if not self._health.has_signal:
+            self._console.alarm(
+                "no step of this run carried a signal: no episode was better than those it was compared with, so that "
+                "nothing was learned. Look at samples/ and at how the episodes ended"
+            )
 
     def _tell_trackers(self, tell: Callable[[Tracker], None]) -> None:
         """Trackers are other people's code and services: one that fails is left out, and the run goes on."""
@@ -163,17 +185,14 @@ class RunObserver:
         for line in self._killed.news():
             self._console.alarm(line)
 
-    def _check(self, report: StepReport, record: StepRecord) -> None:
-        if not report.outcome.applied:
-            self._console.alarm(f"step {report.step}: the gradient was not finite; the update was skipped")
-        difference = record["sampling/logp_difference_mean"]
-        limit = MISMATCH_ALARM[dtype_of(self._config).value]
-        if difference is not None and difference > limit and record["staleness/max"] == 0:
-            self._console.alarm(
-                f"step {report.step}: engine and trainer disagree at the same version: mean |log-probability "
-                f"difference| "
-                f"{difference:.2g}, expected below {limit:g}"
-            )
+    def _tell(self, alarms: Sequence[Alarm]) -> None:
+        for alarm in alarms:
+            self._alarms.append(asdict(alarm))
+            if alarm.state == "ended":
+                self._console.message(str(alarm))
+            else:
+                self._console.alarm(str(alarm))
+                self._tell_trackers(lambda tracker, text=str(alarm): tracker.alarm(text))
 
     async def _show(self, report: StepReport) -> None:
         """Nobody trains on what is shown, so that a runner that hangs or fails is only told."""
@@ -186,6 +205,8 @@ class RunObserver:
             return
         worst, best = map(samples.shown_episode, report.shown, conversations)
         samples.write_samples(self._run_dir.path, report.step, best, worst)
+        table = [samples.table_row("best", best), samples.table_row("worst", worst)]
+        self._tell_trackers(lambda tracker: tracker.samples(report.step, table))
         self._console.samples(best, worst)
 
 

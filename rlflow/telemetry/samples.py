@@ -24,6 +24,8 @@ MAX_ROWS = 24
 """Rows that one episode may take on the console."""
 MAX_CHARACTERS = 2000
 """Characters of one message on the console."""
+COLUMNS = ("episode", "reward", "task", "ended", "expected", "advantage", "prompt", "reply")
+"""Of the table that trackers show."""
 _FILE_NAME = re.compile(r"step_(\d+)\.json")
 
 
@@ -73,6 +75,22 @@ def shown_episode(trained: TrainedEpisode, messages: Sequence[Message]) -> Shown
     )
 
 
+def table_row(label: str, episode: ShownEpisode) -> list[str]:
+    """One row of COLUMNS, bounded and safe to print."""
+    *before, last = episode.messages or [Message(role="", content="")]
+    cells = (
+        label,
+        number(episode.reward),
+        episode.task_id,
+        episode.end.value,
+        episode.answer or "",
+        " ".join(map(number, episode.advantages or [])),
+        "\n".join(f"{message['role']}: {message['content']}" for message in before),
+        last["content"],
+    )
+    return [shorten(printable(cell), MAX_CHARACTERS) for cell in cells]
+
+
 def write_samples(run_dir: Path, step: int, best: ShownEpisode, worst: ShownEpisode) -> Path:
     """Write samples/step_N.json, whole or not at all. Raises RunError when the disk is full."""
     folder = run_dir / FOLDER
@@ -118,19 +136,26 @@ def _episode(content: dict[str, Any]) -> ShownEpisode:
 def title(label: str, episode: ShownEpisode) -> str:
     """One line about an episode, safe to print."""
     task_id = shorten(printable(episode.task_id).replace("\n", " "), 60)
-    return f"{label}: reward {number(episode.reward)}, task {task_id}, {episode.end.value}"
+    parts = {
+        name.removeprefix("rewards/"): value for name, value in episode.metrics.items() if name.startswith("rewards/")
+    }
+    shown = ", ".join(f"{printable(name)} {number(value)}" for name, value in parts.items()) if len(parts) > 1 else ""
+    return f"{label}: reward {number(episode.reward)}{shown and f' ({shown})'}, task {task_id}, {episode.end.value}"
 
 
-def rows(episode: ShownEpisode, *, width: int, max_rows: int = MAX_ROWS) -> list[str]:
-    """The conversation in at most `max_rows` rows of at most `width` characters, safe to print.
+def rows(episode: ShownEpisode, *, width: int, max_rows: int = MAX_ROWS, has_system: bool = True) -> list[str]:
+    """The conversation and the expected answer in at most `max_rows` rows of at most `width` characters, safe to print.
 
-    If it is longer, the end is kept. The rows are plain text and must not be printed as markup.
+    If it is longer, the end is kept. The rows are plain text and must not be printed as markup. `has_system`: with its
+    system prompts.
     """
     assert width >= 20 and max_rows >= 2, f"no room to show an episode: width {width}, rows {max_rows}"
+    said = [(each["role"], each["content"]) for each in episode.messages if has_system or each["role"] != "system"]
+    if episode.answer is not None:
+        said.append(("expected", episode.answer))
     shown: list[str] = []
-    for message in episode.messages:
-        text = shorten(printable(f"{message['role']}: {message['content']}"), MAX_CHARACTERS)
-        for line in text.split("\n"):
+    for role, content in said:
+        for line in shorten(printable(f"{role}: {content}"), MAX_CHARACTERS).split("\n"):
             shown += textwrap.wrap(line, width, drop_whitespace=False, subsequent_indent="  ") or [""]
     if len(shown) <= max_rows:
         return shown

@@ -53,6 +53,11 @@ def number(value: float | int | None) -> str:
     return f"{value:.3g}" if size < 1000 else f"{value:.0f}"
 
 
+def percent(share: float | int | None) -> str:
+    """A share for people: "25%"; "-" for None."""
+    return "-" if share is None else f"{share:.0%}"
+
+
 def duration(seconds: float) -> str:
     """A time for people: "8.4 s", "4m 41s", "3h 05m", "2d 04h"."""
     if seconds < 60:

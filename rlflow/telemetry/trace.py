@@ -1,7 +1,8 @@
 """trace.json: every phase on every actor, in Chrome's trace event format, which Perfetto opens.
 
 The run is one process, and each actor is one row (thread). Spans of one actor that overlap go to further rows, named
-"actor (2)", because the events of one row must nest. The file is a JSON array with one event on each line. It is valid
+"actor (2)", because the events of one row must nest. An event's `args` say the step that reported it, and the facts of
+its span. The file is a JSON array with one event on each line. It is valid
 after `close`; a killed run leaves out the closing bracket, which viewers accept and the next `Trace` on the path adds.
 
 The files are bounded: one that reaches `max_bytes` becomes trace_previous.json, replacing the one before, and a new one
@@ -34,8 +35,8 @@ class Trace:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._open()
 
-    def add(self, spans: Iterable[Span]) -> None:
-        """Append these spans. Raises RunError when the disk is full."""
+    def add(self, spans: Iterable[Span], **facts: int) -> None:
+        """Append these spans, with facts that hold for all of them. Raises RunError when the disk is full."""
         with disk_errors("the trace", self._path.parent):
             for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
                 start_us, end_us = round(span.start_s * 1e6), round(span.end_s * 1e6)
@@ -46,6 +47,7 @@ class Trace:
                     "tid": self._row_id(self._row_name(span)),
                     "ts": start_us,
                     "dur": max(end_us - start_us, 0),
+                    "args": {**facts, **span.facts},
                 }
                 self._file.write(_SEPARATOR + _event(event))
             self._file.flush()

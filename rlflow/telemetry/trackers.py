@@ -1,10 +1,11 @@
 """Where the numbers of a run also go: TensorBoard, Weights & Biases, MLflow. Each is imported only when it is on."""
 
+import json
 import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,12 +16,24 @@ from typing import Any, Protocol
 from rlflow.config import TrackersConfig
 from rlflow.errors import ConfigError
 from rlflow.telemetry.metrics import StepRecord, finite
+from rlflow.telemetry.samples import COLUMNS
+from rlflow.telemetry.text import shorten
+
+BEST = ("reward", "eval/reward")
+"""Whose greatest value stands beside the last one in a service's table of runs."""
+NOTE = 4000
+"""Characters of a description that every version of MLflow takes."""
 
 
 class Tracker(Protocol):
     """Takes one record a step. What it raises costs the run nothing but the tracker."""
 
     def log(self, step: int, record: StepRecord) -> None: ...
+
+    def alarm(self, text: str) -> None: ...
+
+    def samples(self, step: int, rows: Sequence[Sequence[str]]) -> None:
+        """The episodes that are shown of a step: one row each, of samples.COLUMNS."""
 
     def close(self) -> None: ...
 
@@ -38,7 +51,7 @@ def open_trackers(
     """
     wanted: list[partial[Tracker]] = []
     if config.tensorboard:
-        wanted.append(partial(TensorBoardTracker, run_dir / "tensorboard"))
+        wanted.append(partial(TensorBoardTracker, run_dir / "tensorboard", flat_config))
     if config.wandb_project is not None:
         wanted.append(partial(WandbTracker, config.wandb_project, run_dir, flat_config))
     if config.mlflow_experiment is not None:
@@ -65,11 +78,18 @@ def check_trackers(config: TrackersConfig) -> None:
 class TensorBoardTracker:
     """Event files, written with TensorBoard's own messages: no torch, no TensorFlow, no thread."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, flat_config: Mapping[str, Any]) -> None:
         self._records = _require("tensorboard.summary.writer.record_writer", "trackers.tensorboard=true", "tensorboard")
         self._events = import_module("tensorboard.compat.proto.event_pb2")
         self._summaries = import_module("tensorboard.compat.proto.summary_pb2")
+        self._parameters = import_module("tensorboard.plugins.hparams.summary_v2")
+        self._texts = import_module("tensorboard.plugins.text.summary_v2")
         self._folder = folder
+        # As TensorBoard takes them.
+        plain = {
+            name: value if isinstance(value, bool | int | float) else str(value) for name, value in flat_config.items()
+        }
+        self._settings = plain
         self._writer: Any = None
 
     def log(self, step: int, record: StepRecord) -> None:
@@ -80,6 +100,14 @@ class TensorBoardTracker:
             value_of(tag=name, simple_value=value) for name, value in _finite_only(record).items() if name != "step"
         ]
         self._write(step=step, summary=self._summaries.Summary(value=values))
+
+    def alarm(self, text: str) -> None:
+        """TensorBoard has none."""
+
+    def samples(self, step: int, rows: Sequence[Sequence[str]]) -> None:
+        if self._writer is None:
+            self._open(step)
+        self._write(step=step, summary=self._texts.text_pb("samples", [COLUMNS, *rows]))
 
     def close(self) -> None:
         if self._writer is not None:
@@ -93,6 +121,7 @@ class TensorBoardTracker:
         self._write(file_version="brain.Event:2")
         # Makes TensorBoard forget the steps that a killed run had written beyond its last checkpoint.
         self._write(step=step, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
+        self._write(step=step, summary=self._parameters.hparams_pb(self._settings))
 
     def _write(self, **fields: Any) -> None:
         self._writer.write(self._events.Event(wall_time=time.time(), **fields).SerializeToString())
@@ -103,7 +132,7 @@ class WandbTracker:
     """Weights & Biases; WANDB_MODE, WANDB_ENTITY and the login are the user's environment's."""
 
     def __init__(self, project: str, run_dir: Path, flat_config: Mapping[str, Any]) -> None:
-        wandb = _require("wandb", "trackers.wandb_project", "rlflow[wandb]")
+        self._wandb = wandb = _require("wandb", "trackers.wandb_project", "rlflow[wandb]")
         remembered = run_dir / "wandb_run_id"
         if not remembered.exists():
             remembered.write_text(uuid.uuid4().hex, encoding="ascii")
@@ -124,9 +153,17 @@ class WandbTracker:
         # The service counts its own steps upwards only; a resume that repeats steps needs ours on the axis.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
+        for name in BEST:
+            self._run.define_metric(name, step_metric="step", summary="max,last")
 
     def log(self, step: int, record: StepRecord) -> None:
         self._run.log({**_finite_only(record), "step": step})
+
+    def alarm(self, text: str) -> None:
+        self._run.alert(title=text.partition(":")[0], text=text)
+
+    def samples(self, step: int, rows: Sequence[Sequence[str]]) -> None:
+        self._run.log({"samples": self._wandb.Table(columns=list(COLUMNS), data=list(rows)), "step": step})
 
     def close(self) -> None:
         self._run.finish()
@@ -145,7 +182,7 @@ class MlflowTracker:
             self._mlflow.set_experiment(experiment)
             remembered = run_dir / "mlflow_run_id"
             if remembered.exists():
-                self._mlflow.start_run(run_id=remembered.read_text(encoding="ascii"))
+                run = self._mlflow.start_run(run_id=remembered.read_text(encoding="ascii"))
             else:
                 run = self._mlflow.start_run(run_name=run_dir.name)
                 remembered.write_text(run.info.run_id, encoding="ascii")
@@ -156,9 +193,24 @@ class MlflowTracker:
                 f"trackers.mlflow_experiment={experiment}: MLflow does not take the run ({error}); set "
                 "MLFLOW_TRACKING_URI to the address of a tracking server that answers"
             ) from error
+        self._best = {name: value for name, value in run.data.metrics.items() if name.endswith("/best")}
 
     def log(self, step: int, record: StepRecord) -> None:
-        self._mlflow.log_metrics(_finite_only(record), step=step, synchronous=False)
+        self._mlflow.log_metrics(_finite_only(record) | self._best_of(record), step=step, synchronous=False)
+
+    def samples(self, step: int, rows: Sequence[Sequence[str]]) -> None:
+        # The run's description, which its page shows, because a table would need pandas and a store of files.
+        lines = [f"- {name}: {json.dumps(text)}" for row in rows for name, text in zip(COLUMNS, row, strict=True)]
+        self._mlflow.set_tag("mlflow.note.content", shorten("\n".join([f"Samples of step {step}", "", *lines]), NOTE))
+
+    def _best_of(self, record: StepRecord) -> dict[str, float]:
+        """The greatest values until now, by the metrics' names with /best."""
+        now = {name: value for name, value in _finite_only(record).items() if name in BEST}
+        self._best |= {f"{name}/best": max(value, self._best.get(f"{name}/best", value)) for name, value in now.items()}
+        return {f"{name}/best": self._best[f"{name}/best"] for name in now}
+
+    def alarm(self, text: str) -> None:
+        self._mlflow.set_tag(f"alarm: {text.partition(' ')[0]}", text)
 
     def close(self) -> None:
         self._mlflow.flush_async_logging()

@@ -4,6 +4,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
+from rlflow import __version__
 from rlflow.config import Config
 from rlflow.errors import ConfigError, report_error
 from rlflow.telemetry.text import number
@@ -22,6 +23,9 @@ def run(options: argparse.Namespace) -> int:
 
         print(help_page([word for word in options.words if "=" not in word]))
         return 0
+    if not (options.dry_run or options.json or any(word.startswith("-") for word in options.words)):
+        # Before the imports, so that something is seen at once.
+        print(f"rlflow {__version__}: reading settings, tasks and model ...", flush=True)
     from rlflow.settings.compose import train
 
     if options.dry_run:
@@ -53,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _final(folder: Path) -> float | None:
     """The last evaluation of a run, or the reward of its last steps if it had none."""
-    from rlflow.tools.runs.read import HELD_OUT, REWARD, read_run  # here, so that a wrong key is told at once
+    from rlflow.tools.runs.read import HELD_OUT, REWARD, read_run
 
     ended = read_run(folder)
     return ended.final(REWARD) if (evaluation := ended.final(HELD_OUT)) is None else evaluation

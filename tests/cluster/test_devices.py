@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from rlflow.cluster.devices import Devices
+from rlflow.cluster.devices import Devices, hardware
 from rlflow.cluster.gpus import check_gpus, gpu_plan
 from rlflow.cluster.placement import fit
 from rlflow.cluster.slots import Machine
@@ -187,3 +187,18 @@ def test_what_needs_gpus_is_refused_without() -> None:
     with pytest.raises(ConfigError, match="rollout.speculative=ngram needs GPUs: on a CPU vLLM reports wrong"):
         check_gpus(asked, 0)
     check_gpus(asked, 2)
+
+
+def test_the_hardware_of_a_run_is_one_line_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [
+        {"Alive": True, "NodeID": "b" * 8, "NodeManagerAddress": "10.0.0.2", "Resources": {"CPU": 2.0}},
+        {"Alive": False, "NodeID": "c" * 8, "NodeManagerAddress": "10.0.0.3", "Resources": {"CPU": 2.0}},
+        {
+            "Alive": True,
+            "NodeID": "a" * 8,
+            "NodeManagerAddress": "10.0.0.1",
+            "Resources": {"CPU": 16.0, "GPU": 8.0, "accelerator_type:H200": 1.0},
+        },
+    ]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    assert hardware() == ["10.0.0.1: 16 CPU, 8 GPU, H200", "10.0.0.2: 2 CPU, 0 GPU"]

@@ -89,7 +89,7 @@ async def stage(run_dir: Path) -> AsyncIterator[Stage]:
     spec = load_environment(settings.env, settings.reward)
     alarms: list[str] = []
     with ray_cluster(settings):
-        fleet = await start_fleet(settings, resolve_model("tiny"), spec, alarms.append)
+        fleet = await start_fleet(settings, resolve_model("tiny"), spec, alarms.append, tell=print)
         try:
             on = Stage(fleet, next(iter(spec.tasks())), alarms)
             await on.load(1)

@@ -692,6 +692,8 @@ async def test_a_runner_plays_and_scores_a_group() -> None:
     assert group.spans[0].name == "rollout"
     assert {span.name for span in group.spans[1:]} == {"reward"}
     assert {span.actor for span in group.spans} == {"runner"}
+    told = {"group": 12, "version": 4, "oldest_version": 3, "tokens": 4, "outcome": "2 completed, 1 setup_error"}
+    assert group.spans[0].facts == told and group.spans[1].facts == {"group": 12}
     assert [environment.closed for environment in build.built] == [1, 1]
 
 

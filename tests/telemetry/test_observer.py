@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,7 +18,9 @@ from rlflow.errors import ConfigError, RunError, WorkerLost
 from rlflow.roles import Mean, Runners
 from rlflow.rundir.directory import RunDir
 from rlflow.rundir.restarts import Setback
-from rlflow.rundir.store import CheckpointStore
+from rlflow.rundir.store import CheckpointStore, RunState
+from rlflow.telemetry import about
+from rlflow.telemetry.metrics import REQUIRED
 from rlflow.telemetry.observer import RunObserver
 from rlflow.telemetry.samples import read_samples
 from rlflow.types import Message, PayloadRef
@@ -68,6 +73,8 @@ def test_samples_are_shown_or_an_alarm_says_why_not(
 
     assert run_virtually(tell()) <= 30
     assert shown in capsys.readouterr().out
+    [start] = about.read(tmp_path)
+    assert start["steps"] == 1 and start["ended"] >= start["started"]
     if isinstance(runners, Answers):
         best, trained = read_samples(tmp_path, 1).best, report.shown[1]
         assert (best.answer, best.metrics) == (trained.task.answer, trained.summary.metrics)
@@ -102,3 +109,62 @@ async def test_what_fails_at_the_end_does_not_take_the_place_of_the_first_error(
         raise KeyError("the first")
     (note,) = caught.value.__notes__
     assert note.startswith("then: OSError: [Errno 28] No space left on device (")
+
+
+def test_a_resumed_run_shows_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        encoding = "utf-8"
+
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys, "stdout", stream := Terminal())
+    lines = [dict.fromkeys(REQUIRED, 0.5) | {"step": step, "num_tokens": 9} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    state = cast(RunState, SimpleNamespace(step=2))
+    run_dir = RunDir(path=tmp_path, checkpoints=CheckpointStore(tmp_path, keep=1), resume_from=None, state=state)
+    with RunObserver(Config(), run_dir):
+        pass
+    assert "step 2/100" in stream.getvalue()
+    assert "reward \x1b[1;32m0.5\x1b[0m" in stream.getvalue()
+
+
+@pytest.mark.parametrize(("reward", "has_signal"), [(0.0, False), (1.0, True)])
+def test_the_last_lines_name_the_alarms_and_say_when_nothing_was_learned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], reward: float, has_signal: bool
+) -> None:
+    same = {"frac_reward_zero_std": 1.0, "reward": 0.0, "reward_std": 0.0, "groups/trained": 24}
+    lines = [dict.fromkeys(REQUIRED, 0.0) | same | {"step": step} for step in (1, 2, 3)]
+    lines.append(lines[0] | {"step": 4, "reward": reward, "frac_reward_zero_std": 1.0 - reward})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    state = cast(RunState, SimpleNamespace(step=4))
+    run_dir = RunDir(path=tmp_path, checkpoints=CheckpointStore(tmp_path, keep=1), resume_from=None, state=state)
+    with RunObserver(Config(), run_dir) as observer:
+        observer.finish()
+    out = capsys.readouterr().out
+    assert "\nalarms: constant_reward since step 1\n" in out
+    assert ("ALARM: no step of this run carried a signal" in out) is not has_signal
+
+
+async def test_alarms_reach_the_console_the_file_and_the_trackers_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    tracker = SimpleNamespace(alarm=told.append, log=lambda step, record: None, close=lambda: None)
+    monkeypatch.setattr("rlflow.telemetry.observer.open_trackers", lambda *_: [tracker])
+    world = make_world(tmp_path, steps=2)
+    await world.driver.run()
+    run_dir = RunDir(path=tmp_path, checkpoints=CheckpointStore(tmp_path, keep=1), resume_from=None)
+    with RunObserver(Config(), run_dir) as observer:
+        observer.runners = cast(Runners, Answers())
+        for report in world.observer.reports:
+            gaps = dict.fromkeys(("entropy", "sampling/logp_difference_mean"), Mean(total=0.5, count=1.0))
+            report.outcome.metrics |= gaps
+            await observer.step(report)
+    (line,) = (tmp_path / "alarms.jsonl").read_text().splitlines()
+    alarm = json.loads(line)
+    assert (alarm["step"], alarm["name"], alarm["state"], alarm["since"]) == (1, "mismatch", "began", 1)
+    assert capsys.readouterr().out.count("ALARM: mismatch since step 1: engine and trainer disagree at the same") == 1
+    assert len(told) == 1 and told[0].startswith("mismatch since step 1: engine and trainer disagree")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib.util
 import io
 import json
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -23,13 +26,13 @@ from rlflow.errors import ConfigError, RunError
 from rlflow.groups.evaluation import Evaluation
 from rlflow.rundir.directory import RunDir
 from rlflow.rundir.store import CheckpointStore
-from rlflow.telemetry import metrics, observer
+from rlflow.telemetry import about, metrics, observer
 from rlflow.telemetry.console import Console, Curve, sparkline
 from rlflow.telemetry.metrics import REQUIRED, MetricsFile, StepRecord
 from rlflow.telemetry.record import busy_share
 from rlflow.telemetry.report import curves
 from rlflow.telemetry.report.report import write_report
-from rlflow.telemetry.samples import ShownEpisode, read_samples, rows, sampled_steps, write_samples
+from rlflow.telemetry.samples import ShownEpisode, read_samples, rows, sampled_steps, table_row, write_samples
 from rlflow.telemetry.text import duration, number, printable, shorten
 from rlflow.telemetry.trace import Trace
 from rlflow.telemetry.trackers import check_trackers, open_trackers
@@ -234,23 +237,53 @@ def test_anything_but_a_terminal_gets_one_plain_line_a_step() -> None:
     with Console(100, Path("runs/demo"), stream) as console:
         console.phase("starting")
         for step in (1, 2):
-            console.step(
-                make_record(
-                    step,
-                    reward=0.25,
-                    step_time=2.0,
-                    loss=None,
-                    **{"throughput/tokens_per_s": 13412.0, "queue/ready": 3},
-                )
-            )
+            console.step(make_record(step, reward=0.25, step_time=2.0, **{"throughput/tokens_per_s": 13412.0}))
+            console.evaluated(0.75)
             console.phase("training")
+    figures = "entropy 0.5  length 0.5, 50% cut  no signal 50%"
+    others = "rollout/train 0.5/0.5 s  tokens/s 13.4k  grad norm 0.5"
     assert stream.getvalue() == (
         "starting ...\n"
-        "step 1/100  reward 0.25 (std 0.5)  staleness mean/max 0.5/0.5  ready 3  tokens/s 13.4k  loss -  "
-        "grad norm 0.5  2.00 s  left 3m 18s\n"
-        "step 2/100  reward 0.25 (std 0.5)  staleness mean/max 0.5/0.5  ready 3  tokens/s 13.4k  loss -  "
-        "grad norm 0.5  2.00 s  left 3m 16s\n"
+        f"step 1/100  reward 0.25 (std 0.5)  {figures}  {others}  2.00 s  left 3m 18s\n"
+        f"step 2/100  reward 0.25 (std 0.5)  {figures}  held-out 0.75  {others}  2.00 s  left 3m 16s\n"
     )
+
+
+def test_the_age_of_tokens_is_shown_when_it_can_be_above_0() -> None:
+    stream = io.StringIO()
+    with Console(100, Path("runs/demo"), stream, is_asynchronous=True) as console:
+        console.step(make_record(1, **{"staleness/max": 2, "queue/ready": 3}))
+    assert "staleness mean/max 0.5/2  ready 3" in stream.getvalue()
+
+
+def test_the_stages_of_the_start_are_told_once_with_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 1.0, 1.0, 9.0, 9.0, 12.0, 12.0, 13.0, 13.0, 14.0, 14.0])
+    monkeypatch.setattr("rlflow.telemetry.console.time.monotonic", lambda: next(times))
+    stream = io.StringIO()
+    with Console(100, Path("runs/demo"), stream) as console:
+        for phase in ("starting", "weights", "waiting for episodes", "training", "waiting for episodes"):
+            console.phase(phase)
+    assert stream.getvalue().splitlines() == [
+        "starting ...",
+        "weights ... (starting took 8.0 s)",
+        "waiting for episodes ... (weights took 3.0 s)",
+        "training ... (waiting for episodes took 1.0 s)",
+    ]
+
+
+def test_a_system_prompt_is_shown_once_and_the_answer_and_the_parts_of_a_reward_always() -> None:
+    def episode(reply: str) -> ShownEpisode:
+        messages = [{"role": "system", "content": "Be brief."}, *make_episode(reply).messages]
+        metrics = {"rewards/right": 1.0, "rewards/brief": 0.25, "turns": 1.0}
+        return replace(make_episode(reply), messages=messages, answer="5", metrics=metrics)
+
+    stream = io.StringIO()
+    with Console(1, Path("runs/demo"), stream) as console:
+        console.samples(episode("5"), episode("five"))
+        console.samples(make_episode("5"), episode("6"))
+    assert stream.getvalue().count("system: Be brief.") == 2
+    assert "-- worst: reward 1 (right 1, brief 0.25), task sum/1, completed\n" in stream.getvalue()
+    assert "assistant: five\nexpected: 5\n" in stream.getvalue()
 
 
 def test_plain_output_escapes_model_text_and_what_the_stream_cannot_encode() -> None:
@@ -284,6 +317,9 @@ def test_a_terminal_gets_a_live_display(monkeypatch: pytest.MonkeyPatch, no_colo
     shown = text[text.rindex("rlflow ") :]
     for part in ("runs/[demo]", "step 2/100", "0.75", "\u2581\u2588", "grad norm", "1 alarm(s)", "training"):
         assert part in shown
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    assert max(len(line) for line in plain.splitlines()) <= 80  # also on a wide terminal, which may become narrower
+    assert "step 1/100  reward 0  entropy 0.5  length 0.5, 50% cut  no signal 50%\n" in plain  # it stays
     assert "[red]5[/red] \\x1b[2J" in text
     assert "\x1b[2J" not in text
     assert ("\x1b[32m" in text) is not no_color
@@ -311,13 +347,23 @@ def row_names(events: list[dict]) -> dict[str, int]:
 def test_a_closed_trace_is_json_with_one_row_for_each_actor(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with closing(Trace(path)) as trace:
-        trace.add([make_span(2.0, 2.5), make_span(1.0, 1.5), make_span(1.0, 3.0, actor="engine-0", name="rollout")])
+        rollout = make_span(1.0, 3.0, actor="engine-0", name="rollout")
+        played = replace(rollout, facts={"group": 7, "version": 2, "tokens": 90, "outcome": "4 completed"})
+        trace.add([make_span(2.0, 2.5), make_span(1.0, 1.5), played], step=3)
     events = read_events(path)
     assert row_names(events) == {"engine-0": 1, "trainer-0": 2}
     assert [event for event in events if event["ph"] == "X"] == [
-        {"name": "rollout", "ph": "X", "pid": 1, "tid": 1, "ts": 1_000_000, "dur": 2_000_000},
-        {"name": "train", "ph": "X", "pid": 1, "tid": 2, "ts": 1_000_000, "dur": 500_000},
-        {"name": "train", "ph": "X", "pid": 1, "tid": 2, "ts": 2_000_000, "dur": 500_000},
+        {
+            "name": "rollout",
+            "ph": "X",
+            "pid": 1,
+            "tid": 1,
+            "ts": 1_000_000,
+            "dur": 2_000_000,
+            "args": {"step": 3, "group": 7, "version": 2, "tokens": 90, "outcome": "4 completed"},
+        },
+        {"name": "train", "ph": "X", "pid": 1, "tid": 2, "ts": 1_000_000, "dur": 500_000, "args": {"step": 3}},
+        {"name": "train", "ph": "X", "pid": 1, "tid": 2, "ts": 2_000_000, "dur": 500_000, "args": {"step": 3}},
     ]
 
 
@@ -375,17 +421,29 @@ def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = TrackersConfig()
-    [tracker] = open_trackers(config, tmp_path, {"run.steps": 3})
+    [tracker] = open_trackers(config, tmp_path, {"run.steps": 3, "env.args": {}})
     for step in (1, 2, 3):
         tracker.log(step, make_record(step, reward=step / 4, kl=None, grad_norm=float("nan")))
+    best = replace(make_episode("4 | 5"), answer="5", advantages=[0.5])
+    tracker.samples(3, [table_row("best", best), table_row("worst", make_episode("\x1b[2J", reward=0.0))])
     tracker.close()
-    [resumed] = open_trackers(config, tmp_path, {"run.steps": 3})
+    [resumed] = open_trackers(config, tmp_path, {"run.steps": 3, "env.args": {}})
     resumed.log(3, make_record(3, reward=1.0))
     resumed.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.25), (2, 0.5), (3, 1.0)]
     assert [event.step for event in events.Scalars("kl")] == [3]
+    (table,) = events.Tensors("samples")
+    shown = [text.decode() for text in table.tensor_proto.string_val]
+    assert shown[8:16] == ["best", "1", "sum/1", "completed", "5", "0.5", "user: 2 + 3 =", "4 | 5"]
+    assert (shown[:2], shown[16:18], shown[-1]) == (["episode", "reward"], ["worst", "0"], "\\x1b[2J")
+    messages = importlib.import_module("tensorboard.plugins.hparams.plugin_data_pb2")
+    settings = messages.HParamsPluginData.FromString(
+        events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    )
+    assert settings.session_start_info.hparams["run.steps"].number_value == 3
+    assert settings.session_start_info.hparams["env.args"].string_value == "{}"
 
 
 @pytest.mark.parametrize(
@@ -438,6 +496,12 @@ class Broken:
         self.calls.append(f"log {step}")
         raise ConnectionError("the service ended")
 
+    def alarm(self, text: str) -> None:
+        self.calls.append(f"alarm {text}")
+
+    def samples(self, step: int, rows: object) -> None:
+        raise AssertionError("it was left out")
+
     def close(self) -> None:
         self.calls.append("close")
         raise ConnectionError("the service ended")
@@ -472,7 +536,9 @@ def test_a_tracker_whose_disk_is_full_costs_one_alarm(
     config.eval.every = 1
     with observer.RunObserver(config, run_dir, None) as shown:
         real = Path.open
-        monkeypatch.setattr(Path, "open", lambda self, *_: real(NO_SPACE if "tfevents" in self.name else self, "wb"))
+        monkeypatch.setattr(
+            Path, "open", lambda self, *how, **named: real(NO_SPACE if "tfevents" in self.name else self, *how, **named)
+        )
         for step in (1, 2):
             shown.evaluated(Evaluation(step=step, version=step, reward=0.5, num_episodes=1, num_failed=0))
     alarms = [line for line in capsys.readouterr().out.splitlines() if "ALARM" in line]
@@ -483,37 +549,51 @@ def test_a_tracker_whose_disk_is_full_costs_one_alarm(
 
 
 def test_buckets_are_bounded_and_cover_every_step() -> None:
-    buckets = curves.make_buckets(range(1, 11), max_buckets=4)
-    assert [(bucket.first_step, bucket.last_step) for bucket in buckets] == [(1, 2), (3, 5), (6, 7), (8, 10)]
-    assert len(curves.make_buckets(range(10_000))) == curves.MAX_BUCKETS
-    assert curves.make_buckets([]) == []
+    assert curves.bucket_bounds(10, max_points=4) == [(0, 2), (2, 5), (5, 7), (7, 10)]
+    assert len(curves.bucket_bounds(10_000)) == curves.MAX_POINTS
+    assert curves.bucket_bounds(0) == []
 
 
 def test_a_bucket_holds_the_mean_and_the_extremes_of_its_steps() -> None:
-    buckets = curves.make_buckets([1, 2, 3, 4, 5, 6], max_buckets=3)
-    series = curves.make_series("loss", [1.0, 3.0, None, 5.0, None, None], buckets)
-    assert (series.values, series.low, series.high) == ([2.0, 5.0, None], [1.0, 5.0, None], [3.0, 5.0, None])
+    rows = [{"loss": value} for value in (1.0, 3.0, None, 5.0, None, None)]
+    drawn = curves.column_of("loss", rows, [(0, 2), (2, 4), (4, 6)])
+    assert (drawn["values"], drawn["low"], drawn["high"]) == ([2.0, 5.0, None], [1.0, 5.0, None], [3.0, 5.0, None])
 
 
 def test_a_rare_spike_does_not_flatten_the_curve() -> None:
     values: list[float | None] = [1.0 + index % 2 for index in range(100)]
     values[50] = 1e6
-    chart = curves.Chart(key="loss", title="Loss", series=[curves.Series(name="loss", values=values)])
-    assert curves.axis(chart) == pytest.approx((0.94, 2.06))
+    assert curves.axis(values) == pytest.approx((0.94, 2.06))
 
 
-def test_what_is_stacked_is_drawn_at_its_upper_edge_and_told_by_its_own_value() -> None:
-    phases = [curves.Series(name="rollout", values=[1.0, None]), curves.Series(name="train", values=[0.5, 2.0])]
-    data = curves.Chart(key="time", title="Time", series=phases, stacked=True, from_zero=True).data()
-    assert data["lines"] == [[1.0, 0.0], [1.5, 2.0]]
-    assert data["texts"] == [["1", "-"], ["0.5", "2"]]
+def test_the_band_of_a_reward_is_one_standard_deviation_to_each_side() -> None:
+    records = [{"step": 1, "reward": 0.5, "reward_std": 0.25, "rewards/exact/mean": 1.0, "rewards/exact/std": 0.5}]
+    drawn = curves.data_of([*records, {"step": 2, "reward": None}], [])["columns"]
+    assert (drawn["reward"]["low"], drawn["reward"]["high"]) == ([0.25, None], [0.75, None])
+    assert (drawn["rewards/exact/mean"]["low"], drawn["rewards/exact/mean"]["high"]) == ([0.5, None], [1.5, None])
 
 
-def test_the_band_of_the_reward_is_one_standard_deviation_to_each_side() -> None:
-    records = [make_record(1, reward=0.5, reward_std=0.25), make_record(2, reward=None)]
-    [(_, [reward, *_]), *_] = curves.sections(records, curves.make_buckets([1, 2]))
-    assert reward.data()["lines"] == [[0.5, None]]
-    assert reward.data()["bands"] == [[[0.25, None], [0.75, None]]]
+def test_every_metric_has_a_chart_and_the_parts_of_the_reward_come_first() -> None:
+    records = [make_record(1, **{"rewards/b/mean": 0.1, "rewards/b/std": 0.0, "rewards/a/mean": 0.2, "mine/own": 1.0})]
+    records.append(make_record(2, **{"kl": None, "episodes/truncated_length": 3}))
+    charts = curves.data_of(records, [{"step": 0, "version": 0, "eval/reward": 0.1}])["charts"]
+    assert [list(chart["metrics"]) for chart in charts[:3]] == [
+        ["reward", "eval/reward"],
+        ["rewards/b/mean"],
+        ["rewards/a/mean"],
+    ]
+    drawn = {name for chart in charts for name in chart["metrics"]}
+    bands = {"reward_std", "rewards/b/std"}
+    assert drawn | bands == {name for record in records for name in record} - {"step", "version"} | {"eval/reward"}
+    assert {"mine/own", "episodes/truncated_length"} <= drawn and not bands & drawn
+
+
+def test_evaluations_lie_at_their_own_steps() -> None:
+    evaluations = [{"step": step, "version": step, "eval/reward": step / 10} for step in (0, 2)]
+    data = curves.data_of([make_record(1, reward=0.5), make_record(2, reward=None)], evaluations)
+    assert data["first"] == data["last"] == [0, 1, 2]
+    assert data["columns"]["reward"]["values"] == [None, 0.5, None]
+    assert data["columns"]["eval/reward"]["values"] == [0.0, None, 0.2]
 
 
 def test_a_report_carries_the_library_that_draws_and_its_licence(tmp_path: Path) -> None:
@@ -527,23 +607,19 @@ def test_a_report_carries_the_library_that_draws_and_its_licence(tmp_path: Path)
 class Page(HTMLParser):
     """Checks that elements are closed in order, and collects what the page would fetch."""
 
-    VOID = frozenset({"meta"})
+    VOID = frozenset({"meta", "input"})
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.fetched: list[str] = []
-        self.charts: list[str] = []
         self.scripts = 0
         self.feed(text)
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        names = dict(attrs)
         self.fetched += [value or "" for name, value in attrs if name in ("src", "href")]
         self.scripts += tag == "script"
-        if "data-chart" in names:
-            self.charts.append(names["data-chart"] or "")
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -554,7 +630,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-def pointer_data(text: str) -> dict:
+def drawn_data(text: str) -> dict:
     return json.loads(text.split('id="data">')[1].split("</script>")[0])
 
 
@@ -568,13 +644,19 @@ def test_report_of_an_interrupted_run_shows_everything_and_fetches_nothing(tmp_p
     text = path.read_text()
     page = Page(text)
     assert page.fetched == [] and page.scripts == 2
-    assert "kl" not in page.charts
-    assert set(page.charts) >= {"reward", "loss", "grad-norm", "entropy", "staleness", "time", "utilisation"}
+    data = drawn_data(text)
+    drawn = {name for chart in data["charts"] for name in chart["metrics"]}
+    assert drawn >= {"reward", "loss", "grad_norm", "entropy", "staleness/mean", "time/train", "utilisation/train"}
+    assert "kl" not in drawn
+    digest = base64.b64encode(
+        hashlib.sha256(text.split("<script>")[1].split("</script>")[0].encode()).digest()
+    ).decode()
+    assert f"default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
     assert "7 of 20 steps" in text and "a &lt;b&gt; run" in text
     assert "<span>Reward, first 5 steps</span><b>0.3</b>" in text
     assert "<span>Reward, last 5 steps</span><b>0.5</b>" in text
     assert "&lt;/pre&gt;&lt;script&gt;alert(1)&lt;/script&gt;\\x1b[2J" in text
-    assert pointer_data(text)["charts"]["grad-norm"]["texts"] == [["0.5", "0.5", "0.5", "-", "0.5", "0.5", "0.5"]]
+    assert data["columns"]["grad_norm"]["values"] == [0.5, 0.5, 0.5, None, 0.5, 0.5, 0.5]
     assert not path.with_name("report.html.partial").exists()
 
 
@@ -584,8 +666,74 @@ def test_report_of_any_length(tmp_path: Path, steps: int, status: str) -> None:
     text = write_report(tmp_path).read_text()
     Page(text)
     assert f">{status}<" in text
-    assert len(pointer_data(text)["labels"]) == min(steps, curves.MAX_BUCKETS)
-    assert len(text) < 400_000
+    assert len(drawn_data(text)["first"]) == min(steps, curves.MAX_POINTS)
+    assert len(text) < 1_000_000
+    assert ("A point of a curve stands for up to 3 steps." in text) == (steps == 3000)
+
+
+def test_report_shows_alarms_samples_and_who_began_the_run(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "metrics.jsonl", *(make_record(step) for step in range(1, 10)))
+    lines = [
+        {"step": 4, "name": "entropy", "state": "began", "since": 2, "what": "fell <b>", "cause": "c", "remedy": "r"},
+        {"step": 7, "name": "entropy", "state": "ended", "since": 2, "what": "", "cause": "", "remedy": ""},
+        {"step": 8, "name": "no_signal", "state": "began", "since": 8, "what": "w", "cause": "c", "remedy": "r"},
+    ]
+    (tmp_path / "alarms.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    figures = {"prompt_tokens": 31, "completion_tokens": 9, "oldest_version": 3, "newest_version": 4}
+    shown = replace(
+        make_episode("5"), answer="<five>", advantages=[-1.25], metrics={"rewards/exact": 1.0}, figures=figures
+    )
+    write_samples(tmp_path, 5, shown, make_episode("6", reward=0.0))
+    about.begin(tmp_path, ["rlflow", "train", "env.args.api_key=hidden", "run.name=a b"])
+    about.amend(tmp_path, machines=["host: 8 CPU, 2 GPU, H200"])
+    text = write_report(tmp_path).read_text()
+    Page(text)
+    assert drawn_data(text)["alarms"] == [
+        {"name": "entropy", "since": 2, "until": 7},
+        {"name": "no_signal", "since": 8, "until": None},
+    ]
+    assert "<b>Step 4: fell &lt;b&gt;</b><p>c r</p>" in text and "Step 7:" not in text
+    facts = {
+        "expected": "&lt;five&gt;",
+        "advantage": "-1.25",
+        "rewards/exact": "1",
+        "prompt tokens": "31",
+        "oldest version": "3",
+        "machines": "host: 8 CPU, 2 GPU, H200",
+        "command": "rlflow train &#x27;env.args.api_key=***&#x27; &#x27;run.name=a b&#x27;",
+    }
+    assert [name for name, value in facts.items() if f"<dt>{name}</dt><dd>{value}</dd>" not in text] == []
+
+
+def test_about_keeps_the_first_start_and_the_newest(tmp_path: Path) -> None:
+    for count in range(about.MAX_STARTS + 5):
+        about.begin(tmp_path, [f"start {count}"])
+    about.amend(tmp_path, ended="then")
+    starts = about.read(tmp_path)
+    assert len(starts) == about.MAX_STARTS
+    assert [start["command"] for start in (starts[0], starts[1], starts[-1])] == [
+        ["start 0"],
+        ["start 6"],
+        ["start 54"],
+    ]
+    assert starts[-1]["ended"] == "then" and "ended" not in starts[-2]
+    assert {"started", "user", "host", "directory", "commit", "system"} <= starts[0].keys()
+    assert {"rlflow", "python", "torch", "ray"} <= starts[0]["versions"].keys()
+
+
+@pytest.mark.parametrize(
+    ("word", "kept"),
+    [
+        ("env.args.api_key=abc", "env.args.api_key=***"),
+        ("+env.args.hf_token=a,b c", "+env.args.hf_token=***"),
+        ("env.args={url: x, password: abc}", "env.args={url: x, password:***"),
+        ("env.args.url=https://me:pass@host/x", "env.args.url=https://***@host/x"),
+        ("rollout.max_new_tokens=16", "rollout.max_new_tokens=16"),
+        ("reward.args.judge.key_variable=OPENAI_KEY", "reward.args.judge.key_variable=OPENAI_KEY"),
+    ],
+)
+def test_about_has_no_secret_of_the_command_line(word: str, kept: str) -> None:
+    assert about.without_secrets(word) == kept
 
 
 def test_report_names_a_broken_config(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ class TrainerWorker:
         self._num_silent += len(silent)
         self._backend.observe(self._share(observed, oldest_version))
         self._backend.pass_over(self._share(passed_over, oldest_version))
-        return self._span("train", start_s)
+        return self._span("train", start_s, groups=len(groups), tokens=sum(group.num_tokens for group in groups))
 
     def values(self, groups: list[ReadyGroup]) -> tuple[bool | list[FloatArray], ...]:
         """A critic's answer: True, then for each episode of this rank's share the values [L] of its samples.
@@ -139,7 +139,7 @@ class TrainerWorker:
         start_s = now()
         outcome = self._backend.step()
         self._num_silent = 0
-        outcome.spans.append(self._span("train", start_s))
+        outcome.spans.append(self._span("train", start_s, outcome="updated" if outcome.applied else "skipped"))
         return outcome
 
     def stage_weights(self, version: int) -> StagedWeights | None:
@@ -195,8 +195,10 @@ class TrainerWorker:
                 self._profile.write(folder, f"{kind}_rank_{self._rank}")
             self._profile = None
 
-    def _span(self, name: str, start_s: float) -> Span:
-        return Span(actor=f"trainer {self._rank}", name=name, start_s=start_s, end_s=now())
+    def _span(self, name: str, start_s: float, **facts: int | str) -> Span:
+        if not self._is_critic:
+            facts["version"] = self._backend.version
+        return Span(actor=f"trainer {self._rank}", name=name, start_s=start_s, end_s=now(), facts=facts)
 
 
 def by_turns(silent: Sequence[ReadyGroup], num_before: int) -> tuple[list[ReadyGroup], list[ReadyGroup]]:

@@ -39,6 +39,8 @@ _METRICS = (
     "correction/rejected",
     "sampling/logp_difference_mean",
     "ratio/mean",
+    "sampling/current_share",
+    "sampling/current_logp_difference_mean",
     "sampling/older_cache_share",
     "sampling/older_cache_logp_difference_mean",
 )
@@ -95,7 +97,7 @@ class PolicyObjective(Objective):
         self._chosen = objective_of(config.algorithm)
         self._kl_coefficient = config.algorithm.kl_coefficient
         self._leaves_out_negatives = False
-        self._keeps_cache = keeps_cache(config)
+        self._keeps_cache, self._is_asynchronous = keeps_cache(config), config.staleness.max_versions > 0
 
     def __call__(self, outputs: tuple[Tensor, ...], packed: PackedBatch, version: int) -> Row:
         logprobs, entropies = outputs
@@ -134,7 +136,9 @@ class PolicyObjective(Objective):
         ratio = clamp_log_ratio(difference).exp()
         on_older = torch.from_numpy(packed.is_on_older_cache).to(device)
         gap = difference.abs()
-        columns = [entropies, kl, is_clipped, weights, weights == 0, gap * ~on_older, ratio, on_older, gap * on_older]
+        is_current = torch.from_numpy(packed.versions).to(device).eq(version) & ~on_older
+        columns = [entropies, kl, is_clipped, weights, weights == 0, gap * ~on_older, ratio]
+        columns += [is_current, gap * is_current, on_older, gap * on_older]
         sums = [column.detach().double().sum() for column in columns]
         counts = logprobs.new_tensor([tokens.num_sequences, len(logprobs)], dtype=torch.float64)
         return Row(
@@ -152,18 +156,23 @@ class PolicyObjective(Objective):
 
         `ratio/mean` is the current policy over the one that sampled, before any clip or cap. `num_tokens` counts loss
         tokens. Tokens sampled on a cache of an older version have a log-probability difference of their own, because
-        there engine and trainer need not agree.
+        there engine and trainer need not agree. `current`: tokens of the version that is trained, on its cache, where
+        they must.
         """
         *totals, loss, _, num_tokens = sums.tolist()
         num_older = totals[_METRICS.index("sampling/older_cache_share")]
+        num_current = totals[_METRICS.index("sampling/current_share")]
         counts = {
             "sampling/logp_difference_mean": num_tokens - num_older,
             "sampling/older_cache_logp_difference_mean": num_older,
+            "sampling/current_logp_difference_mean": num_current,
         }
         metrics = {
             name: Mean(total=total, count=counts.get(name, num_tokens))
             for name, total in zip(_METRICS, totals, strict=True)
         }
+        if not self._is_asynchronous:
+            del metrics["sampling/current_share"], metrics["sampling/current_logp_difference_mean"]
         if not self._keeps_cache:
             del metrics["sampling/older_cache_share"], metrics["sampling/older_cache_logp_difference_mean"]
         if self._algorithm.kl_coefficient == 0:

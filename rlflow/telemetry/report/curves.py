@@ -1,213 +1,177 @@
-"""Which curves the report shows, and the data from which uPlot draws them. Pure.
+"""The numbers that the report draws, and which charts it has. Pure.
 
-    records -> buckets of neighbouring steps -> Chart (series of bucket means) -> what report.js reads
+    records, evaluations -> one row a step -> buckets of neighbouring steps -> columns -> what report.js reads
+                                                                   CHARTS -> charts --^
 
-All charts of a page share the same buckets, so that one pointer position means the same steps in each of them.
+All charts share the same buckets, so that one pointer position means the same steps in each of them.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, TypeAlias
 
 from rlflow.telemetry.record import PHASES
-from rlflow.telemetry.text import number
 
 Records: TypeAlias = Sequence[Mapping[str, Any]]
 """Lines of metrics.jsonl, oldest first."""
 Values: TypeAlias = list[float | None]
 """One value for each bucket; None when no step of the bucket has one."""
 
-MAX_BUCKETS = 320
+MAX_POINTS = 1000
+"""Points of a curve, which is what the widest chart has pixels for."""
 _MIN_FOR_OUTLIERS = 50
+_NO_CURVE = ("step", "version")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Bucket:
-    """Neighbouring steps that are drawn as one point."""
-
-    first: int
-    """Index of its first record."""
-    end: int
-    """Index after its last record."""
-    first_step: int
-    last_step: int
-
-    @property
-    def label(self) -> str:
-        if self.first_step == self.last_step:
-            return f"step {self.first_step}"
-        return f"steps {self.first_step} to {self.last_step}"
-
-
-@dataclass(kw_only=True, slots=True)
-class Series:
-    name: str
-    values: Values
-    low: Values = field(default_factory=list)
-    """Lower edge of the band around the line; empty for no band."""
-    high: Values = field(default_factory=list)
-
-
-@dataclass(kw_only=True, slots=True)
 class Chart:
-    key: str
+    section: str
     title: str
-    series: list[Series]
+    metrics: Mapping[str, str]
+    """Name in the record -> name in the legend."""
     note: str = ""
-    wide: bool = False
-    stacked: bool = False
-    from_zero: bool = False
-    top: float | None = None
-    """Fixed upper end of the axis."""
-    unit: str = ""
-
-    @property
-    def has_values(self) -> bool:
-        return any(value is not None for series in self.series for value in series.values)
-
-    @property
-    def lines(self) -> list[Values]:
-        """What is drawn of each series: its values, or the upper edges of the series when they are stacked."""
-        if not self.stacked:
-            return [one.values for one in self.series]
-        edges: list[Values] = []
-        below = [0.0] * len(self.series[0].values)
-        for one in self.series:
-            below = [under + (value or 0.0) for under, value in zip(below, one.values, strict=True)]
-            edges.append(list(below))
-        return edges
-
-    def data(self) -> dict[str, object]:
-        """What report.js needs: the lines and their bands, the axis, and the series' names and texts."""
-        bands = [(one.low, one.high) if one.low and not self.stacked else (None, None) for one in self.series]
-        return {
-            "lines": [_rounded(line) for line in self.lines],
-            "bands": [[edge and _rounded(edge) for edge in band] for band in bands],
-            "range": axis(self),
-            "stacked": self.stacked,
-            "unit": self.unit,
-            "names": [one.name for one in self.series],
-            "texts": [[number(value) for value in one.values] for one in self.series],
-        }
+    is_wide: bool = False
 
 
-def _rounded(values: Values) -> Values:
-    """Six digits, which is more than a screen shows."""
-    return [None if value is None else float(f"{value:.6g}") for value in values]
+def _one(section: str, metric: str, title: str, note: str = "") -> Chart:
+    return Chart(section=section, title=title, metrics={metric: title}, note=note)
 
 
-def make_buckets(steps: Sequence[int], max_buckets: int = MAX_BUCKETS) -> list[Bucket]:
-    """At most `max_buckets` buckets of as equal a size as can be."""
-    count = min(len(steps), max_buckets)
-    bounds = [index * len(steps) // count for index in range(count + 1)] if count else [0]
-    return [
-        Bucket(first=first, end=end, first_step=steps[first], last_step=steps[end - 1])
-        for first, end in pairwise(bounds)
-    ]
+_REWARDS, _OTHERS = "Rewards", "All other metrics"
+CHARTS = (
+    Chart(
+        section=_REWARDS,
+        title="Reward",
+        metrics={"reward": "training", "eval/reward": "held-out tasks"},
+        note="mean over the episodes of a step; the band is one standard deviation to each side",
+        is_wide=True,
+    ),
+    _one("Learning", "entropy", "Entropy", "nats a token"),
+    _one("Learning", "completions/mean_length", "Completion length", "mean tokens after the prompt"),
+    _one("Learning", "completions/clipped_ratio", "Completions cut off", "share that reached the length limit"),
+    _one("Learning", "frac_reward_zero_std", "Groups without a signal", "share with equal rewards"),
+    _one("Learning", "loss", "Loss"),
+    _one("Learning", "grad_norm", "Gradient norm", "before clipping"),
+    _one("Learning", "kl", "KL to the reference", "nats a token"),
+    Chart(
+        section="Freshness",
+        title="Staleness",
+        metrics={"staleness/mean": "mean", "staleness/max": "oldest token"},
+        note="versions behind the update",
+    ),
+    _one("Freshness", "sampling/logp_difference_mean", "Engine against trainer", "mean |log-probability difference|"),
+    _one("Speed", "throughput/tokens_per_s", "Throughput", "trained tokens a second"),
+    Chart(
+        section="Speed",
+        title="Time by phase",
+        metrics={f"time/{phase}": phase for phase in PHASES},
+        note="seconds of a step; phases may overlap",
+    ),
+    Chart(
+        section="Speed",
+        title="Utilisation",
+        metrics={"utilisation/rollout": "rollout", "utilisation/train": "training"},
+        note="share of a step in which at least one was at work",
+    ),
+    _one("Speed", "queue/ready", "Ready groups", "waiting for the trainer"),
+    _one("Speed", "throughput/mfu", "Use of the GPUs", "share of the trainer's peak while it works"),
+)
 
 
-def make_series(name: str, values: Sequence[float | None], buckets: Sequence[Bucket]) -> Series:
-    """Bucket means; when a bucket holds several steps, the band spans the least and the greatest of them."""
-    held = [[value for value in values[bucket.first : bucket.end] if value is not None] for bucket in buckets]
-    series = Series(name=name, values=[fmean(kept) if kept else None for kept in held])
-    if any(bucket.end - bucket.first > 1 for bucket in buckets):
-        series.low = [min(kept) if kept else None for kept in held]
-        series.high = [max(kept) if kept else None for kept in held]
-    return series
+def data_of(records: Records, evaluations: Records) -> dict[str, Any]:
+    """What report.js reads: the steps of each bucket, a column for each recorded metric, and the charts in order."""
+    rows: dict[int, dict[str, Any]] = {}
+    for record in (*records, *evaluations):
+        rows.setdefault(record["step"], {}).update(record)
+    merged = [rows[step] for step in sorted(rows)]
+    buckets = bucket_bounds(len(merged))
+    names = dict.fromkeys(name for row in merged for name in row if name not in _NO_CURVE)
+    columns = {name: column_of(name, merged, buckets) for name in names}
+    columns = {name: column for name, column in columns.items() if any(value is not None for value in column["values"])}
+    return {
+        "first": [merged[start]["step"] for start, _ in buckets],
+        "last": [merged[end - 1]["step"] for _, end in buckets],
+        "columns": columns,
+        "charts": [asdict(chart) for chart in charts_of(columns)],
+    }
 
 
-def axis(chart: Chart) -> tuple[float, float]:
+def charts_of(names: Iterable[str]) -> list[Chart]:
+    """The charts that have something to show: the rewards first, and at the end one for each metric in no other."""
+    names = list(names)
+    parts = [name for name in names if name.startswith("rewards/") and name.endswith("/mean")]
+    known = [*CHARTS[:1], *(_one(_REWARDS, name, name.split("/", 1)[1].removesuffix("/mean")) for name in parts)]
+    charts = []
+    for chart in (*known, *CHARTS[1:]):
+        metrics = {name: label for name, label in chart.metrics.items() if name in names}
+        if metrics:
+            charts.append(replace(chart, metrics=metrics))
+    drawn = {name for chart in charts for name in chart.metrics}
+    drawn |= {spread for name in drawn if (spread := spread_of(name)) is not None}
+    return charts + [_one(_OTHERS, name, name) for name in sorted(names) if name not in drawn]
+
+
+def spread_of(name: str) -> str | None:
+    """The metric that holds the standard deviation of this mean."""
+    return "reward_std" if name == "reward" else f"{name.removesuffix('mean')}std" if name.endswith("/mean") else None
+
+
+def bucket_bounds(count: int, max_points: int = MAX_POINTS) -> list[tuple[int, int]]:
+    """(first row, row after the last) of at most `max_points` buckets of as equal a size as can be."""
+    size = min(count, max_points)
+    return list(pairwise(index * count // size for index in range(size + 1))) if size else []
+
+
+def column_of(name: str, rows: Records, buckets: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Bucket means, the band around them, and the ends of the value axis.
+
+    The band is one standard deviation to each side if that was recorded. Otherwise it spans the least and the greatest
+    value of each bucket, if a bucket holds several steps.
+    """
+    held = _held(name, rows, buckets)
+    means = [fmean(kept) if kept else None for kept in held]
+    low: Values = []
+    high: Values = []
+    spread = spread_of(name)
+    if spread is not None and any(spread in row for row in rows):
+        widths = [fmean(kept) if kept else 0.0 for kept in _held(spread, rows, buckets)]
+        low = [None if mean is None else mean - width for mean, width in zip(means, widths, strict=True)]
+        high = [None if mean is None else mean + width for mean, width in zip(means, widths, strict=True)]
+    elif any(end - start > 1 for start, end in buckets):
+        low = [min(kept) if kept else None for kept in held]
+        high = [max(kept) if kept else None for kept in held]
+    ends = axis([*means, *low, *high])
+    return {"values": _rounded(means), "low": _rounded(low), "high": _rounded(high), "range": ends}
+
+
+def axis(values: Iterable[float | None]) -> tuple[float, float]:
     """Lower and upper end of the value axis; rare spikes far from the rest are cut off, but the pointer tells them."""
-    bands = [] if chart.stacked else [edge for one in chart.series for edge in (one.low, one.high)]
-    values = sorted(value for line in [*chart.lines, *bands] for value in line if value is not None)
-    low, high = (values[0], values[-1]) if values else (0.0, 1.0)
-    rare = len(values) * 2 // 100
-    bottom, top = (values[rare], values[-1 - rare]) if len(values) >= _MIN_FOR_OUTLIERS else (low, high)
+    present = sorted(value for value in values if value is not None)
+    low, high = (present[0], present[-1]) if present else (0.0, 1.0)
+    rare = len(present) * 2 // 100
+    bottom, top = (present[rare], present[-1 - rare]) if len(present) >= _MIN_FOR_OUTLIERS else (low, high)
     if top > bottom:
         reach = 4 * (top - bottom)
         low, high = (bottom if low < bottom - reach else low), (top if high > top + reach else high)
     padding = 0.06 * (high - low) or max(abs(high) * 0.1, 1e-9 if high else 1.0)
-    low, high = low - padding, high + padding
-    if chart.from_zero or (values and values[0] >= 0 > low):
-        low = 0.0
-    return low, high if chart.top is None else chart.top
+    starts_at_zero = bool(present) and 0 <= present[0] < max(padding, high / 2)
+    return (0.0 if starts_at_zero else low - padding), high + padding
 
 
-def column(records: Records, name: str) -> list[float | None]:
+def column(records: Records, name: str) -> Values:
     """The finite numbers of one metric, one for each record; None when a record has none."""
     values = (record.get(name) for record in records)
     return [float(value) if isinstance(value, int | float) and math.isfinite(value) else None for value in values]
 
 
-def hold_evaluations(records: Sequence[dict[str, Any]], evaluations: Records) -> None:
-    """Give each record the evaluation reward that was the latest when its step began."""
-    held: float | None = None
-    remaining = list(evaluations)
-    for record in records:
-        while remaining and remaining[0]["step"] < record["step"]:
-            held = remaining.pop(0)["eval/reward"]
-        record["eval/reward"] = held
-    if records and remaining:
-        records[-1]["eval/reward"] = remaining[-1]["eval/reward"]
+def _held(name: str, rows: Records, buckets: Sequence[tuple[int, int]]) -> list[list[float]]:
+    values = column(rows, name)
+    return [[value for value in values[start:end] if value is not None] for start, end in buckets]
 
 
-def sections(records: Records, buckets: Sequence[Bucket]) -> list[tuple[str, list[Chart]]]:
-    """Headings, each with its charts."""
-
-    def series(metric: str, name: str = "") -> Series:
-        return make_series(name, column(records, metric), buckets)
-
-    def one(metric: str, title: str, note: str = "", *, from_zero: bool = False) -> Chart:
-        key = metric.replace("/", "-").replace("_", "-")
-        return Chart(key=key, title=title, series=[series(metric, title)], note=note, from_zero=from_zero)
-
-    def several(group: str, labels: Mapping[str, str]) -> list[Series]:
-        # Lines without bands, which would hide one another.
-        return [Series(name=label, values=series(f"{group}/{name}").values) for name, label in labels.items()]
-
-    means, spreads = series("reward").values, series("reward_std").values
-    pairs = [(mean, spread or 0.0) for mean, spread in zip(means, spreads, strict=True)]
-    reward = Series(
-        name="reward",
-        values=means,
-        low=[None if mean is None else mean - spread for mean, spread in pairs],
-        high=[None if mean is None else mean + spread for mean, spread in pairs],
-    )
-    band = "mean over the episodes of a step; the band is one standard deviation to each side"
-    learning = [
-        Chart(key="reward", title="Reward", series=[reward], note=band, wide=True),
-        one("loss", "Loss"),
-        one("grad_norm", "Gradient norm", "before clipping"),
-        one("entropy", "Entropy", "nats a token"),
-        one("completions/mean_length", "Completion length", "mean tokens after the prompt", from_zero=True),
-        one("completions/clipped_ratio", "Completions cut off", "share that reached the length limit", from_zero=True),
-        one("frac_reward_zero_std", "Groups without a signal", "share with equal rewards", from_zero=True),
-    ]
-    # Only a run that evaluates has the one, only one with a reference policy the other.
-    evaluation = one("eval/reward", "Evaluation reward", "held-out tasks; the latest when a step began")
-    learning += [chart for chart in (evaluation, one("kl", "KL to the reference", "nats a token")) if chart.has_values]
-
-    staleness = several("staleness", {"mean": "mean", "max": "oldest token"})
-    # The mean of several maxima would hide the one that comes near the bound.
-    staleness[1].values = series("staleness/max").high or staleness[1].values
-    behind, difference = "versions behind the update", "mean |log-probability difference|"
-    freshness = [
-        Chart(key="staleness", title="Staleness", series=staleness, note=behind, from_zero=True),
-        one("sampling/logp_difference_mean", "Engine against trainer", difference, from_zero=True),
-    ]
-
-    phases = several("time", {phase: phase for phase in PHASES})
-    busy = several("utilisation", {"rollout": "rollout", "train": "training"})
-    overlap, share = "seconds of a step; phases may overlap", "share of a step in which at least one was at work"
-    speed = [
-        one("throughput/tokens_per_s", "Throughput", "trained tokens a second", from_zero=True),
-        one("queue/ready", "Ready groups", "waiting for the trainer", from_zero=True),
-        Chart(key="time", title="Time by phase", series=phases, note=overlap, stacked=True, from_zero=True, unit=" s"),
-        Chart(key="utilisation", title="Utilisation", series=busy, note=share, from_zero=True, top=1.0),
-    ]
-    mfu = one("throughput/mfu", "Use of the GPUs", "share of the trainer's peak while it works", from_zero=True)
-    speed += [mfu] if mfu.has_values else []
-    return [("Learning", learning), ("Freshness", freshness), ("Speed", speed)]
+def _rounded(values: Values) -> Values:
+    """Five digits, which is more than a screen shows."""
+    return [None if value is None else float(f"{value:.5g}") for value in values]

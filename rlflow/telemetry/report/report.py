@@ -1,17 +1,22 @@
 """report.html: one run on one page that needs nothing else, to keep and to send.
 
-metrics.jsonl, samples/, config.yaml -> report.html
+    metrics.jsonl, evaluations.jsonl, alarms.jsonl, samples/, about.json, config.yaml -> report.html
 
-The curves are drawn by uPlot (uplot/, MIT licence), which the page carries whole, with its licence.
+The curves are drawn by uPlot (uplot/, MIT licence), which the page carries whole, with its licence. The page fetches
+nothing: its own policy (Content-Security-Policy) forbids every other script and every other address.
 """
 
+import base64
+import hashlib
 import html
 import json
 import os
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from statistics import fmean
+from string import Template
 from typing import Any
 
 import yaml
@@ -19,8 +24,8 @@ import yaml
 from rlflow.errors import RunError
 from rlflow.groups.ledger import DropReason
 from rlflow.runtime.disk import disk_errors
-from rlflow.telemetry import metrics, samples
-from rlflow.telemetry.report.curves import Chart, Records, column, hold_evaluations, make_buckets, sections
+from rlflow.telemetry import about, metrics, samples
+from rlflow.telemetry.report.curves import MAX_POINTS, Records, column, data_of
 from rlflow.telemetry.samples import ShownEpisode
 from rlflow.telemetry.text import duration, number, printable, shorten
 
@@ -28,11 +33,10 @@ MAX_SAMPLED_STEPS = 24
 MAX_MESSAGES = 12
 """Messages of one episode; of more, the first and the last are shown."""
 MAX_MESSAGE_CHARACTERS = 4000
+MAX_ALARMS = 200
+"""Lines of alarms.jsonl; of more, the newest are shown."""
+_UPLOT = ("uPlot.min.css", "uPlot.iife.min.js")
 _FILES = resources.files("rlflow.telemetry.report")
-_HOW_TO_READ = (
-    '<p class="note">Point at a chart to read all of them at that step. Drag across one to zoom; a double click shows '
-    "the whole run again.</p><noscript><p>The curves need JavaScript; the numbers are below.</p></noscript>"
-)
 
 
 def write_report(run_dir: Path) -> Path:
@@ -41,53 +45,47 @@ def write_report(run_dir: Path) -> Path:
     Raises RunError when the directory has no metrics, when one of its files is not what a run writes, or when the disk
     is full.
     """
-    records = metrics.read(run_dir / "metrics.jsonl")
-    evaluations = run_dir / "evaluations.jsonl"
-    if evaluations.is_file():
-        hold_evaluations(records, metrics.read(evaluations))
     path = run_dir / "report.html"
     partial = run_dir / "report.html.partial"
-    content = render(run_dir, records)
+    content = render(run_dir, metrics.read(run_dir / "metrics.jsonl"))
     with disk_errors("the report", run_dir):
         partial.write_text(content, encoding="utf-8")
         os.replace(partial, path)
     return path
 
 
-def render(run_dir: Path, records: Records) -> str:
-    """The page of these records, with the samples and the settings that `run_dir` holds."""
+def render(run_dir: Path, records: Records, *, is_watched: bool = False) -> str:
+    """The page of these records, with what else `run_dir` holds. A watched page asks its own address for news."""
     config_text, config = _read_config(run_dir)
-    buckets = make_buckets([record["step"] for record in records])
-    curves = sections(records, buckets)
+    evaluations, alarms = _read_lines(run_dir / "evaluations.jsonl"), _read_lines(run_dir / "alarms.jsonl")
     name = printable(str(_setting(config, "run", "name") or run_dir.resolve().name))
-    parts = [_header(name, records, config), _tiles(records)]
-    if records:
-        parts.append(_HOW_TO_READ)
-        for title, charts in curves:
-            parts.append(f'<h2>{title}</h2><div class="charts">{"".join(map(_card, charts))}</div>')
-        parts.append(_groups(records[-1]))
-    parts += [_samples(run_dir), _all_numbers(records)]
-    if config_text:
-        parts.append(_folded("config.yaml", "", f"<pre>{html.escape(printable(config_text))}</pre>"))
-    data: dict[str, object] = {
-        "steps": [(bucket.first_step + bucket.last_step) / 2 for bucket in buckets],
-        "labels": [bucket.label for bucket in buckets],
-        "charts": {chart.key: chart.data() for _, charts in curves for chart in charts if chart.has_values},
-    }
-    # "<" would let a string of the data end the script element.
-    content = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    style, script, licence, uplot_style, uplot = (
+    data = {**data_of(records, evaluations), "alarms": _spans_of(alarms), "watched": is_watched}
+    size = -(-len(records) // MAX_POINTS)
+    more = [_all_numbers(records, evaluations), _starts(about.read(run_dir))]
+    more += [_folded("config.yaml", "", _pre(config_text))] if config_text else []
+    page, style, script, licence, uplot_style, uplot = (
         (_FILES / file).read_text(encoding="utf-8")
-        for file in ("report.css", "report.js", "uplot/LICENSE", "uplot/uPlot.min.css", "uplot/uPlot.iife.min.js")
+        for file in ("page.html", "report.css", "report.js", *map("uplot/".__add__, ("LICENSE", *_UPLOT)))
     )
     code = f"/* {licence}*/\n{uplot}\n{script}"
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{html.escape(name)} - rlflow</title><style>{uplot_style}\n{style}</style></head>\n"
-        f'<body><main>{"".join(parts)}</main><div id="tip"></div>\n'
-        f'<script type="application/json" id="data">{content}</script><script>{code}</script></body></html>\n'
+    return Template(page).substitute(
+        name=html.escape(name),
+        digest=base64.b64encode(hashlib.sha256(code.encode()).digest()).decode(),
+        style=f"{uplot_style}\n{style}",
+        head=_header(name, records, config) + _tiles(records, evaluations),
+        alarms=_alarms(alarms),
+        thinned=f"A point of a curve stands for up to {size} steps." if size > 1 else "",
+        groups=_groups(records[-1]) if records else "",
+        samples=_samples(run_dir),
+        more="".join(more),
+        # "<" would let a string of the data end the script element.
+        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        code=code,
     )
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    return metrics.read(path) if path.is_file() else []
 
 
 def _read_config(run_dir: Path) -> tuple[str, Mapping[str, Any]]:
@@ -118,19 +116,38 @@ def _number(record: Mapping[str, Any], name: str) -> float | None:
     return column([record], name)[0]
 
 
-def _tile(label: str, value: str, detail: str = "", kind: str = "") -> str:
-    """One figure; `label`, `value` and `detail` are text."""
-    under = f'<i class="{kind}">{html.escape(detail)}</i>' if detail else ""
-    return f'<div class="tile"><span>{html.escape(label)}</span><b>{html.escape(value)}</b>{under}</div>'
+# -- parts of a page; what they take is text, what they return is HTML
+
+
+def _text(value: object) -> str:
+    return html.escape(printable(str(value)))
+
+
+def _pre(text: str) -> str:
+    return f"<pre>{_text(text)}</pre>"
 
 
 def _folded(summary: str, aside: str, content: str, *, is_open: bool = False) -> str:
-    """A part that opens on a click; `summary` and `aside` are text, `content` is HTML."""
-    more = f"<span>{html.escape(aside)}</span>" if aside else ""
-    return (
-        f"<details{' open' if is_open else ''}><summary>{html.escape(summary)}{more}</summary>"
-        f"<div>{content}</div></details>"
-    )
+    """A part that opens on a click; `content` is HTML."""
+    opening = "<details open>" if is_open else "<details>"
+    return f"{opening}<summary>{_text(summary)} <span>{_text(aside)}</span></summary><div>{content}</div></details>"
+
+
+def _facts(facts: Mapping[str, object]) -> str:
+    """Names and what they stand for; what is None or empty is left out."""
+    kept = {name: value for name, value in facts.items() if value not in (None, "")}
+    rows = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in kept.items())
+    return f'<dl class="facts">{rows}</dl>'
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns after the first hold numbers."""
+    head = "".join(f'<th scope="col">{_text(title)}</th>' for title in heads)
+    body = ""
+    for name, *cells in rows:
+        numbers = "".join(f"<td>{_text(cell)}</td>" for cell in cells)
+        body += f'<tr><th scope="row">{_text(name)}</th>{numbers}</tr>'
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 # -- head
@@ -146,51 +163,67 @@ def _header(name: str, records: Records, config: Mapping[str, Any]) -> str:
     else:
         status, kind = f"{step} of {planned} steps", "short"
     named = {"model": _setting(config, "model", "path"), "environment": _setting(config, "env", "name")}
-    texts = {label: html.escape(printable(str(value))) for label, value in named.items() if value is not None}
-    about = " &middot; ".join(f"{label} {text}" for label, text in texts.items())
+    told = " &middot; ".join(f"{label} {_text(value)}" for label, value in named.items() if value is not None)
     return (
         f'<header><p class="eyebrow">rlflow run report</p><h1>{html.escape(name)}</h1>'
-        f'<p><span class="status {kind}">{status}</span>{about}</p></header>'
+        f'<p><span class="status {kind}">{status}</span>{told}</p></header>'
     )
 
 
-def _tiles(records: Records) -> str:
+def _tiles(records: Records, evaluations: Records) -> str:
     if not records:
         return '<p class="nothing">No step has finished yet.</p>'
     rewards = column(records, "reward")
     first, last = _mean(rewards[:5]), _mean(rewards[-5:])
-    change = None if first is None or last is None else last - first
-    detail, kind = ("", "") if change is None else (f"{change:+.3f} since the first", "up" if change >= 0 else "down")
+    change = "" if first is None or last is None else f"{last - first:+.3f} since the first"
     final = records[-1]
     seconds = sum(_present(column(records, "step_time")))
     dropped = sum(_present([_number(final, f"groups/dropped_{reason}") for reason in DropReason]))
     tiles = [
-        _tile("Reward, first 5 steps", number(first)),
-        _tile("Reward, last 5 steps", number(last), detail, kind),
-        _tile("Time in steps", duration(seconds), f"{duration(seconds / len(records))} a step"),
-        _tile("Tokens trained", number(_number(final, "num_tokens"))),
-        _tile("Tokens a second", number(_mean(column(records, "throughput/tokens_per_s"))), "mean over the steps"),
-        _tile("Groups trained", number(_number(final, "groups/trained")), f"{number(dropped)} dropped"),
+        ("Reward, first 5 steps", number(first), ""),
+        ("Reward, last 5 steps", number(last), change),
+        ("Time in steps", duration(seconds), f"{duration(seconds / len(records))} a step"),
+        ("Tokens trained", number(_number(final, "num_tokens")), ""),
+        ("Tokens a second", number(_mean(column(records, "throughput/tokens_per_s"))), "mean over the steps"),
+        ("Groups trained", number(_number(final, "groups/trained")), f"{number(dropped)} dropped"),
     ]
-    return f'<div class="tiles">{"".join(tiles)}</div>'
-
-
-# -- curves
-
-
-def _card(chart: Chart) -> str:
-    drawing, legend = '<p class="nothing">nothing was measured</p>', ""
-    if chart.has_values:
-        label = html.escape(f"{chart.title} by step")
-        drawing = f'<div class="chart" role="img" aria-label="{label}" data-chart="{chart.key}"></div>'
-        for rank, series in enumerate(chart.series):
-            name = f'<span class="swatch s{rank + 1}"></span>{series.name} ' if len(chart.series) > 1 else ""
-            legend += f"<span>{name}<b data-readout>{number(series.values[-1])}</b>{chart.unit}</span>"
-    note = f'<p class="note">{html.escape(chart.note)}</p>' if chart.note else ""
-    return (
-        f'<section class="card{" wide" if chart.wide else ""}"><header><h3>{chart.title}</h3>'
-        f'<div class="legend">{legend}</div></header>{note}{drawing}</section>'
+    if held_out := [(value, row["step"]) for row in evaluations if (value := _number(row, "eval/reward")) is not None]:
+        best, step = max(held_out)
+        tiles.insert(2, ("Held-out reward", number(held_out[-1][0]), f"best {number(best)} after step {step}"))
+    shown = (
+        f'<div class="tile"><span>{_text(label)}</span><b>{_text(value)}</b><i>{_text(detail)}</i></div>'
+        for label, value, detail in tiles
     )
+    return f'<div class="tiles">{"".join(shown)}</div>'
+
+
+# -- alarms
+
+
+def _spans_of(alarms: Records) -> list[dict[str, Any]]:
+    """When each alarm lasted, for the time axes: from its first step to its end, or None while it lasts."""
+    spans: list[dict[str, Any]] = []
+    lasting: dict[str, dict[str, Any]] = {}
+    for line in alarms:
+        name, state = str(line.get("name")), line.get("state")
+        if state == "ended" and name in lasting:
+            lasting.pop(name)["until"] = line["step"]
+        elif state == "began":
+            lasting[name] = {"name": name, "since": line.get("since", line["step"]), "until": None}
+            spans.append(lasting[name])
+    return spans[-MAX_ALARMS:]
+
+
+def _alarms(alarms: Records) -> str:
+    told = [line for line in alarms if line.get("state") != "ended"][-MAX_ALARMS:]
+    if not told:
+        return ""
+    items = "".join(
+        f"<li><b>Step {_text(line['step'])}: {_text(line.get('what', line.get('name')))}</b>"
+        f"<p>{_text(line.get('cause', ''))} {_text(line.get('remedy', ''))}</p></li>"
+        for line in told
+    )
+    return f'<h2>Alarms</h2><section class="card"><ul class="alarms">{items}</ul></section>'
 
 
 # -- tables and text
@@ -201,17 +234,13 @@ def _groups(final: Mapping[str, Any]) -> str:
     for reason in DropReason:
         counts[f"dropped: {reason.replace('_', ' ')}"] = _number(final, f"groups/dropped_{reason}")
     admitted = _number(final, "groups/admitted") or 0.0
-    rows = []
-    for label, count in counts.items():
-        share = (count or 0.0) / admitted if admitted else 0.0
-        kind = "s1" if label == "trained" else "s2"
-        bar = f'<div class="bar {kind}" style="width:{100 * share:.1f}%"></div>' if count else ""
-        rows.append(
-            f'<tr><td>{label}</td><td class="n">{number(count)}</td><td class="n">{100 * share:.1f}%</td>'
-            f'<td class="bars">{bar}</td></tr>'
-        )
+    shares = {label: 100 * (count or 0.0) / admitted if admitted else 0.0 for label, count in counts.items()}
+    table = _table(
+        ("ended as", "groups", "share"),
+        ((label, number(count), f"{shares[label]:.1f}%") for label, count in counts.items()),
+    )
     note = f"{number(admitted)} admitted since the start; those not counted here were under way after the last step"
-    return f'<h2>Groups</h2><section class="card"><p class="note">{note}</p><table>{"".join(rows)}</table></section>'
+    return f'<h2>Groups</h2><section class="card"><p class="note">{note}</p>{table}</section>'
 
 
 def _samples(run_dir: Path) -> str:
@@ -231,29 +260,51 @@ def _samples(run_dir: Path) -> str:
 
 
 def _episode(label: str, kind: str, episode: ShownEpisode) -> str:
-    parts = [
-        f'<div class="message"><b>{html.escape(printable(message["role"]))}</b>'
-        f"<pre>{html.escape(shorten(printable(message['content']), MAX_MESSAGE_CHARACTERS))}</pre></div>"
+    said = [
+        (message["role"], shorten(printable(message["content"]), MAX_MESSAGE_CHARACTERS))
         for message in episode.messages
     ]
+    parts = [f'<div class="message"><b>{_text(role)}</b>{_pre(text)}</div>' for role, text in said]
     if len(parts) > MAX_MESSAGES:
         cut = f'<p class="cut">{len(parts) - MAX_MESSAGES} messages cut</p>'
         parts = [*parts[: MAX_MESSAGES // 3], cut, *parts[len(parts) - (MAX_MESSAGES - MAX_MESSAGES // 3) :]]
-    about = f"{episode.end.value.replace('_', ' ')}, task {shorten(printable(episode.task_id), 120)}"
-    head = f"<h3>{label}: reward {number(episode.reward)}</h3><p>{html.escape(about)}</p>"
+    figures = {**episode.metrics, **episode.figures}
+    facts = {
+        "task": shorten(episode.task_id, 120),
+        "ended": episode.end.value.replace("_", " "),
+        "expected": shorten(episode.answer or "", MAX_MESSAGE_CHARACTERS),
+        "advantage": " ".join(map(number, episode.advantages or [])),
+        **{name.replace("_", " "): number(value) for name, value in figures.items()},
+    }
+    head = f"<h3>{label}: reward {number(episode.reward)}</h3>{_facts(facts)}"
     return f'<div class="episode {kind}">{head}{"".join(parts)}</div>'
 
 
-def _all_numbers(records: Records) -> str:
-    if not records:
-        return ""
-    titles = "".join(f'<th class="n">{title}</th>' for title in ("first", "last", "least", "greatest"))
+def _all_numbers(records: Records, evaluations: Records) -> str:
+    """Of metrics that any step has: not all have every one."""
     rows = []
-    for name in records[-1]:
-        values = column(records, name)
-        present = _present(values)
-        figures = (values[0], values[-1], min(present, default=None), max(present, default=None))
-        cells = "".join(f'<td class="n">{number(value)}</td>' for value in figures)
-        rows.append(f"<tr><td>{html.escape(printable(name))}</td>{cells}</tr>")
-    table = f"<table><tr><th>metric</th>{titles}</tr>{''.join(rows)}</table>"
-    return f"<h2>Everything else</h2>{_folded('All metrics', f'{len(records[-1])} names', table)}"
+    for lines in (records, evaluations):
+        for name in dict.fromkeys(name for line in lines for name in line):
+            present = _present(column(lines, name))
+            if present and name not in (*rows, "step"):
+                figures = (present[0], present[-1], min(present), max(present))
+                rows.append((name, *map(number, figures)))
+    if not rows:
+        return ""
+    table = _table(("metric", "first", "last", "least", "greatest"), rows)
+    return f"<h2>Everything else</h2>{_folded('All metrics', f'{len(rows)} names', table)}"
+
+
+def _starts(starts: Sequence[Mapping[str, Any]]) -> str:
+    """Who started the run, when and how: one part for each start, the newest first."""
+    parts = []
+    for start in reversed(starts):
+        command, versions = start.get("command") or [], start.get("versions") or {}
+        facts = {
+            **start,
+            "command": shlex.join(map(str, command)),
+            "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+            "machines": "; ".join(map(str, start.get("machines") or [])),
+        }
+        parts.append(_folded(f"Started {start.get('started')}", str(start.get("host") or ""), _facts(facts)))
+    return "".join(parts)

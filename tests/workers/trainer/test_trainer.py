@@ -152,6 +152,29 @@ def test_tokens_on_an_older_cache_have_a_difference_of_their_own(model_path: str
     assert metrics["sampling/logp_difference_max"].value == pytest.approx(fresh.max(), rel=1e-4)
 
 
+def test_tokens_of_the_version_that_is_trained_have_a_difference_of_their_own(model_path: str) -> None:
+    config = tiny_config()
+    config.staleness.max_versions = 1
+    trainer = one_rank(config, model_path)
+    trainer.version = 1
+    groups = tiny_groups()
+    samples = [sample for group in groups for sample in group]
+    for index, each in enumerate(samples):
+        versions = np.where(each.sample.loss_mask, index % 2, -1)
+        each.sample = replace(each.sample, versions=versions, cache_versions=versions)
+    (current,) = trainer.per_token([groups])
+    gaps = [
+        np.abs(row - each.sample.logprobs)[each.sample.loss_mask] for row, each in zip(current, samples, strict=True)
+    ]
+    trainer.accumulate([groups])
+    metrics = trainer.step().metrics
+    of_now, everything = np.concatenate(gaps[1::2]), np.concatenate(gaps)
+    share, difference = metrics["sampling/current_share"], metrics["sampling/current_logp_difference_mean"]
+    assert (share.total, share.count, difference.count) == (len(of_now), len(everything), len(of_now))
+    assert difference.value == pytest.approx(of_now.mean(), rel=1e-4)
+    assert metrics["sampling/logp_difference_mean"].value == pytest.approx(everything.mean(), rel=1e-4)
+
+
 def test_metrics_without_a_meaning_are_left_out(model_path: str) -> None:
     trainer = one_rank(tiny_config(), model_path)
     trainer.accumulate([tiny_groups()])

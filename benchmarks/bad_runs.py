@@ -1,0 +1,69 @@
+"""Runs that are made bad on purpose: which alarm comes at which step?
+
+    python benchmarks/bad_runs.py [NAME ...]
+
+Each is the smoke recipe of the tiny model with one thing wrong; a minute each. A table follows, one line an alarm.
+"""
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rlflow.envs.arithmetic.env import load
+from rlflow.envs.base import SingleTurn, Step
+from rlflow.types import Message, Task, Transcript
+
+HERE = str(Path(__file__).resolve())
+RUNS = {
+    "learning_rate_x100": ["run.steps=14", "trainer.learning_rate=1e-1"],
+    "cut_replies": ["run.steps=8", "rollout.max_new_tokens=1"],
+    "constant_reward": ["run.steps=4", f"reward.function={HERE}:constant"],
+    "broken_environment": ["run.steps=5", f"env.name={HERE}:Broken", "reward.function=null", "algorithm.group_size=8"],
+    "one_component": [
+        "run.steps=40",
+        f"reward.function=[{HERE}:never,rlflow.envs.arithmetic.reward:share_of_digits]",
+        "trainer.learning_rate=3e-3",
+    ],
+}
+
+
+def constant(transcript: Transcript) -> float:
+    return 0.5
+
+
+def never(transcript: Transcript) -> float:
+    return 0.0
+
+
+class Broken(SingleTurn):
+    """Raises in half of its episodes, and gives the others a reward by chance."""
+
+    @staticmethod
+    def tasks() -> list[Task]:
+        return list(load(size=64).tasks())
+
+    async def step(self, reply: Message) -> Step:
+        if random.random() < 0.5:
+            raise OSError("the service is down")
+        return Step(done=True, reward=random.random())
+
+
+def main() -> None:
+    for name in sys.argv[1:] or RUNS:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "rlflow", "train", "recipe=smoke", f"run.dir={folder}/run"]
+            command += ["algorithm.groups_per_step=8", "run.show_samples_every=100", *RUNS[name]]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            alarms = Path(folder, "run", "alarms.jsonl")
+            lines = alarms.read_text().splitlines() if alarms.is_file() else []
+            print(f"{name}: exit {done.returncode}", *done.stderr.splitlines()[-1:], flush=True)
+            for alarm in map(json.loads, lines):
+                print(f"  step {alarm['step']:3} {alarm['state']:5} {alarm['name']}: {alarm['what']}", flush=True)
+            print("  last lines:", *done.stdout.splitlines()[-2:], sep="\n    ", flush=True)
+
+
+if __name__ == "__main__":
+    main()

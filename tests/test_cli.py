@@ -81,7 +81,7 @@ def test_help_and_recipes_import_nothing_heavy(arguments: list[str]) -> None:
 def test_the_help_of_train_imports_neither_torch_nor_ray() -> None:
     code = (
         "import sys\nfrom rlflow.cli import main\nmain(['train', 'recipe=smoke', '--help', 'trainer'])\n"
-        "print([name for name in ('torch', 'vllm', 'ray', 'transformers') if name in sys.modules])"
+        "print([name for name in ('torch', 'vllm', 'ray', 'transformers', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     lines = done.stdout.splitlines()

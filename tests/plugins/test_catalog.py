@@ -26,7 +26,7 @@ from rlflow.curriculum.registry import CURRICULA, make_curriculum
 from rlflow.environments.find import ENVIRONMENTS, load_environment
 from rlflow.errors import ConfigError
 from rlflow.plugins.catalog import Catalog, modules_of
-from rlflow.rewards.call import call
+from rlflow.rewards.call import Log, call
 from rlflow.rewards.choose import REWARDS, choose_rewards, load
 from rlflow.types import Task
 
@@ -124,7 +124,7 @@ def use_environment(name: str, **options: Any) -> list[str]:
 
 def use_reward(name: str, **options: Any) -> Any:
     (chosen,) = choose_rewards(RewardConfig(function=name, args={name.rpartition(":")[2]: options}), None)
-    return call(load(chosen), said("4"), chosen.args, 1.0, lambda name, value: None)
+    return call(load(chosen), [said("4")], chosen.args, 1.0, Log(episodes=[{}]))
 
 
 def use_advantage(name: str, **options: Any) -> list[list[list[float]]]:

@@ -107,7 +107,7 @@ async def _play(
     answers: Path,
 ) -> Evaluation:
     start_s = time.monotonic()
-    fleet = await start_fleet(config, model_path, spec, _tell, reward_model)
+    fleet = await start_fleet(config, model_path, spec, _tell, reward_model, tell=_tell)
     _tell(f"started in {time.monotonic() - start_s:.0f} s; playing")
     runners = fleet.workers.runners
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlflow.errors import ConfigError
 from rlflow.telemetry.observer import flatten
-from rlflow.telemetry.report.curves import make_buckets, make_series
+from rlflow.telemetry.report.curves import bucket_bounds
 from rlflow.telemetry.text import number, printable
 from rlflow.tools.figures import table
 from rlflow.tools.runs.read import HELD_OUT, LAST_STEPS, REWARD, Run, read_run
@@ -36,10 +36,10 @@ class Arm:
     def band(self, steps: Sequence[int], metric: str, size: int) -> list[tuple[float, float, float] | None]:
         """Mean, least and greatest over the runs in each of at most `size` buckets of steps; None without a value."""
         curves = [each.curve(metric) for each in self.runs]
-        buckets = make_buckets(steps, size)
-        lines = [make_series(metric, [curve.get(step) for step in steps], buckets).values for curve in curves]
-        present = ([value for value in column if value is not None] for column in zip(*lines, strict=True))
-        return [(fmean(values), min(values), max(values)) if values else None for values in present]
+        buckets = [steps[start:end] for start, end in bucket_bounds(len(steps), size)]
+        held = [[[curve[step] for step in bucket if step in curve] for curve in curves] for bucket in buckets]
+        means = ([fmean(values) for values in bucket if values] for bucket in held)
+        return [(fmean(values), min(values), max(values)) if values else None for values in means]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +81,8 @@ def compare(arms: Sequence[Arm], metric: str) -> list[str]:
     """What is printed, in paragraphs."""
     steps = sorted({step for arm in arms for each in arm.runs for step in each.curve(metric)})
     columns = [map(_cell, arm.band(steps, metric, _ROWS)) for arm in arms]
-    rows = zip((bucket.label for bucket in make_buckets(steps, _ROWS)), *columns, strict=True)
+    labels = [_label(steps[start], steps[end - 1]) for start, end in bucket_bounds(len(steps), _ROWS)]
+    rows = zip(labels, *columns, strict=True)
     fine = [arm.band(steps, metric, _CELLS) for arm in arms]
     values = [point[0] for line in fine for point in line if point]
     sparks = [f"{arm.name}  {_spark(line, min(values), max(values))}" for arm, line in zip(arms, fine, strict=True)]
@@ -135,6 +136,10 @@ def welch(a: Sequence[float], b: Sequence[float]) -> float:
     area = angle / parts / 3 * (heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2]))
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
     return max(0.0, 1 - 2 * scale * area)
+
+
+def _label(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def _cell(point: tuple[float, float, float] | None) -> str:

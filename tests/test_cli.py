@@ -149,7 +149,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_a_mistake_costs_one_line_and_exit_code_2(arguments: list[str], message: str, cli: Cli) -> None:
-    began = "" if arguments[:1] == ["--experimental-rerun"] else BEGAN
+    began = "" if any(word.startswith("-") for word in arguments) else BEGAN
     assert cli("train", *arguments) == (2, began, f"rlflow: error: {message}\n")
 
 

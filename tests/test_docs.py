@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from documents import DOCUMENTS
+from documents import DOCUMENTS, files
 from house import LINKED, ROOT, House, read_house
 
 SOURCES = ("rlflow", *LINKED, "tests", "scripts", "benchmarks")
@@ -54,7 +54,7 @@ def missing_files(text: str, folder: Path) -> list[str]:
     paths = [path for named in _PATH.findall(text) for path in expanded(named) if path.partition("/")[0] in rooms]
     # What has neither an ending nor a slash at its end may be two words, such as rewards/advantages.
     paths = [path for path in paths if path.endswith("/") or "." in path]
-    alone = [name for name in _FILE.findall(text) if name not in OF_OTHERS]
+    alone = [name for name in _FILE.findall(text) if name not in OF_OTHERS and name not in files(text)]
     return [
         *(path for path in paths if path not in EXAMPLES and not any(any(place.glob(path)) for place in places)),
         *(name for name in alone if name not in EXAMPLES and not any(any((ROOT / top).rglob(name)) for top in SOURCES)),

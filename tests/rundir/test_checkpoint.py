@@ -83,6 +83,7 @@ def test_the_form_on_disk_stays_so_that_older_checkpoints_are_read() -> None:
         "oldest_version": 2,
         "newest_version": 2,
         "detail": "",
+        "close_failure": "",
         "metrics": {"turns": 2.0},
         "turns": [],
     }

@@ -229,8 +229,8 @@ def test_the_package_loads_nothing_large() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
     assert not {"torch", "ray", "vllm", "hydra", "numpy", "pydantic", "asyncio"} & set(loaded.split())
     assert set(rlflow.__all__) <= set(dir(rlflow))
-    with pytest.raises(AttributeError, match="no attribute 'trian'"):
-        rlflow.trian  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'tain'"):
+        rlflow.tain  # type: ignore[attr-defined]  # noqa: B018
 
 
 def notebook_cells() -> list[str]:

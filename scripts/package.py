@@ -15,8 +15,10 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CLUTTER = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "outputs", "multirun")
+CLUTTER = (".*", "__pycache__", "*.egg-info")
 """Names that git ignores, and git's own."""
+CLUTTER_AT_TOP = ("build", "dist", "runs", "outputs", "multirun")
+"""Ignored beside the README; deeper, a folder may have such a name."""
 
 
 def build(folder: Path) -> None:
@@ -24,13 +26,18 @@ def build(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "rlflow"
-        shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(*CLUTTER))
+        shutil.copytree(ROOT, copy, symlinks=True, ignore=_ignored)
         for step in ("build_wheel", "build_sdist"):
             program = f"import sys; from setuptools.build_meta import {step}; {step}(sys.argv[1])"
             command = [sys.executable, "-c", program, str(folder.absolute())]
             done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
             if done.returncode != 0:
                 raise SystemExit(f"{done.stdout}{done.stderr}package: error: {step} failed; the reason is above")
+
+
+def _ignored(folder: str, names: list[str]) -> set[str]:
+    at_top = CLUTTER_AT_TOP if Path(folder) == ROOT else ()
+    return shutil.ignore_patterns(*CLUTTER, *at_top)(folder, names)
 
 
 def main() -> None:

@@ -133,6 +133,7 @@ def test_adapters_are_trained_beside_a_reference_and_a_critic_without_one_more_p
     assert all(".lora_" in name for name in shapes)
 
 
+@pytest.mark.proof
 def test_a_resumed_critic_goes_on_from_what_it_knew(tmp_path: Path) -> None:
     """Its head says 0 until the first step has taught it something. The newest checkpoint is damaged meanwhile."""
     run = tmp_path / "run"
@@ -302,6 +303,7 @@ def test_a_killed_run_resumes_and_outlives_its_trainer_and_trains_every_task_onc
     assert "already has 8 of 8 steps" in train(run, *settings)
 
 
+@pytest.mark.proof
 def test_a_rank_that_hangs_is_lost_after_one_deadline_and_the_run_goes_on(tmp_path: Path) -> None:
     """Its deadline is shorter than what it takes to notice by itself that a process is stopped."""
     run = tmp_path / "run"

@@ -46,6 +46,7 @@ def test_serve_names_a_wrong_target(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "--step has no effect on tiny, which is not a run's directory" in capsys.readouterr().err
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_a_chat_streams_and_leaves_nothing_behind() -> None:
     with subprocess.Popen(

@@ -44,6 +44,7 @@ def test_other_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("rlflow: error: bench queue takes no --verify")
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_a_tiny_model_arrives_whole() -> None:
     command = [sys.executable, "-m", "rlflow", "bench", "weights", "model.path=tiny", "--verify", "--json"]

@@ -89,7 +89,7 @@ class RunConfig:
     name: str = "run"
     """The first part of the folder's name; by default the recipe's."""
     seed: int = 0
-    """Of the order of tasks, of environments and of sampling. Compare settings over at least three."""
+    """Decides the order of tasks, environments and sampling. Compare settings over at least three."""
     steps: int = 100
     """Optimiser steps in all, those before a resume included."""
     stop_when: str | None = None

@@ -23,7 +23,7 @@ MAX_METRIC_NAME = 100
 MAX_DETAIL = 500
 """Characters."""
 MAX_MAGNITUDE = 1e15
-"""Of a reward or a metric: a million of them can be squared and added up in 32 bits."""
+"""The largest reward or metric: a million of them can be squared and added up in 32 bits."""
 WHAT_REWARDS_ARE = f"a reward is None, or a number from {-MAX_MAGNITUDE:g} to {MAX_MAGNITUDE:g}"
 
 

@@ -24,7 +24,7 @@ class Scorer(Protocol):
     async def score(self, transcript: Transcript) -> Verdict: ...
 
     async def score_group(self, transcripts: Sequence[Transcript]) -> list[Verdict]:
-        """Of a group with a verdict that `awaits_group`: what the functions say that see all of it."""
+        """What the functions say that see a whole group, of a group with a verdict that `awaits_group`."""
         raise AssertionError("no verdict awaits the group")
 
 

@@ -151,3 +151,14 @@ def _check_same_run(config: Config, path: Path) -> None:
 def plain(config: Config) -> dict[str, Any]:
     """The settings as plain dicts and values, as YAML and trackers take them."""
     return TypeAdapter(Config).dump_python(config, mode="json", warnings=False)
+
+
+def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one level of dotted keys, as trackers take them."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

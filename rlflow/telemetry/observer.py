@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from rlflow.algorithms.advantage.base import Scope
 from rlflow.algorithms.registry import advantage_of
@@ -16,7 +16,7 @@ from rlflow.errors import RunError, describe_failure, first_error_stands
 from rlflow.groups.evaluation import Evaluation, HeldOut
 from rlflow.groups.ledger import DropReason
 from rlflow.roles import Runners
-from rlflow.rundir.directory import RunDir, plain
+from rlflow.rundir.directory import RunDir, flatten, plain
 from rlflow.rundir.killed import KilledLog
 from rlflow.rundir.restarts import Setback
 from rlflow.runtime.deadlines import within
@@ -62,8 +62,7 @@ class RunObserver:
         self._alarms = MetricsFile(run_dir.health, required=())
         is_by_group = advantage_of(config.algorithm).traits.scope is Scope.group
         self._health = Health(within_groups=is_by_group, dtype=dtype_of(config).value)
-        evaluations = metrics.read(run_dir.evaluations) if run_dir.evaluations.is_file() else []
-        self._health.replay(before, evaluations)  # what it found is in the file
+        self._health.replay(before, evaluated)  # what it found is in the file
         self._trace = Trace(run_dir.path / "trace.json")
         is_asynchronous = config.staleness.max_versions > 0
         self._console = Console(config.run.steps, run_dir.path, before=before, is_asynchronous=is_asynchronous)
@@ -209,14 +208,3 @@ class RunObserver:
         table = [samples.table_row("best", best), samples.table_row("worst", worst)]
         self._tell_trackers(lambda tracker: tracker.samples(report.step, table))
         self._console.samples(best, worst)
-
-
-def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as one level of dotted keys, as trackers take them."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat

@@ -25,7 +25,7 @@ MAX_ROWS = 24
 MAX_CHARACTERS = 2000
 """Characters of one message on the console."""
 COLUMNS = ("episode", "reward", "task", "ended", "expected", "advantage", "prompt", "reply")
-"""Of the table that trackers show."""
+"""The columns of the table that trackers show."""
 _FILE_NAME = re.compile(r"step_(\d+)\.json")
 
 

@@ -38,7 +38,7 @@ _LOG_CHARACTERS = 1500
 class Server:
     process: subprocess.Popen[bytes]
     name: str
-    """Of the model."""
+    """The name by which the server knows the model."""
     key: str
     """What the server asks for; random unless VLLM_API_KEY is set."""
     http: httpx.Client

@@ -20,11 +20,11 @@ from rlflow.tools.export import export
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Target:
     name: str
-    """For people."""
+    """What people are told."""
     config: Config
     run: Path | None = None
     step: str | None = None
-    """Of the run's checkpoint; None without a run."""
+    """The step of the run's checkpoint; None without a run."""
 
     @contextmanager
     def model(self, folder: Path) -> Iterator[str]:

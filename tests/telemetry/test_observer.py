@@ -14,6 +14,7 @@ import pytest
 from fakes import make_world, run_virtually
 
 from rlflow.config import Config
+from rlflow.driver import StepReport
 from rlflow.errors import ConfigError, RunError, WorkerLost
 from rlflow.groups.evaluation import Evaluation
 from rlflow.groups.scores import Score
@@ -47,6 +48,14 @@ class Fails:
         raise self._error
 
 
+def report_of_a_step(folder: Path) -> StepReport:
+    world = make_world(folder, steps=1)
+    run_virtually(world.driver.run())
+    (report,) = world.observer.reports
+    report.outcome.metrics |= dict.fromkeys(("entropy", "sampling/logp_difference_mean"), Mean(total=0.0, count=1.0))
+    return report
+
+
 @pytest.mark.parametrize(
     ("runners", "shown"),
     [
@@ -59,10 +68,7 @@ class Fails:
 def test_samples_are_shown_or_an_alarm_says_why_not(
     runners: object, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    world = make_world(tmp_path, steps=1)
-    run_virtually(world.driver.run())
-    (report,) = world.observer.reports
-    report.outcome.metrics |= dict.fromkeys(("entropy", "sampling/logp_difference_mean"), Mean(total=0.0, count=1.0))
+    report = report_of_a_step(tmp_path)
     config = Config()
     config.trackers.tensorboard = False
     run_dir = RunDir(path=tmp_path, checkpoints=CheckpointStore(tmp_path, keep=1), resume_from=None)
@@ -88,10 +94,7 @@ def test_the_last_line_says_what_was_held_out_and_why_the_run_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first of two evaluations was written before a resume."""
-    world = make_world(tmp_path, steps=1)
-    run_virtually(world.driver.run())
-    (report,) = world.observer.reports
-    report.outcome.metrics |= dict.fromkeys(("entropy", "sampling/logp_difference_mean"), Mean(total=0.0, count=1.0))
+    report = report_of_a_step(tmp_path)
     config = Config()
     config.trackers.tensorboard, config.eval.every = False, 1
     run_dir = RunDir(path=tmp_path, checkpoints=CheckpointStore(tmp_path, keep=1), resume_from=None)

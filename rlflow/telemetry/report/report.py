@@ -281,17 +281,16 @@ def _episode(label: str, kind: str, episode: ShownEpisode) -> str:
 
 
 def _all_numbers(records: Records, evaluations: Records) -> str:
-    """Of metrics that any step has: not all have every one."""
-    rows = []
+    """A row for each metric that a step or an evaluation has; not all have every one."""
+    rows: dict[str, tuple[str, ...]] = {}
     for lines in (records, evaluations):
         for name in dict.fromkeys(name for line in lines for name in line):
             present = _present(column(lines, name))
-            if present and name not in (*rows, "step"):
-                figures = (present[0], present[-1], min(present), max(present))
-                rows.append((name, *map(number, figures)))
+            if present and name not in rows and name != "step":
+                rows[name] = (name, *map(number, (present[0], present[-1], min(present), max(present))))
     if not rows:
         return ""
-    table = _table(("metric", "first", "last", "least", "greatest"), rows)
+    table = _table(("metric", "first", "last", "least", "greatest"), rows.values())
     return f"<h2>Everything else</h2>{_folded('All metrics', f'{len(rows)} names', table)}"
 
 

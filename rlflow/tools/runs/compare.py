@@ -12,7 +12,8 @@ from statistics import fmean, stdev, variance
 from typing import Any
 
 from rlflow.errors import ConfigError
-from rlflow.telemetry.observer import flatten
+from rlflow.rundir.directory import flatten
+from rlflow.telemetry.console import UNICODE_LEVELS
 from rlflow.telemetry.report.curves import bucket_bounds
 from rlflow.telemetry.text import number, printable
 from rlflow.tools.figures import table
@@ -20,7 +21,6 @@ from rlflow.tools.runs.read import HELD_OUT, LAST_STEPS, REWARD, Run, read_run
 
 _NO_DIFFERENCE = ("run.name", "run.dir", "run.seed", "run.on_exists")
 _ROWS, _CELLS = 10, 60
-_BARS = "▁▂▃▄▅▆▇█"
 ALPHA = 0.05
 
 
@@ -150,8 +150,8 @@ def _cell(point: tuple[float, float, float] | None) -> str:
 
 
 def _spark(line: Sequence[tuple[float, float, float] | None], low: float, high: float) -> str:
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((point[0] - low) * scale)] if point else " " for point in line)
+    scale = (len(UNICODE_LEVELS) - 1) / (high - low) if high > low else 0.0
+    return "".join(UNICODE_LEVELS[round((point[0] - low) * scale)] if point else " " for point in line)
 
 
 def _run(run: Run) -> str:

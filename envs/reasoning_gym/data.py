@@ -90,7 +90,7 @@ def make_tasks(mix: Sequence[Part], prompt_style: str, size: int, seed: int) -> 
                 prompt=prompt_of(system, item["question"]),
                 answer=None if item["answer"] is None else str(item["answer"]),
                 kind=part.kind,
-                data={"part": asdict(part), "index": index, "question": item["question"]},
+                data={"part": asdict(part), "index": index, "question": item["question"], "has_tags": bool(system)},
             )
         )
         next_index[number] += 1

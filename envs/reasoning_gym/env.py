@@ -2,11 +2,12 @@
 
 The reward is reasoning-gym's own score of the text between the last <answer> tags. The rest of the reply does not
 count, because several data sets give partial credit to a text that merely contains the answer, or to any text at all.
+Without a system prompt nothing asks for tags; then the whole reply is the answer.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from rlflow.envs.answers import tagged_answer
 from rlflow.envs.base import EnvironmentSpec, SingleTurn
@@ -34,7 +35,7 @@ def load(
     dataset: a name of reasoning-gym, with its own options; or
     mix: names, each with a `weight` and `options`, such as {chain_sum: {weight: 2}, gcd: {options: {max_numbers: 3}}}.
     levels: of the data sets' curricula; equally many tasks of each, and a kind of their own for each.
-    prompt_style: a system prompt of reasoning-gym, which asks for <answer> tags; "" for none.
+    prompt_style: a system prompt of reasoning-gym, which asks for <answer> tags; "": none, and the whole reply counts.
     size, seed: how many tasks, and which; evaluation_size: number of tasks for `eval.every`, from another seed.
     """
     if (dataset is None) == (not mix):
@@ -65,20 +66,21 @@ def load(
 
 
 def tagged(task: Task, messages: Sequence[Message]) -> str:
-    """The answer between the tags that the reward looks for."""
-    return f"<answer>{task.answer}</answer>"
+    """The answer, between the tags that the reward looks for if it does."""
+    has_tags = cast(dict[str, Any], task.data)["has_tags"]
+    return f"<answer>{task.answer}</answer>" if has_tags else str(task.answer)
 
 
 def score(task: Task, completion: str) -> float:
-    """reasoning-gym's score from 0 to 1; 0 for a reply without <answer> tags, or with an answer that cannot be read.
+    """reasoning-gym's score from 0 to 1; 0 without the <answer> tags that were asked for, or if it cannot be read.
 
     An answer cannot be read if scoring it fails although scoring the data set's own answer does not. Any other failure
     is an error, not a score. Raises ValueError when the task's item has another question than when the run began.
     """
-    answer = tagged_answer(completion)
+    data: dict[str, Any] = task.data
+    answer = tagged_answer(completion) if data["has_tags"] else completion.strip()
     if answer is None:
         return 0.0
-    data: dict[str, Any] = task.data
     dataset = dataset_of(Part(**data["part"]))
     item = dataset[data["index"]]
     if item["question"] != data["question"]:

@@ -41,6 +41,20 @@ async def test_twenty_episodes(dataset: str) -> None:
     assert rewards == [0.0, 1.0] * 10
 
 
+def test_without_a_system_prompt_the_whole_reply_is_the_answer() -> None:
+    spec = gym(dataset="chain_sum", options={"max_terms": 2, "min_digits": 1, "max_digits": 1}, prompt_style="", size=3)
+    for task in spec.tasks():
+        assert [message["role"] for message in task.prompt] == ["user"]
+        right = str(task.answer)
+        assert spec.expert is not None and spec.expert(task, []) == right
+        padded = f"it is {right}."
+        assert [score(task, text) for text in (f" {right}\n", padded, "I do not know")] == [
+            1.0,
+            len(right) / len(padded),  # reasoning-gym's credit for a text that contains the answer
+            0.0,
+        ]
+
+
 def test_tasks_are_the_same_each_time_and_held_out_ones_are_others() -> None:
     spec = gym(dataset="gcd", size=5, seed=3)
     assert [task.id for task in spec.tasks()] == [f"gcd/3/{index}" for index in range(5)]

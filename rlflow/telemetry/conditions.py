@@ -115,9 +115,9 @@ class Seen:
         return self.widest_std * math.sqrt(2 / (RECENT * self.groups_per_step))
 
 
-def change(values: Sequence[float]) -> tuple[float, float, int] | None:
-    """(mean then, mean now, steps between) BACK steps apart, or as many as there are; None for under 2 * RECENT."""
-    back = min(BACK, len(values) - RECENT)
+def change(values: Sequence[float], back: int = BACK) -> tuple[float, float, int] | None:
+    """(mean then, mean now, steps between) `back` steps apart, or as many as there are; None for under 2 * RECENT."""
+    back = min(back, len(values) - RECENT)
     if back < RECENT:
         return None
     return fmean(values[-RECENT - back : len(values) - back]), fmean(values[-RECENT:]), back
@@ -190,12 +190,21 @@ def entropy_collapse(seen: Seen) -> Finding | None:
     same, spread = seen.mean("frac_reward_zero_std"), seen.mean("reward_std")
     if not first or now is None or now >= COLLAPSED * first or same is None or spread is None:
         return None
-    if same < SAME_REPLIES or spread < UNSOLVED * seen.widest_std:
+    if same < SAME_REPLIES or spread < UNSOLVED * seen.widest_std or _gets_better(seen):
         return None
     what = (
         f"entropy fell from {first:.2g} to {now:.2g} and {same:.0%} of the groups carry no signal, but tasks still fail"
     )
     return 2 if now < COLLAPSED**2 * first else 1, RECENT, what
+
+
+def _gets_better(seen: Seen) -> bool:
+    """Whether training's reward rises, or the held-out one did at the newest evaluation."""
+    rewards = change(seen.values("reward"), back=2 * RECENT)
+    if rewards is not None and rewards[1] > rewards[0] + seen.reward_error():
+        return True
+    held_out = [each["eval/reward"] for each in seen.evaluations if seen.records[-1]["step"] - each["step"] < 2 * BACK]
+    return len(held_out) == 2 and held_out[1] > held_out[0]
 
 
 def learning_rate(seen: Seen) -> Finding | None:

@@ -121,6 +121,26 @@ def test_a_policy_that_is_sure_of_wrong_answers() -> None:
     assert told(records) == [(20, "entropy_collapse", "began", 16)]
 
 
+COLLAPSED = {"entropy": [1.8] * 20 + [0.1], "frac_reward_zero_std": [0.3] * 20 + [0.8], "reward_std": 0.45}
+
+
+def test_a_policy_that_is_sure_and_still_gets_better() -> None:
+    rising = [0.02 * step for step in range(31)]
+    assert told(run(31, reward=rising, **COLLAPSED)) == []
+    assert told(run(45, reward=rising, **COLLAPSED)) == [(38, "entropy_collapse", "began", 34)], "it rises no more"
+
+
+def test_a_policy_that_is_sure_and_gets_better_on_held_out_tasks() -> None:
+    health = Health()
+    evaluations = {10: 0.6, 20: 0.7, 30: 0.7}
+    told = []
+    for record in run(34, **COLLAPSED):
+        told += health.step(record)
+        if (step := record["step"]) in evaluations:
+            told += health.evaluated({"step": step, "eval/reward": evaluations[step]})
+    assert [(alarm.name, alarm.step) for alarm in told] == [("entropy_collapse", 31)], "the newest is no better"
+
+
 @pytest.mark.parametrize(
     ("columns", "expected", "sign"),
     [

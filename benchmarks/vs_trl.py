@@ -73,6 +73,7 @@ def run_ours(setting: Setting, folder: Path) -> list[float]:
         "run.dir": run_dir,
         "run.on_exists": "fresh",
         "run.checkpoint_every": 0,
+        "eval.every": 0,
     }
     words = [f"{key}={value}" for key, value in settings.items()]
     run_process("rlflow", [str(Path(sys.executable).with_name("rlflow")), "train", *words], folder)

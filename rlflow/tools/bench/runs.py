@@ -63,7 +63,7 @@ def run_recipe(recipe: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
     """Train in a process and a directory of its own; the records of its steps. Raises RunError when the run fails."""
     with tempfile.TemporaryDirectory(prefix="rlflow-bench-") as folder:
         command = [sys.executable, "-m", "rlflow", "train", f"recipe={recipe}", *overrides]
-        command += [f"run.dir={folder}/run", "run.checkpoint_every=0"]
+        command += [f"run.dir={folder}/run", "run.checkpoint_every=0", "eval.every=0"]
         try:
             done = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=E2E_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired as error:

@@ -99,6 +99,7 @@ def _model_words(plan: Plan, model: str) -> list[str]:
         f"rollout.kv_cache_gb={config.rollout.kv_cache_gb}",
         "run.on_exists=fresh",
         "run.checkpoint_every=0",
+        "eval.every=0",
     ]
 
 

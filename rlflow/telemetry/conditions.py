@@ -199,9 +199,9 @@ def entropy_collapse(seen: Seen) -> Finding | None:
 
 
 def _gets_better(seen: Seen) -> bool:
-    """Whether training's reward rises, or the held-out one did at the newest evaluation."""
+    """Whether training's reward rises, or the held-out one did at the newest evaluation; also while nobody can tell."""
     rewards = change(seen.values("reward"), back=2 * RECENT)
-    if rewards is not None and rewards[1] > rewards[0] + seen.reward_error():
+    if rewards is None or rewards[1] > rewards[0] + seen.reward_error():
         return True
     held_out = [each["eval/reward"] for each in seen.evaluations if seen.records[-1]["step"] - each["step"] < 2 * BACK]
     return len(held_out) == 2 and held_out[1] > held_out[0]

@@ -100,6 +100,11 @@ def evaluate_target(
         raise ConfigError(f"the number of tasks must be at least 1; got {num_tasks}")
     spec = load_environment(config.env, config.reward)
     tasks = _tasks(spec, config.env.name, num_tasks)
+    if (limit := config.rollout.max_new_tokens) < (needed := spec.reply_tokens):
+        _tell(
+            f"warning: rollout.max_new_tokens={limit} may cut off replies that would be right; env.name="
+            f"{config.env.name} needs rollout.max_new_tokens={needed} and a model.max_length with room for the prompt"
+        )
     base_path = resolve_model(config.model.path) if base else None
     reward_model = resolve_reward_model(config.reward.model) if config.reward.model is not None else None
     if folder is None:

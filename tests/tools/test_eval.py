@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +25,8 @@ from rlflow.groups.sampler import SamplerState
 from rlflow.groups.scores import Score
 from rlflow.rundir.directory import plain
 from rlflow.rundir.store import CheckpointStore, RunState
-from rlflow.tools.eval.evaluate import Evaluated, EvaluationTable, evaluate_target
+from rlflow.runtime.signals import handlers_kept, run_until_done
+from rlflow.tools.eval.evaluate import Evaluated, EvaluationTable, _unless_stopped, evaluate_target
 from rlflow.tools.target import find_target
 from rlflow.types import EpisodeEnd, GroupOrder, PlayedGroup, Task
 
@@ -90,6 +94,35 @@ def test_what_cannot_be_measured_is_refused_before_a_checkpoint_is_written_out(
     with pytest.raises(ConfigError, match=message):
         evaluate_target(find_target(str(run), None, ["eval.every=1", *words]), num_tasks=num_tasks)
     assert not (run / "evaluations").exists()
+
+
+def test_too_little_room_for_the_replies_of_a_benchmark_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"problem": "2 + 2 =", "answer": "4"}\n')
+    words = ["env.name=math500", f"env.args.evaluation_path={tmp_path / 'rows.jsonl'}", "reward.model=no/such"]
+    for limit, warns in ((2047, True), (2048, False)):
+        room = [f"rollout.max_new_tokens={limit}", "model.max_length=4096"]
+        with pytest.raises(ConfigError, match="no/such"):
+            evaluate_target(find_target("tiny", None, ["eval.every=1", *room, *words]))
+        assert ("env.name=math500 needs rollout.max_new_tokens=2048" in capsys.readouterr().err) == warns
+
+
+@pytest.mark.parametrize(
+    ("number", "raised", "code"), [(signal.SIGINT, KeyboardInterrupt, ()), (signal.SIGTERM, SystemExit, (143,))]
+)
+def test_a_signal_ends_an_evaluation_and_names_the_answers(
+    number: signal.Signals, raised: type[BaseException], code: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def play() -> Evaluation:
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(TIMEOUT_S)
+        raise AssertionError("no signal came")
+
+    with handlers_kept(), pytest.raises(raised) as ended:
+        run_until_done(_unless_stopped(play(), Path("answers.jsonl")))
+    assert ended.value.args == code
+    assert "stopping; the answers so far are in answers.jsonl" in capsys.readouterr().err
 
 
 def test_a_fleet_without_training_plays_greedily_too_and_keeps_every_answer(tmp_path: Path) -> None:

@@ -153,3 +153,5 @@ class EnvironmentSpec:
     leases: tuple[str, ...] = ()
     """Resources that one episode at a time may use, such as the addresses of sites. Each episode is given one, as the
     only argument of `build`. Empty: `build` takes no argument."""
+    reply_tokens: int = 0
+    """What a reply may need; `rlflow eval` warns of a smaller `rollout.max_new_tokens`. 0: nobody knows."""

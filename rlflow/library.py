@@ -1,12 +1,13 @@
 """rlflow as a library: `rlflow.train` for scripts and notebooks, `rlflow.open` for runs that are there.
 
 keywords -> Config, and the objects that its texts stand for -> rlflow.run.train -> Run
+Run.evaluate -> rlflow.tools.eval.evaluate -> Evaluated
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from rlflow.telemetry.samples import StepSamples
+    from rlflow.tools.eval.evaluate import Evaluated
 
 Code = str | Callable[..., object]
 """A function or class as it is, or a name as on the command line: a shipped one, package.module:Name, file.py:Name."""
@@ -30,6 +32,8 @@ class Run:
     """What a run has left in its directory, read anew at each look."""
 
     path: Path
+    given: Mapping[str, object] = field(default_factory=dict, repr=False, compare=False)
+    """The code and rows that `train` was called with, which no file holds; empty for a run that was opened."""
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -66,6 +70,49 @@ class Run:
         from pandas import DataFrame
 
         return DataFrame(self.metrics).set_index("step")
+
+    def evaluate(
+        self,
+        *,
+        step: int | str | None = None,
+        tasks: int | None = None,
+        base: bool = False,
+        reward: Code | Sequence[Code] | None = None,
+        data: Rows | None = None,
+        environment: Code | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> "Evaluated":
+        """Measure a checkpoint as `rlflow eval` does, in a script or in a cell; every answer stays in the run's folder.
+
+        step: of the checkpoint, or "best"; None is the newest.
+        tasks: only the first so many.
+        base: also the model that the run began with.
+        reward, environment: in place of the run's, as `train` takes them. What a notebook or script had defined for
+            the run is given again, unless this object came from `train`.
+        data: the tasks to play, in place of those that the environment holds out; for one that takes rows.
+        settings: over those of the run, by key, such as {"eval.episodes": 8, "env.name": "math500"}.
+
+        Raises ConfigError before anything is started, RunError when nothing was scored, KeyboardInterrupt when it was
+        interrupted; the answers so far are kept.
+        """
+        objects: dict[str, object] = {}
+        chosen, emptied = _chosen_reward(reward, objects)
+        if environment is not None:
+            chosen["env.name"] = _code("environment", environment, objects)
+        if data is not None:
+            chosen["env.args.evaluation_path"] = _rows("data", data, objects)
+            if "env.name" in {**chosen, **(settings or {})}:  # another environment, which needs tasks to train on too
+                chosen["env.args.path"] = chosen["env.args.evaluation_path"]
+        typed = _typed(settings, chosen)
+        from rlflow.tools.eval.evaluate import evaluate_target  # imports Ray
+        from rlflow.tools.target import target_of_run
+
+        settings = {"eval.every": 1, **chosen, **typed}  # an evaluation is what happens, however often the run does it
+        step = None if step is None else str(step)
+        with _guest({**self.given, **objects}):
+            target = target_of_run(self.path, step, settings, emptied=emptied)
+            folder = Path(typed["run.dir"]) if "run.dir" in typed else None
+            return evaluate_target(target, folder=folder, base=base, num_tasks=tasks)
 
     def _records(self, name: str) -> list[dict[str, Any]]:
         from rlflow.telemetry.metrics import read
@@ -106,40 +153,60 @@ def train(
 
     Raises ConfigError (a ValueError) before anything is started, RunError when the run cannot go on.
     """
-    typed = {key: str(value) if isinstance(value, Path) else value for key, value in (settings or {}).items()}
-    for key, value in typed.items():
-        if callable(value):
-            raise ConfigError(f"settings[{key!r}] must be a value such as text; give code as `reward` or `environment`")
     objects: dict[str, object] = {}
-    chosen: dict[str, Any] = {} if model is None else {"model.path": str(model)}
-    emptied: list[str] = []
-    if reward is not None:
-        if isinstance(reward, str) or not isinstance(reward, Sequence):
-            chosen["reward.function"] = _code("reward", reward, objects)
-        else:
-            chosen["reward.function"] = [_code("reward", each, objects) for each in reward]
-        chosen["reward.weights"] = None
-        emptied.append("reward.args")
+    chosen, emptied = _chosen_reward(reward, objects)
+    if model is not None:
+        chosen["model.path"] = str(model)
     if data is not None or environment is not None:
         chosen["env.name"] = "dataset" if environment is None else _code("environment", environment, objects)
         emptied.append("env.args")
     for argument, keyword, rows in (("path", "data", data), ("evaluation_path", "evaluation_data", evaluation_data)):
         if rows is not None:
             chosen[f"env.args.{argument}"] = _rows(keyword, rows, objects)
-    if keywords := sorted(typed.keys() & (chosen.keys() | {"recipe"}) - {"reward.weights"}):
-        raise ConfigError(f"settings[{keywords[0]!r}] is a keyword of this call; give it there alone")
+    typed = _typed(settings, chosen)
     from rlflow.settings.compose import compose
 
     config = compose({**chosen, **typed}, recipe=recipe, emptied=emptied)
     from rlflow.run import train as run  # imports Ray
+
+    with _guest(objects):
+        return Run(run(config)[0], objects)
+
+
+@contextmanager
+def _guest(objects: Mapping[str, object]) -> Iterator[None]:
+    """The block finds the objects; after it, signals and streams are the caller's again."""
     from rlflow.runtime.signals import handlers_kept
     from rlflow.runtime.streams import make_dispensable
 
-    # Afterwards signals and streams are the caller's again.
     with given(objects), handlers_kept(), redirect_stdout(sys.stdout), redirect_stderr(sys.stderr):
         if sys.stdout is sys.__stdout__:  # not that of a notebook
             make_dispensable()
-        return Run(run(config)[0])
+        yield
+
+
+def _typed(settings: Mapping[str, Any] | None, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` as values that a file could hold. Raises ConfigError for code, and for a key that a keyword has."""
+    typed = {key: str(value) if isinstance(value, Path) else value for key, value in (settings or {}).items()}
+    for key, value in typed.items():
+        if callable(value):
+            raise ConfigError(f"settings[{key!r}] must be a value such as text; give code as `reward` or `environment`")
+    if keywords := sorted(typed.keys() & (chosen.keys() | {"recipe"}) - {"reward.weights"}):
+        raise ConfigError(f"settings[{keywords[0]!r}] is a keyword of this call; give it there alone")
+    return typed
+
+
+def _chosen_reward(
+    reward: Code | Sequence[Code] | None, objects: dict[str, object]
+) -> tuple[dict[str, Any], list[str]]:
+    """The settings for `reward`, and the mappings that lose what was said about another one."""
+    if reward is None:
+        return {}, []
+    if isinstance(reward, str) or not isinstance(reward, Sequence):
+        function: Any = _code("reward", reward, objects)
+    else:
+        function = [_code("reward", each, objects) for each in reward]
+    return {"reward.function": function, "reward.weights": None}, ["reward.args"]
 
 
 def _code(keyword: str, code: Code, objects: dict[str, object]) -> str:

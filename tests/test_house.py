@@ -41,11 +41,11 @@ RUN = ("run", "workers", "processes", "algorithms", "curriculum")
 """Where a run begins: what they load, at once or by name, is what a run can reach."""
 
 BUDGETS = {
-    "front door, driver and groups": 4_650,
-    "what a run can reach": 32_500,
+    "front door, driver and groups": 4_700,
+    "what a run can reach": 33_450,
     "tools": 8_550,
     "envs": 5_500,
-    "all product Python": 45_700,
+    "all product Python": 45_850,
 }
 MAX_FILE, MAX_FUNCTION, MAX_LOOSE_FILES = 450, 80, 12
 

@@ -36,6 +36,9 @@ from rlflow.rewards.call import ChosenReward
 from rlflow.rewards.choose import choose_rewards
 from rlflow.rewards.pool import ScorerPool
 from rlflow.settings.compose import compose
+from rlflow.tools.eval import evaluate as evaluating
+from rlflow.tools.eval.evaluate import Evaluated
+from rlflow.tools.target import Target
 from rlflow.types import Message, Task
 
 ROWS = [{"prompt": "What is 1 + 1?", "answer": "2"}, {"prompt": "What is 2 + 2?", "answer": 4}]
@@ -96,7 +99,7 @@ def test_functions_and_rows_reach_the_driver_as_they_are(seen: Seen, tmp_path: P
         ("data/0", "What is 1 + 1?"),
         ("data/1", "What is 2 + 2?"),
     ]
-    with pytest.raises(ConfigError, match="stands for an object that this process does not have; call rlflow.train"):
+    with pytest.raises(ConfigError, match="stands for an object that this process does not have; call rlflow.train or"):
         choose_rewards(RewardConfig(function="<given to rlflow.train>:exact"), None)  # as from the command line
 
 
@@ -224,6 +227,77 @@ def test_a_run_that_is_there_is_opened(tmp_path: Path) -> None:
     assert run.dataframe()["reward"].to_dict() == {1: 0.5, 2: 0.75}
 
 
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """What the fleet would have begun with, in place of an evaluation."""
+    found: Seen = {}
+
+    def evaluate_target(target: Target, **options: Any) -> Evaluated:
+        found.update(options, target=target, spec=load_environment(target.config.env, target.config.reward))
+        found["tasks"] = (found["spec"].evaluation_tasks or found["spec"].tasks)()
+        found["rewards"] = choose_rewards(target.config.reward, found["spec"].reward)
+        return Evaluated(tables=[])
+
+    monkeypatch.setattr(evaluating, "evaluate_target", evaluate_target)
+    return found
+
+
+def write_run(folder: Path, **sections: Any) -> Path:
+    """The settings of a run, and what names its checkpoints of steps 2 and 4."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(sections))
+    for step in (2, 4):
+        (folder / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    return folder
+
+
+def test_a_run_is_measured_with_what_it_was_given(tmp_path: Path, measured: Seen, seen: Seen) -> None:
+    def exact(completion: str, answer: str) -> float:
+        return float(completion == answer)
+
+    write_run(
+        tmp_path / "run",
+        env={"name": "dataset", "args": {"path": "<given to rlflow.train>:data, 2 rows", "system_prompt": "Be brief."}},
+        reward={"function": "<given to rlflow.train>:exact", "args": {}, "weights": [2.0]},
+    )
+    trained = rlflow.train(reward=exact, data=ROWS)
+    run = rlflow.Run(tmp_path / "run", trained.given)
+    run.evaluate(step=2, tasks=7, base=True, settings={"eval.episodes": 3, "rollout": {"temperature": 0.5}})
+    target: Target = measured["target"]
+    assert (target.name, target.run, target.step) == ("run step 2", tmp_path / "run", "2")
+    assert (measured["folder"], measured["base"], measured["num_tasks"]) == (None, True, 7)
+    assert (target.config.eval.every, target.config.eval.episodes, target.config.rollout.temperature) == (1, 3, 0.5)
+    assert (measured["rewards"][0].function, measured["rewards"][0].weight) == (exact, 2.0)
+    assert [task.prompt[-1]["content"] for task in measured["tasks"]] == ["What is 1 + 1?", "What is 2 + 2?"]
+
+    run.evaluate(data=ROWS[1:], reward="exact_match", settings={"run.dir": tmp_path / "out"})
+    config: Config = measured["target"].config
+    assert [task.prompt[0]["content"] for task in measured["tasks"]] == ["Be brief."]
+    assert (config.reward.function, config.reward.weights) == ("exact_match", None)
+    assert (measured["target"].step, measured["folder"]) == ("4", tmp_path / "out")
+
+    run.evaluate(environment=Guess, data=ROWS[:1])
+    assert (measured["target"].config.env.name, measured["spec"].build.func) == ("test_library:Guess", Guess)
+    assert (len(measured["tasks"]), measured["rewards"][0].name) == (1, "environment")
+
+
+def test_what_an_opened_run_was_given_is_given_again(tmp_path: Path, measured: Seen) -> None:
+    folder = write_run(tmp_path / "run", reward={"function": "<given to rlflow.train>:exact"})
+    run = rlflow.open(folder)
+    with pytest.raises(ConfigError, match="call rlflow.train or Run.evaluate with it again"):
+        run.evaluate()
+    with pytest.raises(ConfigError, match="has no checkpoint of step 3; it has 2, 4"):
+        run.evaluate(step=3)
+    with pytest.raises(ConfigError, match=r"^settings\['env.name'\] is a keyword of this call"):
+        run.evaluate(environment=Guess, settings={"env.name": "guess_number"})
+    with pytest.raises(ConfigError, match="eval.episode is not a setting; did you mean eval.episodes"):
+        run.evaluate(settings={"eval.episode": 3})
+    exact = types.FunctionType((lambda completion: 1.0).__code__, {"__name__": "__main__"}, "exact")
+    exact.__qualname__ = "exact"
+    run.evaluate(reward=exact)
+    assert measured["rewards"][0].function is exact
+
+
 def test_the_package_loads_nothing_large() -> None:
     code = "import sys, rlflow; rlflow.train; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
@@ -246,6 +320,7 @@ def test_the_notebook_asks_for_a_run_that_can_begin(seen: Seen) -> None:
 
 CELL = """
 import asyncio, json
+from pathlib import Path
 
 bonus = 0.25
 
@@ -255,8 +330,17 @@ async def cell():
     settings = {"run.dir": run.path, "run.steps": 3}
     return rlflow.train(recipe="smoke", reward=rewards, data=rows, settings=settings)
 
+async def next_cell():
+    return again.evaluate(tasks=2, base=True, settings={"eval.episodes": 1})
+
 again = asyncio.run(cell())
 assert again == run == rlflow.open(run.path)
+evaluated = asyncio.run(next_cell())
+(kept,) = run.path.glob("evaluations/*/evaluation.json")
+assert json.loads(kept.read_text()) == evaluated.records
+assert [record["model"] for record in evaluated.records] == ["run step 3", "base tiny"]
+assert [record["eval/reward"] for record in evaluated.records] == [0.75, 0.75]
+assert all(Path(record["answers"]).parent == kept.parent for record in evaluated.records)
 print(json.dumps([[record["step"] for record in run.metrics], run.metrics[-1]["reward"], run.checkpoint.name]))
 """
 

@@ -6,6 +6,7 @@ verl            data_source, prompt, ability, reward_model {style, ground_truth}
 SkyRL           prompt, env_class, reward_spec {method, ground_truth}
 reasoning-gym   question, answer, metadata {source_dataset}
 slime, AReaL    prompt | messages, label | answer
+MATH, AIME      problem, answer
 """
 
 import json
@@ -19,7 +20,7 @@ from rlflow.envs.dataset.sources import Row, Source, find_source, rows_of
 from rlflow.errors import ConfigError
 from rlflow.types import ROLES, FunctionCall, Json, Message, Task, ToolCall
 
-PROMPTS = ("prompt", "messages", "question")
+PROMPTS = ("prompt", "messages", "question", "problem")
 """The first one that a row has is its prompt."""
 ANSWERS = (("label", None), ("reward_model", "ground_truth"), ("reward_spec", "ground_truth"))
 """(column, key within it) of the answer, if there is no column `answer`."""
@@ -55,8 +56,9 @@ def _task(row: Row, system_prompt: str) -> Task:
     prompt_column = next((name for name in PROMPTS if columns.get(name) is not None), None)
     if prompt_column is None:
         raise ConfigError(
-            f"{row.where} has no prompt; give it the column `prompt`, `messages` or `question`, and for the answer "
-            f"`answer`, `label`, `reward_model.ground_truth` or `reward_spec.ground_truth`; found {sorted(columns)}"
+            f"{row.where} has no prompt; give it the column `prompt`, `messages`, `question` or `problem`, and for "
+            f"the answer `answer`, `label`, `reward_model.ground_truth` or `reward_spec.ground_truth`; found "
+            f"{sorted(columns)}"
         )
     messages = _messages(columns[prompt_column], f"{row.where}: `{prompt_column}`")
     if system_prompt and messages[0]["role"] != "system":
@@ -66,7 +68,7 @@ def _task(row: Row, system_prompt: str) -> Task:
     if isinstance(id_, bool) or not isinstance(id_, (str, int)):
         raise ConfigError(f"{row.where}: `{id_column}` must be text or a whole number; got {id_!r:.80}")
     kinds = (value for value in _values(columns, KINDS) if isinstance(value, str) and value)
-    consumed = ("id", "answer", *({prompt_column} - {"question"}))  # rewards and environments may ask for the question
+    consumed = ("id", "answer", *({prompt_column} - {"question", "problem"}))  # rewards and environments may ask for it
     return Task(
         id=str(id_),
         prompt=tuple(messages),

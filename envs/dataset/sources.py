@@ -63,7 +63,7 @@ class Source:
         return f"{self.path}/{self.split}" if self.kind is Kind.hub else Path(self.path).stem
 
 
-def find_source(text: str, argument: str) -> Source:
+def find_source(text: str, argument: str, default_split: str = "train") -> Source:
     """What `text`, the value of the setting `argument`, means. A file or folder that exists beats a name of the hub.
 
     Raises ConfigError for what is neither that nor a name of the hub.
@@ -74,9 +74,9 @@ def find_source(text: str, argument: str) -> Source:
     before, colon, split = str(path).rpartition(":")
     if not text.startswith("hf://"):
         if path.exists():
-            return _local(path, None, argument)
+            return _local(path, None, argument, default_split)
         if colon and split and Path(before).exists():
-            return _local(Path(before), split, argument)
+            return _local(Path(before), split, argument, default_split)
     match = _HUB_NAME.fullmatch(text)
     is_hub = text.startswith("hf://") or ("/" in text and path.suffix not in _FILES)
     if match is None or not is_hub:
@@ -85,7 +85,11 @@ def find_source(text: str, argument: str) -> Source:
             "openai/gsm8k/main:train"
         )
     return Source(
-        kind=Kind.hub, path=match["name"], subset=match["subset"], split=match["split"] or "train", argument=argument
+        kind=Kind.hub,
+        path=match["name"],
+        subset=match["subset"],
+        split=match["split"] or default_split,
+        argument=argument,
     )
 
 
@@ -104,9 +108,9 @@ def rows_of(source: Source) -> Iterator[Row]:
             return _table_rows(source, _dataset(source).with_format("arrow").iter(batch_size=BATCH_ROWS))
 
 
-def _local(path: Path, split: str | None, argument: str) -> Source:
+def _local(path: Path, split: str | None, argument: str, default_split: str) -> Source:
     if path.is_dir():
-        return Source(kind=Kind.folder, path=str(path), split=split or "train", argument=argument)
+        return Source(kind=Kind.folder, path=str(path), split=split or default_split, argument=argument)
     suffix = ".jsonl" if path.suffix == ".ndjson" else path.suffix
     if suffix not in _FILES:
         raise ConfigError(f"{argument}={path} must end with .jsonl, .json or .parquet, which say what is in it")
@@ -188,7 +192,7 @@ def _dataset(source: Source) -> Any:
         was_saved = False
         hint = (
             "; without a connection only what this machine has loaded before is there, and a file or folder of this "
-            f"name is not (from {Path.cwd()})"
+            f"name is not (from {Path.cwd()}); a copy goes by {source.argument}=FOLDER or FILE"
         )
     try:
         if not was_saved:

@@ -15,6 +15,7 @@ import rlflow.envs
 from rlflow.config import Config, EnvConfig, RewardConfig
 from rlflow.environments.environment_class import spec_of_class
 from rlflow.envs.base import Environment, EnvironmentSpec, Program, SingleTurn
+from rlflow.envs.benchmarks.env import BENCHMARKS
 from rlflow.envs.tools import ToolEnvironment
 from rlflow.errors import ConfigError
 from rlflow.plugins.catalog import Catalog
@@ -29,7 +30,8 @@ ENVIRONMENTS = Catalog(
         module.name: f"rlflow.envs.{module.name}.env:load"
         for module in sorted(pkgutil.iter_modules(rlflow.envs.__path__))
         if any(Path(folder, module.name, "config.yaml").is_file() for folder in rlflow.envs.__path__)
-    },
+    }
+    | BENCHMARKS,
     group="rlflow.environments",
 )
 

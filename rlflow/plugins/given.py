@@ -34,8 +34,8 @@ def find_given(text: str) -> object:
     """The object that the text stands for. Raises ConfigError in a process that was not given it."""
     if text not in _objects:
         raise ConfigError(
-            f"{text} stands for an object that this process does not have; call rlflow.train with it again. The "
-            "command line needs a file: file.py:NAME for code, a .jsonl file for rows"
+            f"{text} stands for an object that this process does not have; call rlflow.train or Run.evaluate with it "
+            "again. The command line needs a file: file.py:NAME for code, a .jsonl file for rows"
         )
     return _objects[text]
 

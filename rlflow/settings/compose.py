@@ -165,21 +165,27 @@ def composed_config(words: Sequence[str]) -> Config:
     return found[0]
 
 
-def config_of_run(run: Path, words: Sequence[str]) -> Config:
-    """The settings that a run was last started with, and `words` (key=value) over them.
+def config_of_run(
+    run: Path, settings: Sequence[str] | Mapping[str, object], *, emptied: Collection[str] = ()
+) -> Config:
+    """The settings that a run was last started with, and others over them: words (key=value), or values by key.
 
-    With another env.name, the arguments and the reward of the run's own environment are left out. Raises ConfigError.
+    With another env.name, the arguments and the reward of the run's own environment are left out. `emptied` as in
+    `compose`. Raises ConfigError.
     """
     try:
         composed = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(run / "config.yaml"))
         assert isinstance(composed, DictConfig)
-        overrides = OverridesParser.create().parse_overrides(list(words))
-        if any(each.key_or_group == "env.name" and each.value() != composed.env.name for each in overrides):
+        if not isinstance(settings, Mapping):
+            parsed = OverridesParser.create().parse_overrides(list(settings))
+            settings = {each.key_or_group: each.value() for each in parsed}
+        if settings.get("env.name", composed.env.name) != composed.env.name:
             OmegaConf.update(composed, "env.args", {}, merge=False)
             OmegaConf.update(composed, "reward", RewardConfig(), merge=False)
-        for each in overrides:
-            key = each.key_or_group
-            OmegaConf.update(composed, key, each.value(), merge=False, force_add=_is_free(key))
+        for key in emptied:
+            OmegaConf.update(composed, key, {}, merge=False)
+        for key, value in settings.items():
+            OmegaConf.update(composed, key, value, merge=True, force_add=_is_free(key))
     except OSError as error:
         raise ConfigError(
             f"{run / 'config.yaml'}, the settings of the run, cannot be read: {error.strerror}"

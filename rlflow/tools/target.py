@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +56,13 @@ def find_target(word: str, step: str | None, words: Sequence[str]) -> Target:
             raise ConfigError(f"--step has no effect on {word}, which is not a run's directory; leave it out")
         quoted = "'" + word.replace("'", "\\'") + "'"
         return Target(name=word, config=composed_config(["run.name=run", *words, f"model.path={quoted}"]))
-    checkpoint = CheckpointStore(run / "checkpoints", keep=1).chosen(run, step)
-    step = checkpoint.name.removeprefix("step_")
-    return Target(name=f"{run.name} step {step}", config=config_of_run(run, words), run=run, step=step)
+    return target_of_run(run, step, words)
+
+
+def target_of_run(
+    run: Path, step: str | None, settings: Sequence[str] | Mapping[str, object], *, emptied: Collection[str] = ()
+) -> Target:
+    """A checkpoint of the run; `step` as in `find_target`, the rest as in `config_of_run`. Raises ConfigError."""
+    step = CheckpointStore(run / "checkpoints", keep=1).chosen(run, step).name.removeprefix("step_")
+    config = config_of_run(run, settings, emptied=emptied)
+    return Target(name=f"{run.name} step {step}", config=config, run=run, step=step)

@@ -33,12 +33,13 @@ def write_rows(path: Path, *rows: object) -> str:
     return str(path)
 
 
-def test_a_reward_may_ask_for_the_question_that_is_the_prompt(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", {"question": "2 + 3 =", "answer": 5})
+@pytest.mark.parametrize("column", ["question", "problem"])
+def test_a_reward_may_ask_for_the_question_that_is_the_prompt(column: str, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", {column: "2 + 3 =", "answer": 5})
     rewards = tmp_path / "own.py"
-    rewards.write_text("def repeats(completion, question):\n    return float(question in completion)\n")
+    rewards.write_text(f"def repeats(completion, {column}):\n    return float({column} in completion)\n")
     (task,) = load(f"{rewards}:repeats", path=path)
-    assert (task.prompt, task.data) == ((SUM,), {"question": "2 + 3 ="})
+    assert (task.prompt, task.data) == ((SUM,), {column: "2 + 3 ="})
 
 
 def test_rows_read_the_columns_of_other_projects(tmp_path: Path) -> None:
@@ -214,7 +215,7 @@ def test_a_path_and_a_reward_are_needed(tmp_path: Path) -> None:
     [
         ("{oops", "is not JSON .*; write one JSON object on each line"),
         ("[1]", "is a JSON list; write one JSON object on each line"),
-        ('{"text": "hi"}', r"has no prompt; .* `prompt`, `messages` or `question`, .*; found \['text'\]"),
+        ('{"text": "hi"}', r"has no prompt; .* `prompt`, `messages`, `question` or `problem`, .*; found \['text'\]"),
         ('{"prompt": 5}', "`prompt` must be text, or a list of messages with `role` and `content` as text; got 5"),
         ('{"prompt": []}', "`prompt` must be text, or a list of messages"),
         ('{"prompt": [{"role": "user"}]}', "`prompt` must be text, or a list of messages"),

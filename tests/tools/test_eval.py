@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +25,8 @@ from rlflow.groups.sampler import SamplerState
 from rlflow.groups.scores import Score
 from rlflow.rundir.directory import plain
 from rlflow.rundir.store import CheckpointStore, RunState
-from rlflow.tools.eval.command import lines
-from rlflow.tools.eval.evaluate import EvaluationTable
+from rlflow.runtime.signals import handlers_kept, run_until_done
+from rlflow.tools.eval.evaluate import Evaluated, EvaluationTable, _unless_stopped, evaluate_target
 from rlflow.tools.target import find_target
 from rlflow.types import EpisodeEnd, GroupOrder, PlayedGroup, Task
 
@@ -76,6 +79,52 @@ def test_a_model_takes_its_settings_from_the_command_line() -> None:
     assert (config.model.path, config.model.max_length, config.eval.episodes) == ("my model, new", 256, 3)
 
 
+@pytest.mark.parametrize(
+    ("words", "num_tasks", "message"),
+    [
+        ([], 0, "^the number of tasks must be at least 1; got 0"),
+        (["env.name=dataset", "env.args.path=none.jsonl", "reward.function=math"], None, "none.jsonl is not a file"),
+        (["reward.model=no/such"], None, "no/such"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_a_checkpoint_is_written_out(
+    words: list[str], num_tasks: int | None, message: str, tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "run")  # its checkpoints hold no model
+    with pytest.raises(ConfigError, match=message):
+        evaluate_target(find_target(str(run), None, ["eval.every=1", *words]), num_tasks=num_tasks)
+    assert not (run / "evaluations").exists()
+
+
+def test_too_little_room_for_the_replies_of_a_benchmark_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"problem": "2 + 2 =", "answer": "4"}\n')
+    words = ["env.name=math500", f"env.args.evaluation_path={tmp_path / 'rows.jsonl'}", "reward.model=no/such"]
+    for limit, warns in ((2047, True), (2048, False)):
+        room = [f"rollout.max_new_tokens={limit}", "model.max_length=4096"]
+        with pytest.raises(ConfigError, match="no/such"):
+            evaluate_target(find_target("tiny", None, ["eval.every=1", *room, *words]))
+        assert ("env.name=math500 needs rollout.max_new_tokens=2048" in capsys.readouterr().err) == warns
+
+
+@pytest.mark.parametrize(
+    ("number", "raised", "code"), [(signal.SIGINT, KeyboardInterrupt, ()), (signal.SIGTERM, SystemExit, (143,))]
+)
+def test_a_signal_ends_an_evaluation_and_names_the_answers(
+    number: signal.Signals, raised: type[BaseException], code: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def play() -> Evaluation:
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(TIMEOUT_S)
+        raise AssertionError("no signal came")
+
+    with handlers_kept(), pytest.raises(raised) as ended:
+        run_until_done(_unless_stopped(play(), Path("answers.jsonl")))
+    assert ended.value.args == code
+    assert "stopping; the answers so far are in answers.jsonl" in capsys.readouterr().err
+
+
 def test_a_fleet_without_training_plays_greedily_too_and_keeps_every_answer(tmp_path: Path) -> None:
     config = Config()
     config.eval.episodes = 2
@@ -112,8 +161,9 @@ def test_the_table_has_the_rows_of_each_model_beneath_each_other() -> None:
         greedy = Score(num_tasks=4, num_episodes=4, is_greedy=True, reward=1.0, passes={1: 1.0}, truncated=0.0)
         return EvaluationTable(model=model, scores=[sampled, greedy], answers=Path(f"{model}.jsonl"))
 
-    shown = lines([table("run step 4", 0.75), table("base tiny", 0.25)])
-    assert "\n".join(shown).splitlines() == [
+    evaluated = Evaluated(tables=[table("run step 4", 0.75), table("base tiny", 0.25)])
+    assert [record["eval/reward"] for record in evaluated.records] == [0.75, 0.25]
+    assert repr(evaluated).splitlines() == [
         "model       tokens   kind  tasks  reward  95 %     pass@1  pass@2  failed  cut off",
         "run step 4  sampled  all   4      0.750   +-0.100  0.500   1.000   1       25%",
         "base tiny   sampled  all   4      0.250   +-0.100  0.500   1.000   1       25%",

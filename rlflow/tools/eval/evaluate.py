@@ -1,12 +1,13 @@
 """A model plays an environment's evaluation tasks: engines, runners and rewards, without training.
 
-settings, model -> tasks -> Ray -> fleet -> evaluate -> EvaluationTable; every answer -> answers.jsonl
+Target -> tasks -> Ray -> fleet -> evaluate -> EvaluationTable -> Evaluated; every answer -> answers.jsonl
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -19,13 +20,15 @@ from rlflow.cluster.start import ray_cluster, start_fleet
 from rlflow.config import Config
 from rlflow.environments.find import load_environment
 from rlflow.envs.base import EnvironmentSpec
-from rlflow.errors import RunError, first_error_stands
+from rlflow.errors import ConfigError, RunError, first_error_stands
 from rlflow.groups.evaluation import Evaluation, evaluate
 from rlflow.groups.scores import Score
 from rlflow.models.resolve import resolve_model, resolve_reward_model
 from rlflow.runtime.derived import by_device, without_training
 from rlflow.runtime.disk import disk_errors
-from rlflow.runtime.signals import Stopper
+from rlflow.runtime.signals import Stopper, run_until_done
+from rlflow.tools.figures import table
+from rlflow.tools.target import Target
 from rlflow.types import EpisodeSummary, Message, PlayedGroup, Task
 
 FEW = 64
@@ -48,31 +51,93 @@ class EvaluationTable:
         return {"model": self.model, "answers": str(self.answers)} | {k: v for each in figures for k, v in each.items()}
 
 
-def evaluate_model(
-    config: Config, model: str, *, name: str | None = None, folder: Path | None = None, num_tasks: int | None = None
-) -> EvaluationTable:
-    """Play each evaluation task `eval.episodes` times, and once more taking the likeliest tokens.
+@dataclass(kw_only=True, slots=True, frozen=True, repr=False)
+class Evaluated:
+    """What an evaluation has found. Shown, it is a table."""
 
-    model: as `model.path`; `name` is what the table calls it. Answers go to `folder`, by default a new one in runs/.
-    `num_tasks`: only the first so many. Raises ConfigError before anything is started, RunError when nothing was
-    scored, SystemExit when a signal comes first.
+    tables: list[EvaluationTable]
+    """Of the model that was asked for, and then of the one that its run began with, if that was asked for too."""
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """One a model: its name, where its answers are, and the figures under the names of evaluations.jsonl."""
+        return [each.record() for each in self.tables]
+
+    def __repr__(self) -> str:
+        """The same row of each model beneath each other, and where the answers are."""
+        most = sorted({k for each in self.tables for score in each.scores for k in score.passes})
+        head = ["model", "tokens", "kind", "tasks", "reward", "95 %", *(f"pass@{k}" for k in most), "failed", "cut off"]
+        rows = []
+        for scores in zip(*(each.scores for each in self.tables), strict=True):
+            for each, score in zip(self.tables, scores, strict=True):
+                half = "-" if score.error is None else f"+-{score.error:.3f}"
+                passes = [_share(score.passes.get(k)) for k in most]
+                counts = [str(score.num_failed), "-" if score.truncated is None else f"{score.truncated:.0%}"]
+                how, kind = "greedy" if score.is_greedy else "sampled", "all" if score.kind is None else score.kind
+                row = [each.model, how, kind, str(score.num_tasks), _share(score.reward), half]
+                rows.append([*row, *passes, *counts])
+        return "\n".join([table(head, rows), *(f"answers: {each.answers}" for each in self.tables)])
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def evaluate_target(
+    target: Target, *, folder: Path | None = None, base: bool = False, num_tasks: int | None = None
+) -> Evaluated:
+    """What `rlflow eval` and `Run.evaluate` do: play each evaluation task `eval.episodes` times, and once more taking
+    the likeliest tokens; with `base` also with the model that the run began with.
+
+    `folder` gets the answers and evaluation.json; None is a new one, in the run's `evaluations` or in runs/.
+    `num_tasks`: only the first so many.
+
+    Raises ConfigError before anything is started, RunError when nothing was scored, KeyboardInterrupt or SystemExit
+    when a signal comes first.
     """
-    config = replace(config, model=replace(config.model, path=model))
+    config = target.config
+    if num_tasks is not None and num_tasks < 1:
+        raise ConfigError(f"the number of tasks must be at least 1; got {num_tasks}")
     spec = load_environment(config.env, config.reward)
     tasks = _tasks(spec, config.env.name, num_tasks)
-    model_path = resolve_model(model)
+    if (limit := config.rollout.max_new_tokens) < (needed := spec.reply_tokens):
+        _tell(
+            f"warning: rollout.max_new_tokens={limit} may cut off replies that would be right; env.name="
+            f"{config.env.name} needs rollout.max_new_tokens={needed} and a model.max_length with room for the prompt"
+        )
+    base_path = resolve_model(config.model.path) if base else None
     reward_model = resolve_reward_model(config.reward.model) if config.reward.model is not None else None
-    name = name or model
-    folder = (folder or Path(f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
+    if folder is None:
+        label = "".join(each if each.isalnum() else "-" for each in target.name)
+        where = Path("runs") if target.run is None else target.run / "evaluations"
+        folder = where / f"eval-{label}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = folder.absolute()
     with disk_errors("the answers", folder):
         folder.mkdir(parents=True, exist_ok=True)
     config = replace(config, run=replace(config.run, dir=str(folder)))
+    with target.model(folder) as model:
+        found = [_evaluate_model(config, spec, tasks, model, reward_model, target.name)]
+    if base_path is not None:
+        name = f"base {config.model.path}"
+        found.append(_evaluate_model(config, spec, tasks, base_path, reward_model, name))
+    evaluated = Evaluated(tables=found)
+    with disk_errors("the scores", folder):
+        (folder / "evaluation.json").write_text(json.dumps(evaluated.records, indent=1) + "\n")
+    return evaluated
+
+
+def _evaluate_model(
+    config: Config, spec: EnvironmentSpec, tasks: Sequence[Task], model_path: str, reward_model: str | None, name: str
+) -> EvaluationTable:
+    """Start a fleet without training, and have it play; the answers go to run.dir."""
+    folder = Path(config.run.dir or "")
+    config = replace(config, model=replace(config.model, path=model_path))
     answers = folder / f"answers-{''.join(each if each.isalnum() else '-' for each in name)}.jsonl"
     _tell(f"{name} plays {len(tasks)} tasks of {config.env.name}, {config.eval.episodes} times and once more greedily")
     with ray_cluster(config, folder):
         config = without_training(by_device(config, on_gpus=has_gpus()))
         playing = _play(config, spec, tasks, model_path, reward_model, answers)
-        evaluation = asyncio.run(_unless_stopped(playing, answers))
+        evaluation = run_until_done(_unless_stopped(playing, answers))
     if evaluation.reward is None:
         raise RunError(f"nothing was scored: {evaluation.detail}")
     return EvaluationTable(model=name, scores=evaluation.scores, answers=answers)
@@ -94,7 +159,7 @@ async def _unless_stopped(playing: Coroutine[Any, Any, Evaluation], answers: Pat
         stopper.restore()
     if evaluation is None:
         assert stopper.signal is not None
-        raise SystemExit(128 + stopper.signal)
+        raise KeyboardInterrupt if stopper.signal is signal.SIGINT else SystemExit(128 + stopper.signal)
     return evaluation
 
 

@@ -5,6 +5,7 @@ The variables are set before any test module is imported, so that child processe
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -24,6 +25,8 @@ _ENVIRONMENT = {
 
 os.environ.update(_ENVIRONMENT)
 
+gc.disable()  # until all tests are collected
+
 settings.register_profile("default", max_examples=100)
 settings.register_profile("many", max_examples=2000)
 
@@ -36,6 +39,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if proofs:
         config.hook.pytest_deselected(items=proofs)
         items[:] = [item for item in items if item not in proofs]
+
+
+def pytest_collection_finish() -> None:
+    """The libraries that are loaded now stay until the end: a search for garbage among their millions of objects takes
+    a second, and finds none."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -75,8 +75,10 @@ def composed(settings: Sequence[str]) -> list[Config]:
         found.append(config)
         return 0
 
-    named = any(word.startswith("recipe=") for word in settings)
-    train([*settings, *([] if named else ["run.name=run"])], refused, keep, needs_recipe=False)
+    words = list(settings) if any(word.startswith("recipe=") for word in settings) else [*settings, "run.name=run"]
+    if not any(word.startswith("-") for word in words):
+        words.append("--run")  # else Hydra composes twice, at first to find out whether it is a sweep
+    train(words, refused, keep, needs_recipe=False)
     return found
 
 

@@ -577,9 +577,9 @@ def load(content):
 def test_a_trial_that_hangs_costs_what_follows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tree(tmp_path, {"hangs_at_once.py": HANGS})
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(trials, "TRIAL_TIMEOUT_S", 4.0)
+    monkeypatch.setattr(trials, "TRIAL_TIMEOUT_S", 1.0)
     _, findings = asyncio.run(ask("hangs_at_once", "the process", ["torch", "vllm"], HERE, NEEDS, {}))
-    assert findings == [failure("torch", HERE, "the process did not answer within 4 s"), untried("vllm")]
+    assert findings == [failure("torch", HERE, "the process did not answer within 1 s"), untried("vllm")]
 
 
 def test_a_trial_that_fails_keeps_what_it_had_found() -> None:

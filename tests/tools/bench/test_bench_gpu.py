@@ -75,6 +75,7 @@ def test_a_stage_ends_as_it_says(tmp_path: Path, stage_module: str, name: str, s
     assert log.startswith("what it printed\n") and ("ValueError: the cause" in log) == (name == "fails")
 
 
+@pytest.mark.slow
 def test_a_stage_over_its_limit_ends_with_all_that_it_started_and_keeps_its_figures(
     tmp_path: Path, stage_module: str
 ) -> None:
@@ -85,6 +86,7 @@ def test_a_stage_over_its_limit_ends_with_all_that_it_started_and_keeps_its_figu
     assert not is_alive(int((tmp_path / "child.pid").read_text()))
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_stage(tmp_path: Path, stage_module: str) -> None:
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.alarm(3)

@@ -70,6 +70,14 @@ def describe_disk_error(error: Exception, what: str, where: Path) -> str | None:
     return f"no disk space left for {what} in {where} ({shutil.disk_usage(existing).free >> 20} MB free); {cure}"
 
 
+def write_whole(path: Path, text: str, what: str) -> None:
+    """Write `what` to a file, whole or not at all. Raises RunError when the disk is full."""
+    partial = path.with_name(f"{path.name}.partial")
+    with disk_errors(what, path.parent):
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+
+
 def write_digested(path: Path, parts: Iterable[bytes | memoryview]) -> str:
     """Write a file; returns the SHA-256 of what it was given, so that nothing is read back from the disk."""
     digest = hashlib.sha256()

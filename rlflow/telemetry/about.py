@@ -17,7 +17,7 @@ from typing import Any
 
 from rlflow import __version__
 from rlflow.errors import RunError
-from rlflow.runtime.disk import disk_errors
+from rlflow.runtime.disk import write_whole
 
 MAX_STARTS = 50
 """Kept of a run that is resumed ever again: the first and the newest."""
@@ -101,8 +101,4 @@ def _versions() -> dict[str, str]:
 
 
 def _write(run_dir: Path, starts: Sequence[dict[str, Any]]) -> None:
-    path = run_dir / "about.json"
-    partial = path.with_suffix(".partial")
-    with disk_errors("about.json", run_dir):
-        partial.write_text(json.dumps(starts, indent=1) + "\n", encoding="ascii")
-        os.replace(partial, path)
+    write_whole(run_dir / "about.json", json.dumps(starts, indent=1) + "\n", "about.json")

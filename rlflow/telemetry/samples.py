@@ -5,7 +5,6 @@ driver's transcript -> ShownEpisode -> samples/step_N.json -> the report
 """
 
 import json
-import os
 import re
 import textwrap
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 from rlflow.driver import TrainedEpisode
 from rlflow.errors import RunError
-from rlflow.runtime.disk import disk_errors
+from rlflow.runtime.disk import disk_errors, write_whole
 from rlflow.telemetry.text import number, printable, shorten
 from rlflow.types import EpisodeEnd, Message
 
@@ -95,12 +94,10 @@ def write_samples(run_dir: Path, step: int, best: ShownEpisode, worst: ShownEpis
     """Write samples/step_N.json, whole or not at all. Raises RunError when the disk is full."""
     folder = run_dir / FOLDER
     path = folder / f"step_{step}.json"
-    partial = path.with_suffix(".partial")
     content = json.dumps({"step": step, "best": asdict(best), "worst": asdict(worst)}, indent=1)
     with disk_errors("samples", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        partial.write_text(content + "\n", encoding="ascii")
-        os.replace(partial, path)
+    write_whole(path, content + "\n", "samples")
     return path
 
 

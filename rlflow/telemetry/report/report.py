@@ -10,7 +10,6 @@ import base64
 import hashlib
 import html
 import json
-import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
@@ -23,7 +22,7 @@ import yaml
 
 from rlflow.errors import RunError
 from rlflow.groups.ledger import DropReason
-from rlflow.runtime.disk import disk_errors
+from rlflow.runtime.disk import write_whole
 from rlflow.telemetry import about, metrics, samples
 from rlflow.telemetry.report.curves import MAX_POINTS, Records, column, data_of
 from rlflow.telemetry.samples import ShownEpisode
@@ -46,11 +45,7 @@ def write_report(run_dir: Path) -> Path:
     is full.
     """
     path = run_dir / "report.html"
-    partial = run_dir / "report.html.partial"
-    content = render(run_dir, metrics.read(run_dir / "metrics.jsonl"))
-    with disk_errors("the report", run_dir):
-        partial.write_text(content, encoding="utf-8")
-        os.replace(partial, path)
+    write_whole(path, render(run_dir, metrics.read(run_dir / "metrics.jsonl")), "the report")
     return path
 
 

@@ -15,46 +15,38 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
+
+import httpx
 
 from rlflow.config import EnvConfig
 from rlflow.environments.find import checked_tasks, environment_of
 from rlflow.environments.pool import EnvironmentPool
 from rlflow.envs.base import Environment, Program, Prompt, Step, ToolSchema
 from rlflow.errors import ConfigError, DeadlineError, EnvironmentFailure, RunError
+from rlflow.models.opening import open_tokenizer
 from rlflow.rollout.episode import shortened
+from rlflow.rollout.render import ChatRenderer, Renderer, ToolSchemas
 from rlflow.runtime.deadlines import within
 from rlflow.telemetry.text import printable
 from rlflow.tools.serve import add_target
+from rlflow.tools.server import Server, serving
+from rlflow.tools.target import find_target
 from rlflow.types import Message, Task, ToolCall
 
-if TYPE_CHECKING:
-    from rlflow.rollout.render import ChatRenderer
-    from rlflow.tools.server import Server
-
-Reply: TypeAlias = Callable[[Sequence[Message], Sequence[ToolSchema]], tuple[Message, bool]]
+Reply: TypeAlias = Callable[[Sequence[Message], ToolSchemas], tuple[Message, bool]]
 """Conversation, tools -> the model's reply, and whether it is whole rather than ended early or cut off."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     parser.add_argument("--system", metavar="TEXT", help="what stands before the conversation")
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="0: greedy; 1 by default, as in training"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help="of a reply; by default what the context has room for"
-    )
-    parser.epilog = "env.name=NAME: with the tools and the system prompt of that environment. "
-    parser.epilog += "Ctrl-C ends a reply or a tool, Ctrl-D the chat."
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: greedy; 1 by default")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="of a reply; by default what fits the context")
+    parser.epilog = "env.name=NAME: with that environment's tools. Ctrl-C ends a reply or a tool, Ctrl-D the chat."
 
 
 def run(options: argparse.Namespace) -> int:
-    from rlflow.models.opening import open_tokenizer
-    from rlflow.rollout.render import Renderer
-    from rlflow.tools.server import serving
-    from rlflow.tools.target import find_target
-
     target = find_target(options.target, options.step, options.words)
     is_named = any(word.startswith("env.name=") for word in options.words)
     with tools_of(target.config.env) if is_named else nullcontext() as tools:
@@ -85,11 +77,11 @@ def converse(messages: list[Message], reply: Reply, tools: Tools) -> None:
         if not is_whole or "tool_calls" not in said:
             return
         step = tools.answer(said)
-        if step.context is not None:
-            messages[:] = step.context
+        messages[:] = messages if step.context is None else step.context
         for message in step.messages:
-            print(printable(f"[{message.get('name', message['role'])}] {message['content']}"), flush=True)
-            messages.append(message)
+            text = shortened(message["content"], tools.limits.max_observation_chars)
+            print(printable(f"[{message.get('name', message['role'])}] {text}"), flush=True)
+            messages.append(Message(**{**message, "content": text}))
         if step.done:
             return
     print(f"[env.max_turns: no more than {tools.limits.max_turns} replies to a question]", flush=True)
@@ -99,8 +91,7 @@ def converse(messages: list[Message], reply: Reply, tools: Tools) -> None:
 def tools_of(limits: EnvConfig) -> Iterator[Tools]:
     """The tools of env.name, whose process ends with the block. Raises ConfigError."""
     spec = environment_of(limits)
-    task = checked_tasks(limits.name, spec.tasks)[0]
-    pool = EnvironmentPool(spec.build, 1, spec.leases)
+    task, pool = checked_tasks(limits.name, spec.tasks)[0], EnvironmentPool(spec.build, 1, spec.leases)
     with asyncio.Runner() as runner:
         try:
             yield Tools(limits=limits, task=task, build=pool.open, runner=runner)
@@ -134,10 +125,8 @@ class Tools:
             prompt = self.runner.run(within("env.setup_timeout_s", self.limits.setup_timeout_s, self._begin()))
         except EnvironmentFailure as error:
             raise RunError(f"env.name={self.limits.name}: {error}") from error
-        if not self.schemas:
-            names = ", ".join(schema["function"]["name"] for schema in prompt.tools)  # pyright: ignore
-            print(f"tools of {self.limits.name}: {names or 'none'}", flush=True)
-        self.schemas = prompt.tools
+        self.schemas, names = prompt.tools, (str(each["function"]["name"]) for each in prompt.tools)  # pyright: ignore
+        print(f"tools of {self.limits.name}: {', '.join(names) or 'none'}", flush=True)
         users = [index for index, each in enumerate(prompt.messages) if each["role"] == "user"]
         return prompt.messages[: users[-1] if users else None]
 
@@ -160,8 +149,6 @@ class Tools:
             with suppress(EnvironmentFailure, DeadlineError):
                 self.runner.run(within("close", self.limits.setup_timeout_s, self.world.close()))
             self.world = None
-        longest = self.limits.max_observation_chars
-        step.messages = [Message(**{**each, "content": shortened(each["content"], longest)}) for each in step.messages]
         return step
 
 
@@ -182,15 +169,9 @@ def _ask() -> str | None:
 
 
 def _reply(
-    server: Server,
-    renderer: ChatRenderer,
-    options: argparse.Namespace,
-    messages: Sequence[Message],
-    tools: Sequence[ToolSchema],
+    server: Server, renderer: ChatRenderer, options: argparse.Namespace, messages: Sequence[Message], tools: ToolSchemas
 ) -> tuple[Message, bool]:
     """A Reply, printed as it comes until its end or Ctrl-C. Raises RunError when the model cannot reply."""
-    import httpx
-
     prompt = renderer.prompt(messages, tools)
     room = server.context - len(prompt)
     if room < 1:
@@ -205,7 +186,9 @@ def _reply(
             for line in answer.iter_lines():
                 event = line.removeprefix("data: ")
                 if event and event != "[DONE]":
-                    (choice,) = json.loads(event)["choices"]
+                    if not (choices := json.loads(event).get("choices")):
+                        raise RunError(f"the model cannot answer: {event}")
+                    (choice,) = choices
                     said, end = said + choice["text"], choice["finish_reason"]
                     print(printable(choice["text"]), end="", flush=True)
     except httpx.TransportError as error:

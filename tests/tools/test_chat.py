@@ -215,7 +215,7 @@ def test_a_long_answer_of_a_tool_loses_its_middle(runner: asyncio.Runner) -> Non
 def test_an_environment_that_does_not_exist_is_named_before_a_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["chat", "tiny", "env.name=calculater"]) == 2
+    assert main(["chat", "tiny", "env.name=calculatorr"]) == 2
     said = capsys.readouterr()
     assert "calculator" in said.err
     assert "loading" not in said.out

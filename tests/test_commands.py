@@ -15,6 +15,7 @@ from house import ROOT
 from rlflow import cli
 from rlflow.algorithms.registry import check_functions
 from rlflow.config import Config
+from rlflow.curriculum.registry import make_curriculum
 from rlflow.environments.find import load_environment
 from rlflow.errors import ConfigError, RunError
 from rlflow.settings.compose import train
@@ -37,7 +38,7 @@ SHOWN = [
 ]
 
 
-PLAYED = ("README.md", "docs/tutorial.md")
+PLAYED = ("README.md", "docs/tutorial.md", "docs/environments.md", "docs/curricula.md")
 """Documents whose commands and files belong together."""
 ROW = {"prompt": "What is 2 + 2?", "answer": "4"}
 
@@ -138,8 +139,12 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
     def of_document(name: str) -> None:
         monkeypatch.chdir(tmp_path)
         Path("rows.jsonl").write_text(json.dumps(ROW) + "\n")
-        for file, text in files((ROOT / name).read_text()).items():
+        document = (ROOT / name).read_text()
+        for file, text in files(document).items():
             Path(file).write_text(text)
+        for words in commands(document):
+            if words[:2] == ["env", "new"]:
+                assert cli.main(words) == 0
 
     return of_document
 
@@ -151,7 +156,8 @@ def test_the_files_of_a_document_work_with_its_commands(
     write(document)
     (config,) = composed(filled(words)[1:])
     check_functions(config)
-    assert load_environment(config.env, config.reward).tasks()
+    tasks = load_environment(config.env, config.reward).tasks()
+    assert make_curriculum(config.curriculum, tasks, config.run.seed).next() in tasks
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def load_environment(config: EnvConfig, reward: RewardConfig) -> EnvironmentSpec
 
     Raises ConfigError for an unknown name, for arguments that nothing takes, and for a missing reward.
     """
-    spec = _spec_of(config)
+    spec = environment_of(config)
     made = spec.build.func if isinstance(spec.build, partial) else spec.build
     # It is known to give no reward of its own.
     is_silent = isinstance(made, type) and getattr(made, "step", None) in (SingleTurn.step, ToolEnvironment.step)
@@ -105,7 +105,8 @@ def checked_tasks(
     return rows
 
 
-def _spec_of(config: EnvConfig) -> EnvironmentSpec:
+def environment_of(config: EnvConfig) -> EnvironmentSpec:
+    """What `env.name` stands for, before its tasks and a reward are asked for. Raises ConfigError."""
     load = ENVIRONMENTS.find(config.name)
     if isinstance(load, type) and issubclass(load, Environment | Program):
         return spec_of_class(config.name, load, config.args)

@@ -39,6 +39,10 @@ class Server:
     process: subprocess.Popen[bytes]
     name: str
     """The name by which the server knows the model."""
+    model: str
+    """Its folder, which exists as long as the server does."""
+    context: int
+    """Tokens that a conversation may have."""
     key: str
     """What the server asks for; random unless VLLM_API_KEY is set."""
     http: httpx.Client
@@ -74,8 +78,10 @@ def serving(target: Target, port: int | None) -> Iterator[Server]:
         address = f"http://127.0.0.1:{port or 80}"
         try:
             with httpx.Client(base_url=address, transport=transport, timeout=None, trust_env=False) as http:
+                http.headers["Authorization"] = f"Bearer {key}"
                 _wait(process, http, log, target.config.deadlines.start_s)
-                yield Server(process=process, name=target.name, key=key, http=http)
+                context = http.get("/v1/models").json()["data"][0]["max_model_len"]
+                yield Server(process=process, name=target.name, model=model, context=context, key=key, http=http)
         finally:
             _end(process)
 

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import files
 from fakes import World, make_tasks, make_world, run_virtually
+from house import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -285,6 +287,27 @@ def test_a_class_of_the_users(own: str) -> None:
     sampler.on_result("t3", [1.0, 0.0])
     assert sampler.metrics() == {"curriculum/told": 1.0}
     assert sampler.state.curriculum == {"told": [["t3", 1.0, 0.0]]}
+
+
+@pytest.fixture
+def stages(tmp_path: Path) -> str:
+    """The class that docs/curricula.md shows."""
+    (tmp_path / "stages.py").write_text(files((ROOT / "docs" / "curricula.md").read_text())["stages.py"])
+    return f"{tmp_path / 'stages.py'}:Stages"
+
+
+def test_the_documented_curriculum_goes_from_kind_to_kind(stages: str) -> None:
+    sampler = make_sampler(make_kinds(2, 3), stages, window=2, enough=0.75)
+    assert sorted(drawn(sampler, 2)) == ["0/0", "0/1"]
+    for rewards in ([1.0, 0.0], [], [1.0, 1.0]):  # 0.5, no verdict, 1: the mean of two is 0.75
+        assert sampler.metrics() == {"curriculum/stage": 0.0}
+        sampler.on_result("0/0", rewards)
+    assert sampler.metrics() == {"curriculum/stage": 1.0}
+    sampler.on_result("0/1", [1.0])  # drawn before, and so of no stage that is under way
+    assert sampler.state.curriculum["recent"] == []
+    restored = make_sampler(make_kinds(2, 3), stages, window=2, enough=0.75)
+    restored.restore(through_json(sampler.state))
+    assert sorted(drawn(restored, 3)) == ["1/0", "1/1", "1/2"]
 
 
 @pytest.mark.parametrize(

@@ -168,3 +168,33 @@ def test_a_band_that_overlaps_is_noise(tmp_path: Path, capsys: pytest.CaptureFix
 )
 def test_welchs_p_value(a: list[float], b: list[float], p: float) -> None:
     assert welch(a, b) == pytest.approx(p, abs=1e-5)
+
+
+def test_a_page_lays_the_curves_of_arms_over_each_other_below_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = [write_run(tmp_path / f"<slow>{s}", [0.1, 0.1 + s / 100], {0: 0.25}, run__seed=s) for s in range(3)]
+    fast = [write_run(tmp_path / f"fast{s}", [0.1, 0.9 + s / 100], run__seed=s, model__path="tiny") for s in range(2)]
+    page = tmp_path / "pages" / "both.html"
+    assert main(["compare", *map(str, [*slow, *fast]), "--html", str(page)]) == 0
+    assert capsys.readouterr().out.endswith(f"\n{page}\n")
+    text = page.read_text()
+    parts = "<h1>reward of A and B</h1>", "Welch&#x27;s", 'id="charts"', "model.path"
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+    assert f"{tmp_path}/&lt;slow&gt;0 (seed 0" in text
+    data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+    assert (data["first"], data["last"]) == ([0, 1, 2], [0, 1, 2])
+    assert data["columns"]["A reward"]["values"] == [None, 0.1, 0.11]
+    assert (data["columns"]["A reward"]["low"][2], data["columns"]["A reward"]["high"][2]) == (0.1, 0.12)
+    assert [(chart["title"], chart["metrics"]) for chart in data["charts"]] == [
+        ("Reward: training", {"A reward": "A", "B reward": "B"}),
+        ("Reward: held-out tasks", {"A eval/reward": "A"}),
+    ]
+
+
+def test_one_run_of_each_has_no_band_on_the_page(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, [0.5, 0.75], trainer__clip_grad_norm=float(name)) for name in ("1", "2")]
+    assert main(["compare", *map(str, runs), "--html", str(tmp_path / "page.html")]) == 0
+    data = json.loads((tmp_path / "page.html").read_text().partition('id="data">')[2].partition("</script>")[0])
+    assert (data["columns"]["B reward"]["values"], data["columns"]["B reward"]["low"]) == ([0.5, 0.75], [])

@@ -143,6 +143,11 @@ def column_of(name: str, rows: Records, buckets: Sequence[tuple[int, int]]) -> d
     elif any(end - start > 1 for start, end in buckets):
         low = [min(kept) if kept else None for kept in held]
         high = [max(kept) if kept else None for kept in held]
+    return drawn(means, low, high)
+
+
+def drawn(means: Values, low: Values, high: Values) -> dict[str, Any]:
+    """A column as report.js reads it; without a band, `low` and `high` are empty."""
     ends = axis([*means, *low, *high])
     return {"values": _rounded(means), "low": _rounded(low), "high": _rounded(high), "range": ends}
 

@@ -58,21 +58,30 @@ def render(run_dir: Path, records: Records, *, is_watched: bool = False) -> str:
     size = -(-len(records) // MAX_POINTS)
     more = [_all_numbers(records, evaluations), _starts(about.read(run_dir))]
     more += [_folded("config.yaml", "", _pre(config_text))] if config_text else []
-    page, style, script, licence, uplot_style, uplot = (
-        (_FILES / file).read_text(encoding="utf-8")
-        for file in ("page.html", "report.css", "report.js", *map("uplot/".__add__, ("LICENSE", *_UPLOT)))
-    )
-    code = f"/* {licence}*/\n{uplot}\n{script}"
-    return Template(page).substitute(
-        name=html.escape(name),
-        digest=base64.b64encode(hashlib.sha256(code.encode()).digest()).decode(),
-        style=f"{uplot_style}\n{style}",
+    return page(
+        name,
+        data,
         head=_header(name, records, config) + _tiles(records, evaluations),
         alarms=_alarms(alarms),
         thinned=f"A point of a curve stands for up to {size} steps." if size > 1 else "",
         groups=_groups(records[-1]) if records else "",
         samples=_samples(run_dir),
         more="".join(more),
+    )
+
+
+def page(name: str, data: Mapping[str, Any], **parts: str) -> str:
+    """A page with the charts of `data`, as report.js reads it; `parts` are HTML for the places of page.html."""
+    template, style, script, licence, uplot_style, uplot = (
+        (_FILES / file).read_text(encoding="utf-8")
+        for file in ("page.html", "report.css", "report.js", *map("uplot/".__add__, ("LICENSE", *_UPLOT)))
+    )
+    code = f"/* {licence}*/\n{uplot}\n{script}"
+    return Template(template).substitute(
+        parts,
+        name=html.escape(name),
+        digest=base64.b64encode(hashlib.sha256(code.encode()).digest()).decode(),
+        style=f"{uplot_style}\n{style}",
         # "<" would let a string of the data end the script element.
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         code=code,

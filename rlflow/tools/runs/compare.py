@@ -4,9 +4,10 @@ Runs that differ in run.seed alone are one arm; its curve is their mean, with th
 """
 
 import argparse
+import html
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev, variance
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 from rlflow.errors import ConfigError
 from rlflow.rundir.directory import flatten
 from rlflow.telemetry.console import UNICODE_LEVELS
-from rlflow.telemetry.report.curves import bucket_bounds
+from rlflow.telemetry.report import report
+from rlflow.telemetry.report.curves import MAX_POINTS, bucket_bounds, charts_of, drawn
 from rlflow.telemetry.text import number, printable
 from rlflow.tools.figures import table
 from rlflow.tools.runs.read import HELD_OUT, LAST_STEPS, REWARD, Run, read_run
@@ -45,6 +47,7 @@ class Arm:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the runs' directories, two or more")
     parser.add_argument("--metric", metavar="NAME", help="as in metrics.jsonl; eval/reward if all have it, else reward")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also as a page, with the curves over each other")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -56,7 +59,13 @@ def run(options: argparse.Namespace) -> int:
     for each in found:
         if not each.curve(metric):
             raise ConfigError(f"{each.folder} has no {metric}; its metrics.jsonl has the names that it has")
-    print("\n\n".join(compare(arms_of(found), metric)))
+    arms = arms_of(found)
+    told = compare(arms, metric)
+    print("\n\n".join(told))
+    if options.html is not None:
+        options.html.parent.mkdir(parents=True, exist_ok=True)
+        options.html.write_text(page(arms, metric, told), encoding="utf-8")
+        print(f"\n{options.html}")
     return 0
 
 
@@ -98,6 +107,34 @@ def compare(arms: Sequence[Arm], metric: str) -> list[str]:
         table(["settings that differ", *names], differences) if differing else "no setting differs but the seed",
         *(["\n".join(verdict(arms[0], other, metric, len(arms) - 1) for other in arms[1:])] if len(arms) > 1 else []),
     ]
+
+
+def page(arms: Sequence[Arm], metric: str, told: Sequence[str]) -> str:
+    """What `compare` has told, as HTML: the verdict, then each metric with the curves of all arms, then the tables."""
+    rows = [row for arm in arms for each in arm.runs for row in (*each.records, *each.evaluations)]
+    steps = sorted({row["step"] for row in rows})
+    columns, charts = dict[str, Any](), list[dict[str, Any]]()
+    for chart in charts_of(sorted({name for row in rows for name in row} - {"step", "version"})):
+        for name, label in chart.metrics.items():
+            bands = {f"{arm.name} {name}": arm.band(steps, name, MAX_POINTS) for arm in arms}
+            for key, band in bands.items():
+                mean, low, high = ([point and point[index] for point in band] for index in range(3))
+                columns[key] = drawn(mean, low, high) if low != high else drawn(mean, [], [])
+            title = chart.title if len(chart.metrics) == 1 else f"{chart.title}: {label}"
+            note = "mean over the seeds; the band is all of them" if chart.is_wide else chart.note
+            shown = {key: key.partition(" ")[0] for key, band in bands.items() if any(band)}
+            charts += [asdict(replace(chart, title=title, note=note, metrics=shown))] if shown else []
+    members, figures, _, settings, *verdicts = map(html.escape, told)
+    lines = "".join(f"<p>{line}</p>" for part in (*verdicts, members) for line in part.splitlines())
+    title = f"{metric} of {' and '.join(arm.name for arm in arms)}"
+    ends = zip(*((steps[start], steps[end - 1]) for start, end in bucket_bounds(len(steps), MAX_POINTS)), strict=True)
+    return report.page(
+        title,
+        dict(zip(("first", "last"), ends, strict=True), columns=columns, charts=charts, alarms=[], watched=False),
+        head=f'<header><p class="eyebrow">rlflow compare</p><h1>{html.escape(title)}</h1>{lines}</header>',
+        groups=f"<h2>{html.escape(metric)}</h2><pre>{figures}</pre><h2>Settings</h2><pre>{settings}</pre>",
+        **dict.fromkeys(("alarms", "thinned", "samples", "more"), ""),
+    )
 
 
 def verdict(first: Arm, other: Arm, metric: str, num_tests: int = 1) -> str:

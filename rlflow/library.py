@@ -108,9 +108,8 @@ class Run:
         from rlflow.tools.target import target_of_run
 
         settings = {"eval.every": 1, **chosen, **typed}  # an evaluation is what happens, however often the run does it
-        step = None if step is None else str(step)
         with _guest({**self.given, **objects}):
-            target = target_of_run(self.path, step, settings, emptied=emptied)
+            target = target_of_run(self.path, None if step is None else str(step), settings, emptied=emptied)
             folder = Path(typed["run.dir"]) if "run.dir" in typed else None
             return evaluate_target(target, folder=folder, base=base, num_tasks=tasks)
 
@@ -202,11 +201,9 @@ def _chosen_reward(
     """The settings for `reward`, and the mappings that lose what was said about another one."""
     if reward is None:
         return {}, []
-    if isinstance(reward, str) or not isinstance(reward, Sequence):
-        function: Any = _code("reward", reward, objects)
-    else:
-        function = [_code("reward", each, objects) for each in reward]
-    return {"reward.function": function, "reward.weights": None}, ["reward.args"]
+    rewards = [reward] if isinstance(reward, str) or not isinstance(reward, Sequence) else reward
+    names = [_code("reward", each, objects) for each in rewards]
+    return {"reward.function": names if rewards is reward else names[0], "reward.weights": None}, ["reward.args"]
 
 
 def _code(keyword: str, code: Code, objects: dict[str, object]) -> str:

@@ -1,7 +1,4 @@
-"""Benchmarks of mathematics by name: rows of the hub, or a copy of them, an instruction, and the reward `math`.
-
-rows of `envs/dataset` -> Task with the instruction behind its problem and the final answer alone -> one reply -> 0 or 1
-"""
+"""Benchmarks of mathematics by name: rows of the hub, or a copy of them, an instruction, and the reward `math`."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,9 +19,7 @@ class Benchmark:
 
     name: str
     evaluation: str
-    """The rows to measure with, as a name of the hub."""
-    evaluation_split: str = "test"
-    """Also of a folder that is given without one."""
+    """The rows to measure with, as a name of the hub; its split is also that of a folder that is given without one."""
     training: str | None = None
     """Rows to train on; None: it has none, because what is measured with is not trained on."""
     answer_mark: str = ""
@@ -41,7 +36,7 @@ class Benchmark:
         system_prompt: str = "",
         instruction: str = INSTRUCTION,
     ) -> EnvironmentSpec:
-        """The benchmark as an environment.
+        """What `env.name` means; the arguments are `env.args`.
 
         path, evaluation_path: rows in place of those of the hub, to train on and to measure with; as `path` of
             `envs/dataset`.
@@ -51,24 +46,23 @@ class Benchmark:
         Raises ConfigError when the reward's package is missing; the tasks do when the rows cannot be had.
         """
         math("", "0")
+        read = partial(self._tasks, system_prompt, instruction)
         return EnvironmentSpec(
-            tasks=partial(self._tasks, path or self.training, "path", system_prompt, instruction),
+            tasks=partial(read, "path", path or self.training),
             build=SingleTurn,
             reward=math,
-            evaluation_tasks=partial(
-                self._tasks, evaluation_path or self.evaluation, "evaluation_path", system_prompt, instruction
-            ),
+            evaluation_tasks=partial(read, "evaluation_path", evaluation_path or self.evaluation),
             expert=_solution,
             reply_tokens=self.reply_tokens,
         )
 
-    def _tasks(self, path: str | None, argument: str, system_prompt: str, instruction: str) -> list[Task]:
+    def _tasks(self, system_prompt: str, instruction: str, argument: str, path: str | None) -> list[Task]:
         if path is None:
             raise ConfigError(
                 f"env.name={self.name} has no tasks to train on, because it is there to measure with; train on another "
                 "env.name, or on rows of your own: env.args.path=FILE"
             )
-        split = self.evaluation_split if argument == "evaluation_path" else "train"
+        split = self.evaluation.rpartition(":")[2] if argument == "evaluation_path" else "train"
         tasks = read_tasks(find_source(path, f"env.args.{argument}", split), system_prompt)
         return [self._task(task, instruction) for task in tasks]
 
@@ -107,9 +101,7 @@ GSM8K = Benchmark(
 # 500 problems of Hendrycks et al., arXiv:2103.03874, which Lightman et al., arXiv:2305.20050, held out
 MATH500 = Benchmark(name="math500", evaluation="HuggingFaceH4/MATH-500:test", kind="subject", reply_tokens=2048)
 # Both examinations of a year, 30 problems
-AIME24 = Benchmark(
-    name="aime24", evaluation="HuggingFaceH4/aime_2024:train", evaluation_split="train", reply_tokens=8192
-)
+AIME24 = Benchmark(name="aime24", evaluation="HuggingFaceH4/aime_2024:train", reply_tokens=8192)
 AIME25 = Benchmark(name="aime25", evaluation="math-ai/aime25:test", reply_tokens=8192)
 
 BENCHMARKS = {each.name: f"{__name__}:{each.name.upper()}.load" for each in (GSM8K, MATH500, AIME24, AIME25)}

@@ -84,13 +84,8 @@ def find_source(text: str, argument: str, default_split: str = "train") -> Sourc
             f"{argument}={text} is not a file or folder (from {Path.cwd()}), nor a name of the hub, such as "
             "openai/gsm8k/main:train"
         )
-    return Source(
-        kind=Kind.hub,
-        path=match["name"],
-        subset=match["subset"],
-        split=match["split"] or default_split,
-        argument=argument,
-    )
+    split = match["split"] or default_split
+    return Source(kind=Kind.hub, path=match["name"], subset=match["subset"], split=split, argument=argument)
 
 
 def rows_of(source: Source) -> Iterator[Row]:

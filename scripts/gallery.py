@@ -68,7 +68,9 @@ def entry(run: Run) -> dict[str, Any]:
 
 def command(words: Sequence[str]) -> str:
     """What was typed, as others would type it: without folders of the machine it ran on."""
-    kept = [word for word in words[1:] if not word.startswith("run.dir=") and "=/" not in word]
+    names = [Path(word).name for word in words]
+    start = names.index("rlflow") + 1 if "rlflow" in names else len(words)
+    kept = [word for word in words[start:] if not word.startswith("run.dir=") and "=/" not in word]
     return shlex.join(["rlflow", *kept]) if kept else ""
 
 

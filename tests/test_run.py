@@ -88,6 +88,7 @@ def test_the_reward_rises(tmp_path: Path) -> None:
     drawn = (run / "report.html").read_text().split('id="data">')[1].split("</script>")[0]
     assert {"reward", "loss", "staleness/mean", "utilisation/train"} <= json.loads(drawn)["columns"].keys()
     [start] = about.read(run)
+    assert start["command"][:4] == ["-m", "rlflow", "train", "recipe=smoke"]
     assert start["steps"] == 40 and start["machines"] and start["ended"] >= start["started"]
     facts = [event["args"] for event in json.loads((run / "trace.json").read_text()) if event["ph"] == "X"]
     assert {"step", "group", "version", "oldest_version", "tokens", "outcome"} <= {

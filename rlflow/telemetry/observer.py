@@ -71,7 +71,7 @@ class RunObserver:
         self._trackers = open_trackers(config.trackers, run_dir.path, flatten(plain(config)), failed)
         self._closing = ExitStack()
         if setback is None:
-            about.begin(run_dir.path, sys.argv)
+            about.begin(run_dir.path, sys.orig_argv[1:])  # Hydra is given other ones
         for each in (self._file, self._evaluations, self._alarms, self._trace):
             if each is not None:
                 self._closing.callback(each.close)

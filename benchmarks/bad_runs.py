@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 
 from rlflow.envs.arithmetic.env import load
-from rlflow.envs.base import SingleTurn, Step
+from rlflow.envs.base import Prompt, SingleTurn, Step
 from rlflow.models.resolve import resolve_model
-from rlflow.types import Message, Task, Transcript
+from rlflow.types import Message, Task
 
 HERE = str(Path(__file__).resolve())
 RUNS = {
@@ -34,11 +34,11 @@ RUNS = {
 }
 
 
-def constant(transcript: Transcript) -> float:
+def constant(task: Task, completion: str) -> float:
     return 0.5
 
 
-def never(transcript: Transcript) -> float:
+def never(task: Task, completion: str) -> float:
     return 0.0
 
 
@@ -49,9 +49,12 @@ class Broken(SingleTurn):
     def tasks() -> list[Task]:
         return list(load(size=64).tasks())
 
-    async def step(self, reply: Message) -> Step:
+    async def reset(self, task: Task) -> Prompt:
         if random.random() < 0.5:
             raise OSError("the service is down")
+        return await super().reset(task)
+
+    async def step(self, reply: Message) -> Step:
         return Step(done=True, reward=random.random())
 
 

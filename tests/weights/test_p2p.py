@@ -156,6 +156,7 @@ def play_trainer(rank: int, script: FileStore, folder: Path) -> None:
     staged = sender.stage(1)
     if staged is not None:
         script.set("address", staged.path)
+    script.set(f"staged {rank}", "")
     script.wait(["died"])
     backend.scale = 2.0
     sender.stage(2)
@@ -172,6 +173,7 @@ def play_trainer(rank: int, script: FileStore, folder: Path) -> None:
 
 def play_worker(rank: int, script: FileStore, is_second: bool) -> None:
     wanted = engine_layout_by_hand(MODEL, 2)
+    script.wait(["staged 0", "staged 1"])
     address = script.get("address").decode()
     if not is_second:
         receiver, targets, landed = make_receiver(rank, wanted, address)

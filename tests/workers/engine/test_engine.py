@@ -173,7 +173,7 @@ def test_a_drained_engine_takes_no_version_in_the_middle_of_a_reply(bench: Bench
     staged = bench.stage(2, bench.new)
 
     async def update_midway() -> list[Completion]:
-        running = asyncio.create_task(sample(bench.engine, [request(i, max_new_tokens=100) for i in range(80)]))
+        running = asyncio.create_task(sample(bench.engine, [request(i, max_new_tokens=100) for i in range(240)]))
         await until_sampling(bench.engine)
         await bench.engine.load_weights(staged)
         return await running

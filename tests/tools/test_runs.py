@@ -198,3 +198,10 @@ def test_one_run_of_each_has_no_band_on_the_page(tmp_path: Path) -> None:
     assert main(["compare", *map(str, runs), "--html", str(tmp_path / "page.html")]) == 0
     data = json.loads((tmp_path / "page.html").read_text().partition('id="data">')[2].partition("</script>")[0])
     assert (data["columns"]["B reward"]["values"], data["columns"]["B reward"]["low"]) == ([0.5, 0.75], [])
+
+
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_run(tmp_path / name, [0.5, 0.75]) for name in ("one", "two")]
+    assert main(["compare", *map(str, runs), "--html", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"rlflow: error: --html={tmp_path} cannot be written (Is a directory); give another file"

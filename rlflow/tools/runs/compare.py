@@ -63,8 +63,13 @@ def run(options: argparse.Namespace) -> int:
     told = compare(arms, metric)
     print("\n\n".join(told))
     if options.html is not None:
-        options.html.parent.mkdir(parents=True, exist_ok=True)
-        options.html.write_text(page(arms, metric, told), encoding="utf-8")
+        try:
+            options.html.parent.mkdir(parents=True, exist_ok=True)
+            options.html.write_text(page(arms, metric, told), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"--html={options.html} cannot be written ({error.strerror}); give another file"
+            ) from error
         print(f"\n{options.html}")
     return 0
 

@@ -13,6 +13,7 @@
   let page = JSON.parse($("data").textContent), cards = [], zoom = null;
   const dark = matchMedia("(prefers-color-scheme: dark)"), tip = $("tip");
   const color = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const tone = rank => rank % 6 + 1;  // report.css has six; more series begin again
   const compact = new Intl.NumberFormat("en", {notation: "compact", maximumSignificantDigits: 4});
   const text = value => value == null ? "-" : value && Math.abs(value) < 1e-3 ? value.toExponential(2) : compact.format(value);
   const wholeSteps = Array.from({length: 24}, (_, index) => [1, 2, 5][index % 3] * 10 ** Math.floor(index / 3));
@@ -45,7 +46,7 @@
   class Card {
     constructor(chart, key) {
       const readouts = Object.values(chart.metrics).map((name, rank) => {
-        const readout = make("b"), swatch = make("span", {className: `swatch s${rank % 6 + 1}`});
+        const readout = make("b"), swatch = make("span", {className: `swatch s${tone(rank)}`});
         return [readout, make("span", {}, ...(rank || Object.keys(chart.metrics)[1] ? [swatch, `${name} `] : []), readout)];
       });
       this.chart = chart;
@@ -92,7 +93,7 @@
       const shown = values => isLog ? values.map(value => value > 0 ? value : null) : values;
       const add = (values, look) => data.push(shown(values)) && series.push({points: {show: false}, width: 0, spanGaps: true, ...look}) - 1;
       this.series.forEach(({values, low, high}, rank) => {
-        const ink = () => color(`--c${rank % 6 + 1}`), pale = () => `${ink()}${weight ? "26" : "29"}`;
+        const ink = () => color(`--c${tone(rank)}`), pale = () => `${ink()}${weight ? "26" : "29"}`;
         if (low.length && !isLog) bands.push({series: [add(high), add(low)], fill: pale});
         if (weight) add(values, {stroke: () => `${ink()}66`, width: 1});
         // Few values, as of evaluations, are seen as dots.
@@ -141,7 +142,7 @@
       if (!isHere) return;
       if (index == null) { tip.style.display = "none"; return; }
       const rows = this.series.map((one, rank) => make("div", {},
-        make("span", {}, make("span", {className: `swatch s${rank % 6 + 1}`}), one.label), make("b", {}, text(one.values[index]))));
+        make("span", {}, make("span", {className: `swatch s${tone(rank)}`}), one.label), make("b", {}, text(one.values[index]))));
       const alarms = alarmsAt(index).map(each => make("p", {className: "alarm"}, `alarm: ${each.name.replaceAll("_", " ")}`));
       tip.replaceChildren(make("strong", {}, label(index)), ...rows, ...alarms);
       tip.style.display = "block";

@@ -25,7 +25,7 @@ from rlflow.groups.evaluation import Evaluation, evaluate
 from rlflow.groups.scores import Score
 from rlflow.models.resolve import resolve_model, resolve_reward_model
 from rlflow.runtime.derived import by_device, without_training
-from rlflow.runtime.disk import disk_errors
+from rlflow.runtime.disk import disk_errors, write_whole
 from rlflow.runtime.signals import Stopper, run_until_done
 from rlflow.tools.figures import table
 from rlflow.tools.target import Target
@@ -56,7 +56,7 @@ class Evaluated:
     """What an evaluation has found. Shown, it is a table."""
 
     tables: list[EvaluationTable]
-    """Of the model that was asked for, and then of the one that its run began with, if that was asked for too."""
+    """The table of the model that was asked for, then that of the one its run began with, if that was asked for too."""
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -108,9 +108,8 @@ def evaluate_target(
     base_path = resolve_model(config.model.path) if base else None
     reward_model = resolve_reward_model(config.reward.model) if config.reward.model is not None else None
     if folder is None:
-        label = "".join(each if each.isalnum() else "-" for each in target.name)
         where = Path("runs") if target.run is None else target.run / "evaluations"
-        folder = where / f"eval-{label}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = where / f"eval-{_file_word(target.name)}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = folder.absolute()
     with disk_errors("the answers", folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,9 +120,13 @@ def evaluate_target(
         name = f"base {config.model.path}"
         found.append(_evaluate_model(config, spec, tasks, base_path, reward_model, name))
     evaluated = Evaluated(tables=found)
-    with disk_errors("the scores", folder):
-        (folder / "evaluation.json").write_text(json.dumps(evaluated.records, indent=1) + "\n")
+    write_whole(folder / "evaluation.json", json.dumps(evaluated.records, indent=1) + "\n", "the scores")
     return evaluated
+
+
+def _file_word(name: str) -> str:
+    """A model's name as a part of a file's name."""
+    return "".join(each if each.isalnum() else "-" for each in name)
 
 
 def _evaluate_model(
@@ -132,7 +135,7 @@ def _evaluate_model(
     """Start a fleet without training, and have it play; the answers go to run.dir."""
     folder = Path(config.run.dir or "")
     config = replace(config, model=replace(config.model, path=model_path))
-    answers = folder / f"answers-{''.join(each if each.isalnum() else '-' for each in name)}.jsonl"
+    answers = folder / f"answers-{_file_word(name)}.jsonl"
     _tell(f"{name} plays {len(tasks)} tasks of {config.env.name}, {config.eval.episodes} times and once more greedily")
     with ray_cluster(config, folder):
         config = without_training(by_device(config, on_gpus=has_gpus()))

@@ -41,11 +41,11 @@ RUN = ("run", "workers", "processes", "algorithms", "curriculum")
 """Where a run begins: what they load, at once or by name, is what a run can reach."""
 
 BUDGETS = {
-    "front door, driver and groups": 4_700,
-    "what a run can reach": 33_450,
+    "front door, driver and groups": 4_732,
+    "what a run can reach": 33_765,
     "tools": 8_730,
     "envs": 5_500,
-    "all product Python": 46_030,
+    "all product Python": 46_360,
 }
 MAX_FILE, MAX_FUNCTION, MAX_LOOSE_FILES = 450, 80, 12
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.types import BoolArray, EpisodeSummary, FloatArray, IntArray, Sample, TrainSample
+from rlflow.types import BoolArray, EpisodeSummary, ExpertArray, FloatArray, IntArray, Sample, TrainSample, no_route
 
 IndexArray = NDArray[np.int64]
 
@@ -88,6 +88,7 @@ class PackedBatch:
     num_sequences: int
     support_ids: IndexArray  # [K], the tokens that targets were chosen among; see types.Support
     support_of: IndexArray  # [K], index of the target; a target that has none was chosen among all tokens
+    experts: ExpertArray | None = None  # [T, layers, k], the route that each token is to take; None: none has one
 
     @property
     def num_loss_tokens(self) -> int:
@@ -199,7 +200,8 @@ def pack(groups: Sequence[Sequence[TrainSample]], share_prompts: bool = True) ->
     """Lay all samples out in one row.
 
     With `share_prompts`, samples with equal prompts share one prompt segment, and among them, samples with equal
-    completions share one completion segment: a policy that is sure of its answer often repeats it.
+    completions share one completion segment: a policy that is sure of its answer often repeats it. A shared prompt has
+    the routes of the first sample that has any; completions with different routes are not shared.
 
     The loss tokens come in the order of the samples. Tokens that no loss token depends on are left out: samples without
     loss tokens, and a completion from its last loss token on. A row without loss tokens holds one token, so that an
@@ -209,7 +211,7 @@ def pack(groups: Sequence[Sequence[TrainSample]], share_prompts: bool = True) ->
     """
     row = _Row()
     prompts: dict[bytes, int] = {}
-    completions: dict[tuple[int, bytes], int] = {}
+    completions: dict[tuple[int, bytes, bytes], int] = {}
     samples = [sample for group in groups for sample in group if sample.sample.loss_mask.any()]
     for sample in samples:
         key = sample.sample.prompt_ids.tobytes()
@@ -218,9 +220,14 @@ def pack(groups: Sequence[Sequence[TrainSample]], share_prompts: bool = True) ->
             prompt = prompts[key] = row.add_prompt(sample.sample.prompt_ids)
         loss_indices = np.flatnonzero(sample.sample.loss_mask)
         ids = sample.sample.completion_ids[: loss_indices[-1]]
-        start = completions.get((prompt, ids.tobytes())) if share_prompts else None
+        experts = sample.sample.experts
+        routes = None if experts is None else experts[len(sample.sample.prompt_ids) :][: len(ids)]
+        own = (prompt, ids.tobytes(), b"" if routes is None else routes.tobytes())
+        start = completions.get(own) if share_prompts else None
         if start is None:
-            start = completions[prompt, ids.tobytes()] = row.add_completion(prompt, ids)
+            start = completions[own] = row.add_completion(prompt, ids)
+        if experts is not None and routes is not None:
+            row.add_routes(prompt, experts, start, routes)
         row.add_loss(prompt, start, loss_indices)
     if not samples:
         row.add_prompt(np.zeros(1, np.int64))
@@ -282,6 +289,7 @@ class _Row:
         self._prompts: list[tuple[int, int]] = []  # start, length
         self._completions: list[tuple[int, int, int]] = []  # start, length, prompt segment
         self._loss_positions: list[IndexArray] = []
+        self._routes: dict[int, ExpertArray] = {}  # by the first token of the segment
 
     def add_prompt(self, ids: NDArray[np.integer]) -> int:
         """Append a prompt segment and return its index."""
@@ -301,6 +309,22 @@ class _Row:
         """Append the loss tokens at these indices of the completion that starts at `start`."""
         last_of_prompt = sum(self._prompts[prompt]) - 1
         self._loss_positions.append(np.where(loss_indices == 0, last_of_prompt, start + loss_indices - 1))
+
+    def add_routes(self, prompt: int, experts: ExpertArray, start: int, routes: ExpertArray) -> None:
+        """Routes of a sample, which begins with the prompt, and of its completion at `start`. The first ones stay."""
+        first, length = self._prompts[prompt]
+        self._routes.setdefault(first, experts[:length])
+        if len(routes):
+            self._routes.setdefault(start, routes)
+
+    def _experts(self) -> ExpertArray | None:
+        if not self._routes:
+            return None
+        like = next(iter(self._routes.values()))
+        experts = np.full((self._num_tokens, *like.shape[1:]), no_route(like), like.dtype)
+        for start, routes in self._routes.items():
+            experts[start : start + len(routes)] = routes
+        return experts
 
     def packed(self, samples: Sequence[TrainSample]) -> PackedBatch:
         prompts = np.array(self._prompts, np.int64).reshape(-1, 2)
@@ -344,6 +368,7 @@ class _Row:
             num_sequences=len(samples),
             support_ids=_join(ids for ids, _ in supports),
             support_of=_join(of for _, of in supports),
+            experts=self._experts(),
         )
 
     def _append(self, ids: NDArray[np.integer], position: int) -> int:

@@ -22,10 +22,18 @@ from numpy.typing import NDArray
 IntArray: TypeAlias = NDArray[np.int32]
 FloatArray: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]
+ExpertArray: TypeAlias = NDArray[np.uint8 | np.uint16]
+"""[tokens, layers, k], the experts that each layer chose for a token: its route. uint8 if a layer has fewer than 256
+experts. The largest value of the dtype is no expert: a token without a route has it everywhere."""
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 PayloadRef: TypeAlias = object
 """A handle to an EpisodePayload: a Ray ObjectRef in a run, anything in a test. The driver never opens it."""
+
+
+def no_route(experts: ExpertArray) -> int:
+    """What stands for every expert of a token whose route is not known. Example: 255 for uint8."""
+    return int(np.iinfo(experts.dtype).max)
 
 
 class FunctionCall(TypedDict):
@@ -129,6 +137,11 @@ class Turn:
     finish_reason: str
     """"stop" or "length"."""
     support: list[list[int]] | None = None  # [num_output_tokens], the tokens that each one was chosen among; None: all
+    experts: ExpertArray | None = None
+    """[R, layers, k], of the tokens of prompt and output from `first_routed` on. The last token has no route, because
+    the model has not read it. None: a dense model, or an engine that does not say."""
+    first_routed: int = 0
+    """Earlier tokens have their routes in the turns that this one continues."""
     continues: int | None = None
     """Index of the earlier turn whose prompt and output `prompt_ids` begins with; None when there is none."""
     anchor: str = ""
@@ -169,6 +182,8 @@ class Sample:
     the tokens after an update, if the engine kept its cache (rollout.keep_cache). -1 where loss_mask is False."""
     support: Support | None = None
     """None if every token was chosen among all."""
+    experts: ExpertArray | None = None
+    """[P + L, layers, k], what a mixture of experts chose when the tokens were sampled; None if no route is known."""
 
     @property
     def num_tokens(self) -> int:

@@ -52,6 +52,8 @@ class _Said:
     """The turn's place in `Chat.turns`; -1 if it is not trained on."""
     messages: tuple[Message, ...]
     held_ids: list[int]
+    num_routed: int
+    """Tokens at the start of `held_ids` whose experts are known."""
 
 
 class Chat:
@@ -124,7 +126,7 @@ class Chat:
             self._agents.add((agent, trainable))
             if prompt_ids is None:
                 prompt_ids = await self._aside(self._renderer.prompt, messages, tools)
-            completion = await self._generate(self._request(prompt_ids, number, max_new_tokens))
+            completion = await self._generate(self._request(prompt_ids, number, max_new_tokens, parent))
             return await self._record(number, messages, prompt_ids, parent, keys[-1], completion, trainable)
         except (NoReply, TemplateRefused):
             raise
@@ -147,7 +149,9 @@ class Chat:
         self._num_asked += 1
         return self._num_asked - 1
 
-    def _request(self, prompt_ids: list[int], number: int, max_new_tokens: int | None) -> GenerateRequest:
+    def _request(
+        self, prompt_ids: list[int], number: int, max_new_tokens: int | None, parent: _Said | None
+    ) -> GenerateRequest:
         room = self._config.model.max_length - len(prompt_ids)
         if room <= 0:
             size = f"the prompt has {len(prompt_ids)} tokens"
@@ -159,6 +163,7 @@ class Chat:
             seed=seed,
             max_new_tokens=min(self._config.rollout.max_new_tokens, room, max_new_tokens or room),
             prefix_key=self._prefix_key,
+            num_routed=0 if parent is None else parent.num_routed,
         )
 
     async def _record(
@@ -185,6 +190,7 @@ class Chat:
         message = Message(role="assistant", content=text)
         if calls:
             message["tool_calls"] = calls
+        num_routed = 0 if parent is None else parent.num_routed
         turn = Turn(
             prompt_ids=prompt_ids,
             output_ids=completion.ids,
@@ -192,12 +198,19 @@ class Chat:
             versions=completion.versions,
             cache_versions=completion.cache_versions,
             support=completion.support,
+            experts=completion.experts,
+            first_routed=num_routed,
             finish_reason=completion.finish_reason,
             continues=parent.index if parent is not None and trainable else None,
             anchor=anchor_of(messages[len(parent.messages) :] if parent is not None else messages),
         )
         index = len(self.turns) if trainable else -1
-        said = _Said(index=index, messages=(*messages, message), held_ids=prompt_ids + completion.ids)
+        said = _Said(
+            index=index,
+            messages=(*messages, message),
+            held_ids=prompt_ids + completion.ids,
+            num_routed=num_routed + completion.num_routes,
+        )
         if trainable:
             self.turns.append(turn)
             self.last = said.messages

@@ -63,6 +63,7 @@ def rest_of(request: GenerateRequest, reply: Completion) -> GenerateRequest:
         request,
         prompt_ids=request.prompt_ids + reply.ids,
         num_sampled=num_sampled,
+        num_routed=request.num_routed + reply.num_routes,
         max_new_tokens=request.max_new_tokens - num_sampled,
     )
 

@@ -26,7 +26,7 @@ from rlflow.envs.base import POLICY, Endpoint, Environment, Program, Prompt, Res
 from rlflow.errors import EnvironmentFailure, EnvironmentLost, NoReply
 from rlflow.rewards.client import Scorer, with_group
 from rlflow.rollout.chat import Chat
-from rlflow.rollout.samples import NO_VERSION, chains_of, sample_of
+from rlflow.rollout.samples import NO_VERSION, chains_of, sample_of, turns_before
 from rlflow.types import EpisodeEnd, EpisodePayload, EpisodeSummary, Message, Task, Transcript, TurnSummary, Verdict
 
 Value = TypeVar("Value")
@@ -95,7 +95,7 @@ async def play_episode(
     if chat.failure is not None:
         raise chat.failure
     chains = chains_of(chat.turns)
-    samples = [sample_of(chain) for chain in chains]
+    samples = [sample_of(chain, turns_before(chat.turns, chain[0])) for chain in chains]
     counts = {"turns": len(chat.turns), "forks": chat.num_forks, "branches": chat.num_branches}
     return PlayedEpisode(
         end=end,

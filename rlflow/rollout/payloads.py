@@ -28,6 +28,7 @@ def payload_bytes(payload: EpisodePayload) -> int:
         sample.prompt_ids.nbytes
         + sum(getattr(sample, name).nbytes for name in _COMPLETION_FIELDS)
         + (sample.support.ids.nbytes + sample.support.counts.nbytes if sample.support is not None else 0)
+        + (sample.experts.nbytes if sample.experts is not None else 0)
         for sample in payload.samples
     )
 
@@ -49,6 +50,9 @@ def save_payloads(path: Path, payloads: Sequence[EpisodePayload]) -> str:
         supports = [sample.support or _no_support(sample) for sample in samples]
         arrays["support_ids"] = _join([support.ids for support in supports], np.int32)
         arrays["support_counts"] = _join([support.counts for support in supports], np.int32)
+    if routes := [sample.experts for sample in samples if sample.experts is not None]:
+        arrays["experts"] = np.concatenate(routes)
+        arrays["has_experts"] = np.array([sample.experts is not None for sample in samples])
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     digest = write_tensors(partial, arrays)
@@ -80,6 +84,10 @@ def load_payloads(path: Path) -> tuple[EpisodePayload, ...]:
         ids = _split(path, arrays["support_ids"], np.array([each.sum() for each in counts], np.int64))
         for sample, own_ids, own_counts in zip(samples, ids, counts, strict=True):
             sample.support = Support(ids=own_ids, counts=own_counts) if len(own_ids) else None
+    if "experts" in arrays:
+        lengths = arrays["has_experts"] * np.array([sample.num_tokens for sample in samples], np.int64)
+        for sample, experts in zip(samples, _split(path, arrays["experts"], lengths), strict=True):
+            sample.experts = experts if len(experts) else None
     sizes = arrays["samples_per_payload"].tolist()
     if sum(sizes) != len(samples) or len(sizes) != len(messages):
         raise ValueError(

@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import numpy as np
+
+from rlflow.types import ExpertArray
+
 PART_TOKENS = 256
 """A long reply arrives in parts of so many tokens. A lost engine costs one part. A call for a part takes engine and
 runner half a millisecond each: 2 % of their time at 10,000 tokens a second."""
@@ -30,6 +34,8 @@ class GenerateRequest:
     """The only engine that may answer; None leaves the choice to the client."""
     num_sampled: int = 0
     """Tokens at the end of `prompt_ids` that the reply has sampled already, at an engine that could not go on."""
+    num_routed: int = 0
+    """Tokens at the start of `prompt_ids` whose experts are known already."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,6 +52,8 @@ class Completion:
     finish_reason: FinishReason
     support: list[list[int]] | None = None
     """[num_tokens], the tokens that each was chosen among; None without top_k, where it was among all."""
+    experts: ExpertArray | None = None
+    """[R, layers, k], of the next R tokens of prompt and reply whose experts were not known yet."""
     reply: str = ""
     """What the engine calls a reply that it goes on with; else empty."""
     is_crowded: bool = False
@@ -60,7 +68,14 @@ class Completion:
         if part.support is not None:
             self.support = self.support or []
             self.support += part.support
+        if part.experts is not None:
+            self.experts = part.experts if self.experts is None else np.concatenate([self.experts, part.experts])
         self.finish_reason, self.reply = part.finish_reason, part.reply
+
+    @property
+    def num_routes(self) -> int:
+        """Tokens whose experts it says."""
+        return 0 if self.experts is None else len(self.experts)
 
 
 def part_seed(seed: int, num_sampled: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlflow.types import Sample, Support, Turn
+from rlflow.types import ExpertArray, Sample, Support, Turn, no_route
 
 NO_VERSION = -1
 
@@ -35,8 +35,17 @@ def chains_of(turns: Sequence[Turn]) -> list[list[Turn]]:
     return chains
 
 
-def sample_of(chain: Sequence[Turn]) -> Sample:
-    """The sample of a chain, whose turns each continue the one before.
+def turns_before(turns: Sequence[Turn], turn: Turn) -> list[Turn]:
+    """The turns that `turn` continues, the first one first."""
+    found: list[Turn] = []
+    while turn.continues is not None:
+        turn = turns[turn.continues]
+        found.append(turn)
+    return found[::-1]
+
+
+def sample_of(chain: Sequence[Turn], before: Sequence[Turn] = ()) -> Sample:
+    """The sample of a chain, whose turns each continue the one before; `before` are those that the first continues.
 
     Example: turns (prompt P0 P1, output A0) and (prompt P0 P1 A0 O0, output B0) become prompt P0 P1, completion
     A0 O0 B0, loss mask 1 0 1.
@@ -66,7 +75,27 @@ def sample_of(chain: Sequence[Turn]) -> Sample:
         versions=np.array(versions, dtype=np.int32),
         cache_versions=np.array(cache_versions, dtype=np.int32),
         support=support_of(support),
+        experts=experts_of([*before, *chain], num_prompt_tokens + len(ids)),
     )
+
+
+def experts_of(turns: Sequence[Turn], num_tokens: int) -> ExpertArray | None:
+    """The routes of all tokens of the last of `turns`, which each continue the one before; None if none is known.
+
+    A token keeps the route of the first turn that has it, because its log-probability, if it was sampled, is of that
+    route. Tokens of which no turn has the route, such as the last one, have `no_route`.
+    """
+    routed = [(turn.first_routed, turn.experts) for turn in turns if turn.experts is not None]
+    if not routed:
+        return None
+    first = routed[0][1]
+    joined = np.full((num_tokens, *first.shape[1:]), no_route(first), first.dtype)
+    num_known = 0
+    for start, experts in routed:
+        new = experts[max(0, num_known - start) :]
+        num_known = max(num_known, start + len(experts))
+        joined[num_known - len(new) : num_known] = new
+    return joined
 
 
 def support_of(places: Sequence[Sequence[int]]) -> Support | None:

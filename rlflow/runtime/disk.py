@@ -40,7 +40,7 @@ _OF_SQLITE = {
 """Others are the disk's, or nobody knows whose."""
 _PART_BYTES = 1 << 20
 """Written and digested at once, so that a processor's cache holds it in between."""
-_DTYPES = {"f4": "F32", "i4": "I32", "i8": "I64", "b1": "BOOL", "u1": "U8"}
+_DTYPES = {"f4": "F32", "i4": "I32", "i8": "I64", "b1": "BOOL", "u1": "U8", "u2": "U16"}
 """NumPy's names of what we keep on disk -> those of safetensors."""
 
 

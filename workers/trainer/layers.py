@@ -31,8 +31,14 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 def has_experts(config: PreTrainedConfig) -> bool:
     """True for a mixture of experts, where the tokens choose what a layer computes."""
+    return num_experts(config) > 0
+
+
+def num_experts(config: PreTrainedConfig) -> int:
+    """Experts of a layer that tokens choose among; 0 if the model is no mixture."""
     text = config.get_text_config()
-    return any(getattr(text, field, None) for field in ("num_experts", "num_local_experts", "n_routed_experts"))
+    fields = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((number for field in fields if (number := getattr(text, field, None))), 0)
 
 
 def wrap_layers(model: PreTrainedModel, *, compiled: bool, selective: bool, backend: Any = "inductor") -> None:

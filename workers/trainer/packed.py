@@ -46,6 +46,7 @@ from rlflow.workers.trainer.objective import Objective, PolicyObjective
 from rlflow.workers.trainer.parking import ParkingSpace
 from rlflow.workers.trainer.policy import empty_policy, split_logprobs, torch_dtype
 from rlflow.workers.trainer.process_group import choose_device, join
+from rlflow.workers.trainer.routing import replay_routes
 from rlflow.workers.trainer.shards import Shard, ShardReader, Snapshot
 from rlflow.workers.trainer.value import ValueObjective, empty_value_model
 
@@ -90,6 +91,8 @@ class TrainerBackend(ABC):
         if config.lora.rank is not None:
             heads = ("score",) if is_critic else ()
             add_adapters(self._policy.model, config.lora, torch_dtype(config), heads)
+        if config.rollout.replay_experts and not is_critic:
+            replay_routes(self._policy.model)
         model, asked = self._policy.model, config.trainer.compile
         is_default = self._device.type == "cuda" and can_compile(config) and not has_experts(model.config)
         checkpointing = config.trainer.gradient_checkpointing

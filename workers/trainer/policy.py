@@ -18,6 +18,7 @@ from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import chunk_of
 from rlflow.workers.trainer.attention import attention_layout
 from rlflow.workers.trainer.pretrained import CPU, FirstValues, empty_model, load_packed
+from rlflow.workers.trainer.routing import lay_routes
 from rlflow.workers.trainer.tensor_parallel import TensorGroup
 from rlflow.workers.trainer.token_logprobs import MAX_LOGITS, TokenLogprobs, among_support
 
@@ -78,6 +79,8 @@ def hidden_states(model: PreTrainedModel, packed: PackedBatch) -> Tensor:
         F.pad(torch.from_numpy(row), (0, layout.num_padding))[None].to(device)
         for row in (packed.input_ids, packed.position_ids)
     )
+    token_of = np.pad(np.arange(len(packed.input_ids)), (0, layout.num_padding), constant_values=-1)
+    lay_routes(model, packed.experts, token_of)
     output = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, layout=layout)
     return output.last_hidden_state[0, : len(packed.input_ids)]
 

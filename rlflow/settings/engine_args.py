@@ -33,6 +33,7 @@ DECIDED = {
     "enable_sleep_mode": "cluster.placement",
     "profiler_config": "run.profile_steps",
     "return_sampling_mask": "rollout.top_k",
+    "enable_return_routed_experts": "rollout.replay_experts",
 }
 """Argument -> the setting that decides it."""
 RELIED_ON = frozenset(

@@ -28,6 +28,7 @@ from rlflow.weights.engine.messages import ADAPTER_ID, WeightReport
 from rlflow.workers.engine.load import Load, Pressure, pressure_gauge
 from rlflow.workers.engine.loading import Loading
 from rlflow.workers.engine.replies import Replies, Reply
+from rlflow.workers.engine.routes import num_replayed, routes_of
 from rlflow.workers.engine.setup import (
     cache_shape,
     check_engine,
@@ -73,6 +74,8 @@ class RolloutEngine:
         self._llm: AsyncLLM | None = None
         self._has_adapters = sends_adapters(config)
         self._stop_token_ids: list[int] = []
+        self._num_experts = 0
+        """Experts of a layer, if vLLM says which it chose."""
         self._loading = asyncio.Lock()
         self._is_asleep = False
         self._load = Load()
@@ -94,6 +97,7 @@ class RolloutEngine:
         shape = await asyncio.to_thread(cache_shape, self._config, self._model_path)
         check_engine(self._config, shape, self._model_path, self._on_gpu)
         self._stop_token_ids = stop_token_ids(self._model_path)
+        self._num_experts = num_replayed(self._config, self._model_path, self._on_gpu)
         await self._within("engine start", self._config.deadlines.start_s, self._build())
 
     async def _build(self) -> None:
@@ -116,7 +120,7 @@ class RolloutEngine:
             raise RunError(f"vLLM did not start in rollout engine {self._index}; {log_hint()}: {error}") from error
 
     def _arguments(self) -> dict[str, Any]:
-        return engine_arguments(self._config, self._model_path, self._index, self._on_gpu)
+        return engine_arguments(self._config, self._model_path, self._index, self._on_gpu, self._num_experts > 0)
 
     async def watch(self) -> None:
         """Wait until vLLM's process ends, which nothing but `shutdown` should make it do; then raise EngineLost."""
@@ -205,6 +209,7 @@ class RolloutEngine:
         from vllm.sampling_params import RequestOutputKind
 
         stop = self._config.rollout.stop
+        routed: dict[str, Any] = {"routed_experts_prompt_start": reply.num_routed} if self._num_experts else {}
         return SamplingParams(
             **sampling_arguments(self._config, is_greedy=reply.request.is_greedy),
             # vLLM looks for a text in one request only.
@@ -218,6 +223,7 @@ class RolloutEngine:
             logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.DELTA,
+            **routed,
         )
 
     async def _run(self, reply: Reply, sampling: SamplingParams) -> FinishReason:
@@ -255,6 +261,8 @@ class RolloutEngine:
         except EngineGenerateError as error:
             raise RunError(f"vLLM failed in rollout engine {self._index}; {log_hint()}: {error!r}") from error
         assert output is not None, "vLLM ended a request without an output"
+        if self._num_experts and reply.versions_of_request:
+            reply.add_routes(routes_of(output.routed_experts, self._num_experts, reply.num_unrouted))
         return _finish_reason_of(output, reply)
 
     async def load_weights(self, staged: StagedWeights) -> float:

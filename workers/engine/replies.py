@@ -11,7 +11,10 @@ import asyncio
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from rlflow.rollout.requests import PART_TOKENS, Completion, FinishReason, GenerateRequest, part_seed
+from rlflow.types import ExpertArray
 
 ABANDONED_S = 60.0
 """A reply is given up when nobody has asked for its next part for this long. Who lives asks again at once."""
@@ -30,6 +33,10 @@ class Reply:
         self.versions: list[int] = []  # [num_tokens]
         self.cache_versions: list[int] = []  # [num_tokens]
         self.support: list[list[int]] = []  # [num_tokens], or nothing if the engine does not report it
+        self.num_routed = request.num_routed
+        """Tokens of prompt and reply whose experts are known."""
+        self._routes: list[ExpertArray] = []
+        """Those that no part has brought yet."""
         self.steps_before: tuple[int, int] = (0, 0)
         """Steps and full steps of the engine before the part that is under way."""
         self.vllm_name = ""
@@ -90,6 +97,16 @@ class Reply:
         self.cache_versions += versions if oldest is None else [min(oldest, version) for version in versions]
         self._changed.set()
 
+    def add_routes(self, experts: ExpertArray) -> None:
+        """vLLM says at the end of a request which experts the next tokens of prompt and reply went to."""
+        self._routes.append(experts)
+        self.num_routed += len(experts)
+
+    @property
+    def num_unrouted(self) -> int:
+        """Tokens that the model has read, which are all but the last, and whose experts are not known."""
+        return len(self.request.prompt_ids) + len(self.ids) - 1 - self.num_routed
+
     @property
     def versions_of_request(self) -> list[int]:
         """The version of each token that the vLLM request has delivered."""
@@ -106,12 +123,14 @@ class Reply:
         is_over = self._sampling.done()
         finish_reason: FinishReason = self._sampling.result() if is_over else "part"
         first, self._num_taken = self._num_taken, len(self.ids) if is_over else self._num_whole
+        routes, self._routes = self._routes, []
         return Completion(
             ids=self.ids[first : self._num_taken],
             logprobs=self.logprobs[first : self._num_taken],
             versions=self.versions[first : self._num_taken],
             cache_versions=self.cache_versions[first : self._num_taken],
             support=self.support[first : self._num_taken] or None,
+            experts=np.concatenate(routes) if routes else None,
             finish_reason=finish_reason,
             reply="" if is_over else self.name,
         )

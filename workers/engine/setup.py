@@ -90,8 +90,10 @@ def set_environment(config: Config, threads: int, on_gpu: bool) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if config.rollout.tensor_parallel > 1 else "0"
 
 
-def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) -> dict[str, Any]:
-    """Keyword arguments of vLLM's AsyncEngineArgs."""
+def engine_arguments(
+    config: Config, model_path: str, index: int, on_gpu: bool, says_routes: bool = False
+) -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs; `says_routes` if it is to say which experts it chose."""
     arguments: dict[str, Any] = {
         "model": model_path,
         "trust_remote_code": config.model.trust_remote_code,
@@ -136,6 +138,8 @@ def engine_arguments(config: Config, model_path: str, index: int, on_gpu: bool) 
         arguments["load_format"] = "dummy"
     if config.rollout.top_k is not None:
         arguments["return_sampling_mask"] = True
+    if says_routes:
+        arguments["enable_return_routed_experts"] = True
     if config.rollout.speculative is not Speculative.off:
         arguments["speculative_config"] = _speculation(config.rollout.speculative, on_gpu=on_gpu)
     if config.rollout.quantization is Quantization.fp8:

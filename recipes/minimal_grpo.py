@@ -114,7 +114,9 @@ class MinimalGrpo:
     async def play(self, group_id: int, task: Task) -> Group:
         """Sample G replies to the same prompt and score each."""
         conversation = [{"role": message["role"], "content": message["content"]} for message in task.prompt]
-        text = self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        text = self.tokenizer.apply_chat_template(
+            conversation, add_generation_prompt=True, tokenize=False, **self.config.rollout.template_args
+        )
         prompt_ids = self.tokenizer.encode(str(text), add_special_tokens=False)
         seed = group_seed(self.config.run.seed, group_id)
         requests = [

@@ -18,13 +18,12 @@ from typing import cast
 
 from rlflow.config import Config
 from rlflow.errors import EngineLost, StaleGroup
-from rlflow.models.opening import open_tokenizer
 from rlflow.rewards.client import Scorer
 from rlflow.rollout import payloads as payload_files
 from rlflow.rollout.chat import Chat, episode_seed
 from rlflow.rollout.client import EngineClient, EngineHandle, RemoteCalls
 from rlflow.rollout.episode import EnvironmentSource, PlayedEpisode, ProgramGateway, play_episode, summarized, unless
-from rlflow.rollout.render import ChatRenderer, Renderer
+from rlflow.rollout.render import ChatRenderer, open_renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.rollout.samples import NO_VERSION
 from rlflow.runtime.clock import now
@@ -86,7 +85,7 @@ class EpisodeRunner:
         self._under_way: set[_UnderWay] = set()
         self._rendering = None
         if renderer is None:
-            renderer = Renderer(open_tokenizer(model_path, trust=config.model.trust_remote_code))
+            renderer = open_renderer(config, model_path)
             # One thread, because tokenizers are not safe to share between threads.
             self._rendering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
         self._renderer = renderer

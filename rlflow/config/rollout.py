@@ -30,6 +30,9 @@ class RolloutConfig:
     """Sample from tokens that have at least this share of the likeliest token's probability. Needs top_k."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a reply, beside the model's own stop tokens; the reply keeps the text that ended it."""
+    template_args: dict[str, Any] = field(default_factory=dict)
+    """What the model's chat template is told beside the messages, by name, such as `{enable_thinking: false}` for
+    Qwen3; a name that the template does not read is refused."""
     max_running: int | None = None
     """Requests that one engine decodes at the same time, if its cache holds them. null: 512 on a GPU, else 64."""
     kv_cache_gb: float | None = None

@@ -4,12 +4,15 @@ Sampled tokens are never tokenised again: a conversation grows by the template's
 text does not start with the held tokens (the template rewrote history, or the tokenizer does not round-trip), it forks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import TemplateError
 
+from rlflow.config import Config
 from rlflow.errors import ConfigError, TemplateRefused
+from rlflow.models.opening import open_tokenizer
+from rlflow.plugins.names import did_you_mean
 from rlflow.rollout.tool_calls import CallStyle, arguments_of, describe_tools, find_calls, tools_as_text
 from rlflow.types import FunctionCall, Json, Message, ToolCall
 
@@ -18,6 +21,14 @@ if TYPE_CHECKING:
 
 ToolSchemas = Sequence[dict[str, Json]]
 
+_GIVEN = frozenset(
+    {
+        *("messages", "tools", "add_generation_prompt", "conversation", "chat_template", "continue_final_message"),
+        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    }
+)
+"""What transformers' `apply_chat_template` takes for itself (5.19); `documents` it hands on."""
 _PROBE = "zq_probe_zq"
 _PROBE_TOOL: dict[str, Json] = {
     "type": "function",
@@ -68,14 +79,20 @@ class Renderer:
     system and user (`tool_calls.py`).
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Raises ConfigError if the tokenizer has no chat template."""
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", template_args: Mapping[str, Any] | None = None) -> None:
+        """`template_args` are passed to the chat template each time.
+
+        Raises ConfigError if the tokenizer has no chat template, and for an argument that it does not read.
+        """
         if not tokenizer.chat_template:
             raise ConfigError(
                 "model.path: the tokenizer has no chat template, so messages cannot be turned into tokens; use an "
                 "instruction-tuned model, or add a chat_template.jinja to the model's folder"
             )
         self._tokenizer = tokenizer
+        self._template_args = dict(template_args or {})
+        if self._template_args:
+            _check_template_args(tokenizer, self._template_args)
         self.style = self._native_style()
         """How the template itself writes calls; None if it knows no tools."""
 
@@ -157,6 +174,7 @@ class Renderer:
             tools=list(tools) or None,  # pyright: ignore[reportArgumentType]  schemas are dicts
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
+            **self._template_args,
         )
         assert isinstance(text, str)
         return text
@@ -170,6 +188,34 @@ class Renderer:
         )
         assert isinstance(text, str)
         return text
+
+
+def open_renderer(config: Config, folder: str) -> Renderer:
+    """The renderer of the model in `folder`, with `rollout.template_args`. Raises ConfigError."""
+    tokenizer = open_tokenizer(folder, trust=config.model.trust_remote_code)
+    return Renderer(tokenizer, config.rollout.template_args)
+
+
+def _check_template_args(tokenizer: "PreTrainedTokenizerBase", template_args: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an argument that is given already, or that the chat template does not read."""
+    from jinja2.meta import find_undeclared_variables
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    given, read = {*_GIVEN, *tokenizer.special_tokens_map}, set[str]()
+    templates = tokenizer.chat_template
+    for template in templates.values() if isinstance(templates, dict) else [templates]:
+        environment = _compile_jinja_template(template).environment
+        given |= environment.globals.keys()
+        read |= find_undeclared_variables(environment.parse(template))
+    for name in template_args:
+        if name in given:
+            raise ConfigError(f"rollout.template_args.{name} is passed to each chat template anyway; leave it out")
+        if name not in read:
+            others = sorted(read - given)
+            raise ConfigError(
+                f"rollout.template_args.{name} has no effect: the model's chat template does not read it, but "
+                f"{', '.join(others) or 'nothing that can be set'}{did_you_mean(name, others) or '; leave it out'}"
+            )
 
 
 def _for_template(message: Message) -> dict[str, Any]:

@@ -24,9 +24,8 @@ from rlflow.environments.find import checked_tasks, environment_of
 from rlflow.environments.pool import EnvironmentPool
 from rlflow.envs.base import Environment, Program, Prompt, Step, ToolSchema
 from rlflow.errors import ConfigError, DeadlineError, EnvironmentFailure, RunError
-from rlflow.models.opening import open_tokenizer
 from rlflow.rollout.episode import shortened
-from rlflow.rollout.render import ChatRenderer, Renderer, ToolSchemas
+from rlflow.rollout.render import ChatRenderer, ToolSchemas, open_renderer
 from rlflow.runtime.deadlines import within
 from rlflow.telemetry.text import printable
 from rlflow.tools.serve import add_target
@@ -55,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
             messages = [Message(role="system", content=options.system), *(m for m in messages if m["role"] != "system")]
         print(f"loading {target.name} ...", flush=True)
         with serving(target, port=None) as server:
-            renderer = Renderer(open_tokenizer(server.model, trust=target.config.model.trust_remote_code))
+            renderer = open_renderer(target.config, server.model)
             print("Ctrl-C ends a reply, Ctrl-D the chat", flush=True)
             while (question := _ask()) is not None:
                 if question.strip():

@@ -7,6 +7,7 @@ The server and the folder end with this process. It leads a session of its own, 
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -61,7 +62,7 @@ def serving(target: Target, port: int | None) -> Iterator[Server]:
     with scratch.opened() as folder, target.model(folder) as model:
         key = os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(24)
         place, log = folder / "socket", folder / "server.log"
-        words = ["--model", model, "--served-model-name", target.name, *_arguments(target)]
+        words = ["--model", model, "--served-model-name", target.name, *_arguments(target, model)]
         words += ["--uds", str(place)] if port is None else ["--host", "127.0.0.1", "--port", str(port)]
         environment = os.environ | {"VLLM_API_KEY": key, "TMPDIR": str(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         with log.open("wb") as output:
@@ -86,12 +87,16 @@ def serving(target: Target, port: int | None) -> Iterator[Server]:
             _end(process)
 
 
-def _arguments(target: Target) -> list[str]:
+def _arguments(target: Target, model: str) -> list[str]:
+    from rlflow.rollout.render import open_renderer
     from rlflow.runtime.gpus import has_gpu
 
     on_gpu = has_gpu()
     set_environment(target.config, os.cpu_count() or 1, on_gpu)
     words = ["--max-model-len", "auto", "--uvicorn-log-level", "warning", "--disable-uvicorn-access-log"]
+    if target.config.rollout.template_args:
+        open_renderer(target.config, model)  # refuses what the template does not read
+        words += ["--default-chat-template-kwargs", json.dumps(target.config.rollout.template_args)]
     if target.config.model.trust_remote_code:
         words.append("--trust-remote-code")
     if on_gpu:

@@ -17,6 +17,16 @@ CHATML = (
 FORGETS_THOUGHTS = CHATML.replace(
     "{{ m.content }}", "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}"
 )
+THINKS = """
+{%- for m in messages %}
+    {%- set text = m.content if preserve_thinking or loop.last else m.content.split('</think>')[-1].lstrip() %}
+    {{- '<|im_start|>' + m.role + '\\n' + text + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
+"""As Qwen3's: thoughts of earlier replies go, and replies without thoughts begin with empty ones."""
 ONLY_USERS = "{% if messages[-1].role != 'user' %}{{ raise_exception('users only') }}{% endif %}"
 
 
@@ -99,6 +109,57 @@ def test_a_special_token_within_a_reply_breaks_the_prefix() -> None:
 def test_a_model_without_a_chat_template_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the tokenizer has no chat template.*use an instruction-tuned model"):
         Renderer(build(None))
+
+
+def test_the_template_reads_what_the_settings_say() -> None:
+    for template_args, end in (
+        ({}, "assistant\n"),
+        ({"enable_thinking": True}, "assistant\n"),
+        ({"enable_thinking": False}, "assistant\n<think>\n\n</think>\n\n"),
+    ):
+        prompt = Renderer(build(THINKS), template_args).prompt([user("2+2")])
+        assert TOKENIZER.decode(prompt) == f"<|im_start|>user\n2+2<|im_end|>\n<|im_start|>{end}"
+
+
+def test_template_args_keep_the_prefix_only_where_the_template_does() -> None:
+    """Empty thoughts that stand before the reply are dropped with the others: the conversation forks."""
+    for template_args, reply, is_kept in (
+        ({}, "<think>\nhm\n</think>\n\n4", False),
+        ({}, "4", True),
+        ({"enable_thinking": False}, "4", False),
+        ({"preserve_thinking": True}, "<think>\nhm\n</think>\n\n4", True),
+    ):
+        renderer = Renderer(build(THINKS), template_args)
+        held = [*renderer.prompt([user("2+2")]), *ids_of(reply), END]
+        so_far = [user("2+2"), assistant(reply)]
+        added = renderer.extend(held, so_far, [user("no")])
+        assert (added is not None) is is_kept
+        if added is not None:
+            assert held + added == renderer.prompt([*so_far, user("no")])
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("enable_thinkin", "has no effect: .* but enable_thinking, preserve_thinking; did you mean enable_thinking"),
+        ("colour", "has no effect: .* does not read it, but enable_thinking, preserve_thinking; leave it out"),
+        ("loop", "has no effect"),
+        ("text", "has no effect"),  # the template sets it
+        ("messages", "is passed to each chat template anyway; leave it out"),
+        ("add_generation_prompt", "is passed to each chat template anyway"),
+        ("tokenize", "is passed to each chat template anyway"),
+        ("eos_token", "is passed to each chat template anyway"),
+        ("strftime_now", "is passed to each chat template anyway"),
+    ],
+)
+def test_a_template_argument_without_effect_is_refused(name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"rollout\.template_args\.{name} {problem}"):
+        Renderer(build(THINKS), {name: False})
+
+
+def test_a_template_without_arguments_says_so() -> None:
+    with pytest.raises(ConfigError, match="does not read it, but nothing that can be set; leave it out"):
+        Renderer(TOKENIZER, {"enable_thinking": False})
 
 
 def test_a_conversation_that_the_template_refuses_is_named() -> None:

@@ -41,7 +41,7 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "modalities": ((["text"],), "there is only text"),
     "audio": ((), "there is only text"),
     "top_logprobs": ((0,), "only the sampled tokens' log-probabilities are known"),
-    "chat_template_kwargs": (({},), "the model's chat template is used as it is"),
+    "chat_template_kwargs": (({},), "set rollout.template_args for the whole run"),
 }
 """Setting -> the values that change nothing, and the answer to any other value."""
 

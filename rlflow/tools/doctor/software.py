@@ -16,7 +16,6 @@ from rlflow.cluster.placement import describe as describe_places
 from rlflow.cluster.placement import describe_way, fit
 from rlflow.config import Config
 from rlflow.errors import ConfigError, DeadlineError, SandboxError
-from rlflow.models.opening import open_tokenizer
 from rlflow.models.resolve import resolve_config, resolve_model, resolve_reward_model
 from rlflow.processes.sandbox.run import describe
 from rlflow.runtime.deadlines import within
@@ -178,11 +177,11 @@ def check_size(here: Here, needs: Needs, load: Callable[[Config], ModelSize] = l
 
 def load_model(config: Config) -> tuple[str, list[Trial]]:
     """Its folder, and how its chat template takes conversations. Raises ConfigError if anything is missing."""
-    from rlflow.rollout.render import Renderer
+    from rlflow.rollout.render import open_renderer
     from rlflow.tools.env.template_check import check_template
 
     folder = resolve_model(config.model.path)
-    return folder, check_template(Renderer(open_tokenizer(folder, trust=config.model.trust_remote_code)))
+    return folder, check_template(open_renderer(config, folder))
 
 
 def check_model(

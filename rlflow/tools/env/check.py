@@ -21,7 +21,6 @@ from rlflow.environments.find import load_environment
 from rlflow.environments.pool import EnvironmentPool
 from rlflow.envs.base import POLICY, Environment, EnvironmentSpec, Program
 from rlflow.errors import ConfigError
-from rlflow.models.opening import open_tokenizer
 from rlflow.models.resolve import resolve_model
 from rlflow.rewards.choose import choose_rewards, is_environment_alone
 from rlflow.rewards.client import EnvironmentScorer, Scorer
@@ -29,7 +28,7 @@ from rlflow.rewards.pool import ScorerPool
 from rlflow.rollout.chat import Chat, Reply
 from rlflow.rollout.episode import EnvironmentSource, PlayedEpisode, play_episode, summarized
 from rlflow.rollout.gateway.server import Gateway
-from rlflow.rollout.render import Renderer
+from rlflow.rollout.render import Renderer, open_renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.tools.env.template_check import Trial, check_template
 from rlflow.types import EpisodeEnd, EpisodeSummary, Message, Task, Verdict
@@ -89,7 +88,7 @@ def env_check(config: Config, *, num_tasks: int, as_json: bool) -> int:
 
 
 async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -> Report:
-    renderer = Renderer(open_tokenizer(resolve_model(config.model.path), trust=config.model.trust_remote_code))
+    renderer = open_renderer(config, resolve_model(config.model.path))
     slowest: dict[str, float] = {}
     rewards = choose_rewards(config.reward, spec.reward)
     async with AsyncExitStack() as stack:

@@ -17,7 +17,7 @@ from typing import cast
 
 import torch
 from omegaconf import OmegaConf
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlflow.algorithms.schedules import learning_rate
 from rlflow.config import AlgorithmConfig, Config, CurriculumConfig, RewardConfig
@@ -25,6 +25,7 @@ from rlflow.environments.find import load_environment
 from rlflow.envs.base import EnvironmentSpec, RewardFunction
 from rlflow.groups.intake import group_seed
 from rlflow.groups.sampler import TaskSampler
+from rlflow.models.opening import open_tokenizer
 from rlflow.models.resolve import resolve_model
 from rlflow.rewards.choose import choose_rewards, load
 from rlflow.rollout.chat import episode_seed
@@ -82,7 +83,7 @@ class MinimalGrpo:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             model_path, trust_remote_code=False, dtype=torch.float32, attn_implementation="eager"
         )
-        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+        self.tokenizer: PreTrainedTokenizerBase = open_tokenizer(model_path, trust=False)
         self.engine = RolloutEngine(config, model_path, index=0, threads=1)
         self.arena = Arena([(name, p.dtype, tuple(p.shape)) for name, p in self.model.named_parameters()])
         trainer = config.trainer

@@ -45,6 +45,7 @@ from rlflow.telemetry.observer import RunObserver
 from rlflow.telemetry.text import duration
 from rlflow.telemetry.trackers import check_trackers
 from rlflow.types import Task
+from rlflow.workers.engine.tokens import check_tokens
 
 ACCEPT_EDITED = "accept_edited_tasks"
 """A file of this name in run.dir says to go on although tasks were edited."""
@@ -84,6 +85,7 @@ def train(config: Config) -> tuple[Path, signal.Signals | None]:
     sampler = TaskSampler(tasks, config.run.seed, config.curriculum)
     evaluation_tasks = held_out_tasks(config, spec)
     model_path = resolve_model(config.model.path)
+    check_tokens(config, model_path)
     reward_model_path = resolve_reward_model(config.reward.model) if config.reward.model is not None else None
     with claim(config) as run_dir, _faults_kept_in(run_dir.path):
         state = run_dir.state

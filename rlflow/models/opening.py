@@ -4,9 +4,11 @@
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import ConfigError
+from rlflow.models.chatml import CHATML, chatml_end
 from rlflow.models.resolve import POLICY
 
 if TYPE_CHECKING:
@@ -21,10 +23,13 @@ def open_config(folder: str, *, trust: bool, setting: str = POLICY, **options: A
 
 
 def open_tokenizer(folder: str, *, trust: bool, setting: str = POLICY) -> Any:
-    """The tokenizer with its chat template, as AutoTokenizer finds it."""
+    """The tokenizer with its chat template, as AutoTokenizer finds it; that of a policy may be given ChatML."""
     from transformers import AutoTokenizer
 
-    return _opened(AutoTokenizer.from_pretrained, folder, folder, trust, setting, {})
+    tokenizer = _opened(AutoTokenizer.from_pretrained, folder, folder, trust, setting, {})
+    if setting == POLICY and chatml_end(Path(folder)) is not None:
+        tokenizer.chat_template = CHATML
+    return tokenizer
 
 
 def open_model(auto_class: Any, folder: str, *, trust: bool, setting: str = POLICY, **options: Any) -> Any:

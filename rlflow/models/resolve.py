@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rlflow.errors import ConfigError, first_line
 from rlflow.models.builtin import write_smollm2, write_tiny
+from rlflow.models.chatml import chatml_end, has_template
 from rlflow.plugins.names import did_you_mean
 
 BUILTIN = ("smollm2-135m", "tiny")
@@ -61,10 +62,11 @@ def resolve_reward_model(path: str) -> str:
 
 
 def resolve_config(path: str, setting: str = POLICY) -> str:
-    """The folder with the config.json of a model, named as by `setting`; no weights are needed or downloaded."""
+    """The folder with the config.json of a model, named as by `setting`; no weights are needed or downloaded. Of the
+    hub, its tokenizer comes too."""
     if setting == POLICY and path in BUILTIN:
         return str(_cached(path))
-    folder = _find(path, ("config.json", _CODE), setting)
+    folder = _find(path, _HUB_FILES[2:], setting)
     _check_config(folder, setting)
     return str(folder.resolve())
 
@@ -89,18 +91,20 @@ def check_folder(folder: Path, setting: str = POLICY) -> None:
             else "save the model there with save_pretrained(folder)"
         )
         raise ConfigError(f"{setting}: {folder} has no *.safetensors; {cure}")
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not has_tokenizer(folder):
         raise ConfigError(
             f"{setting}: {folder} has no tokenizer (tokenizer.json); "
             "save it there with save_pretrained(folder) of the tokenizer"
         )
-    settings = folder / "tokenizer_config.json"
-    is_beside = any((folder / f"chat_template.{ending}").is_file() for ending in ("jinja", "json"))
-    if not is_beside and not (settings.is_file() and json.loads(settings.read_text()).get("chat_template")):
+    if not has_template(folder) and (setting != POLICY or chatml_end(folder) is None):
         raise ConfigError(
             f"{setting}: {folder} has no chat template, and prompts are conversations; use the instruct version of "
             "the model, or put a chat_template.jinja into the folder"
         )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
 
 
 def check_gives_score(folder: Path) -> None:

@@ -5,6 +5,7 @@ text does not start with the held tokens (the template rewrote history, or the t
 """
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import TemplateError
@@ -21,15 +22,7 @@ if TYPE_CHECKING:
 
 ToolSchemas = Sequence[dict[str, Json]]
 
-_GIVEN = frozenset(
-    {
-        *("messages", "tools", "add_generation_prompt", "conversation", "chat_template", "continue_final_message"),
-        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
-    }
-)
-"""What transformers' `apply_chat_template` takes for itself (5.19); `documents` it hands on."""
-_PROBE = "zq_probe_zq"
+_PROBE, _NEXT = "zq_probe_zq", "zq_next_zq"
 _PROBE_TOOL: dict[str, Json] = {
     "type": "function",
     "function": {"name": _PROBE, "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
@@ -122,6 +115,24 @@ class Renderer:
         ending = self._encode(written[written.rfind(_PROBE) + len(_PROBE) :])
         return [*self._encode(text), *ending[:1]]
 
+    def ends(self) -> list[int]:
+        """The special tokens that the template writes after a reply, the one that ends it first; [] if it writes none.
+
+        What stands before the next message counts too, because some templates leave the last reply open.
+        """
+        question, reply = Message(role="user", content="x"), Message(role="assistant", content=_PROBE)
+        special = {each for each, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        special |= set(self._tokenizer.all_special_ids)
+        found = list[int]()
+        for messages in ([question, reply], [question, reply, Message(role="user", content=_NEXT)]):
+            try:
+                written = self._apply(messages, [], add_generation_prompt=False)
+            except (TemplateError, TypeError, KeyError, ValueError):
+                continue
+            after = written[written.rfind(_PROBE) + len(_PROBE) :].partition(_NEXT)[0]
+            found += [each for each in self._encode(after) if each in special]
+        return found
+
     def _native_style(self) -> CallStyle | None:
         """Tries it out: the template must show tools, calls in a known style, and the answers of tools."""
         user = Message(role="user", content="x")
@@ -201,7 +212,8 @@ def _check_template_args(tokenizer: "PreTrainedTokenizerBase", template_args: Ma
     from jinja2.meta import find_undeclared_variables
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    given, read = {*_GIVEN, *tokenizer.special_tokens_map}, set[str]()
+    given, read = {"messages", *signature(tokenizer.apply_chat_template).parameters} - {"documents"}, set[str]()
+    given |= tokenizer.special_tokens_map.keys()
     templates = tokenizer.chat_template
     for template in templates.values() if isinstance(templates, dict) else [templates]:
         environment = _compile_jinja_template(template).environment

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 import yaml
 
 from rlflow.errors import ConfigError, RunError, first_line
+from rlflow.models.chatml import CHATML, chatml_end
 from rlflow.models.opening import open_model
 from rlflow.models.resolve import BUILTIN, resolve_model
 from rlflow.rundir.store import CheckpointStore, read_state
 from rlflow.runtime.disk import disk_errors
 from rlflow.tools.model_card import model_card
+from rlflow.workers.engine.setup import stop_token_ids
 
 if TYPE_CHECKING:
     import torch
@@ -134,6 +136,12 @@ def _copy_files(source: Path, target: Path, dtype: str) -> None:
     config.pop("torch_dtype", None)  # the name of `dtype` in older files; the two must not differ
     config["dtype"] = dtype
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if chatml_end(source) is not None:  # what the model was trained with
+        (target / "chat_template.jinja").write_text(CHATML)
+        file = target / "generation_config.json"
+        generation = json.loads(file.read_text()) if file.is_file() else {}
+        generation["eos_token_id"] = stop_token_ids(str(source))
+        file.write_text(json.dumps(generation, indent=2) + "\n")
 
 
 def _write_adapters(trainer: Path, target: Path, dtype: str, model_path: str) -> None:

@@ -100,7 +100,6 @@ def test_a_template_inside_the_tokenizer_configuration_counts(folder: Path) -> N
         ("config.json", "has no config.json; it is not a model folder that transformers saved"),
         ("model.safetensors", r"has no \*.safetensors; save the model there with save_pretrained"),
         ("tokenizer.json", r"has no tokenizer \(tokenizer.json\); save it there"),
-        ("chat_template.jinja", "has no chat template, .* use the instruct version of the model"),
     ],
 )
 def test_what_a_folder_lacks_is_named_with_the_cure(folder: Path, missing: str, message: str) -> None:

@@ -183,3 +183,19 @@ def test_an_extended_prompt_reads_as_the_whole_conversation(texts: list[str], is
     added = renderer.extend(held, so_far, [user(answer)])
     assert added is not None
     assert TOKENIZER.decode(held + added) == TOKENIZER.decode(renderer.prompt([*so_far, user(answer)]))
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (CHATML, [END, END, START]),
+        (CHATML.replace("<|im_end|>", " <|im_end|>"), [END, END, START]),
+        # The next turn ends the reply.
+        (CHATML.replace("<|im_end|>\n", ""), [START]),
+        (CHATML.replace("<|im_start|>", "").replace("<|im_end|>", ""), []),
+        (ONLY_USERS + CHATML, [END, START]),
+    ],
+    ids=["chatml", "after a space", "open", "no special tokens", "refuses"],
+)
+def test_what_ends_a_reply(template: str, ends: list[int]) -> None:
+    assert Renderer(build(template)).ends() == ends

@@ -14,6 +14,7 @@ from typing import Any
 
 from rlflow.config import ADAPTER_RANKS, Config, Dtype, ModelPlacement, Placement, Quantization, Speculative, Transport
 from rlflow.errors import ConfigError
+from rlflow.models.chatml import chatml_end
 from rlflow.models.opening import build_model, open_config
 from rlflow.rollout.requests import PART_TOKENS
 from rlflow.runtime.derived import CPU_CACHE_GB, dtype_of, max_running, needs_reference, sends_adapters, transport_of
@@ -237,13 +238,14 @@ def cache_bytes(config: Config, *, on_gpu: bool) -> int | None:
 
 
 def stop_token_ids(model_path: str) -> list[int]:
-    """The ids that end a reply: from generation_config.json, else config.json. Empty if the model names none."""
+    """The ids that end a reply: from generation_config.json, else config.json, and that of a ChatML that is given."""
+    ends = [] if (end := chatml_end(Path(model_path))) is None else [end]
     for name in ("generation_config.json", "config.json"):
         path = Path(model_path) / name
         found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
         if found is not None:
-            return [found] if isinstance(found, int) else list(found)
-    return []
+            return list(dict.fromkeys([*([found] if isinstance(found, int) else found), *ends]))
+    return ends
 
 
 def cache_shape(config: Config, model_path: str) -> CacheShape:

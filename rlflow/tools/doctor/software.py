@@ -179,8 +179,10 @@ def load_model(config: Config) -> tuple[str, list[Trial]]:
     """Its folder, and how its chat template takes conversations. Raises ConfigError if anything is missing."""
     from rlflow.rollout.render import open_renderer
     from rlflow.tools.env.template_check import check_template
+    from rlflow.workers.engine.tokens import check_tokens
 
     folder = resolve_model(config.model.path)
+    check_tokens(config, folder)
     return folder, check_template(open_renderer(config, folder))
 
 

@@ -42,9 +42,10 @@ _WHERE = {
 def dry_run(config: Config, *, json_wanted: bool) -> int:
     """Print the estimate; returns the exit code, 0. Raises ConfigError for whatever the run would refuse."""
     from rlflow.algorithms.registry import check_functions
-    from rlflow.models.resolve import REWARD, check_gives_score, resolve_config
+    from rlflow.models.resolve import REWARD, check_gives_score, has_tokenizer, resolve_config
     from rlflow.tools.dry_run.model import read_model, read_reward_model  # imports torch and transformers
     from rlflow.workers.engine.setup import check_engine
+    from rlflow.workers.engine.tokens import check_tokens
     from rlflow.workers.trainer.token_logprobs import MAX_LOGITS
 
     check_functions(config)
@@ -55,6 +56,8 @@ def dry_run(config: Config, *, json_wanted: bool) -> int:
     folder = resolve_config(config.model.path)
     facts = read_model(config, folder)
     check_engine(config, facts.cache, folder, on_gpu=on_gpus)
+    if has_tokenizer(Path(folder)):
+        check_tokens(config, folder)
     scorer = None
     if config.reward.model is not None:
         scorer_folder = resolve_config(config.reward.model, REWARD)

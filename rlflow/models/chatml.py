@@ -1,7 +1,6 @@
 """The chat template of a model that has none: ChatML, if its tokenizer has ChatML's two marks.
 
-ChatML is nothing but the two marks, so that the vocabulary decides it. What other vocabularies suggest comes in several
-versions (headers, dates, spaces, where a system message goes), and a wrong guess would be silent.
+The marks are all of it. What other vocabularies suggest comes in versions (headers, dates, spaces, system messages).
 """
 
 import json

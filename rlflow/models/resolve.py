@@ -23,7 +23,8 @@ POLICY, REWARD = "model.path", "reward.model"
 LOCK_TIMEOUT_S = 600.0
 _CONVERSION_REVISION = 1  # counts changes of what the builders write, so that an older cached folder is not used
 _CODE = "*.py"  # runs only with model.trust_remote_code
-_HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", _CODE)
+_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", _CODE)
+_HUB_FILES = ("*.safetensors", *_SMALL_FILES)
 
 
 def resolve_model(path: str) -> str:
@@ -62,11 +63,10 @@ def resolve_reward_model(path: str) -> str:
 
 
 def resolve_config(path: str, setting: str = POLICY) -> str:
-    """The folder with the config.json of a model, named as by `setting`; no weights are needed or downloaded. Of the
-    hub, its tokenizer comes too."""
+    """The folder with the config.json of a model, named as by `setting`; no weights are needed or downloaded."""
     if setting == POLICY and path in BUILTIN:
         return str(_cached(path))
-    folder = _find(path, _HUB_FILES[2:], setting)
+    folder = _find(path, _SMALL_FILES, setting)
     _check_config(folder, setting)
     return str(folder.resolve())
 

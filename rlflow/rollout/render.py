@@ -5,10 +5,12 @@ text does not start with the held tokens (the template rewrote history, or the t
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import TemplateError
+from jinja2.meta import find_undeclared_variables
 
 from rlflow.config import Config
 from rlflow.errors import ConfigError, TemplateRefused
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 ToolSchemas = Sequence[dict[str, Json]]
 
 _PROBE, _NEXT = "zq_probe_zq", "zq_next_zq"
+_REFUSALS = (TemplateError, TypeError, KeyError, ValueError)
 _PROBE_TOOL: dict[str, Json] = {
     "type": "function",
     "function": {"name": _PROBE, "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
@@ -73,10 +76,7 @@ class Renderer:
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", template_args: Mapping[str, Any] | None = None) -> None:
-        """`template_args` are passed to the chat template each time.
-
-        Raises ConfigError if the tokenizer has no chat template, and for an argument that it does not read.
-        """
+        """Raises ConfigError if there is no chat template, or one that does not read all of `template_args`."""
         if not tokenizer.chat_template:
             raise ConfigError(
                 "model.path: the tokenizer has no chat template, so messages cannot be turned into tokens; use an "
@@ -116,22 +116,14 @@ class Renderer:
         return [*self._encode(text), *ending[:1]]
 
     def ends(self) -> list[int]:
-        """The special tokens that the template writes after a reply, the one that ends it first; [] if it writes none.
-
-        What stands before the next message counts too, because some templates leave the last reply open.
-        """
-        question, reply = Message(role="user", content="x"), Message(role="assistant", content=_PROBE)
-        special = {each for each, token in self._tokenizer.added_tokens_decoder.items() if token.special}
-        special |= set(self._tokenizer.all_special_ids)
-        found = list[int]()
-        for messages in ([question, reply], [question, reply, Message(role="user", content=_NEXT)]):
-            try:
+        """The special tokens that the template writes after a reply, at the end or before a question; maybe none."""
+        talk, found = [Message(role="user", content="x"), Message(role="assistant", content=_PROBE)], list[int]()
+        for messages in (talk, [*talk, Message(role="user", content=_NEXT)]):
+            with suppress(*_REFUSALS):
                 written = self._apply(messages, [], add_generation_prompt=False)
-            except (TemplateError, TypeError, KeyError, ValueError):
-                continue
-            after = written[written.rfind(_PROBE) + len(_PROBE) :].partition(_NEXT)[0]
-            found += [each for each in self._encode(after) if each in special]
-        return found
+                found += self._encode(written[written.rfind(_PROBE) + len(_PROBE) :].partition(_NEXT)[0])
+        special = {id_ for id_, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        return [id_ for id_ in found if id_ in special]
 
     def _native_style(self) -> CallStyle | None:
         """Tries it out: the template must show tools, calls in a known style, and the answers of tools."""
@@ -146,7 +138,7 @@ class Renderer:
             before = self._apply([user], [])
             with_call = self._apply([user, call], [], add_generation_prompt=False)
             with_answer = self._apply([user, call, answer], [])
-        except (TemplateError, TypeError, KeyError, ValueError):
+        except _REFUSALS:
             return None
         if _PROBE not in with_tools or _PROBE not in with_answer:
             return None
@@ -208,26 +200,22 @@ def open_renderer(config: Config, folder: str) -> Renderer:
 
 
 def _check_template_args(tokenizer: "PreTrainedTokenizerBase", template_args: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an argument that is given already, or that the chat template does not read."""
-    from jinja2.meta import find_undeclared_variables
+    """Raise ConfigError for an argument that the chat template does not read, or is given anyway."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    given, read = {"messages", *signature(tokenizer.apply_chat_template).parameters} - {"documents"}, set[str]()
-    given |= tokenizer.special_tokens_map.keys()
+    given = {"messages", *signature(tokenizer.apply_chat_template).parameters} - {"documents"}
+    given, read = given | tokenizer.special_tokens_map.keys(), set[str]()
     templates = tokenizer.chat_template
     for template in templates.values() if isinstance(templates, dict) else [templates]:
         environment = _compile_jinja_template(template).environment
         given |= environment.globals.keys()
         read |= find_undeclared_variables(environment.parse(template))
-    for name in template_args:
-        if name in given:
-            raise ConfigError(f"rollout.template_args.{name} is passed to each chat template anyway; leave it out")
-        if name not in read:
-            others = sorted(read - given)
-            raise ConfigError(
-                f"rollout.template_args.{name} has no effect: the model's chat template does not read it, but "
-                f"{', '.join(others) or 'nothing that can be set'}{did_you_mean(name, others) or '; leave it out'}"
-            )
+    for name in template_args.keys() - (read - given):
+        others = sorted(read - given)
+        raise ConfigError(
+            f"rollout.template_args.{name} has no effect: beside what it is always given, the model's chat template "
+            f"reads {', '.join(others) or 'nothing'}{did_you_mean(name, others) or '; leave it out'}"
+        )
 
 
 def _for_template(message: Message) -> dict[str, Any]:

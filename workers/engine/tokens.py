@@ -10,9 +10,6 @@ from rlflow.models.opening import open_config, open_tokenizer
 from rlflow.rollout.render import Renderer
 from rlflow.workers.engine.setup import stop_token_ids
 
-_PLACEHOLDERS = ("image_token", "audio_token", "video_token")
-"""Tokens that text models without a row for them (Gemma 3 1B) have from siblings that see or hear."""
-
 
 def check_tokens(config: Config, folder: str) -> None:
     """Raise ConfigError for an id without a row in the model's embedding, for a chat template that is missing or does
@@ -20,21 +17,15 @@ def check_tokens(config: Config, folder: str) -> None:
     trust = config.model.trust_remote_code
     tokenizer = open_tokenizer(folder, trust=trust)
     rows = open_config(folder, trust=trust).get_text_config().vocab_size
-    absent = {tokenizer.special_tokens_map.get(name) for name in _PLACEHOLDERS}
-    known = {token: id_ for token, id_ in tokenizer.get_vocab().items() if token not in absent}
-    token = max(known, key=known.__getitem__)
-    if known[token] >= rows:
+    # Text models without rows for these (Gemma 3 1B) have them from siblings that see or hear.
+    absent = {tokenizer.special_tokens_map.get(f"{kind}_token") for kind in ("image", "audio", "video")}
+    given = [(id_, repr(token)) for token, id_ in tokenizer.get_vocab().items() if token not in absent]
+    largest, name = max([*given, *_named_ids(Path(folder))])
+    if largest >= rows:
         raise ConfigError(
-            f"model.path: the tokenizer in {folder} gives ids up to {known[token]} ({token!r}), and the model's "
-            f"embedding has {rows} rows (vocab_size); take the tokenizer that came with the model, or save the model "
-            "after resize_token_embeddings"
+            f"model.path: {name} is token {largest} of the tokenizer in {folder}, and the model's embedding has {rows} "
+            "rows (vocab_size); take the tokenizer that came with the model, or resize_token_embeddings and save both"
         )
-    for file, name, id_ in _named_ids(Path(folder)):
-        if id_ >= rows:
-            raise ConfigError(
-                f"model.path: {name} is {id_} in {file}, and the model's embedding has {rows} rows (vocab_size); give "
-                "the id that the tokenizer has for it"
-            )
     ends, stops = Renderer(tokenizer, config.rollout.template_args).ends(), stop_token_ids(folder)
     if ends and not set(ends) & set(stops) and not config.rollout.stop:
         raise ConfigError(
@@ -44,11 +35,11 @@ def check_tokens(config: Config, folder: str) -> None:
         )
 
 
-def _named_ids(folder: Path) -> Iterator[tuple[Path, str, int]]:
-    """File, name and id of each special token that the model's files name."""
+def _named_ids(folder: Path) -> Iterator[tuple[int, str]]:
+    """Each special token that the model's files name, with its name."""
     for path in (folder / "generation_config.json", folder / "config.json"):
         named = json.loads(path.read_text()) if path.is_file() else {}
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             found = named.get(name)
-            for id_ in found if isinstance(found, list) else [] if found is None else [found]:
-                yield path, name, id_
+            ids = found if isinstance(found, list) else [] if found is None else [found]
+            yield from ((id_, f"{name} of {path.name}") for id_ in ids)

@@ -118,7 +118,8 @@ class _Reader:
         """
         live = self._live[name]
         owners = self._owners[id(live)]
-        if not all(map(is_plain, owners)):
+        # On a CPU the weight of a linear layer's convolution is packed in its place, and nothing unpacks it.
+        if any(not is_plain(owner) or hasattr(owner, "_cpu_unpacked_conv_weight") for owner in owners):
             return []
         packed = [owner for owner in owners if owner._parameters.get("weight") is live and hasattr(owner, "cpu_linear")]
         width = num_inputs(packed[0]) if packed else live.shape[-1]

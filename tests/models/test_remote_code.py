@@ -144,11 +144,12 @@ def test_the_setting_allows_it_everywhere(folder: Path, note: Path, tmp_path: Pa
 
 
 def test_the_engine_is_told() -> None:
+    from rlflow.models.resolve import resolve_config
     from rlflow.workers.engine.setup import engine_arguments
 
     for trust in (False, True):
         config = compose_recipe(f"{TRUST}={trust}")
-        assert engine_arguments(config, "/m", 0, on_gpu=False)["trust_remote_code"] is trust
+        assert engine_arguments(config, resolve_config("tiny"), 0, on_gpu=False)["trust_remote_code"] is trust
 
 
 def test_models_are_opened_in_one_place_only() -> None:

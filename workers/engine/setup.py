@@ -9,6 +9,7 @@ import logging
 import os
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,8 @@ def engine_arguments(
             # When a prompt is cut in two, vLLM takes back what a seeded request drew for the first part; on a CPU that
             # ends its process.
             enable_chunked_prefill=False,
+            # vLLM keeps the state of a linear layer for the next request only where prompts are cut (0.32).
+            enable_prefix_caching=not _has_linear_layers(open_config(model_path, trust=arguments["trust_remote_code"])),
             max_num_batched_tokens=max(CPU_STEP_TOKENS, config.model.max_length),
         )
     given = config.rollout.engine_args
@@ -253,27 +256,28 @@ def cache_shape(config: Config, model_path: str) -> CacheShape:
     if not (Path(model_path) / "config.json").is_file():
         raise ConfigError(f"model.path must be a folder with a config.json; found none in {model_path}")
     text = open_config(model_path, trust=config.model.trust_remote_code).get_text_config()
-    heads = text.num_attention_heads
-    return CacheShape(
-        num_layers=text.num_hidden_layers,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-    )
+    # Where layers differ (Gemma 4), the one that keeps most is taken for all of them.
+    layers = list(getattr(text, "per_layer_config", ())) or [text]
+    heads = [getattr(each, "num_key_value_heads", None) or each.num_attention_heads for each in layers]
+    dims = [getattr(each, "head_dim", None) or each.hidden_size // each.num_attention_heads for each in layers]
+    num_key_value_heads, head_dim = max(zip(heads, dims, strict=True), key=prod)
+    return CacheShape(num_layers=text.num_hidden_layers, num_key_value_heads=num_key_value_heads, head_dim=head_dim)
 
 
 def check_engine(config: Config, shape: CacheShape, model_path: str, on_gpu: bool) -> None:
     """Raise ConfigError for what vLLM would refuse, or would only fail on later."""
-    if not on_gpu and shape.head_dim not in CPU_HEAD_DIMS:
+    text = open_config(model_path, trust=config.model.trust_remote_code).get_text_config()
+    if not on_gpu and (problem := _cpu_problem(config, shape, text)):
+        raise ConfigError(f"the model in {model_path} {problem}")
+    rope, longest = getattr(text, "rope_parameters", None) or {}, config.model.max_length
+    short = rope.get("original_max_position_embeddings", longest) if rope.get("rope_type") == "longrope" else longest
+    if config.trainer.ranks and short < longest:
         raise ConfigError(
-            f"the model in {model_path} has head_dim {shape.head_dim}, which vLLM cannot run on a CPU; take a "
-            f"model whose head_dim is one of {', '.join(map(str, CPU_HEAD_DIMS))}"
+            f"model.max_length={longest} is more than the {short} tokens for which the model in {model_path} has its "
+            "short factors (longrope): engines would take the long ones for every sequence, and the trainer only for "
+            f"longer ones; lower it to {short}"
         )
-    if not on_gpu and sends_adapters(config) and _is_mixture(config, model_path):
-        raise ConfigError(
-            f"the model in {model_path} is a mixture of experts, which vLLM cannot run with adapters on a CPU; set "
-            "lora.send=merged"
-        )
-    if config.rollout.expert_parallel and not _is_mixture(config, model_path):
+    if config.rollout.expert_parallel and not _is_mixture(text):
         raise ConfigError(
             f"rollout.expert_parallel has no effect on the model in {model_path}, which is no mixture of experts; "
             "leave it false"
@@ -281,10 +285,32 @@ def check_engine(config: Config, shape: CacheShape, model_path: str, on_gpu: boo
     _check_cache(config, shape, on_gpu=on_gpu)
 
 
-def _is_mixture(config: Config, model_path: str) -> bool:
+def _has_linear_layers(model_config: Any) -> bool:
+    return "linear_attention" in (getattr(model_config.get_text_config(), "layer_types", None) or ())
+
+
+def _cpu_problem(config: Config, shape: CacheShape, text: Any) -> str:
+    """What about the model vLLM 0.32 cannot do on a CPU, and the cure; "" if there is nothing."""
+    if getattr(text, "kv_lora_rank", None):
+        return "has latent attention (MLA), whose queries vLLM rotates wrongly on a CPU; take GPUs, or another model"
+    if shape.head_dim not in CPU_HEAD_DIMS:
+        return (
+            f"has head_dim {shape.head_dim}, which vLLM cannot run on a CPU; take a model whose head_dim is one of "
+            f"{', '.join(map(str, CPU_HEAD_DIMS))}"
+        )
+    if _has_linear_layers(text) and dtype_of(config) is Dtype.float32:
+        return "has linear layers, which vLLM computes on a CPU in bfloat16 only; set model.dtype=bfloat16"
+    if text.model_type == "gpt_oss" and config.trainer.ranks:
+        return "has experts to which vLLM cannot give new weights on a CPU; take GPUs, or another model"
+    if sends_adapters(config) and _is_mixture(text):
+        return "is a mixture of experts, which vLLM cannot run with adapters on a CPU; set lora.send=merged"
+    return ""
+
+
+def _is_mixture(text: Any) -> bool:
     from rlflow.workers.trainer.layers import has_experts
 
-    return has_experts(open_config(model_path, trust=config.model.trust_remote_code))
+    return has_experts(text)
 
 
 def smallest_cache(config: Config, shape: CacheShape) -> int:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from families import FAMILIES
 
 from rlflow.config import Config, Dtype, ModelPlacement, Placement, Quantization, Speculative
 from rlflow.errors import ConfigError
+from rlflow.models.resolve import resolve_config
 from rlflow.runtime.derived import by_device, without_training
 from rlflow.settings.engine_args import DECIDED, RELIED_ON, known_arguments
-from rlflow.workers.engine.setup import _memory, engine_arguments
+from rlflow.workers.engine.setup import CacheShape, _memory, cache_shape, check_engine, engine_arguments
+
+TINY = resolve_config("tiny")
 
 
 def arguments(*, on_gpu: bool, **rollout: object) -> dict[str, Any]:
     config = by_device(with_rollout(Config(), **rollout), on_gpus=on_gpu)
-    return engine_arguments(config, "folder", index=1, on_gpu=on_gpu)
+    return engine_arguments(config, TINY, index=1, on_gpu=on_gpu)
 
 
 def with_rollout(config: Config, **settings: object) -> Config:
@@ -39,8 +44,8 @@ def test_null_is_decided_by_the_machines() -> None:
 
 def test_only_a_fleet_without_training_reads_the_weights_of_the_model() -> None:
     config = by_device(Config(), on_gpus=False)
-    assert engine_arguments(config, "folder", index=0, on_gpu=False)["load_format"] == "dummy"
-    assert "load_format" not in engine_arguments(without_training(config), "folder", index=0, on_gpu=False)
+    assert engine_arguments(config, TINY, index=0, on_gpu=False)["load_format"] == "dummy"
+    assert "load_format" not in engine_arguments(without_training(config), TINY, index=0, on_gpu=False)
 
 
 def test_what_is_given_is_not_changed_by_the_machines() -> None:
@@ -78,10 +83,10 @@ def test_an_engine_without_a_gpu_is_small() -> None:
 def test_a_colocated_engine_leaves_room(roles: ModelPlacement, reward_model: str | None, share: float) -> None:
     config = Config()
     config.cluster.placement, config.cluster.roles, config.reward.model = Placement.colocated, roles, reward_model
-    found = engine_arguments(by_device(config, on_gpus=True), "folder", index=0, on_gpu=True)
+    found = engine_arguments(by_device(config, on_gpus=True), TINY, index=0, on_gpu=True)
     assert (found["enable_sleep_mode"], found["gpu_memory_utilization"]) == (True, share)
     config.rollout.kv_cache_gb = 4.0
-    found = engine_arguments(by_device(config, on_gpus=True), "folder", index=0, on_gpu=True)
+    found = engine_arguments(by_device(config, on_gpus=True), TINY, index=0, on_gpu=True)
     assert (found["kv_cache_memory_bytes"], found["gpu_memory_utilization"]) == (4 * 2**30, 0.1)
 
 
@@ -121,3 +126,62 @@ def test_texts_that_end_a_reply_need_a_tokenizer() -> None:
 def test_quantised_engines_round_what_arrives() -> None:
     assert "quantization" not in arguments(on_gpu=True)
     assert arguments(on_gpu=True, quantization=Quantization.fp8)["quantization"] == "fp8_per_channel"
+
+
+def write_config(family: str, folder: Path) -> str:
+    config_class, options = FAMILIES[family]
+    config_class(**options).save_pretrained(folder)
+    return str(folder)
+
+
+def test_layers_that_differ_are_counted_as_the_largest(tmp_path: Path) -> None:
+    """Gemma 4's layers with a window have heads of 32, the others of 64."""
+    shape = cache_shape(Config(), write_config("Gemma 4", tmp_path))
+    assert shape == CacheShape(num_layers=2, num_key_value_heads=1, head_dim=64)
+
+
+def test_linear_layers_keep_no_prefix_on_a_cpu(tmp_path: Path) -> None:
+    folder = write_config("Qwen3-Next", tmp_path)
+    for on_gpu, expected in ((False, False), (True, True)):
+        config = by_device(Config(), on_gpus=on_gpu)
+        assert engine_arguments(config, folder, index=0, on_gpu=on_gpu)["enable_prefix_caching"] is expected
+    assert arguments(on_gpu=False)["enable_prefix_caching"]
+
+
+@pytest.mark.parametrize("family", ["Qwen3.5", "Qwen3-Next"])
+def test_linear_layers_are_refused_in_float32_on_a_cpu(family: str, tmp_path: Path) -> None:
+    folder, config = write_config(family, tmp_path), Config()
+    with pytest.raises(ConfigError, match=r"which vLLM computes on a CPU in bfloat16 only; set model.dtype=bfloat16"):
+        check_engine(config, cache_shape(config, folder), folder, on_gpu=False)
+    check_engine(config, cache_shape(config, folder), folder, on_gpu=True)
+    config.model.dtype = Dtype.bfloat16
+    check_engine(config, cache_shape(config, folder), folder, on_gpu=False)
+
+
+def test_latent_attention_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    """Seen with vLLM 0.32: its kernel rotates only the first head of queries that are given by head."""
+    folder, config = write_config("DeepSeek-V3", tmp_path), Config()
+    with pytest.raises(ConfigError, match=r"has latent attention \(MLA\), whose queries vLLM rotates wrongly on a CPU"):
+        check_engine(config, cache_shape(config, folder), folder, on_gpu=False)
+    check_engine(config, cache_shape(config, folder), folder, on_gpu=True)
+
+
+def test_longrope_is_trained_with_its_short_factors_only(tmp_path: Path) -> None:
+    """vLLM takes one set of factors for all sequences, transformers one for each batch."""
+    folder, config = write_config("Phi-3 longrope", tmp_path), Config()
+    config.model.max_length, config.rollout.max_new_tokens = 256, 64
+    shape = cache_shape(config, folder)
+    check_engine(config, shape, folder, on_gpu=True)
+    config.model.max_length = 257
+    with pytest.raises(ConfigError, match=r"model.max_length=257 is more than the 256 tokens .* lower it to 256"):
+        check_engine(config, shape, folder, on_gpu=True)
+    check_engine(without_training(config), shape, folder, on_gpu=True)
+
+
+def test_experts_that_cannot_be_renewed_are_refused_where_there_is_training(tmp_path: Path) -> None:
+    folder, config = write_config("gpt-oss", tmp_path), Config()
+    shape = cache_shape(config, folder)
+    with pytest.raises(ConfigError, match="has experts to which vLLM cannot give new weights on a CPU"):
+        check_engine(config, shape, folder, on_gpu=False)
+    check_engine(config, shape, folder, on_gpu=True)
+    check_engine(without_training(config), shape, folder, on_gpu=False)

@@ -41,8 +41,8 @@ RUN = ("run", "workers", "processes", "algorithms", "curriculum")
 """Where a run begins: what they load, at once or by name, is what a run can reach."""
 
 BUDGETS = {
-    "front door, driver and groups": 4_732,
-    "what a run can reach": 33_915,
+    "front door, driver and groups": 4_737,
+    "what a run can reach": 33_940,
     "tools": 8_730,
     "envs": 5_500,
     "all product Python": 46_570,

@@ -56,7 +56,7 @@ class RolloutConfig:
     """Seed each request, so that a synchronous run repeats token for token. null: not on GPUs, where kernels round by
     what else is in a batch, so that seeds repeat nothing and cost speed."""
     replay_experts: bool = True
-    """Of a mixture of experts, the trainer computes each token with the experts that the engine chose for it, if the
+    """The trainer of a mixture of experts computes each token with the experts that the engine chose for it, if the
     engine is on GPUs. false is for comparison: each chooses for itself, and where they differ, so do probabilities."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """More arguments of vLLM's AsyncEngineArgs, by name; those that follow from other settings are refused."""

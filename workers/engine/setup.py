@@ -244,11 +244,16 @@ def stop_token_ids(model_path: str) -> list[int]:
     """The ids that end a reply: from generation_config.json, else config.json, and that of a ChatML that is given."""
     ends = [] if (end := chatml_end(Path(model_path))) is None else [end]
     for name in ("generation_config.json", "config.json"):
-        path = Path(model_path) / name
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        found = ids_in(Path(model_path) / name, "eos_token_id")
         if found is not None:
-            return list(dict.fromkeys([*([found] if isinstance(found, int) else found), *ends]))
+            return list(dict.fromkeys([*found, *ends]))
     return ends
+
+
+def ids_in(path: Path, name: str) -> list[int] | None:
+    """The token ids that a JSON file of the model gives under `name`, as one or as a list; None if it gives none."""
+    found = json.loads(path.read_text()).get(name) if path.is_file() else None
+    return [found] if isinstance(found, int) else found
 
 
 def cache_shape(config: Config, model_path: str) -> CacheShape:

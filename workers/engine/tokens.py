@@ -1,6 +1,5 @@
 """Whether tokenizer, model and engines agree on ids, before anything is started. Reads no weights."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.models.opening import open_config, open_tokenizer
 from rlflow.rollout.render import Renderer
-from rlflow.workers.engine.setup import stop_token_ids
+from rlflow.workers.engine.setup import ids_in, stop_token_ids
 
 
 def check_tokens(config: Config, folder: str) -> None:
@@ -38,8 +37,5 @@ def check_tokens(config: Config, folder: str) -> None:
 def _named_ids(folder: Path) -> Iterator[tuple[int, str]]:
     """Each special token that the model's files name, with its name."""
     for path in (folder / "generation_config.json", folder / "config.json"):
-        named = json.loads(path.read_text()) if path.is_file() else {}
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            found = named.get(name)
-            ids = found if isinstance(found, list) else [] if found is None else [found]
-            yield from ((id_, f"{name} of {path.name}") for id_ in ids)
+            yield from ((id_, f"{name} of {path.name}") for id_ in ids_in(path, name) or ())

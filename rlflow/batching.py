@@ -234,6 +234,19 @@ def pack(groups: Sequence[Sequence[TrainSample]], share_prompts: bool = True) ->
     return row.packed(samples)
 
 
+def padded_runs(samples: Sequence[TrainSample], max_tokens: int) -> list[list[TrainSample]]:
+    """Runs of samples that have at most `max_tokens` tokens when padded to the longest; a longer sample goes alone."""
+    runs: list[list[TrainSample]] = []
+    longest = 0
+    for sample in samples:
+        longest = max(longest, sample.sample.num_tokens)
+        if not runs or longest * (len(runs[-1]) + 1) > max_tokens:
+            runs.append([])
+            longest = sample.sample.num_tokens
+        runs[-1].append(sample)
+    return runs
+
+
 def row_tokens(conversations: Sequence[Conversation]) -> int:
     """The most tokens that the packed row of these conversations can have."""
     prompts = {conversation.prompt_ids.tobytes(): len(conversation.prompt_ids) for conversation in conversations}

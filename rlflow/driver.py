@@ -160,8 +160,7 @@ class Driver:
         """Train to the end. After an error of any kind the steps since the last checkpoint are saved, and its notes say
         so, or why not. WorkerLost, which WorkerHung is too, means that nobody is left who could save."""
         try:
-            await self._publisher.hand_over(await self._publisher.stage())
-            await self._publisher.wait_until_loaded()
+            await self._publisher.begin()
             await self._saver.keep_best(self._held_out.best)
             await self._evaluate()
             while self._progress.step < self._config.run.steps and not self._progress.stop_requested:

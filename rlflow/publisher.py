@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rlflow.config import Config, Late, Placement
+from rlflow.errors import RunError
 from rlflow.groups.intake import Intake, Progress
 from rlflow.roles import StagedWeights, Workers
 from rlflow.runtime.deadlines import or_hung, within
+from rlflow.runtime.derived import MISMATCH, dtype_of
 from rlflow.types import Span
 
 
@@ -48,6 +50,7 @@ class Publisher:
         self._listener = listener
         self._now = now
         self._loading: asyncio.Task[None] | None = None
+        self._is_compared = workers.probe is None
 
     async def stage(self) -> StagedWeights:
         """Lay out the trainer's weights as the current version."""
@@ -66,6 +69,40 @@ class Publisher:
         self._loading = asyncio.create_task(self._load(staged, self._progress.step), name="load weights")
         if self._config.staleness.max_versions == 0 or self._is_colocated:
             await self.wait_until_loaded()
+
+    async def begin(self) -> None:
+        """Hand over the first version of this process, and let the engines and the trainer be compared.
+
+        Raises RunError if they differ.
+        """
+        await self._first()
+        probe, deadlines = self._workers.probe, self._config.deadlines
+        if probe is None:
+            return
+        self._listener.phase("comparing engines and trainer")
+        replies = await or_hung("asking the engines what they compute", deadlines, "start_s", probe.replies())
+        if self._is_colocated:
+            engines, reload = self._workers.engines, self._workers.trainer.reload
+            await within("putting the engines to sleep", engines.patience_s, engines.sleep())
+            await or_hung("bringing the trainer back to its devices", deadlines, "weights_s", reload())
+        comparing = probe.difference(replies)
+        difference = await or_hung("comparing engines and trainer", deadlines, "train_s", comparing)
+        dtype = dtype_of(self._config).value
+        if not difference <= MISMATCH[dtype]:
+            raise RunError(
+                f"engines and trainer compute different models: the log-probabilities of {len(replies)} short replies "
+                f"differ by {difference:.2g} nats on average, and may by {MISMATCH[dtype]:g} with model.dtype={dtype}; "
+                "update vLLM and transformers, or choose another model"
+            )
+        self._is_compared = True
+        if self._is_colocated:
+            await self._first()
+        else:
+            self._intake.admit()
+
+    async def _first(self) -> None:
+        await self.hand_over(await self.stage())
+        await self.wait_until_loaded()
 
     async def wait_until_loaded(self) -> None:
         """Wait until the engines have what was last handed over. Raises what made the run fail meanwhile."""
@@ -98,4 +135,5 @@ class Publisher:
             return
         self.pause_s = max(self.pause_s, loaded.pause_s)
         self._progress.served_step, self._progress.served_version = step, staged.version
-        self._intake.admit()
+        if self._is_compared:
+            self._intake.admit()

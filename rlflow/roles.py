@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from rlflow.types import GroupOrder, Message, PayloadRef, PlayedGroup, ReadyGroup, Span
+from rlflow.types import GroupOrder, Message, PayloadRef, PlayedGroup, ReadyGroup, Sample, Span
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -211,6 +211,18 @@ class Reference(Protocol):
         ...
 
 
+class Probe(Protocol):
+    """Whether the engines sample from the model that the trainer holds."""
+
+    async def replies(self) -> list[Sample]:
+        """A few short replies of every engine to prompts of random tokens."""
+        ...
+
+    async def difference(self, replies: Sequence[Sample]) -> float:
+        """How far the trainer's log-probabilities of these are from the engines', in nats, on average over tokens."""
+        ...
+
+
 async def _nothing_to_profile(is_on: bool) -> None:
     del is_on
 
@@ -227,6 +239,8 @@ class Workers:
     engines: Engines
     trainer: Trainer
     reference: Reference | None
+    probe: Probe | None = None
+    """None if there is nothing to compare: without a trainer, for example."""
     open_calls: Callable[[], list[str]] = list
     """One line for each kind of call that is being waited for; for the message when a run stalls."""
     profile: Callable[[bool], Awaitable[None]] = _nothing_to_profile

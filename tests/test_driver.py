@@ -31,7 +31,7 @@ from rlflow.roles import StepOutcome
 from rlflow.rundir.store import RunState, read_state
 from rlflow.settings.checks import check
 from rlflow.telemetry.record import step_record
-from rlflow.types import EpisodeEnd, GroupOrder, PayloadRef, PlayedGroup, ReadyGroup, Span
+from rlflow.types import EpisodeEnd, GroupOrder, PayloadRef, PlayedGroup, ReadyGroup, Sample, Span
 
 
 def assert_conserved(world: World) -> None:
@@ -737,6 +737,42 @@ def test_colocated_engines_sleep_while_the_trainer_works(tmp_path: Path) -> None
     last_save = ["sleep", "reload", "snapshot", "write"]
     step = [*work, *give_back]
     assert world.trainer.log == ["stage", *give_back, *step, *step, *third, *step, *last_save]
+
+
+class FakeProbe:
+    """Engines and a trainer that are `difference` nats apart."""
+
+    def __init__(self, difference: float, log: list[str]) -> None:
+        self._difference = difference
+        self.log = log
+
+    async def replies(self) -> list[Sample]:
+        self.log.append("ask")
+        return []
+
+    async def difference(self, replies: Sequence[Sample]) -> float:
+        self.log.append("compare")
+        return self._difference
+
+
+@pytest.mark.parametrize("difference", [0.5, float("nan")])
+def test_engines_that_compute_another_model_end_the_run_before_an_episode(difference: float, tmp_path: Path) -> None:
+    world = make_world(tmp_path, probe=FakeProbe(difference, []))
+    with pytest.raises(RunError, match=f"differ by {difference:g} nats on average, and may by 0.001 with model.dtype"):
+        run_virtually(world.driver.run())
+    assert world.runners.orders == []
+
+
+def test_colocated_engines_sleep_while_the_trainer_compares(tmp_path: Path) -> None:
+    config = Config()
+    config.cluster.placement = Placement.colocated
+    probe = FakeProbe(1e-5, [])
+    world = make_world(tmp_path, steps=1, config=config, probe=probe)
+    probe.log = world.trainer.log
+    run_virtually(world.driver.run())
+    awake = ["stage", "offload", "load"]
+    assert probe.log[:10] == [*awake, "ask", "sleep", "reload", "compare", *awake]
+    assert world.engines.loaded == [0, 0, 1]
 
 
 def test_a_colocated_trainer_that_is_awake_is_saved_after_a_failure(tmp_path: Path) -> None:

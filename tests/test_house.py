@@ -41,11 +41,11 @@ RUN = ("run", "workers", "processes", "algorithms", "curriculum")
 """Where a run begins: what they load, at once or by name, is what a run can reach."""
 
 BUDGETS = {
-    "front door, driver and groups": 4_737,
-    "what a run can reach": 33_940,
+    "front door, driver and groups": 4_810,
+    "what a run can reach": 34_640,
     "tools": 8_730,
     "envs": 5_500,
-    "all product Python": 46_570,
+    "all product Python": 47_260,
 }
 MAX_FILE, MAX_FUNCTION, MAX_LOOSE_FILES = 450, 80, 12
 

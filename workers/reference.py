@@ -24,10 +24,12 @@ class ReferenceWorker:
 
         return new_rendezvous(on_one_machine=self._config.cluster.address is None)
 
-    def start(self, rendezvous: str) -> None:
+    def start(self, rendezvous: str) -> str:
+        """Returns how tokens go through the model. Raises ConfigError for one that cannot be trained."""
         from rlflow.workers.trainer.frozen import FrozenPolicy
 
         self._policy = FrozenPolicy(self._config, self._model_path, self._rank, self._num_ranks, rendezvous)
+        return str(self._policy.agreement)
 
     def logprobs(self, handles: list[PayloadRef]) -> tuple[object, ...]:
         """True, then for each payload the log-probabilities [L] of each of its samples, 0 where there is no loss.

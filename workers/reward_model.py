@@ -1,6 +1,6 @@
 """The actor that scores with a reward model; conversations that wait at the same time share a forward pass.
 
-score -> tokens -> queue -> row of at most trainer.micro_batch_tokens tokens -> model, in a thread -> Verdict
+score -> tokens -> queue -> at most trainer.micro_batch_tokens tokens at once -> model, in a thread -> Verdict
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from rlflow.batching import Conversation, row_tokens
+from rlflow.batching import Conversation
 from rlflow.config import Config
 from rlflow.rewards.call import WHAT_REWARDS_ARE, invalid, is_usable
 from rlflow.runtime.environment import keep_memory, share_cpu
@@ -82,7 +82,7 @@ class RewardModelWorker:
             taken = None
             while taken is None and not self._waiting.empty():
                 taken = self._waiting.get_nowait()
-                if row_tokens([each for each, _ in (*row, taken)]) <= self._config.trainer.micro_batch_tokens:
+                if model.num_tokens([each for each, _ in (*row, taken)]) <= self._config.trainer.micro_batch_tokens:
                     row.append(taken)
                     taken = None
             verdicts = await self._score_row(model, [each for each, _ in row])

@@ -25,7 +25,7 @@ from rlflow.roles import Mean, StagedWeights, StepOutcome
 from rlflow.runtime.clock import as_seen_here, now
 from rlflow.runtime.concurrency import wait_until_all_ended
 from rlflow.runtime.derived import num_shares
-from rlflow.types import PayloadRef, ReadyGroup, Span
+from rlflow.types import FloatArray, PayloadRef, ReadyGroup, Sample, Span
 
 DISK = "disk"
 WATCH = "watch"
@@ -163,6 +163,15 @@ class RayTrainer:
         return [
             [found[index] for index in range(len(group.episodes))] for group, found in zip(groups, handles, strict=True)
         ]
+
+    async def probe_prompts(self) -> list[list[int]]:
+        """Prompts of random tokens that show how this model computes; see `gate`."""
+        return await answer("trainer", self._actors[0].probe_prompts.remote())
+
+    async def score(self, samples: Sequence[Sample]) -> list[FloatArray]:
+        """Log-probabilities [L] of each sample under the current policy."""
+        found: list[list[FloatArray]] = await self._all("score", list(samples))
+        return found[0]
 
     async def step(self) -> StepOutcome:
         asked_s = now()

@@ -31,6 +31,7 @@ from rlflow.cluster.calls import (
 )
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.engines import EngineActor, Membership, RayEngine
+from rlflow.cluster.probe import EngineProbe
 from rlflow.cluster.profile import profile
 from rlflow.cluster.pulse import watched
 from rlflow.cluster.ray import agents_end_with_this_process, join_ray, private_ray
@@ -183,6 +184,7 @@ async def start_fleet(
         engines=engine_fleet,
         trainer=RayActorCritic(policy, critic) if critic else policy,
         reference=RayReference(references) if references else None,
+        probe=EngineProbe(policy, list(engines.values())) if trainers else None,
         open_calls=open_calls,
         profile=partial(profile, ranks, list(engines.values())),
     )
@@ -290,12 +292,13 @@ async def _start_all(
     began_s = time.monotonic()
 
     async def timed(name: str, starting: Awaitable[object]) -> None:
-        await starting
-        tell(f"{name} ready after {duration(time.monotonic() - began_s)}")
+        found = await starting
+        about = f" ({found})" if isinstance(found, str) else ""
+        tell(f"{name} ready after {duration(time.monotonic() - began_s)}{about}")
 
-    async def start_ranks(ranks: list[Any]) -> None:
+    async def start_ranks(ranks: list[Any]) -> str:
         rendezvous = await answer("trainer", ranks[0].rendezvous.remote())
-        await asyncio.gather(*(answer("trainer", rank.start.remote(rendezvous)) for rank in ranks))
+        return (await asyncio.gather(*(answer("trainer", rank.start.remote(rendezvous)) for rank in ranks)))[0]
 
     starting = [timed("engines", engines.start())]
     if config.cluster.placement is Placement.colocated:

@@ -10,6 +10,9 @@ CPU_RUNNING, GPU_RUNNING = 64, 512
 CUDA graph (config/compilation.py). Fewer run when the cache holds fewer."""
 CPU_CACHE_GB = 0.5
 """Default of rollout.kv_cache_gb without GPUs."""
+MISMATCH = {"float32": 1e-3, "bfloat16": 0.1}
+"""Mean |log-probability difference| of engine and trainer at the same version above which something is wrong, in
+nats."""
 
 
 def by_device(config: Config, *, on_gpus: bool) -> Config:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median, stdev
 from typing import Any
 
+from rlflow.runtime.derived import MISMATCH
 from rlflow.types import EpisodeEnd
 
 RECENT = 5
@@ -18,6 +19,8 @@ QUIET = 5
 """Steps without the condition that end an alarm. They double each time, so that what comes and goes is told rarely."""
 DEAD_STEPS, DEAD_GROUPS = 3, 24
 """Steps and groups in a row without a signal. If one group in eight has one, 24 without are 4 % likely."""
+LEARNED_STEPS = 6
+"""The same of a run that has learned and is as good as ever: what is left to learn is rare then."""
 COLLAPSED = 0.1
 """Share of the first step's entropy below which a policy hardly tries anything else any more."""
 SAME_REPLIES = 0.6
@@ -39,8 +42,6 @@ DROP = 0.4
 """Share of what the reward had gained that is lost again."""
 CLIPPED = 0.3
 """Share of clipped tokens; PPO's usual is below 0.2."""
-MISMATCH = {"float32": 1e-3, "bfloat16": 0.1}
-"""Mean |log-probability difference| of engine and trainer at the same version above which something is wrong."""
 DRIFT = 0.1
 """What each version between sampling and training may add to it, because updates change the policy on purpose."""
 
@@ -92,8 +93,11 @@ class Seen:
         """The newest steps without a signal; none unless there are enough of them."""
         alive = (age for age, record in enumerate(reversed(self.records)) if not self._is_dead(record))
         steps = next(alive, len(self.records))
-        is_enough = steps >= DEAD_STEPS and steps * self.groups_per_step >= DEAD_GROUPS
-        return list(self.records)[-steps:] if is_enough else []
+        found = list(self.records)[-steps:] if steps else []
+        reward = fmean(record.get("reward") or 0.0 for record in found) if found else 0.0
+        has_learned = self.has_signal and reward >= self.best_reward - self.reward_error()
+        is_enough = steps >= (LEARNED_STEPS if has_learned else DEAD_STEPS)
+        return found if is_enough and steps * self.groups_per_step >= DEAD_GROUPS else []
 
     @property
     def groups_per_step(self) -> float:

@@ -81,7 +81,7 @@ from rlflow.tools.dry_run.model import read_model, read_reward_model
 from rlflow.workers.engine import setup
 from rlflow.workers.runner import EpisodeRunner
 from rlflow.workers.trainer.policy import empty_policy, load_policy
-from rlflow.workers.trainer.pretrained import load_packed
+from rlflow.workers.trainer.pretrained import load_whole
 from rlflow.workers.trainer.reward_model import RewardModel
 from rlflow.workers.trainer.value import empty_value_model
 for name, opener in {{
@@ -95,7 +95,7 @@ for name, opener in {{
     "policy with memory": lambda: load_policy(config, folder),
     "critic": lambda: empty_value_model(config, folder),
     "reward model": lambda: RewardModel(config, folder),
-    "classifier": lambda: load_packed(AutoModelForSequenceClassification, config, folder, REWARD),
+    "classifier": lambda: load_whole(AutoModelForSequenceClassification, config, folder, REWARD),
 }}.items():
     try:
         opener()

@@ -17,7 +17,7 @@ from rlflow.errors import StaleGroup, WorkerError, WorkerLost
 from rlflow.groups.evaluation import Evaluation
 from rlflow.groups.ledger import DropReason, Ledger
 from rlflow.groups.sampler import TaskSampler
-from rlflow.roles import LoadOutcome, Mean, StagedWeights, StepOutcome, Workers
+from rlflow.roles import LoadOutcome, Mean, Probe, StagedWeights, StepOutcome, Workers
 from rlflow.rundir.store import CheckpointStore
 from rlflow.runtime.disk import write_digested
 from rlflow.tools.simulate.clock import run_virtually as run_virtually
@@ -348,6 +348,7 @@ def make_world(
     ledger: Path | None = None,
     config: Config | None = None,
     now: Callable[[], float] = time.time,
+    probe: Probe | None = None,
 ) -> World:
     """`config` is taken over and its sizes are set; None makes one."""
     config = config or Config()
@@ -365,7 +366,7 @@ def make_world(
 
     driver = Driver(
         config=config,
-        workers=Workers(runners=runners, engines=engines, trainer=trainer, reference=None, end=end),
+        workers=Workers(runners=runners, engines=engines, trainer=trainer, reference=None, probe=probe, end=end),
         sampler=TaskSampler(make_tasks(num_tasks), seed, config.curriculum),
         ledger=opened,
         checkpoints=checkpoints,

@@ -66,12 +66,17 @@ def test_tasks_that_are_all_solved_are_no_alarm() -> None:
     assert told(records) == []
 
 
-def test_a_step_without_a_signal_is_chance_and_three_are_not() -> None:
+def test_a_step_without_a_signal_is_chance_and_six_are_not() -> None:
     assert told(run(12, frac_reward_zero_std=[0.5, 1.0, 1.0, 0.5, 1.0, 1.0, 0.5])) == []
-    (alarm,) = Health().replay(run(8, frac_reward_zero_std=[0.5] * 5 + [1.0], **{"completions/clipped_ratio": 0.25}))
-    assert brief(alarm) == (8, "no_signal", "began", 6)
-    assert alarm.what == "no episode of the last 3 steps was better than its group; 25% of the replies were cut off"
+    (alarm,) = Health().replay(run(11, frac_reward_zero_std=[0.5] * 5 + [1.0], **{"completions/clipped_ratio": 0.25}))
+    assert brief(alarm) == (11, "no_signal", "began", 6)
+    assert alarm.what == "no episode of the last 6 steps was better than its group; 25% of the replies were cut off"
     assert "algorithm.dynamic_sampling=true" in alarm.remedy
+
+
+def test_three_steps_without_a_signal_are_enough_when_the_reward_has_fallen() -> None:
+    fallen = {"reward": [0.5] * 5 + [0.0], "frac_reward_zero_std": [0.5] * 5 + [1.0]}
+    assert (8, "no_signal", "began", 6) in told(run(9, **fallen))
 
 
 def test_few_groups_without_a_signal_are_chance_for_longer() -> None:

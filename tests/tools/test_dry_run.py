@@ -150,11 +150,6 @@ def write_config(folder: Path, **fields: object) -> str:
     return str(folder)
 
 
-def test_a_model_without_a_list_of_layers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a gpt2 model whose decoder layers are not a list named `layers`"):
-        read_model(config(), write_config(tmp_path, model_type="gpt2", bos_token_id=1, eos_token_id=2))
-
-
 def test_experts_count_as_parameters_but_compute_in_bfloat16_only(tmp_path: Path) -> None:
     folder = write_config(tmp_path, model_type="mixtral", num_key_value_heads=2, num_local_experts=4)
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 4 * 3 * 64 * 128 + 4 * 64 + 2 * 64
@@ -162,14 +157,6 @@ def test_experts_count_as_parameters_but_compute_in_bfloat16_only(tmp_path: Path
     assert found.num_parameters == 2 * layer + 2 * 100 * 64 + 64
     with pytest.raises(ConfigError, match="a mixtral model in float32 cannot be followed .* model.dtype=bfloat16"):
         read_model(config(), folder)
-
-
-def test_a_model_that_cannot_be_packed_is_refused(tmp_path: Path) -> None:
-    facts = json.loads((DATA / "qwen2_7b" / "config.json").read_text())
-    facts |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 512}
-    (tmp_path / "config.json").write_text(json.dumps(facts))
-    with pytest.raises(ConfigError, match="with a sliding window of 512 tokens, which is shorter than"):
-        read_model(config(), str(tmp_path))
 
 
 # -- memory

@@ -112,14 +112,16 @@ def test_too_long_a_conversation_gets_no_verdict_and_is_never_cut(tmp_path: Path
     assert found == Verdict(reward=None, end=EpisodeEnd.NO_VERDICT, detail=detail)
 
 
-def test_no_conversation_is_longer_than_the_model_looks_back(tmp_path: Path) -> None:
+def test_a_conversation_may_be_longer_than_the_model_looks_back(tmp_path: Path) -> None:
     folder = save_reward_model(tmp_path)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = MistralConfig(**sizes, num_key_value_heads=2, vocab_size=259, sliding_window=40, num_labels=1)  # pyright: ignore[reportCallIssue]
     MistralForSequenceClassification(config).save_pretrained(folder)
-    found = RewardModel(tiny_config(), folder).encode(replied(SUM, "x" * 40))
-    assert isinstance(found, Verdict)
-    assert found.detail.endswith("and the reward model takes 40")
+    model = RewardModel(tiny_config(), folder)
+    found = model.encode(replied(SUM, "x" * 40))
+    assert isinstance(found, Conversation)
+    expected = plain_score(folder, [*SUM.prompt, assistant("x" * 40)])
+    assert model.scores([found]) == pytest.approx([expected], abs=1e-5)
 
 
 def test_a_conversation_that_the_template_refuses_is_a_reward_error(tmp_path: Path) -> None:
@@ -189,6 +191,9 @@ class ScriptedModel:
     def encode(self, transcript: Transcript) -> Conversation | Verdict:
         size = len(transcript.task.id)
         return conversation(size, size, len(transcript.text))
+
+    def num_tokens(self, conversations: Sequence[Conversation]) -> int:
+        return row_tokens(conversations)
 
     def scores(self, conversations: Sequence[Conversation]) -> list[float]:
         self.rows.append(len(conversations))

@@ -274,14 +274,6 @@ def check_engine(config: Config, shape: CacheShape, model_path: str, on_gpu: boo
     text = open_config(model_path, trust=config.model.trust_remote_code).get_text_config()
     if not on_gpu and (problem := _cpu_problem(config, shape, text)):
         raise ConfigError(f"the model in {model_path} {problem}")
-    rope, longest = getattr(text, "rope_parameters", None) or {}, config.model.max_length
-    short = rope.get("original_max_position_embeddings", longest) if rope.get("rope_type") == "longrope" else longest
-    if config.trainer.ranks and short < longest:
-        raise ConfigError(
-            f"model.max_length={longest} is more than the {short} tokens for which the model in {model_path} has its "
-            "short factors (longrope): engines would take the long ones for every sequence, and the trainer only for "
-            f"longer ones; lower it to {short}"
-        )
     if config.rollout.expert_parallel and not _is_mixture(text):
         raise ConfigError(
             f"rollout.expert_parallel has no effect on the model in {model_path}, which is no mixture of experts; "

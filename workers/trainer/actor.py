@@ -18,7 +18,7 @@ from rlflow.runtime.derived import num_shares
 from rlflow.runtime.disk import disk_errors
 from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.runtime.gpus import has_gpu
-from rlflow.types import FloatArray, ReadyGroup, Span, TrainSample
+from rlflow.types import FloatArray, ReadyGroup, Sample, Span, TrainSample
 from rlflow.workers.trainer.fetch import Fetcher, moments_of, whiten_all
 
 if TYPE_CHECKING:
@@ -57,15 +57,18 @@ class TrainerWorker:
 
         return new_rendezvous(on_one_machine=self._config.cluster.address is None)
 
-    def start(self, rendezvous: str) -> None:
+    def start(self, rendezvous: str) -> str:
+        """Returns how tokens go through the model. Raises ConfigError for one that cannot be trained."""
         from rlflow.weights.senders import build_sender
 
         self._backend = build_backend(
             self._config, self._model_path, self._rank, self._world_size, rendezvous, self._is_critic
         )
+        agreement = self._backend.settle_way()
         self._sender = None
         if not self._is_critic:
             self._sender = build_sender(self._config, self._backend, self._rank, self._world_size, rendezvous)
+        return str(agreement)
 
     def accumulate(self, groups: list[ReadyGroup], oldest_version: int | None) -> Span:
         """Add the gradients of this rank's share of `groups`. Every rank plans the same shares from the metadata."""
@@ -83,6 +86,15 @@ class TrainerWorker:
         self._backend.observe(self._share(observed, oldest_version))
         self._backend.pass_over(self._share(passed_over, oldest_version))
         return self._span("train", start_s, groups=len(groups), tokens=sum(group.num_tokens for group in groups))
+
+    def probe_prompts(self) -> list[list[int]]:
+        """See `gate.probe_prompts`."""
+        return self._backend.probe_prompts()
+
+    def score(self, samples: list[Sample]) -> list[FloatArray]:
+        """Log-probabilities [L] of each sample; every rank computes all of them."""
+        rows = self._backend.per_token([[[TrainSample(sample=sample, advantage=0.0) for sample in samples]]])
+        return [row for found in rows for row in found]
 
     def values(self, groups: list[ReadyGroup]) -> tuple[bool | list[FloatArray], ...]:
         """A critic's answer: True, then for each episode of this rank's share the values [L] of its samples.

@@ -7,7 +7,7 @@ skips the tiles that are masked out.
 Shape letters: T tokens of the row, B segments of a block with up to Q queries and K keys, H heads, D head dimension.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from packaging.version import Version
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from transformers import AttentionInterface, PreTrainedConfig
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from transformers import AttentionInterface, PreTrainedModel
 
 from rlflow.batching import IndexArray, PackedBatch
 from rlflow.errors import ConfigError
@@ -32,68 +32,54 @@ TILE = 128
 """Queries and keys of a tile of flex_attention's mask."""
 
 
+Reach = int | None
+"""How many tokens a query looks back, itself included; None if it looks back to the start."""
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PaddedBlock:
     """Segments of similar length, padded to the longest. Padded queries give finite values that nothing reads."""
 
     query_rows: Tensor  # [B, Q], rows of the packed batch
     key_rows: Tensor  # [B, K]
-    mask: Tensor | None  # [B, 1, Q, K], True where the query sees the key; None for causal queries and keys
+    masks: Mapping[Reach, Tensor | None]
+    """[B, 1, Q, K], True where the query sees the key; None for causal queries and keys."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class AttentionLayout:
-    """How the tokens of one row attend: blocks for SDPA, or a mask for flex_attention."""
+    """How the tokens of one row attend: blocks for SDPA, or masks for flex_attention."""
 
     blocks: tuple[PaddedBlock, ...] = ()
     slots: Tensor | None = None  # [T], index of each token among the blocks' queries, end to end
-    block_mask: BlockMask | None = None
+    block_masks: Mapping[Reach, BlockMask] | None = None
     num_padding: int = 0
-    """Tokens to append to the row, for `block_mask`. Nothing reads what they become."""
+    """Tokens to append to the row, for `block_masks`. Nothing reads what they become."""
     has_flash: bool = False
     """True if flex_attention may take FlashAttention-4."""
 
 
-def check_attention(config: PreTrainedConfig, max_length: int, setting: str = "model.path") -> None:
-    """Raise ConfigError if the model that `setting` names has attention or a head that is not supported here."""
-    text = config.get_text_config()
-    name = f"{setting} names a {text.model_type} model"
-    cure = "choose a model with plain full attention, such as Llama, Qwen2 or Qwen3"
-    layer_types = set(getattr(text, "layer_types", None) or ())
-    unknown = sorted(layer_types - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ConfigError(f"{name} with {', '.join(unknown)} layers, which training cannot pack; {cure}")
-    window = attention_window(text)
-    if window is not None and window < max_length:
-        raise ConfigError(
-            f"{name} with a sliding window of {window} tokens, which is shorter than model.max_length ({max_length}); "
-            f"lower model.max_length to {window}, or {cure}"
-        )
-    for field, harmless in (
-        ("attn_logit_softcapping", None),
-        ("final_logit_softcapping", None),
-        ("logit_scale", None),
-        ("logits_scaling", 1.0),
-    ):
-        found = getattr(text, field, None)
-        if found is not None and found != harmless:
-            raise ConfigError(f"{name} with {field}={found}, which training does not apply; {cure}")
+def attention_windows(model: PreTrainedModel) -> list[int]:
+    """The windows that layers of this model may have, in tokens; a token counts in its own."""
+    text = model.config.get_text_config()
+    found = {getattr(module, "sliding_window", None) for module in (text, *model.modules())}
+    return sorted(window for window in found if isinstance(window, int) and window > 0)
 
 
-def attention_window(text: PreTrainedConfig) -> int | None:
-    """The number of tokens that a layer looks back; None if every layer looks back to the start."""
-    layer_types = set(getattr(text, "layer_types", None) or ())
-    is_sliding = "sliding_attention" in layer_types or not layer_types
-    return getattr(text, "sliding_window", None) if is_sliding else None
+def attention_layout(
+    packed: PackedBatch, device: torch.device, use_flex: bool, windows: Sequence[int] = ()
+) -> AttentionLayout:
+    """The layout for the CUDA kernel if `use_flex`, otherwise for SDPA, which runs everywhere.
 
-
-def attention_layout(packed: PackedBatch, device: torch.device, use_flex: bool) -> AttentionLayout:
-    """The layout for the CUDA kernel if `use_flex`, otherwise for SDPA, which runs everywhere."""
+    `windows`: of the layers that do not look back to the start.
+    """
+    longest = int(packed.position_ids.max(initial=0)) + 1
+    shorter = [window for window in windows if window < longest]
     if use_flex:
-        block_mask = block_mask_of(packed, device)
+        masks: dict[Reach, BlockMask] = {reach: block_mask_of(packed, device, reach) for reach in (None, *shorter)}
         return AttentionLayout(
-            block_mask=block_mask,
-            num_padding=block_mask.shape[-1] - len(packed.input_ids),
+            block_masks=masks | {window: masks[None] for window in windows if window >= longest},
+            num_padding=masks[None].shape[-1] - len(packed.input_ids),
             has_flash=device.type == "cuda" and has_flash(torch.cuda.get_device_capability(device), _flash_release()),
         )
     tables: list[_Table] = []
@@ -114,11 +100,30 @@ def attention_layout(packed: PackedBatch, device: torch.device, use_flex: bool) 
         PaddedBlock(
             query_rows=torch.from_numpy(queries).to(device),
             key_rows=torch.from_numpy(keys).to(device),
-            mask=None if mask is None else torch.from_numpy(mask[:, None]).to(device),
+            masks=_masks((queries, keys, mask), packed.position_ids, windows, longest, device),
         )
         for queries, _, keys, mask in tables
     )
     return AttentionLayout(blocks=blocks, slots=torch.from_numpy(slots).to(device))
+
+
+def _masks(
+    table: tuple[IndexArray, IndexArray, NDArray[np.bool_] | None],
+    positions: IndexArray,
+    windows: Sequence[int],
+    longest: int,
+    device: torch.device,
+) -> dict[Reach, Tensor | None]:
+    """The block's mask for each reach; a window of `longest` tokens or more is none."""
+    query_rows, key_rows, mask = table
+    whole = None if mask is None else torch.from_numpy(mask[:, None]).to(device)
+    masks: dict[Reach, Tensor | None] = dict.fromkeys((None, *windows), whole)
+    distance = positions[query_rows][:, :, None] - positions[key_rows][:, None]
+    for window in windows:
+        if window < longest:
+            seen = (distance < window) & (np.tri(distance.shape[1], dtype=np.bool_) if mask is None else mask)
+            masks[window] = torch.from_numpy(seen[:, None]).to(device)
+    return masks
 
 
 _Table = tuple[IndexArray, IndexArray, IndexArray, "NDArray[np.bool_] | None"]
@@ -157,6 +162,10 @@ def _completion_block(packed: PackedBatch, chosen: IndexArray) -> _Table:
     return own_rows, lengths, np.concatenate([prompt_rows, own_rows], axis=1), mask
 
 
+_SAYS_NOTHING = frozenset({"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states"})
+"""What transformers passes beside and that changes no score; `position_ids` are in the layout."""
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -165,43 +174,125 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    layout: AttentionLayout,
-    **ignored: Any,
+    layout: AttentionLayout | None = None,
+    sliding_window: Reach = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, fewer heads, T, D] -> [1, T, H, D], as transformers calls it.
 
+    s_aux: [H], a score a head that takes its share of the softmax and attends to nothing, an attention sink.
+    softcap: scores become softcap * tanh(score / softcap).
     Dropout is ignored, because the policy that is trained must be the one that sampled.
+
+    Raises ConfigError for anything else that a model asks of attention.
     """
-    del module, attention_mask, ignored
-    if layout.block_mask is not None:
-        output = _flex(query, key, value, layout, scaling)
+    if layout is None:
+        raise ConfigError(f"{type(module).__name__} is not told where samples begin, so it cannot go packed")
+    asked = {name for name, found in others.items() if found is not None} - _SAYS_NOTHING
+    if attention_mask is not None:
+        asked.add("attention_mask")
+    if others.get("is_causal"):
+        asked.discard("is_causal")
+    if asked:
+        raise ConfigError(
+            f"{type(module).__name__} asks attention for {', '.join(sorted(asked))}, which it cannot do packed"
+        )
+    if layout.block_masks is not None:
+        output = _flex(query, key, value, layout, scaling, sliding_window or None, s_aux, softcap)
         return output.transpose(1, 2), None
     assert layout.slots is not None
     outputs: list[Tensor] = []  # [B * Q, H * D] of each block
     for block in layout.blocks:
-        output = F.scaled_dot_product_attention(
+        mask = block.masks[sliding_window or None]
+        states = (
             _gather(query, block.query_rows),
             _gather(key, block.key_rows),
             _gather(value, block.key_rows),
-            attn_mask=block.mask,
-            is_causal=block.mask is None,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
         )
+        if s_aux is not None or softcap is not None:
+            output = _by_scores(*states, mask, scaling, s_aux, softcap)
+        else:
+            output = F.scaled_dot_product_attention(
+                *states,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
         outputs.append(output.transpose(1, 2).flatten(0, 1).flatten(1, 2))
     return F.embedding(layout.slots, torch.cat(outputs)).view(1, len(layout.slots), query.shape[1], -1), None
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+def _by_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """What SDPA has no arguments for, with all scores of a block in memory: [B, H, Q, D]."""
+    heads = query.shape[1] // key.shape[1]
+    key, value = (state.repeat_interleave(heads, dim=1) for state in (key, value))
+    scores = query @ key.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        column = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column.to(scores.dtype)], dim=-1)
+    shares = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+    return shares[..., : key.shape[2]] @ value
+
+
+def _flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: AttentionLayout,
+    scale: float,
+    reach: Reach,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    assert layout.block_masks is not None, "the caller has chosen flex attention"
     options: Any = None
     if query.is_cuda:
         # FlashAttention-4 has tiles of 128 keys, as the mask has them, with heads of these sizes.
         takes_flash = layout.has_flash and query.dtype == torch.bfloat16 and query.shape[-1] in (64, 96, 128)
-        options = {"BACKEND": "FLASH" if takes_flash else "TRITON"}
+        is_plain = sinks is None and softcap is None and query.shape[-1] == value.shape[-1]
+        options = {"BACKEND": "FLASH" if takes_flash and is_plain else "TRITON"}
     # In a layer that is compiled, this becomes part of the layer's graph.
     is_alone = query.is_cuda and not torch.compiler.is_compiling()
     kernel = _compiled_flex() if is_alone else flex_attention
-    return kernel(query, key, value, block_mask=layout.block_mask, scale=scale, enable_gqa=True, kernel_options=options)
+
+    cap = softcap or 1.0
+
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query_at: Tensor, key_at: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    found: Any = kernel(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else capped,
+        block_mask=layout.block_masks[reach],
+        scale=scale,
+        enable_gqa=True,
+        kernel_options=options,
+        return_aux=None if sinks is None else AuxRequest(lse=True),
+    )
+    if sinks is None:
+        return found
+    # The sink is one more term of the denominator: exp(lse) / (exp(lse) + exp(sink)) of the shares is left.
+    output, asked = found
+    left = torch.sigmoid(asked.lse - sinks[None, :, None].float())
+    return output * left[..., None].to(output.dtype)
 
 
 def _gather(states: Tensor, rows: Tensor) -> Tensor:
@@ -210,8 +301,10 @@ def _gather(states: Tensor, rows: Tensor) -> Tensor:
     return F.embedding(rows, table).unflatten(2, (states.shape[1], states.shape[3])).transpose(1, 2)
 
 
-def block_mask_of(packed: PackedBatch, device: torch.device) -> BlockMask:
+def block_mask_of(packed: PackedBatch, device: torch.device, window: Reach = None) -> BlockMask:
     """The mask for flex_attention, from the segments: nothing here has T x T entries.
+
+    A query sees the last `window` tokens of its sample, itself included, or all of them.
 
     A tile of queries and keys is left out if no query sees a key, and needs no mask if every query sees every key. The
     row is padded to two whole tiles or more, because torch compiles lengths of 1 on their own; padding attends to
@@ -222,24 +315,36 @@ def block_mask_of(packed: PackedBatch, device: torch.device) -> BlockMask:
     # The prompt and the completion that each token belongs to; -1 in a prompt.
     prompt_of = np.full(num_tiles * TILE, len(packed.prompt_starts), np.int32)
     completion_of = np.full(num_tiles * TILE, -1, np.int32)
+    position_of = np.pad(packed.position_ids.astype(np.int32), (0, num_tiles * TILE - num_tokens))
     for prompt, start in enumerate(packed.prompt_starts):
         prompt_of[start : start + packed.prompt_lengths[prompt]] = prompt
     for completion, start in enumerate(packed.completion_starts):
         rows = slice(start, start + packed.completion_lengths[completion])
         prompt_of[rows], completion_of[rows] = packed.completion_prompts[completion], completion
-    prompts, completions = torch.from_numpy(prompt_of).to(device), torch.from_numpy(completion_of).to(device)
+    prompts, completions, positions = (
+        torch.from_numpy(each).to(device) for each in (prompt_of, completion_of, position_of)
+    )
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         in_reach = (completions[key] == -1) | (completions[key] == completions[query])
         return (key <= query) & (prompts[key] == prompts[query]) & in_reach
 
+    def sees_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return sees(batch, head, query, key) & (positions[query] - positions[key] < reach)
+
+    reach = num_tokens if window is None else window
     pairs = torch.from_numpy(_pairs_by_tile(packed, num_tiles)).to(device)[None, None]
-    is_full = pairs == TILE * TILE
+    is_seen, is_full = pairs > 0, pairs == TILE * TILE
+    if window is not None:
+        tiles = positions.view(num_tiles, TILE)
+        first, last = tiles.amin(1), tiles.amax(1)
+        is_seen &= first[:, None] - last < window
+        is_full &= last[:, None] - first < window
     return BlockMask.from_kv_blocks(
-        *_ordered((pairs > 0) & ~is_full),
+        *_ordered(is_seen & ~is_full),
         *_ordered(is_full),
         BLOCK_SIZE=TILE,
-        mask_mod=sees,
+        mask_mod=sees if window is None else sees_near,
         seq_lengths=(num_tiles * TILE, num_tiles * TILE),
     )
 

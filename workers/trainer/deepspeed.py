@@ -77,7 +77,7 @@ class DeepSpeedTrainer(TrainerBackend):
 
     def accumulate(self, groups: Sequence[MicroBatch]) -> None:
         """Holds the last micro-batch back, because DeepSpeed must know beforehand which is the last one of a step."""
-        for micro_batch in groups:
+        for micro_batch in self._in_pieces(groups):
             if self._held is not None:
                 self._backward(self._held, is_last=False)
             self._held = micro_batch

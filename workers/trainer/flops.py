@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlflow.batching import PackedBatch
 from rlflow.types import TrainSample
+from rlflow.workers.trainer.layers import decoder_layers
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -45,7 +46,7 @@ class RowSizes:
 def sizes_of(model: PreTrainedModel) -> ModelSizes:
     """From the parameters of a model that is neither sharded nor cut, and its configuration."""
     config = model.config.get_text_config()
-    layers = model.get_submodule(f"{model.base_model_prefix}.layers")
+    layers = decoder_layers(model)
     counts = {True: 0, False: 0}
     for parameter in layers.parameters():
         share = 1.0
@@ -55,14 +56,21 @@ def sizes_of(model: PreTrainedModel) -> ModelSizes:
             counts[parameter.requires_grad] += round(parameter.numel() * share)
     head = model.get_output_embeddings() or model.get_submodule("score")
     weight = head.get_parameter("weight")
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # In some families layers differ in it; those are asked one by one.
+    sizes = [_attention_size(each) for each in getattr(config, "per_layer_config", ()) or [config] * len(layers)]
     return ModelSizes(
         trained=counts[True],
         frozen=counts[False],
         head=weight.numel(),
         is_head_trained=weight.requires_grad,
-        attention=config.num_hidden_layers * config.num_attention_heads * size,
+        attention=sum(sizes),
     )
+
+
+def _attention_size(layer: PreTrainedConfig) -> int:
+    """Heads times their size; of a layer without heads, what it has in their place."""
+    heads = getattr(layer, "num_attention_heads", None) or 1
+    return heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)
 
 
 def packed_sizes(packed: PackedBatch) -> RowSizes:

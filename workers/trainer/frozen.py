@@ -5,6 +5,7 @@ empty ones, because a layer is gathered by all ranks together.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,14 +13,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlflow.batching import pack
+from rlflow.batching import pack, padded_runs
 from rlflow.config import Config
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import chunk_of
+from rlflow.workers.trainer.gate import settle_way
 from rlflow.workers.trainer.layers import decoder_layers
 from rlflow.workers.trainer.policy import Policy, empty_policy, load_policy, split_logprobs, torch_dtype
 from rlflow.workers.trainer.pretrained import with_memory
 from rlflow.workers.trainer.process_group import choose_device, join
+from rlflow.workers.trainer.way import is_packed
 
 
 class FrozenPolicy:
@@ -30,7 +33,7 @@ class FrozenPolicy:
     ) -> None:
         """With several ranks, meet the others at `rendezvous` (see `process_group.join`).
 
-        Raises ConfigError for a model that cannot be packed.
+        Raises ConfigError for a model that cannot be trained.
         """
         self._device = choose_device(rank)
         self._num_ranks = num_ranks
@@ -41,27 +44,34 @@ class FrozenPolicy:
         else:
             self._policy = load_policy(config, model_path, self._device, torch_dtype(config))
         self._policy.requires_grad_(False).eval()
+        forward = partial(self._policy, has_plain=True)
+        self.agreement = settle_way(
+            self._policy.model, forward, self._most, torch_dtype(config), config.model.max_length
+        )
 
     @torch.no_grad()
     def logprobs(self, groups: Sequence[Sequence[TrainSample]]) -> list[FloatArray]:
         """[L] for each sample of this rank, groups laid end to end; 0 where there is no loss."""
         rows = list(self._rows([sample for group in groups for sample in group]))
         found: list[FloatArray] = []
-        for samples in rows + [[]] * (self._most(len(rows)) - len(rows)):
+        for samples in rows + [[]] * (int(self._most(len(rows))) - len(rows)):
             logprobs, _ = self._policy(pack([samples]))
             found.extend(split_logprobs(logprobs, samples))
         return found
 
-    def _most(self, number: int) -> int:
+    def _most(self, number: float) -> float:
         """The largest number that a rank has."""
         if self._num_ranks == 1:
             return number
-        most = torch.tensor(number, device=self._device)
+        most = torch.tensor(number, device=self._device, dtype=torch.float64)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most)
+        return float(most)
 
     def _rows(self, samples: Sequence[TrainSample]) -> Iterator[list[TrainSample]]:
-        """Runs of at most `trainer.micro_batch_tokens` tokens, or of one sample."""
+        """Runs of at most `trainer.micro_batch_tokens` tokens, padding included, or of one sample."""
+        if not is_packed(self._policy.model):
+            yield from padded_runs(samples, self._max_tokens)
+            return
         run: list[TrainSample] = []
         room = self._max_tokens
         for sample in samples:

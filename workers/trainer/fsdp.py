@@ -118,7 +118,7 @@ class FsdpTrainer(TrainerBackend):
         return self._policy
 
     def accumulate(self, groups: Sequence[MicroBatch]) -> None:
-        for micro_batch in groups:
+        for micro_batch in self._in_pieces(groups):
             (self._loss(micro_batch) / self._group.size).backward()
 
     def _finish_gradients(self) -> None:

@@ -17,16 +17,31 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rlflow.errors import ConfigError
 from rlflow.workers.trainer.attention import compile_for_any_length
 
 _ATTENTION = (torch.ops.higher_order.flex_attention, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
+def backbone(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its head."""
+    base = model.base_model
+    if base is model:  # families whose prefix is that of another model
+        base = model.get_submodule("model")
+    assert isinstance(base, PreTrainedModel), "every causal model of transformers has one"
+    return base
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    layers = model.base_model.layers
-    assert isinstance(layers, nn.ModuleList)
-    return layers
+    """The layers that tokens go through, whatever the family calls them. Raises ConfigError if there is no list."""
+    lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ConfigError(
+            f"model.path names a {model.config.model_type} model without a list of decoder layers, as sharding needs "
+            "it; choose another model"
+        )
+    return max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
 
 
 def has_experts(config: PreTrainedConfig) -> bool:

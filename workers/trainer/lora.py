@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlflow.config import LoraConfig
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, first_line
+from rlflow.workers.trainer.layers import decoder_layers
 
 _ADAPTER = "default"
 _BASE = ".base_layer."
@@ -29,8 +30,14 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, w
     """
     peft = _import_peft()
     options = peft_config(lora, linear_layers(model))
-    with torch.device("meta"):
-        peft.inject_adapter_in_model(options, model)
+    try:
+        with torch.device("meta"):
+            peft.inject_adapter_in_model(options, model)
+    except ValueError as error:  # a linear layer and one that is none have the same name
+        raise ConfigError(
+            f"lora.rank: no adapters can be put on the {model.config.model_type} model at model.path: "
+            f"{first_line(error)}; set lora.rank to null"
+        ) from error
     for name in whole:
         model.get_submodule(name).requires_grad_(True)
     for parameter in model.parameters():
@@ -54,8 +61,7 @@ def first_adapter(name: str, shape: Sequence[int], seed: int, dtype: torch.dtype
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
     """The last parts of the names of all linear layers within the decoder layers. Raises ConfigError without any."""
-    layers = model.base_model.layers
-    assert isinstance(layers, nn.Module)
+    layers = decoder_layers(model)
     names = {name.rpartition(".")[2] for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
     if not names:
         raise ConfigError(

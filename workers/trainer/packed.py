@@ -1,4 +1,4 @@
-"""A training back end on one rank: packed rows through the model, the frame of a step, parameters out, checkpoints.
+"""A training back end on one rank: micro-batches through the model, the frame of a step, parameters out, checkpoints.
 
     micro-batches -> pack -> model -> Objective -> backward (sums) ... -> step: norm, divide, clip, AdamW
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlflow.algorithms.schedules import learning_rate
-from rlflow.batching import PackedBatch, pack
+from rlflow.batching import PackedBatch, pack, padded_runs
 from rlflow.config import Checkpointing, Config
 from rlflow.errors import RunError
 from rlflow.roles import StepOutcome, TrainWork
@@ -32,6 +32,7 @@ from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import Layout
 from rlflow.weights.source import Specs
 from rlflow.workers.trainer.flops import flops, packed_sizes, padded_sizes, sizes_of
+from rlflow.workers.trainer.gate import Agreement, probe_prompts, settle_way
 from rlflow.workers.trainer.layers import has_experts, wrap_layers
 from rlflow.workers.trainer.lora import (
     add_adapters,
@@ -49,6 +50,7 @@ from rlflow.workers.trainer.process_group import choose_device, join
 from rlflow.workers.trainer.routing import replay_routes
 from rlflow.workers.trainer.shards import Shard, ShardReader, Snapshot
 from rlflow.workers.trainer.value import ValueObjective, empty_value_model
+from rlflow.workers.trainer.way import is_packed
 
 MicroBatch = Sequence[Sequence[TrainSample]]
 """What goes through the model at once: pieces of groups, each with its samples."""
@@ -74,7 +76,7 @@ class TrainerBackend(ABC):
 
         Its parameters are on the meta device, and `_first` has the values that they begin with.
 
-        Raises ConfigError for a model that cannot be trained packed.
+        Raises ConfigError for a model that cannot be trained.
         """
         self._config = config
         self._rank = rank
@@ -178,10 +180,33 @@ class TrainerBackend(ABC):
 
     # -- a step
 
+    def settle_way(self) -> Agreement:
+        """Measure the model and settle how it goes; see `gate`. Called once, before anything goes through it."""
+        return settle_way(
+            self._policy.model,
+            partial(self._forward, has_plain=True),
+            lambda found: float(self._all_reduce(torch.tensor(found, dtype=torch.float64), dist.ReduceOp.MAX)),
+            torch_dtype(self._config),
+            self._config.model.max_length,
+        )
+
+    def probe_prompts(self) -> list[list[int]]:
+        """See `gate`."""
+        return probe_prompts(self._policy.model, self._config.model.max_length)
+
+    def _in_pieces(self, groups: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Micro-batches as they go through the model: if it pads them, cut into equally many pieces on every rank."""
+        if is_packed(self._policy.model):
+            return groups
+        rows = [[sample for group in micro_batch for sample in group] for micro_batch in groups]
+        pieces = [[run] for row in rows for run in padded_runs(row, self._config.trainer.micro_batch_tokens)]
+        most = int(self._all_reduce(torch.tensor(len(pieces), dtype=torch.float64), dist.ReduceOp.MAX))
+        return pieces + [[]] * (most - len(pieces))
+
     def observe(self, groups: Sequence[MicroBatch]) -> None:
         """Count micro-batches whose gradient is known to be zero: like `accumulate`, without the backward pass."""
         with torch.no_grad():
-            for micro_batch in groups:
+            for micro_batch in self._in_pieces(groups):
                 self._loss(micro_batch, self._observed)
         self.pass_over(groups)
 
@@ -212,7 +237,8 @@ class TrainerBackend(ABC):
         return row.loss
 
     def _count_work(self, packed: PackedBatch, samples: Sequence[TrainSample]) -> None:
-        own, padded = packed_sizes(packed), padded_sizes(samples)
+        padded = padded_sizes(samples)
+        own = packed_sizes(packed) if is_packed(self._policy.model) else padded
         costs = [flops(self._model_sizes, sizes, with_backward=torch.is_grad_enabled()) for sizes in (own, padded)]
         self._work += torch.tensor([own.tokens, *costs], dtype=torch.float64)
 
@@ -274,12 +300,12 @@ class TrainerBackend(ABC):
         return self._add_up_data(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def per_token(self, groups: Sequence[MicroBatch]) -> list[list[FloatArray]]:
-        """One [L] for each sample of each micro-batch; 0 where there is no loss.
+        """One [L] for each sample, in the order of the micro-batches, in lists of any length; 0 where there is no loss.
 
         Log-probabilities under the current policy, or values of the current critic.
         """
         found: list[list[FloatArray]] = []
-        for micro_batch in groups:
+        for micro_batch in self._in_pieces(groups):
             with torch.no_grad():
                 first, *_ = self._forward(self._lay_out(micro_batch))
             found.append(split_logprobs(first, [sample for group in micro_batch for sample in group]))

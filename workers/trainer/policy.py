@@ -16,40 +16,56 @@ from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import chunk_of
-from rlflow.workers.trainer.attention import attention_layout
-from rlflow.workers.trainer.pretrained import CPU, FirstValues, empty_model, load_packed
+from rlflow.workers.trainer.attention import attention_layout, attention_windows
+from rlflow.workers.trainer.layers import backbone
+from rlflow.workers.trainer.plain import plain_logprobs
+from rlflow.workers.trainer.pretrained import CPU, FirstValues, empty_model, load_whole
 from rlflow.workers.trainer.routing import lay_routes
+from rlflow.workers.trainer.rows import rows_of
 from rlflow.workers.trainer.tensor_parallel import TensorGroup
-from rlflow.workers.trainer.token_logprobs import MAX_LOGITS, TokenLogprobs, among_support
+from rlflow.workers.trainer.token_logprobs import MAX_LOGITS, TokenLogprobs, among_support, logit_rule
+from rlflow.workers.trainer.way import is_packed
 
 
 class Policy(nn.Module):
     """A policy; the whole computation is inside `forward`, because FSDP's hooks on the root must see it."""
 
     def __init__(self, model: PreTrainedModel, temperature: float, max_logits: int = MAX_LOGITS) -> None:
-        """`model` must have been loaded by `load_packed`. Its logits are divided by `temperature`."""
+        """`model` must have been loaded by `load_whole`. Its logits are divided by `temperature`."""
         super().__init__()
         self.model = model
-        self._temperature = temperature
+        self._rule = logit_rule(model.config, temperature)
         self._max_logits = max_logits
         self._group = TensorGroup()
         head = model.get_output_embeddings()
-        if not isinstance(head, nn.Linear) or head.bias is not None:
+        if not isinstance(head, nn.Linear):
             raise ConfigError(
-                f"model.path names a {model.config.model_type} model whose output layer is not a linear layer without "
-                f"bias; got {head}; choose a model such as Llama, Qwen2 or Qwen3"
+                f"model.path names a {model.config.model_type} model whose output layer is not a linear layer; got "
+                f"{head}; choose another model"
             )
 
     def share_head(self, group: TensorGroup) -> None:
         """Divide the tokens whose logits are computed among the ranks of `group`, which have the same hidden states."""
         self._group = group
 
-    def forward(self, packed: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [N] (float32, with gradient) and entropies [N] (float32, without) of the loss tokens."""
-        hidden = hidden_states(self.model, packed)
+    def forward(self, packed: PackedBatch, has_plain: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [N] (float32, with gradient) and entropies [N] (float32, without) of the loss tokens.
+
+        With `has_plain`, in place of the entropies what transformers alone says of the log-probabilities.
+        """
+        found = self.logprobs_of(hidden_states(self.model, packed), packed)
+        return (found[0], plain_logprobs(self.model, packed, self._rule.temperature)) if has_plain else found
+
+    def logprobs_of(self, hidden: Tensor, packed: PackedBatch) -> tuple[Tensor, Tensor]:
+        """`forward` from the states [T, hidden size] of the last layer on."""
         device = hidden.device
         head = self.model.get_output_embeddings()
         assert head is not None, "checked at construction"
+        if hidden.shape[1] != head.weight.shape[1]:
+            raise ConfigError(
+                f"model.path names a {self.model.config.model_type} model whose layers give {hidden.shape[1]} numbers, "
+                f"of which its output layer makes {head.weight.shape[1]} first; choose another model"
+            )
         # Tokens that one state predicts, such as the first tokens of a group's completions, share its logits.
         positions, row_of = (
             torch.from_numpy(part).to(device) for part in np.unique(packed.loss_positions, return_inverse=True)
@@ -64,7 +80,7 @@ class Policy(nn.Module):
         # An embedding gathers rows, because its backward is deterministic on the CPU.
         predictive = F.embedding(positions[start:stop], hidden)
         own: tuple[Tensor, Tensor] = TokenLogprobs.apply(
-            predictive, head.weight, row_of[tokens] - start, targets[tokens], self._temperature, self._max_logits
+            predictive, head.weight, head.bias, row_of[tokens] - start, targets[tokens], self._rule, self._max_logits
         )  # pyright: ignore[reportAssignmentType]
         logprobs, entropies = (of_own.new_zeros(len(targets)).index_copy(0, tokens, of_own) for of_own in own)
         logprobs, entropies = self._group.add_up(logprobs), self._group.add_up(entropies)
@@ -72,23 +88,31 @@ class Policy(nn.Module):
 
 
 def hidden_states(model: PreTrainedModel, packed: PackedBatch) -> Tensor:
-    """The last layer's states [T, hidden size] of a row, from a model that `load_packed` has loaded."""
+    """The last layer's states [T, hidden size] of a row, from a model that `empty_model` has made."""
     device = next(model.parameters()).device
-    layout = attention_layout(packed, device, use_flex=device.type == "cuda")
+    if not is_packed(model):
+        rows = rows_of(packed)
+        lay_routes(model, packed.experts, rows.tokens.reshape(-1))
+        input_ids, cells = (torch.from_numpy(each).to(device) for each in (rows.input_ids, rows.cells))
+        states: Tensor = backbone(model)(input_ids=input_ids, use_cache=False).last_hidden_state
+        # An embedding gathers, because its backward is deterministic on the CPU.
+        return F.embedding(cells, states.flatten(0, 1))
+    windows = attention_windows(model)
+    layout = attention_layout(packed, device, use_flex=device.type == "cuda", windows=windows)
     input_ids, position_ids = (
         F.pad(torch.from_numpy(row), (0, layout.num_padding))[None].to(device)
         for row in (packed.input_ids, packed.position_ids)
     )
     token_of = np.pad(np.arange(len(packed.input_ids)), (0, layout.num_padding), constant_values=-1)
     lay_routes(model, packed.experts, token_of)
-    output = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, layout=layout)
+    output = backbone(model)(input_ids=input_ids, position_ids=position_ids, use_cache=False, layout=layout)
     return output.last_hidden_state[0, : len(packed.input_ids)]
 
 
 def empty_policy(config: Config, model_path: str) -> tuple[Policy, FirstValues]:
     """The model at `model_path`, float32, with its parameters on the meta device, and the values they begin with.
 
-    Raises ConfigError for a model that cannot be trained packed.
+    Raises ConfigError for a model that cannot be trained.
     """
     model, values = empty_model(AutoModelForCausalLM, config, model_path)
     return Policy(model, config.rollout.temperature), values
@@ -98,7 +122,7 @@ def load_policy(
     config: Config, model_path: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32
 ) -> Policy:
     """`empty_policy`, whole in this process with its first values."""
-    model = load_packed(AutoModelForCausalLM, config, model_path, device=device, dtype=dtype)
+    model = load_whole(AutoModelForCausalLM, config, model_path, device=device, dtype=dtype)
     return Policy(model, config.rollout.temperature)
 
 

@@ -27,8 +27,8 @@ from transformers.utils.logging import disable_progress_bar
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.models.opening import build_model, open_config, open_model
-from rlflow.workers.trainer.attention import ATTENTION, check_attention
 from rlflow.workers.trainer.lora import name_in_files
+from rlflow.workers.trainer.way import choose_way, pin_rotary
 
 CPU = torch.device("cpu")
 _NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
@@ -116,19 +116,19 @@ def empty_model(
     heads: Sequence[str] = (),
     **options: Any,
 ) -> tuple[PreTrainedModel, FirstValues]:
-    """A model by one of transformers' Auto classes, float32 for packed rows; parameters are on the meta device.
+    """A model by one of transformers' Auto classes, float32, its way chosen; parameters are on the meta device.
 
     Its buffers are on the CPU, and its modules `heads` begin with zeros. `options` go to the model's configuration.
     Collective for families that rank 0 loads. Raises ConfigError, naming the `setting`, for a model that cannot be
-    packed.
+    built.
     """
     disable_progress_bar()
     trust = config.model.trust_remote_code
     model_config = open_config(folder, trust=trust, setting=setting, **options)
-    check_attention(model_config, config.model.max_length, setting)
+    pin_rotary(model_config, config.model.max_length)
     with torch.device("meta"):
-        precision = {"dtype": torch.float32, "attn_implementation": ATTENTION}
-        model = build_model(auto_class, model_config, trust=trust, setting=setting, **precision).eval()
+        model = build_model(auto_class, model_config, trust=trust, setting=setting, dtype=torch.float32).eval()
+    choose_way(model)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the policy that is trained must be the one that sampled
@@ -157,7 +157,7 @@ def converted_patterns(model: PreTrainedModel) -> list[str]:
     return [pattern for each in mapping if isinstance(each, WeightConverter) for pattern in each.source_patterns]
 
 
-def load_packed(
+def load_whole(
     auto_class: Any,
     config: Config,
     folder: str,

@@ -4,7 +4,7 @@ Transcript -> its own chat template and tokenizer -> Conversation -> packed row 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,24 +12,25 @@ from jinja2 import TemplateError
 from transformers import AutoModelForSequenceClassification
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from rlflow.batching import Conversation, pack_conversations
+from rlflow.batching import Conversation, pack_conversations, row_tokens
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.models.opening import open_config, open_tokenizer
 from rlflow.models.resolve import REWARD
 from rlflow.runtime.gpus import has_gpu
 from rlflow.types import EpisodeEnd, Message, Transcript, Verdict
-from rlflow.workers.trainer.attention import attention_window
+from rlflow.workers.trainer.gate import settle_way
 from rlflow.workers.trainer.policy import torch_dtype
-from rlflow.workers.trainer.pretrained import load_packed
+from rlflow.workers.trainer.pretrained import load_whole
 from rlflow.workers.trainer.value import ValueModel
+from rlflow.workers.trainer.way import is_packed
 
 
 class RewardModel:
     """A reward model that never changes, whole in one process."""
 
     def __init__(self, config: Config, folder: str) -> None:
-        """Raises ConfigError for a model that cannot be packed, or whose score is not that of its last token."""
+        """Raises ConfigError for a model that cannot be used, or whose score is not that of its last token."""
         trust = config.model.trust_remote_code
         self._tokenizer = open_tokenizer(folder, trust=trust, setting=REWARD)
         if not self._tokenizer.chat_template:
@@ -39,18 +40,18 @@ class RewardModel:
             )
         text = open_config(folder, trust=trust, setting=REWARD).get_text_config()
         positions: int = text.max_position_embeddings
-        window = attention_window(text)
-        self._max_tokens = positions if window is None else min(positions, window)
+        self._max_tokens = positions
         self._padding = text.pad_token_id
-        own = replace(config, model=replace(config.model, max_length=self._max_tokens))
         device = torch.device("cuda" if has_gpu() else "cpu")
-        model = load_packed(AutoModelForSequenceClassification, own, folder, REWARD, device, torch_dtype(config))
+        model = load_whole(AutoModelForSequenceClassification, config, folder, REWARD, device, torch_dtype(config))
         if not isinstance(model, GenericForSequenceClassification) or model.num_labels != 1:
             raise ConfigError(
                 f"reward.model names a {type(model).__name__} with {model.config.num_labels} labels, whose score is "
                 "not one number at the last token; take one such as LlamaForSequenceClassification with one label"
             )
         self._model = ValueModel(model).requires_grad_(False).eval()
+        forward = partial(self._model, has_plain=True)
+        settle_way(model, forward, lambda found: found, torch_dtype(config), positions, REWARD)
 
     def encode(self, transcript: Transcript) -> Conversation | Verdict:
         """The whole conversation, the policy's prompt first; a Verdict if the model cannot read it."""
@@ -70,8 +71,14 @@ class RewardModel:
         cut = max(1, next(differing, min(len(prompt), len(ids))))
         return Conversation(prompt_ids=np.array(ids[:cut], np.int32), reply_ids=np.array(ids[cut:], np.int32))
 
+    def num_tokens(self, conversations: Sequence[Conversation]) -> int:
+        """How many tokens go through the model with these, padding included."""
+        if is_packed(self._model.model):
+            return row_tokens(conversations)
+        return len(conversations) * max(len(each.prompt_ids) + len(each.reply_ids) for each in conversations)
+
     def scores(self, conversations: Sequence[Conversation]) -> list[float]:
-        """The score of each, all of them in one packed row."""
+        """The score of each, all of them at once."""
         with torch.no_grad():
             (values,) = self._model(pack_conversations(conversations))
         return values.tolist()

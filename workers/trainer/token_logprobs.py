@@ -6,20 +6,43 @@
 Shape letters: R rows (states that predict), N loss tokens, V vocabulary, D hidden size.
 """
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from transformers import PreTrainedConfig
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LogitRule:
+    """How products of states and output embeddings become logits: cap * tanh(scale * product / cap) / temperature."""
+
+    temperature: float = 1.0
+    scale: float = 1.0
+    cap: float | None = None
+    """None leaves the values as they are."""
+
+
+def logit_rule(config: PreTrainedConfig, temperature: float) -> LogitRule:
+    """The rule of this model, by the names that families have for it, and the run's temperature."""
+    text = config.get_text_config()
+    scale = math.prod(getattr(text, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier"))
+    scale /= getattr(text, "logits_scaling", None) or 1.0
+    cap = getattr(text, "final_logit_softcapping", None) or getattr(text, "logits_soft_cap", None)
+    return LogitRule(temperature=temperature, scale=scale, cap=cap)
+
 
 MAX_LOGITS = 2**26
 """Logits that exist at once (256 MiB in float32); with more, rows or columns go through the head in chunks."""
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """log softmax(hidden weight^T / temperature)[row_of, targets], with at most `max_logits` logits in memory.
+    """log softmax(logits)[row_of, targets], with at most `max_logits` logits in memory; see `LogitRule`.
 
     Returns log-probabilities [N] and entropies [N], float32; entropies have no gradient. If everything fits into one
     chunk, its probabilities are kept; otherwise backward computes each chunk again.
@@ -27,21 +50,28 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, row_of: Tensor, targets: Tensor, temperature: float, max_logits: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        row_of: Tensor,
+        targets: Tensor,
+        rule: LogitRule,
+        max_logits: int,
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
         entropies, denominators = hidden.new_empty(2, len(hidden), dtype=torch.float32)
         kept = None
         for rows, tokens in _chunks(len(hidden), max_logits // len(weight), row_of):
-            logits = _logits(hidden[rows], weight, temperature)
+            logits = _logits(hidden[rows], weight, bias, rule)
             denominators[rows] = logits.logsumexp(dim=-1)
             log_softmax = logits.sub_(denominators[rows, None])
             logprobs[tokens] = log_softmax[row_of[tokens] - rows.start, targets[tokens]]
             probabilities = log_softmax.exp()
             entropies[rows] = -torch.linalg.vecdot(probabilities, log_softmax)
-            kept = probabilities if len(probabilities) == len(hidden) else None
-        ctx.save_for_backward(hidden, weight, row_of, targets, denominators, kept)
-        ctx.temperature, ctx.max_logits = temperature, max_logits
+            kept = probabilities if len(probabilities) == len(hidden) and rule.cap is None else None
+        ctx.save_for_backward(hidden, weight, bias, row_of, targets, denominators, kept)
+        ctx.rule, ctx.max_logits = rule, max_logits
         entropies = entropies[row_of]
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -51,24 +81,35 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, row_of, targets, denominators, kept = ctx.saved_tensors
-        scaled = gradients[0] / ctx.temperature
+        hidden, weight, bias, row_of, targets, denominators, kept = ctx.saved_tensors
+        rule: LogitRule = ctx.rule
+        scaled = gradients[0] / rule.temperature
         of_row = scaled.new_zeros(len(hidden)).index_add_(0, row_of, scaled)
         hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32)
         weight_gradient = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        bias_gradient = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         width = len(weight) if kept is not None else ctx.max_logits // max(1, len(hidden))
         for columns, tokens in _chunks(len(weight), width, targets):
-            by_logit = kept
+            by_logit, slopes = kept, None
             if by_logit is None:
-                by_logit = _logits(hidden, weight[columns], ctx.temperature).sub_(denominators[:, None]).exp_()
+                by_logit = _logits(hidden, weight[columns], None if bias is None else bias[columns], rule)
+                if rule.cap is not None:
+                    slopes = 1 - (by_logit * (rule.temperature / rule.cap)).square_()
+                by_logit = by_logit.sub_(denominators[:, None]).exp_()
             by_logit = by_logit * -of_row[:, None] if kept is not None else by_logit.mul_(-of_row[:, None])
             cells = row_of[tokens] * by_logit.shape[1] + targets[tokens] - columns.start
             by_logit.view(-1).index_add_(0, cells, scaled[tokens])
+            if slopes is not None:
+                by_logit *= slopes
+            if bias_gradient is not None:
+                bias_gradient[columns] = by_logit.sum(0)
+            if rule.scale != 1:
+                by_logit *= rule.scale
             by_logit = by_logit.to(hidden.dtype)
             hidden_gradient += by_logit @ weight[columns]
             if weight_gradient is not None:
                 torch.mm(by_logit.T, hidden, out=weight_gradient[columns])
-        return hidden_gradient.to(hidden.dtype), weight_gradient, None, None, None, None
+        return hidden_gradient.to(hidden.dtype), weight_gradient, bias_gradient, None, None, None, None
 
 
 def among_support(logprobs: Tensor, entropies: Tensor, support_of: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +139,13 @@ def _chunks(length: int, size: int, place_of: Tensor) -> Iterator[tuple[slice, T
         yield slice(start, min(start + size, length)), tokens[first:last]
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule) -> Tensor:
     """[R, V] in float32, not shared with anything."""
     logits = F.linear(hidden, weight).float()
-    return logits if temperature == 1 else logits.div_(temperature)
+    if rule.scale != 1:
+        logits *= rule.scale
+    if bias is not None:
+        logits += bias
+    if rule.cap is not None:
+        logits.div_(rule.cap).tanh_().mul_(rule.cap)
+    return logits if rule.temperature == 1 else logits.div_(rule.temperature)

@@ -13,6 +13,7 @@ from rlflow.batching import PackedBatch
 from rlflow.config import Config
 from rlflow.roles import Mean
 from rlflow.workers.trainer.objective import Objective, Row
+from rlflow.workers.trainer.plain import plain_states
 from rlflow.workers.trainer.policy import hidden_states
 from rlflow.workers.trainer.pretrained import FirstValues, empty_model
 
@@ -21,23 +22,28 @@ class ValueModel(nn.Module):
     """A critic; the whole computation is inside `forward`, because FSDP's hooks on the root must see it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """`model` is a token classifier with one label, loaded by `load_packed`."""
+        """`model` is a token classifier with one label, loaded by `load_whole`."""
         super().__init__()
         self.model = model
 
-    def forward(self, packed: PackedBatch) -> tuple[Tensor]:
-        """The value [N] (float32, with gradient) of the state in which each loss token was sampled."""
+    def forward(self, packed: PackedBatch, has_plain: bool = False) -> tuple[Tensor, ...]:
+        """The value [N] (float32, with gradient) of the state in which each loss token was sampled.
+
+        With `has_plain` the states [N, hidden size], as they are here and as transformers alone computes them.
+        """
         hidden = hidden_states(self.model, packed)
         head = self.model.get_submodule("score")
         # An embedding gathers rows, because its backward is deterministic on the CPU.
         states = F.embedding(torch.from_numpy(packed.loss_positions).to(hidden.device), hidden)
+        if has_plain:
+            return states.float(), plain_states(self.model, packed)
         return (head(states)[:, 0].float(),)
 
 
 def empty_value_model(config: Config, model_path: str) -> tuple[ValueModel, FirstValues]:
     """The model at `model_path`, float32, with its parameters on the meta device, and the values they begin with.
 
-    Its head gives 0 everywhere at first. Raises ConfigError for a model that cannot be trained packed.
+    Its head gives 0 everywhere at first. Raises ConfigError for a model that cannot be trained.
     """
     model, values = empty_model(AutoModelForTokenClassification, config, model_path, heads=("score",), num_labels=1)
     return ValueModel(model), values

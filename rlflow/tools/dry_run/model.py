@@ -1,7 +1,6 @@
 """A model's facts from its config.json: the model is built on the meta device, where tensors have no memory."""
 
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,12 +23,12 @@ from rlflow.models.opening import build_model, open_config
 from rlflow.models.resolve import POLICY, REWARD
 from rlflow.tools.dry_run.memory import FLOAT32, Activations, ModelFacts, RewardModelFacts, Weight
 from rlflow.workers.engine.setup import cache_shape
-from rlflow.workers.trainer.attention import check_attention
-from rlflow.workers.trainer.layers import decoder_layers, keeps
+from rlflow.workers.trainer.layers import backbone, decoder_layers, keeps
 from rlflow.workers.trainer.lora import add_adapters, is_adapter
 from rlflow.workers.trainer.policy import Policy, torch_dtype
 from rlflow.workers.trainer.pretrained import converted_patterns
 from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
+from rlflow.workers.trainer.way import attention_of, choose_way, is_packed, set_attention
 
 _ATTENTION = "rlflow_dry_run"
 _NUM_TOKENS = 64
@@ -39,7 +38,7 @@ _NUM_TOKENS = 64
 def read_model(config: Config, folder: str) -> ModelFacts:
     """The facts of the model whose config.json is in `folder`.
 
-    Raises ConfigError for a config.json that transformers does not know, for a model that cannot be trained packed or
+    Raises ConfigError for a config.json that transformers does not know, for a model that cannot be trained or
     cut, and for one that cannot be followed without weights.
     """
     model, cut = _build(config, folder), dict[str, int]()
@@ -74,9 +73,7 @@ def read_model(config: Config, folder: str) -> ModelFacts:
 
 def read_reward_model(config: Config, folder: str) -> RewardModelFacts:
     """The facts of the classifier whose config.json is in `folder`. Raises ConfigError as `read_model`."""
-    # What is longer than a reward model looks back gets no verdict, so that any window will do.
-    own = replace(config, model=replace(config.model, max_length=1))
-    model = _on_meta(AutoModelForSequenceClassification, own, folder, REWARD)
+    model = _on_meta(AutoModelForSequenceClassification, config, folder, REWARD)
     return RewardModelFacts(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         largest_layer=_activations(model).largest_layer,
@@ -94,10 +91,8 @@ def _on_meta(auto_class: Any, config: Config, folder: str, setting: str) -> PreT
     trust = config.model.trust_remote_code
     try:
         model_config = open_config(folder, trust=trust, setting=setting)
-        check_attention(model_config, config.model.max_length, setting)
         with torch.device("meta"):
-            options = {"dtype": torch_dtype(config), "attn_implementation": _ATTENTION}
-            model = build_model(auto_class, model_config, trust=trust, setting=setting, **options)
+            model = build_model(auto_class, model_config, trust=trust, setting=setting, dtype=torch_dtype(config))
     except ConfigError:
         raise
     except (ValueError, KeyError, AttributeError, OSError) as error:
@@ -105,11 +100,9 @@ def _on_meta(auto_class: Any, config: Config, folder: str, setting: str) -> PreT
             f"{setting}: no model can be built from {folder}/config.json: {first_line(error)}; "
             "take the config.json that came with the model"
         ) from error
-    if not isinstance(getattr(model.base_model, "layers", None), nn.ModuleList):
-        raise ConfigError(
-            f"{setting} names a {model_config.model_type} model whose decoder layers are not a list named `layers`, "
-            "as sharding needs it; choose a model such as Llama, Qwen2 or Qwen3"
-        )
+    choose_way(model)
+    if is_packed(model):
+        set_attention(model, _ATTENTION)
     return model
 
 
@@ -128,9 +121,10 @@ def _activations(model: PreTrainedModel) -> Activations:
     """
     meter = _Meter(model)
     input_ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
+    options = {"position_ids": input_ids, "meter": meter} if attention_of(model) == _ATTENTION else {}
     try:
         with saved_tensors_hooks(meter.save, lambda tensor: tensor), meter:
-            outputs = model.base_model(input_ids=input_ids, position_ids=input_ids, use_cache=False, meter=meter)
+            outputs = backbone(model)(input_ids=input_ids, use_cache=False, **options)
             hidden = outputs.last_hidden_state
     except RuntimeError as error:
         raise ConfigError(

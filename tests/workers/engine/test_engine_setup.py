@@ -166,18 +166,6 @@ def test_latent_attention_is_refused_on_a_cpu(tmp_path: Path) -> None:
     check_engine(config, cache_shape(config, folder), folder, on_gpu=True)
 
 
-def test_longrope_is_trained_with_its_short_factors_only(tmp_path: Path) -> None:
-    """vLLM takes one set of factors for all sequences, transformers one for each batch."""
-    folder, config = write_config("Phi-3 longrope", tmp_path), Config()
-    config.model.max_length, config.rollout.max_new_tokens = 256, 64
-    shape = cache_shape(config, folder)
-    check_engine(config, shape, folder, on_gpu=True)
-    config.model.max_length = 257
-    with pytest.raises(ConfigError, match=r"model.max_length=257 is more than the 256 tokens .* lower it to 256"):
-        check_engine(config, shape, folder, on_gpu=True)
-    check_engine(without_training(config), shape, folder, on_gpu=True)
-
-
 def test_experts_that_cannot_be_renewed_are_refused_where_there_is_training(tmp_path: Path) -> None:
     folder, config = write_config("gpt-oss", tmp_path), Config()
     shape = cache_shape(config, folder)

@@ -140,7 +140,8 @@ def attend(packed: PackedBatch, kernel: Callable[..., Tensor], heads: int = 4) -
     layout = attention_layout(packed, CPU, use_flex=True)
     length = len(packed.input_ids) + layout.num_padding
     query, key, value = (torch.randn(1, number, length, 16) for number in (heads, 2, 2))
-    kernel(query, key, value, block_mask=layout.block_mask, scale=0.25, enable_gqa=True)
+    assert layout.block_masks is not None
+    kernel(query, key, value, block_mask=layout.block_masks[None], scale=0.25, enable_gqa=True)
 
 
 def test_rows_of_any_length_are_one_graph() -> None:

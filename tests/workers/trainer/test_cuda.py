@@ -21,7 +21,7 @@ from rlflow.workers.trainer.optimizers import ShardGroup, ShardOptimizer
 from rlflow.workers.trainer.parking import ParkingSpace
 from rlflow.workers.trainer.policy import load_policy
 from rlflow.workers.trainer.profile import RankProfile
-from rlflow.workers.trainer.token_logprobs import TokenLogprobs
+from rlflow.workers.trainer.token_logprobs import LogitRule, TokenLogprobs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -174,8 +174,8 @@ def test_compiled_attention_over_16k_tokens_equals_float64_on_the_last_rows() ->
     found, _ = packed_attention(torch.nn.Identity(), query, key, value, None, scaling=0.125, layout=layout)
     rows = torch.arange(num_tokens - 300, num_tokens, device=device)
     keys = torch.arange(num_tokens, device=device)
-    assert layout.block_mask is not None
-    sees = layout.block_mask.mask_mod(keys[:0], keys[:0], rows[:, None], keys[None])
+    assert layout.block_masks is not None
+    sees = layout.block_masks[None].mask_mod(keys[:0], keys[:0], rows[:, None], keys[None])
     q, k, v = (states[0].double() for states in (query[:, :, rows], key, value))
     scores = (q @ k.repeat_interleave(2, 0).transpose(1, 2) * 0.125).masked_fill(~sees, -torch.inf)
     expected = (scores.softmax(-1) @ v.repeat_interleave(2, 0)).transpose(0, 1)
@@ -219,7 +219,7 @@ def test_the_output_layer_needs_its_gradient_and_some_logits() -> None:
     row_of = torch.arange(rows, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    logprobs, _ = TokenLogprobs.apply(hidden, weight, row_of, row_of, 1.0, max_logits)  # pyright: ignore[reportGeneralTypeIssues]
+    logprobs, _ = TokenLogprobs.apply(hidden, weight, None, row_of, row_of, LogitRule(), max_logits)  # pyright: ignore[reportGeneralTypeIssues]
     logprobs.sum().backward()
     # The gradient in bfloat16, the hidden states' in float32 and bfloat16, and four float32 copies of some logits.
     allowed = 2 * vocabulary * hidden_size + 6 * rows * hidden_size + 4 * 4 * max_logits + 2**26

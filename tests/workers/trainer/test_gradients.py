@@ -21,13 +21,12 @@ from training import (
     tiny_llama,
     tiny_qwen3,
 )
-from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from rlflow.batching import PackedBatch, pack
 from rlflow.config import Config
-from rlflow.errors import ConfigError
 from rlflow.types import TrainSample
-from rlflow.workers.trainer.attention import ATTENTION, attention_layout, check_attention, packed_attention
+from rlflow.workers.trainer.attention import attention_layout, packed_attention
 from rlflow.workers.trainer.frozen import FrozenPolicy
 from rlflow.workers.trainer.objective import PolicyObjective
 from rlflow.workers.trainer.policy import Policy, load_policy
@@ -192,27 +191,3 @@ def test_blocks_attend_as_written_out_per_sample() -> None:
         scores = (q @ k.transpose(1, 2) * 0.5).masked_fill(~torch.ones(len(rows), len(rows)).tril().bool(), -torch.inf)
         expected = (scores.softmax(-1) @ v).transpose(0, 1)
         torch.testing.assert_close(output[0, rows], expected)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "message"),
-    [
-        (MistralConfig(sliding_window=32), "sliding window of 32 tokens, which is shorter than model.max_length .64"),
-        (Gemma2Config(sliding_window=4096), "attn_logit_softcapping=50.0, which training does not apply"),
-    ],
-    ids=["mistral", "gemma2"],
-)
-def test_models_with_other_attention_are_rejected(architecture: PreTrainedConfig, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_attention(architecture, max_length=64)
-
-
-def test_a_window_as_long_as_the_sequences_is_no_window() -> None:
-    check_attention(MistralConfig(sliding_window=64), max_length=64)
-
-
-def test_a_head_with_bias_is_rejected() -> None:
-    model = AutoModelForCausalLM.from_config(tiny_llama(tie_word_embeddings=False), attn_implementation=ATTENTION)
-    model.set_output_embeddings(torch.nn.Linear(32, 67, bias=True))
-    with pytest.raises(ConfigError, match="output layer is not a linear layer without bias"):
-        Policy(model, temperature=1.0)

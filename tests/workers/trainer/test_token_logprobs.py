@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlflow.workers.trainer.token_logprobs import TokenLogprobs
+from rlflow.workers.trainer.token_logprobs import LogitRule, TokenLogprobs
 
 ROWS, VOCABULARY, HIDDEN = 13, 101, 24
 ROW_OF = torch.arange(17) % ROWS  # four rows predict two tokens each
@@ -39,7 +39,7 @@ def weights(dtype: torch.dtype) -> Tensor:
 
 def fused(dtype: torch.dtype, max_logits: int) -> list[Tensor]:
     hidden, weight = inputs(dtype)
-    outputs: Any = TokenLogprobs.apply(hidden, weight, ROW_OF, TARGETS, 0.7, max_logits)
+    outputs: Any = TokenLogprobs.apply(hidden, weight, None, ROW_OF, TARGETS, LogitRule(temperature=0.7), max_logits)
     logprobs, entropies = outputs
     assert not entropies.requires_grad
     gradients = torch.autograd.grad((logprobs * weights(torch.float32)).sum(), [hidden, weight])

@@ -4,12 +4,10 @@ The oracle is dense and naive: a mask of every query and key, and the logits of 
 largest difference as a share of the oracle's largest value.
 """
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from rlflow.batching import PackedBatch, pack
 from rlflow.errors import RunError
@@ -86,13 +84,10 @@ class _States(nn.Module):
         super().__init__()
         self.states, self.head = nn.Parameter(states), nn.Linear(HIDDEN, VOCABULARY, bias=False)
         self.head.weight = nn.Parameter(weight)
-        self.config = SimpleNamespace(model_type="test")
+        self.config = PreTrainedConfig()
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
-
-    def base_model(self, **ignored: Any) -> SimpleNamespace:
-        return SimpleNamespace(last_hidden_state=self.states[None])
 
 
 def output_difference(packed: PackedBatch, device: torch.device, dtype: torch.dtype, name: str) -> dict[str, Figure]:
@@ -101,7 +96,7 @@ def output_difference(packed: PackedBatch, device: torch.device, dtype: torch.dt
     states = torch.randn(len(packed.input_ids), HIDDEN, dtype=torch.float64).to(device, dtype)
     weight = torch.randn(VOCABULARY, HIDDEN, dtype=torch.float64).to(device, dtype) * HIDDEN**-0.5
     model = _States(states, weight)
-    logprobs, _ = Policy(model, TEMPERATURE, MAX_LOGITS)(packed)  # pyright: ignore[reportArgumentType]
+    logprobs, _ = Policy(model, TEMPERATURE, MAX_LOGITS).logprobs_of(model.states, packed)  # pyright: ignore[reportArgumentType]
     toward = torch.randn(len(logprobs))
     logprobs.backward(toward.to(device))
     exact, exact_weight = (each.detach().cpu().double().requires_grad_() for each in (states, weight))

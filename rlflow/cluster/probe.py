@@ -1,0 +1,53 @@
+"""Do the engines sample from the model that is trained? Asked once, before the first episode."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlflow.cluster.calls import RayTrainer, answer
+from rlflow.errors import WorkerError
+from rlflow.rollout.requests import Completion, GenerateRequest
+from rlflow.rollout.samples import support_of
+from rlflow.types import Sample
+
+NUM_TOKENS = 16
+"""Tokens of a reply, so that both kinds of pass through an engine are compared: of prompts, and token by token."""
+
+
+class EngineProbe:
+    """Implements `roles.Probe`."""
+
+    def __init__(self, trainer: RayTrainer, engines: Sequence[Any]) -> None:
+        self._trainer = trainer
+        self._engines = engines
+
+    async def replies(self) -> list[Sample]:
+        prompts = await self._trainer.probe_prompts()
+        asked = [(engine, prompt) for engine in range(len(self._engines)) for prompt in prompts]
+        replies = await asyncio.gather(*(self._reply(*each) for each in asked), return_exceptions=True)
+        errors = [reply for reply in replies if isinstance(reply, BaseException)]
+        for error in errors:  # the fleet sees to engines that were lost, and loads them again
+            if len(errors) == len(replies) or not isinstance(error, WorkerError):
+                raise error
+        return [reply for reply in replies if isinstance(reply, Sample)]
+
+    async def difference(self, replies: Sequence[Sample]) -> float:
+        found = await self._trainer.score(replies)
+        pairs = zip(found, replies, strict=True)
+        return float(np.concatenate([np.abs(own - reply.logprobs) for own, reply in pairs]).mean())
+
+    async def _reply(self, engine: int, prompt: list[int]) -> Sample:
+        request = GenerateRequest(prompt_ids=prompt, seed=0, max_new_tokens=NUM_TOKENS, prefix_key=None)
+        call = self._engines[engine].generate.remote(request)
+        reply: Completion = await answer(f"rollout engine {engine}", call, "generate")
+        return Sample(
+            prompt_ids=np.array(prompt, np.int32),
+            completion_ids=np.array(reply.ids, np.int32),
+            loss_mask=np.ones(len(reply.ids), np.bool_),
+            logprobs=np.array(reply.logprobs, np.float32),
+            versions=np.array(reply.versions, np.int32),
+            cache_versions=np.array(reply.cache_versions, np.int32),
+            support=support_of(reply.support or ()),
+        )

@@ -1,0 +1,56 @@
+"""What transformers alone says of a batch: each sample by itself, without padding, with the family's own attention."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlflow.batching import PackedBatch
+from rlflow.workers.trainer.layers import backbone
+from rlflow.workers.trainer.rows import rows_of
+from rlflow.workers.trainer.way import PLAIN, attention_of, set_attention
+
+
+def plain_logprobs(model: PreTrainedModel, packed: PackedBatch, temperature: float) -> Tensor:
+    """[N], float32, the log-probabilities of the loss tokens by the model's own head."""
+    logits = _where_predicted(model, packed, lambda input_ids: model(input_ids=input_ids, use_cache=False).logits)
+    targets = torch.from_numpy(packed.targets).to(logits.device)
+    return (logits / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+def plain_states(model: PreTrainedModel, packed: PackedBatch) -> Tensor:
+    """[N, hidden size], float32, the last layer's states that predict the loss tokens."""
+    run = backbone(model)
+    return _where_predicted(
+        model, packed, lambda input_ids: run(input_ids=input_ids, use_cache=False).last_hidden_state
+    )
+
+
+def _where_predicted(model: PreTrainedModel, packed: PackedBatch, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """[N, ...], float32: what `run` gives of [1, L] tokens, at the places that predict the loss tokens."""
+    # A prompt by itself shows if a model looks ahead: in the row of a completion it would see that.
+    rows = rows_of(packed, prompts_alone=True)
+    row_of, column_of = np.divmod(rows.cells[packed.loss_positions], rows.input_ids.shape[1])
+    device = next(model.parameters()).device
+    found: list[Tensor] = []
+    with _as_written(model):
+        for row, length in enumerate(rows.lengths):
+            columns = torch.from_numpy(column_of[row_of == row]).to(device)
+            found.append(run(torch.from_numpy(rows.input_ids[row : row + 1, :length]).to(device))[0, columns].float())
+    order = np.argsort(np.argsort(row_of, kind="stable"), kind="stable")
+    return torch.cat(found)[torch.from_numpy(order).to(device)]
+
+
+@contextmanager
+def _as_written(model: PreTrainedModel) -> Iterator[None]:
+    """Layers run as transformers writes them: not compiled, and with plain attention."""
+    chosen = attention_of(model)
+    set_attention(model, PLAIN)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        set_attention(model, chosen)

@@ -1,6 +1,8 @@
 """`rlflow bench train`: one optimiser step on the CPU, packed, beside other ways to train on the same samples.
 
-    ragged       packed (ours), padded (a transformers loop written by hand), TRL's GRPOTrainer
+    ragged       packed (ours), rows (ours, of a model that goes in padded rows), padded (a transformers loop written by
+                 hand), TRL's GRPOTrainer
+    window       packed (ours), padded and TRL's, each layer with a window of attention shorter than the samples
     long_prompt  packed (ours), unshared (ours, every sample with a copy of its prompt)
 
 Every side runs in a process of its own, in turn, so that each has its own peak of memory and all meet the same machine.
@@ -30,10 +32,17 @@ VOCABULARY = 49152
 """Tokens that the model of `Config()` knows."""
 
 
-SIDES = {"ragged": ("packed", "padded", "trl"), "long_prompt": ("packed", "unshared")}
+WINDOW = 128
+"""Tokens that a token of the workload `window` sees."""
+SIDES = {
+    "ragged": ("packed", "rows", "padded", "trl"),
+    "window": ("packed", "padded", "trl"),
+    "long_prompt": ("packed", "unshared"),
+}
 """Ours first."""
 WORKLOADS = {
     "ragged": Workload(groups=1, group_size=8, prompt=256, shortest=32, longest=256),
+    "window": Workload(groups=1, group_size=8, prompt=256, shortest=32, longest=256),
     "long_prompt": Workload(groups=1, group_size=16, prompt=512, shortest=64, longest=64),
 }
 
@@ -46,9 +55,10 @@ def training() -> dict[str, float]:
     script = worker_script("trl_training_worker.py")
     trl = [str(other_python("trl-venv", "trl.lock")), str(script)]
     ours = [sys.executable, str(worker_script("train_step.py"))]
-    model = resolve_model(Config().model.path)
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="rlflow-bench-") as folder:
+        model = Path(resolve_model(Config().model.path))
+        models = dict.fromkeys(SIDES, model) | {"window": with_window(model, Path(folder) / "windowed")}
         for name, workload in WORKLOADS.items():
             workload.write(Path(folder) / f"{name}.npz", VOCABULARY)
         for number in range(ROUNDS):
@@ -56,10 +66,22 @@ def training() -> dict[str, float]:
             for name, sides in SIDES.items():
                 for side in sides:
                     command = trl if side == "trl" else [*ours, side]
-                    words = [*command, str(Path(folder) / f"{name}.npz"), str(model)]
+                    words = [*command, str(Path(folder) / f"{name}.npz"), str(models[name])]
                     figures = figures_of(f"the side {side} of {name}", words, TIMEOUT_S)
                     found.setdefault((name, side), []).append(figures)
     return summarize(found)
+
+
+def with_window(model: Path, folder: Path, window: int = WINDOW) -> Path:
+    """The Llama model of a folder as a Mistral model, whose weights have the same names, with a window; in `folder`."""
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).symlink_to(file.resolve())
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def summarize(found: Mapping[tuple[str, str], Sequence[Mapping[str, float]]]) -> dict[str, float]:

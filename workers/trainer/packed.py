@@ -199,6 +199,8 @@ class TrainerBackend(ABC):
         if is_packed(self._policy.model):
             return groups
         rows = [[sample for group in micro_batch for sample in group] for micro_batch in groups]
+        for row in rows:
+            row.sort(key=lambda sample: sample.sample.num_tokens)  # less padding
         pieces = [[run] for row in rows for run in padded_runs(row, self._config.trainer.micro_batch_tokens)]
         most = int(self._all_reduce(torch.tensor(len(pieces), dtype=torch.float64), dist.ReduceOp.MAX))
         return pieces + [[]] * (most - len(pieces))

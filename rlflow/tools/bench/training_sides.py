@@ -1,7 +1,8 @@
 """Ways to take one optimiser step on the same samples, which `rlflow bench train` and `rlflow bench gpu` time.
 
-packed     the trainer's own
+packed     the trainer's own, of a model that goes packed
 unshared   the same, every sample with a copy of its prompt
+rows       the trainer's own, of a model that goes in padded rows
 padded     a transformers loop as one writes it by hand
 """
 
@@ -74,8 +75,7 @@ def run_side(side: str, groups: Sequence[Group], model: str, config: Config | No
     if side == "padded":
         step, row_tokens = _padded(config, groups, model, device), _padded_tokens(groups)
     else:
-        micro_batches = micro_batches_of(config, groups) if side == "packed" else _unshared(config, groups)
-        step, row_tokens = _packed(config, micro_batches, model, side == "packed")
+        step, row_tokens = _trainer(side, config, groups, model)
     grad_norm, _ = step()
     started = time.perf_counter()
     _, outcome = step()
@@ -159,21 +159,27 @@ def _unshared(config: Config, groups: Sequence[Group]) -> list[list[Group]]:
     return [[samples[start : start + at_once]] for start in range(0, len(samples), at_once)]
 
 
-def _packed(config: Config, micro_batches: list[list[Group]], model: str, shares_prompts: bool) -> tuple[Step, float]:
+def _trainer(side: str, config: Config, groups: Sequence[Group], model: str) -> tuple[Step, float]:
     """The trainer's own step, and the tokens that go through the model."""
     import torch
 
     from rlflow.workers.trainer.fsdp import FsdpTrainer
     from rlflow.workers.trainer.packed import MicroBatch
+    from rlflow.workers.trainer.rows import rows_of
+    from rlflow.workers.trainer.way import go_in_rows
 
     class Trainer(FsdpTrainer):
         def _lay_out(self, micro_batch: MicroBatch) -> PackedBatch:
-            return pack(micro_batch, share_prompts=shares_prompts)
+            return pack(micro_batch, share_prompts=side != "unshared")
 
     meeting = Path(tempfile.mkdtemp(prefix="rlflow-bench-")) / "rendezvous"
     trainer = Trainer(config, model, 0, 1, f"file://{meeting}")
-    rows = [trainer._lay_out(micro_batch) for micro_batch in micro_batches]
-    row_tokens = sum(len(row.input_ids) for row in rows)
+    if side == "rows":
+        go_in_rows(trainer._policy.model)
+    micro_batches = _unshared(config, groups) if side == "unshared" else micro_batches_of(config, groups)
+    laid_out = [trainer._lay_out(micro_batch) for micro_batch in trainer._in_pieces(micro_batches)]
+    sizes = [rows_of(row).input_ids.size if side == "rows" else len(row.input_ids) for row in laid_out]
+    row_tokens = float(sum(sizes))
 
     def step() -> tuple[float, StepOutcome | None]:
         trainer.accumulate(micro_batches)

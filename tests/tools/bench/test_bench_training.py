@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from other_systems import figures_of, worker_script
 from rounding import allowed_difference
-from train_step import SIDES, summarize
+from train_step import SIDES, summarize, with_window
 from training import VOCABULARY, save_model, shuffled, tiny_llama
 
 from rlflow.errors import RunError
@@ -19,6 +19,7 @@ SMALL = Workload(groups=2, group_size=3, prompt=7, shortest=1, longest=9)
 
 def test_ratios_are_of_medians_and_to_our_side() -> None:
     steps = {"packed": [2.0, 1.0, 9.0], "padded": [5.0, 5.0, 5.0], "trl": [8.0, 1.0, 80.0], "unshared": [6.0, 6.0, 6.0]}
+    steps["rows"] = [3.0, 3.0, 3.0]
     found = {
         (name, side): [{"step_s": step, "peak_mb": 10 * step, "grad_norm": 2.0} for step in steps[side]]
         for name, sides in SIDES.items()
@@ -37,12 +38,25 @@ def test_all_sides_have_the_same_gradient(tmp_path: Path) -> None:
     SMALL.write(tmp_path / "samples.npz", VOCABULARY)
     groups = read_groups(tmp_path / "samples.npz")
     assert [len(group) for group in groups] == [3, 3]
-    figures = {side: run_side(side, groups, model) for side in ("packed", "unshared", "padded")}
+    figures = {side: run_side(side, groups, model) for side in ("packed", "unshared", "rows", "padded")}
     norms = [found["grad_norm"] for found in figures.values()]
     others = [run_side("packed", shuffled(groups, seed), model)["grad_norm"] for seed in range(3)]
-    assert norms == pytest.approx([norms[0]] * 3, rel=allowed_difference(abs(one / norms[0] - 1) for one in others))
+    assert norms == pytest.approx([norms[0]] * 4, rel=allowed_difference(abs(one / norms[0] - 1) for one in others))
     tokens = {side: found["row_tokens"] for side, found in figures.items()}
-    assert tokens["packed"] < tokens["unshared"] < tokens["padded"]
+    assert tokens["packed"] < tokens["unshared"] < min(tokens["rows"], tokens["padded"])
+
+
+def test_a_window_changes_the_model_and_not_its_weights(tmp_path: Path) -> None:
+    model = Path(save_model(tiny_llama(), tmp_path / "model"))
+    SMALL.write(tmp_path / "samples.npz", VOCABULARY)
+    groups = read_groups(tmp_path / "samples.npz")
+    windowed = str(with_window(model, tmp_path / "windowed", window=4))
+    whole, *norms = (
+        run_side(side, groups, path)["grad_norm"]
+        for side, path in (("packed", str(model)), ("packed", windowed), ("padded", windowed))
+    )
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert abs(norms[0] / whole - 1) > 1e-2
 
 
 def test_a_side_that_fails_says_how() -> None:

@@ -129,7 +129,9 @@ CUDA = Torch(version="2.13.0+cu130", cuda="13.0", cuda_problem="", gpus=(("NVIDI
 VLLM, VLLM_CUDA = ("0.32.0", "cpu", 90), ("0.32.0", "cuda", 90)
 COUNTS = {"node": 1, "CPU": 8, "GPU": 0}
 RAY = {"is_joined": False, "has_tokens": False}
-SIZE = ModelSize(num_parameters=1000, num_trained=1000, memory={"engine": 5, "trainer": 7}, fullest_gpu=40 * GIB)
+SIZE = ModelSize(
+    num_parameters=1000, num_trained=1000, is_packed=True, memory={"engine": 5, "trainer": 7}, fullest_gpu=40 * GIB
+)
 MODEL = ("/models/small", [Trial(name="plain", turns=3, forks=0), Trial(name="tools", turns=3, forks=0)])
 LOADED = {
     "torch": TORCH,
@@ -622,7 +624,9 @@ def test_an_address_that_a_run_does_not_follow() -> None:
 
 def test_what_a_run_needs() -> None:
     config = Config()
-    size = ModelSize(num_parameters=1000, num_trained=1000, memory={"engine": 5, "trainer": 7}, fullest_gpu=40 * GIB)
+    size = ModelSize(
+        num_parameters=1000, num_trained=1000, is_packed=True, memory={"engine": 5, "trainer": 7}, fullest_gpu=40 * GIB
+    )
     config.rollout.engines, config.run.keep_checkpoints = 3, 2
     needs = needs_of(config, size, is_run=True)
     assert (needs.weights, needs.object_store, needs.checkpoints, needs.memory) == (4000, 1536 << 20, 36_000, 22)

@@ -25,6 +25,7 @@ from rlflow.config import (
     Transport,
 )
 from rlflow.errors import ConfigError
+from rlflow.tools.dry_run.command import as_text
 from rlflow.tools.dry_run.estimate import Estimate, estimate, smallest_gpu
 from rlflow.tools.dry_run.memory import (
     Activations,
@@ -157,6 +158,30 @@ def test_experts_count_as_parameters_but_compute_in_bfloat16_only(tmp_path: Path
     assert found.num_parameters == 2 * layer + 2 * 100 * 64 + 64
     with pytest.raises(ConfigError, match="a mixtral model in float32 cannot be followed .* model.dtype=bfloat16"):
         read_model(config(), folder)
+
+
+def test_the_way_of_a_model_with_convolutions_is_padded_rows(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, model_type="lfm2", layer_types=["conv", "full_attention"], num_key_value_heads=2)
+    asked = config(model__dtype=Dtype.bfloat16)
+    facts = read_model(asked, folder)
+    assert not facts.is_packed
+    assert read_model(asked, QWEN2_7B).is_packed
+    found = estimate(asked, facts, max_logits=1000)
+    assert "\nTraining: samples in padded rows, because" in as_text(found, asked, asked)
+
+
+def test_keys_and_values_may_differ_in_size(tmp_path: Path) -> None:
+    sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 24, "v_head_dim": 16}
+    folder = write_config(tmp_path, model_type="minicpm3", num_key_value_heads=4, **sizes)
+    assert read_model(config(model__dtype=Dtype.bfloat16), folder).activations.layers > 0
+
+
+def test_a_model_without_attention_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "num_heads": 8, "head_dim": 16, "expand": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba2", "vocab_size": 100, **sizes}))
+    folder = str(tmp_path)
+    with pytest.raises(ConfigError, match="a mamba2 model, which has no attention heads"):
+        read_model(config(model__dtype=Dtype.bfloat16), folder)
 
 
 # -- memory
@@ -513,6 +538,7 @@ def dry_run(
 GOLDEN = """\
 smoke: llama, 2 layers, 115,200 parameters, bfloat16
 Worked out from the settings and config.json; nothing was started.
+Training: samples packed into one row, shared prompts once; the start of the run measures that this is exact.
 Chosen for the machines: model.dtype=bfloat16, rollout.max_running=512, rollout.seeded=false.
 
 GPUs: 2 (without any, the same processes share the machine's memory)

@@ -257,12 +257,17 @@ def ids_in(path: Path, name: str) -> list[int] | None:
 
 
 def cache_shape(config: Config, model_path: str) -> CacheShape:
-    """Read from the model's config.json; raises ConfigError when there is none."""
+    """Read from the model's config.json; raises ConfigError when there is none, and for a model without attention."""
     if not (Path(model_path) / "config.json").is_file():
         raise ConfigError(f"model.path must be a folder with a config.json; found none in {model_path}")
     text = open_config(model_path, trust=config.model.trust_remote_code).get_text_config()
     # Where layers differ (Gemma 4), the one that keeps most is taken for all of them.
     layers = list(getattr(text, "per_layer_config", ())) or [text]
+    if not all(hasattr(each, "num_attention_heads") for each in layers):
+        raise ConfigError(
+            f"model.path names a {text.model_type} model, which has no attention heads; engines size their cache by "
+            "them, so choose another model"
+        )
     heads = [getattr(each, "num_key_value_heads", None) or each.num_attention_heads for each in layers]
     dims = [getattr(each, "head_dim", None) or each.hidden_size // each.num_attention_heads for each in layers]
     num_key_value_heads, head_dim = max(zip(heads, dims, strict=True), key=prod)

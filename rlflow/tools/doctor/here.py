@@ -61,6 +61,8 @@ class ModelSize:
     num_parameters: int
     num_trained: int
     """Fewer than `num_parameters` with adapters."""
+    is_packed: bool
+    """See ModelFacts."""
     memory: dict[str, int]
     """Kind of process -> bytes of device memory, at most; empty when that is not modelled."""
     fullest_gpu: int

@@ -156,6 +156,7 @@ def load_size(config: Config) -> ModelSize:
     return ModelSize(
         num_parameters=facts.num_parameters,
         num_trained=sum(weight.size for weight in facts.adapters or facts.weights),
+        is_packed=facts.is_packed,
         memory=memory,
         fullest_gpu=fullest,
     )
@@ -191,8 +192,11 @@ def check_model(
 ) -> Iterator[Finding]:
     name, path = "chat template", needs.config.model.path
     here.folder, trials = load(needs.config)
-    parameters = f"{here.size.num_parameters:,} parameters, " if here.size is not None else ""
-    yield ok("model", f"{path}: {parameters}{here.folder}")
+    known = ""
+    if here.size is not None:
+        way = "packed" if here.size.is_packed else "in padded rows"
+        known = f"{here.size.num_parameters:,} parameters, trained {way}, "
+    yield ok("model", f"{path}: {known}{here.folder}")
     forks = [trial.name for trial in trials if trial.forks]
     refused = {trial.name: trial.refused for trial in trials if trial.refused}
     if refused.get("plain"):

@@ -31,6 +31,11 @@ _CURES = {
     "reference": "raise cluster.reference_ranks, take a smaller model or algorithm.kl_coefficient=0",
     "reward_model": "take a smaller reward.model",
 }
+WAYS = {
+    True: "samples packed into one row, shared prompts once",
+    False: "samples in padded rows, because layers of this model look at other tokens in ways of their own",
+}
+"""See `workers/trainer/way.py`."""
 _WHERE = {
     Transport.shm: "in /dev/shm of each machine with ranks of the trainer; engines read it there",
     Transport.p2p: "sent to each engine: what its workers hold, by the ranks that have it",
@@ -82,6 +87,7 @@ def as_text(found: Estimate, config: Config, asked: Config) -> str:
         [
             f"{found.recipe}: {model}",
             "Worked out from the settings and config.json; nothing was started.",
+            f"Training: {WAYS[found.is_packed]}; the start of the run measures that this is exact.",
             *_by_device(asked, config),
         ],
         _gpus(found),

@@ -108,6 +108,8 @@ class Estimate:
     num_parameters: int
     num_layers: int
     dtype: str
+    is_packed: bool
+    """See ModelFacts."""
     micro_batch_tokens: int
     """Tokens of the largest micro-batch that there can be."""
     gpus: tuple[GpuRange, ...]
@@ -164,6 +166,7 @@ def estimate(
         num_parameters=facts.num_parameters,
         num_layers=facts.num_layers,
         dtype=dtype_of(config).value,
+        is_packed=facts.is_packed,
         micro_batch_tokens=num_tokens,
         gpus=tuple(_gpus(config, plan, processes)),
         machines=tuple(lines),

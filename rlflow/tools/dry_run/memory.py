@@ -90,6 +90,8 @@ class ModelFacts:
     """What is trained in place of `weights`, if anything is."""
     converted: int = 0
     """Bytes of the files, if transformers has to convert them for this family; else 0."""
+    is_packed: bool = True
+    """Samples go through it in rows that share prompts, and not as padded rows."""
 
     @property
     def num_parameters(self) -> int:

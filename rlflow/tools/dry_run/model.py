@@ -67,6 +67,7 @@ def read_model(config: Config, folder: str) -> ModelFacts:
         cache=cache_shape(config, folder),
         hidden_size=model.config.get_text_config().hidden_size,
         vocabulary_size=len(head.weight),
+        is_packed=attention_of(model) == _ATTENTION,
         converted=_converted(model, open_config(folder, trust=config.model.trust_remote_code)),
     )
 
@@ -166,6 +167,8 @@ class _Meter(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            return True  # transformers asks whether this is one sequence without padding
         found = func(*args, **(kwargs or {}))
         if keeps(func, args):
             self.kept += found.nbytes
@@ -184,7 +187,8 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = torch.empty_like(query)
+        batch, heads, length, _ = query.shape
+        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)  # laid out as queries are
         ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return output
 
@@ -204,7 +208,7 @@ def _attention(
     meter: _Meter,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, T, D], key and value [1, fewer heads, T, D] -> [1, T, H, D], as transformers calls it."""
+    """query and key [1, H, T, D], value [1, H, T, E] -> [1, T, H, E], as transformers calls it; keys of fewer heads."""
     del module, attention_mask, ignored
     output: Tensor = _FusedAttention.apply(query, key, value)  # pyright: ignore[reportAssignmentType]
     meter.kept += output.nbytes + FLOAT32 * output[..., 0].numel()

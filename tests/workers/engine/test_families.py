@@ -14,7 +14,7 @@ from engines import differences, request, sample, tiny_config
 from families import FAMILIES, tiny_model
 
 from rlflow.config import Dtype, Transport
-from rlflow.runtime.derived import without_training
+from rlflow.runtime.derived import MISMATCH, without_training
 from rlflow.weights.shm.arena import Arena
 from rlflow.workers.engine.engine import RolloutEngine
 
@@ -67,6 +67,37 @@ def test_an_engine_samples_what_transformers_computes(family: str, tmp_path: Pat
             assert all("conv1d" in name or "experts" in name for name in report["unverified"])
             for completion in await sample(engine, [request(1), request(2)]):
                 assert differences(new, completion).mean() <= ROUNDING[dtype]
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(scenario())
+    arena.close()
+
+
+@pytest.mark.slow
+@pytest.mark.proof
+def test_an_engine_with_permuted_experts_differs_by_more_than_a_start_allows(tmp_path: Path) -> None:
+    config = tiny_config()
+    config.model.dtype = Dtype.float32
+    model, permuted = (tiny_model("Qwen3-MoE", seed=1) for _ in range(2))
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        for name, weights in permuted.named_parameters():
+            if "layers.1.mlp.experts." in name:  # and the router stays as it is
+                weights.copy_(weights.roll(1, 0))
+    arena = Arena([(name, each.dtype, tuple(each.shape)) for name, each in permuted.named_parameters()])
+
+    async def scenario() -> None:
+        engine = RolloutEngine(without_training(config), str(tmp_path), index=0, threads=1)
+        await engine.start()
+        try:
+            engine._config.trainer.ranks = 1
+            await engine.load_weights(arena.stage(1, permuted.named_parameters()))
+            for completion in await sample(engine, [request(1), request(2)]):
+                assert differences(permuted, completion).mean() <= ROUNDING[Dtype.float32]
+                difference = differences(model, completion).mean()
+                print(f"{difference:.2g} nats")
+                assert difference > MISMATCH["float32"]
         finally:
             await engine.shutdown()
 

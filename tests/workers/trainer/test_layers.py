@@ -40,6 +40,7 @@ def gradients(path: str, *, compiled: bool, selective: bool = False) -> tuple[di
         partition = min_cut_rematerialization_partition  # inductor's
         return aot_autograd(fw_compiler=boxed_nop, bw_compiler=count, partition_fn=partition)(graph, example)
 
+    torch.compiler.reset()  # what was compiled before decides which lengths are dynamic from the start
     policy = load_policy(tiny_config(), path)
     if compiled:
         wrap_layers(policy.model, compiled=True, selective=selective, backend=backend)

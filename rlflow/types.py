@@ -146,6 +146,8 @@ class Turn:
     """Index of the earlier turn whose prompt and output `prompt_ids` begins with; None when there is none."""
     anchor: str = ""
     """Names what the policy was told since `continues`; see TurnSummary."""
+    reward: float = 0.0
+    """What the environment gave for it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -268,6 +270,10 @@ class TurnSummary:
     anchor: str
     """Identifies what the policy had been told before it replied: equal for equal prompts or observations."""
     num_loss_tokens: int
+    place: int
+    """How many turns of the episode came before it in time; those of one sample are not always neighbours."""
+    reward: float = 0.0
+    """What the environment gave for it; 0 for every turn if the episode's reward is not the sum of that."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -292,6 +298,7 @@ class EpisodeSummary:
     """Why its environment did not close; the episode counts all the same."""
     metrics: dict[str, float] = field(default_factory=dict)
     turns: tuple[TurnSummary, ...] = ()
+    """In the order of the samples."""
 
     @property
     def is_trainable(self) -> bool:

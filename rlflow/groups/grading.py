@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from rlflow.algorithms.advantage.base import Scope, Scored, ScoredTurn, all_equal
 from rlflow.algorithms.overlong import overlong_penalty
 from rlflow.algorithms.registry import advantage_of
+from rlflow.algorithms.turns import earned, in_time
 from rlflow.config import Config
 from rlflow.types import EpisodeSummary, PlayedGroup, ReadyGroup, Task
 
@@ -78,17 +79,18 @@ class Grader:
     def _set_advantages(self, groups: Sequence[ReadyGroup]) -> None:
         found = self._advantage.function([self._scored(group) for group in groups])
         for group, advantages in zip(groups, found, strict=True):
-            left_out = [self._algorithm.mask_truncated and episode.end.is_truncated for episode in group.episodes]
+            masks = self._algorithm.mask_truncated
             group.advantages = [
-                None if is_left_out else values for is_left_out, values in zip(left_out, advantages, strict=True)
+                None if masks and episode.end.is_truncated else _by_sample(episode, values)
+                for episode, values in zip(group.episodes, advantages, strict=True)
             ]
 
     def _scored(self, group: ReadyGroup) -> list[Scored]:
         return [self._score(group, episode) for episode in group.episodes]
 
     def _score(self, group: ReadyGroup, episode: EpisodeSummary) -> Scored:
-        reward = self._shaped_reward(episode)
-        last = len(episode.turns) - 1
+        reward, turns = self._shaped_reward(episode), episode.turns
+        rewards = earned(turns, reward) if turns else []
         return Scored(
             reward=reward,
             num_loss_tokens=episode.num_loss_tokens,
@@ -96,9 +98,9 @@ class Grader:
             task_kind=group.task_kind,
             turns=[
                 ScoredTurn(
-                    anchor=turn.anchor, reward=reward if index == last else 0.0, num_loss_tokens=turn.num_loss_tokens
+                    anchor=turns[index].anchor, reward=rewards[index], num_loss_tokens=turns[index].num_loss_tokens
                 )
-                for index, turn in enumerate(episode.turns)
+                for index in in_time(turns)
             ],
             baseline=group.baseline,
         )
@@ -111,6 +113,14 @@ class Grader:
             return episode.reward
         longest = max((turn.num_loss_tokens for turn in episode.turns), default=episode.num_loss_tokens)
         return episode.reward + overlong_penalty(longest, max_length=self._max_new_tokens, cache=cache)
+
+
+def _by_sample(episode: EpisodeSummary, values: list[float]) -> list[float]:
+    """Values of turns, from the order of time into that of the samples; the one value of an episode stays."""
+    if len(values) < 2:
+        return values
+    by_turn = dict(zip(in_time(episode.turns), values, strict=True))
+    return [by_turn[index] for index in range(len(values))]
 
 
 def components_of(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -15,7 +15,7 @@ covers the tokens of "4", and a transcript with environment_reward=1.0.
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -95,6 +95,7 @@ async def play_episode(
     if chat.failure is not None:
         raise chat.failure
     chains = chains_of(chat.turns)
+    places = {id(turn): place for place, turn in enumerate(chat.turns)}
     samples = [sample_of(chain, turns_before(chat.turns, chain[0])) for chain in chains]
     counts = {"turns": len(chat.turns), "forks": chat.num_forks, "branches": chat.num_branches}
     return PlayedEpisode(
@@ -113,7 +114,11 @@ async def play_episode(
         close_failure=play.close_failure,
         metrics=play.metrics | {name: float(count) for name, count in counts.items()},
         turns=tuple(
-            TurnSummary(anchor=one.anchor, num_loss_tokens=len(one.output_ids)) for chain in chains for one in chain
+            TurnSummary(
+                anchor=one.anchor, num_loss_tokens=len(one.output_ids), place=places[id(one)], reward=one.reward
+            )
+            for chain in chains
+            for one in chain
         ),
     )
 
@@ -136,7 +141,9 @@ def summarize(played: PlayedEpisode, verdict: Verdict | None) -> EpisodeSummary:
         no_verdict = EpisodeEnd.NO_VERDICT if verdict.reward is None else end
         end, reward, detail = verdict.end or no_verdict, verdict.reward, verdict.detail or detail
         metrics |= verdict.metrics
-    samples = played.payload.samples
+    turns, samples = played.turns, played.payload.samples
+    if reward != played.transcript.environment_reward:
+        turns = tuple(replace(turn, reward=0.0) for turn in turns)
     versions = [int(version) for sample in samples for version in sample.cache_versions[sample.loss_mask]]
     return EpisodeSummary(
         end=end,
@@ -149,7 +156,7 @@ def summarize(played: PlayedEpisode, verdict: Verdict | None) -> EpisodeSummary:
         detail=detail,
         close_failure=played.close_failure,
         metrics=metrics,
-        turns=played.turns,
+        turns=turns,
     )
 
 
@@ -268,6 +275,7 @@ class _Play:
                 self.context = list(step.context)
             self.context += messages
             self._add_outcome(step.reward, step.metrics)
+            reply.turn.reward = step.reward or 0.0
             if step.done:
                 return EpisodeEnd.COMPLETED, ""
 

@@ -32,7 +32,7 @@ from rlflow.groups.sampler import SamplerState
 from rlflow.runtime.disk import sync
 from rlflow.types import ReadyGroup
 
-FORMAT = 5
+FORMAT = 6
 BEST = "best"
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 _NAMED = 3

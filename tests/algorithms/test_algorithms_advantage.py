@@ -184,12 +184,11 @@ def test_gae_of_nothing_is_nothing() -> None:
     assert found.advantages.tolist() == found.returns.tolist() == [0.0, 0.0]
 
 
-def test_the_reward_of_a_sequence_sits_on_its_last_token_with_loss() -> None:
+def test_the_reward_of_a_turn_sits_on_its_last_token() -> None:
     logprobs, reference = np.array([-1.0, -2.0, -1.0, -1.0]), np.array([-2.0, -1.0, -1.5, -1.0])
-    mask = np.array([True, False, True, False])
-    assert token_rewards(1.0, logprobs, reference, mask, 0.1).tolist() == pytest.approx([-0.1, 0.0, 0.95, 0.0])
-    with pytest.raises(ValueError, match="a sequence without loss tokens has no token to carry its reward"):
-        token_rewards(1.0, logprobs, reference, np.zeros(4, bool), 0.1)
+    mask, ends = np.array([True, False, True, False]), np.array([0, 2])
+    found = token_rewards([0.5, 1.0], ends, logprobs, reference, mask, 0.1)
+    assert found.tolist() == pytest.approx([0.4, 0.0, 0.95, 0.0])
 
 
 def test_whitening_with_the_moments_of_two_ranks_is_whitening_the_whole() -> None:

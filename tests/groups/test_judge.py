@@ -100,10 +100,30 @@ def test_turns_have_advantages_of_their_own() -> None:
     config.algorithm.advantage, config.algorithm.advantage_args = "gigpo", {"normalise": False, "discount": 0.5}
     group = played([1.0, 0.0])
     for index, anchors in enumerate((["door", "key"], ["door", "wall"])):
-        turns = tuple(TurnSummary(anchor=anchor, num_loss_tokens=1) for anchor in anchors)
+        turns = tuple(
+            TurnSummary(anchor=anchor, num_loss_tokens=1, place=place) for place, anchor in enumerate(anchors)
+        )
         group.episodes[index] = replace(group.episodes[index], turns=turns)
     # Episodes: +-0.5. Returns from the door: 0.5 and 0, so +-0.25 more; the other states were met once.
     assert ready(config, group).advantages == [[0.75, 0.5], [-0.75, -0.5]]
+
+
+def test_turns_have_the_rewards_that_the_environment_gave_them_in_the_order_of_time() -> None:
+    """Another agent's reply lies between two of the first agent's, and is a sample of its own behind them."""
+    config = Config()
+    config.algorithm.advantage = "gigpo"
+    config.algorithm.advantage_args = {"normalise": False, "discount": 0.5}
+    config.rollout.max_new_tokens, config.algorithm.overlong_tokens = 100, 50
+    group = played([1.0, 0.0])
+    rewards = {"door": 0.25, "end": 0.5, "other": 0.25}
+    for index, (places, scale) in enumerate((({"door": 0, "end": 2, "other": 1}, 1.0), ({"door": 0}, 0.0))):
+        turns = tuple(
+            TurnSummary(anchor=anchor, num_loss_tokens=1, place=place, reward=scale * rewards[anchor])
+            for anchor, place in places.items()
+        )
+        group.episodes[index] = replace(group.episodes[index], turns=turns)
+    # From the door: 0.25 + 0.5 (0.25 + 0.5 * 0.5) = 0.5 and 0, so +-0.25; from the other states +-0 beside +-0.5.
+    assert ready(config, group).advantages == [[0.75, 0.5, 0.5], [-0.75]]
 
 
 def test_remax_compares_with_the_greedy_episode() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -438,6 +438,21 @@ async def test_a_rewritten_context_goes_on_in_a_sample_of_its_own() -> None:
     assert [message["content"] for message in played.transcript.completion] == ["c", "d", "e"]
 
 
+class PaysEachReply(ScriptedEnvironment):
+    """Gives 0.25 for each reply but the last, and 0.5 for that."""
+
+    async def step(self, reply: Message) -> Step:
+        step = await super().step(reply)
+        return replace(step, reward=0.5 if step.done else 0.25)
+
+
+async def test_each_turn_keeps_its_reward_if_the_verdict_is_their_sum() -> None:
+    played = await play(PaysEachReply(says=["d"]), ScriptedEngine(["c.", "e."]))
+    assert played.transcript.environment_reward == 0.75
+    assert [turn.reward for turn in summarize(played, Verdict(reward=0.75)).turns] == [0.25, 0.5]
+    assert [turn.reward for turn in summarize(played, Verdict(reward=1.0)).turns] == [0.0, 0.0]
+
+
 class AsksAnother(ScriptedEnvironment):
     """A user who is the policy too, to whom what the policy said is said by the other side."""
 
@@ -465,7 +480,7 @@ async def test_another_agent_of_the_episode_is_not_trained_on_unless_it_is_to() 
         (ids_of("ab.>"), ids_of("c.u.>e.")),
         (ids_of("c.>"), ids_of("u.")),
     ]
-    assert [turn.num_loss_tokens for turn in played.turns] == [2, 2, 2]
+    assert [(turn.num_loss_tokens, turn.place) for turn in played.turns] == [(2, 0), (2, 2), (2, 1)]
     assert played.metrics["branches"] == 0.0
 
 

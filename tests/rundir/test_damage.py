@@ -180,7 +180,7 @@ def test_another_format_is_refused_and_not_taken_for_damage(tmp_path: Path) -> N
     path = store.path(4) / "state.json"
     path.write_text(json.dumps({"state": state_to_json(make_state(4)), "sizes": {"ready": 5120}}))
     with pytest.raises(
-        RunError, match="step_4 has format 4, but this rlflow reads format 5; use the rlflow that wrote"
+        RunError, match="step_4 has format 4, but this rlflow reads format 6; use the rlflow that wrote"
     ):
         store.newest_whole()
     assert store.steps() == [2, 4]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlflow.algorithms.token_advantage.gae import (
     DoubleArray,
@@ -13,9 +14,19 @@ from rlflow.algorithms.token_advantage.gae import (
     token_rewards,
     whiten,
 )
+from rlflow.algorithms.turns import earned, in_time
 from rlflow.batching import BatchPiece, spread_over_turns
 from rlflow.groups.staleness import without_old_tokens
-from rlflow.types import CriticTargets, EpisodePayload, FloatArray, ReadyGroup, Sample, TrainSample
+from rlflow.types import (
+    BoolArray,
+    CriticTargets,
+    EpisodePayload,
+    FloatArray,
+    ReadyGroup,
+    Sample,
+    TrainSample,
+    TurnSummary,
+)
 
 
 class Fetcher:
@@ -57,8 +68,9 @@ class Fetcher:
             if self._token_advantage is not None:
                 assert value is not None, "the critic is asked before the trainer"
                 (reward,) = advantages
-                rewards = rewards_of_tokens(samples, reward, reference, self._kl_coefficient)
-                rows, targets = token_level(samples, rewards, value, self._token_advantage)
+                turns = group.episodes[index].turns
+                rewards = rewards_of_tokens(samples, turns, reward, reference, self._kl_coefficient)
+                rows, targets = token_level(samples, turns, rewards, value, self._token_advantage)
             elif len(advantages) > 1:
                 rows = spread_over_turns(samples, advantages)
             kept = samples
@@ -73,28 +85,47 @@ class Fetcher:
 
 
 def rewards_of_tokens(
-    samples: Sequence[Sample], reward: float, references: Sequence[FloatArray] | None, kl_coefficient: float
+    samples: Sequence[Sample],
+    turns: Sequence[TurnSummary],
+    reward: float,
+    references: Sequence[FloatArray] | None,
+    kl_coefficient: float,
 ) -> DoubleArray:
-    """The rewards of all samples' tokens: the penalty of each, and the episode's reward on its last loss token."""
+    """The rewards of all samples' tokens: the penalty of each, and what each turn earned on its last token."""
     mask = np.concatenate([sample.loss_mask for sample in samples])
     sampled = np.concatenate([sample.logprobs for sample in samples])
     reference = sampled if references is None else np.concatenate(list(references))
-    return token_rewards(reward, sampled, reference, mask, kl_coefficient)
+    return token_rewards(earned(turns, reward), _ends(mask, turns) - 1, sampled, reference, mask, kl_coefficient)
+
+
+def _ends(mask: BoolArray, turns: Sequence[TurnSummary]) -> NDArray[np.int64]:
+    """Where each turn ends in the tokens of all samples; the observations before a turn belong to it."""
+    counts = np.cumsum([turn.num_loss_tokens for turn in turns])
+    assert counts[-1] == mask.sum(), "the turns of an episode have all its loss tokens"
+    return np.flatnonzero(mask)[counts - 1] + 1
 
 
 def token_level(
-    samples: Sequence[Sample], rewards: DoubleArray, values: Sequence[FloatArray], estimate: TokenAdvantage
+    samples: Sequence[Sample],
+    turns: Sequence[TurnSummary],
+    rewards: DoubleArray,
+    values: Sequence[FloatArray],
+    estimate: TokenAdvantage,
 ) -> tuple[list[FloatArray], list[CriticTargets]]:
     """Advantages [L] of each sample of an episode, and the critic's targets.
 
-    The samples of an episode that forked are one sequence here, and `rewards` covers all its tokens.
+    All samples of an episode are one sequence here, turn after turn in the order of time; `rewards` has their tokens
+    sample after sample.
     """
     mask = np.concatenate([sample.loss_mask for sample in samples])
     flat = np.concatenate([np.asarray(row, np.float32) for row in values])
-    found: TokenAdvantages = estimate(rewards, flat, mask)
+    of_turns = np.split(np.arange(len(mask)), _ends(mask, turns)[:-1])
+    order = np.concatenate([of_turns[index] for index in in_time(turns)])
+    found: TokenAdvantages = estimate(rewards[order], flat[order], mask[order])
     ends = np.cumsum([len(sample.loss_mask) for sample in samples])[:-1]
-    advantages = [row.astype(np.float32) for row in np.split(found.advantages, ends)]
-    returns = [row.astype(np.float32) for row in np.split(found.returns, ends)]
+    back = np.argsort(order)
+    advantages = [row.astype(np.float32) for row in np.split(found.advantages[back], ends)]
+    returns = [row.astype(np.float32) for row in np.split(found.returns[back], ends)]
     targets = [
         CriticTargets(values=np.asarray(value, np.float32), returns=row)
         for value, row in zip(values, returns, strict=True)

@@ -31,7 +31,7 @@ class ScoredTurn:
     anchor: str
     """What the policy saw, such as a hash of the observation; equal anchors of a group are the same state."""
     reward: float
-    """What the environment gave for this turn; the last turn's holds the outcome."""
+    """What the environment gave for this turn; the last turn's also has what the episode earned besides."""
     num_loss_tokens: int
 
 
@@ -49,6 +49,7 @@ class Scored:
     task_kind: str = ""
     """The kind of task; statistics of a kind run over the batch."""
     turns: Sequence[ScoredTurn] = ()
+    """In the order of time; their rewards add up to `reward`."""
     baseline: float | None = None
     """Reward of the greedy episode of the same task."""
 

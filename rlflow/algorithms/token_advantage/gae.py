@@ -62,21 +62,20 @@ def gae(
 
 
 def token_rewards(
-    reward: float,
+    earned: Sequence[float],
+    last_tokens: NDArray[np.integer],
     logprobs: NDArray[np.floating],
     reference_logprobs: NDArray[np.floating],
     mask: BoolArray,
     kl_coefficient: float,
 ) -> DoubleArray:
-    """-kl_coefficient * log(policy / reference) of each token, and the reward on the last token with loss; [L].
+    """-kl_coefficient * log(policy / reference) of each token, and what each turn earned on its last token; [L].
 
-    0 where there is no loss. Raises ValueError for a sequence without loss.
+    `last_tokens` says where that is. 0 where there is no loss.
     """
-    if not mask.any():
-        raise ValueError("a sequence without loss tokens has no token to carry its reward; leave it out")
     difference = np.asarray(logprobs, np.float64) - np.asarray(reference_logprobs, np.float64)
     rewards = np.where(mask, -kl_coefficient * difference, 0.0)
-    rewards[np.flatnonzero(mask)[-1]] += reward
+    rewards[last_tokens] += earned
     return rewards
 
 

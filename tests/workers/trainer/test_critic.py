@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from transformers import AutoModelForTokenClassification
 
 from rlflow.algorithms.token_advantage.gae import Moments, gae
 from rlflow.batching import pack
-from rlflow.types import CriticTargets, Sample, TrainSample
+from rlflow.types import CriticTargets, Sample, TrainSample, TurnSummary
 from rlflow.workers.trainer.fetch import moments_of, rewards_of_tokens, token_level, whiten_all
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.policy import split_logprobs
@@ -31,6 +32,15 @@ def sample_of(mask: list[int]) -> Sample:
         versions=np.where(mask, 0, -1).astype(np.int32),
         cache_versions=np.where(mask, 0, -1).astype(np.int32),
     )
+
+
+def turns_of(*places: int, rewards: Sequence[float] = ()) -> list[TurnSummary]:
+    """Turns of one token each."""
+    given = rewards or [0.0] * len(places)
+    return [
+        TurnSummary(anchor="", num_loss_tokens=1, place=place, reward=reward)
+        for place, reward in zip(places, given, strict=True)
+    ]
 
 
 def test_values_of_a_packed_row_are_those_of_each_sequence_alone(tmp_path: Path) -> None:
@@ -56,19 +66,31 @@ def test_values_of_a_packed_row_are_those_of_each_sequence_alone(tmp_path: Path)
 def test_an_episode_that_forked_is_one_sequence_with_its_reward_at_the_end() -> None:
     samples = [sample_of([1, 0, 1]), sample_of([1])]
     values = [np.array([0.5, 9.0, 0.25], np.float32), np.array([0.75], np.float32)]
-    rewards = rewards_of_tokens(samples, 1.0, None, 0.0)
+    rewards = rewards_of_tokens(samples, turns_of(0, 1, 2), 1.0, None, 0.0)
     assert rewards.tolist() == [0.0, 0.0, 0.0, 1.0]
-    advantages, targets = token_level(samples, rewards, values, partial(gae, trace=0.0))
+    advantages, targets = token_level(samples, turns_of(0, 1, 2), rewards, values, partial(gae, trace=0.0))
     # Errors of one step: 0.25 - 0.5, 0.75 - 0.25, 1 - 0.75; the observation is skipped.
     assert [row.tolist() for row in advantages] == [[-0.25, 0.0, 0.5], [0.25]]
     assert [target.returns.tolist() for target in targets] == [[0.25, 0.0, 0.75], [1.0]]
     assert targets[1].values.tolist() == [0.75]
 
 
+def test_turns_are_in_the_order_of_time_with_rewards_of_their_own() -> None:
+    """The turns of two conversations take turns: 0 and 2 are one sample, 1 is the other."""
+    samples = [sample_of([1, 0, 1]), sample_of([1])]
+    values = [np.array([0.5, 9.0, 0.25], np.float32), np.array([0.75], np.float32)]
+    turns = turns_of(0, 2, 1, rewards=(0.0, 0.5, 0.25))
+    rewards = rewards_of_tokens(samples, turns, 1.0, None, 0.0)
+    assert rewards.tolist() == [0.0, 0.0, 0.75, 0.25]  # the last turn has what is left of 1
+    advantages, _ = token_level(samples, turns, rewards, values, partial(gae, trace=0.0, discount=0.5))
+    # 0.5 * 0.75 - 0.5, then 0.25 + 0.5 * 0.25 - 0.75, then 0.75 - 0.25.
+    assert [row.tolist() for row in advantages] == [[-0.125, 0.0, 0.5], [-0.375]]
+
+
 def test_the_distance_to_the_reference_is_taken_off_each_reward() -> None:
     one = sample_of([1, 0, 1])
     one.logprobs[:] = [-1.0, 0.0, -2.0]
-    rewards = rewards_of_tokens([one], 1.0, [np.array([-1.5, 9.0, -1.0], np.float32)], 0.1)
+    rewards = rewards_of_tokens([one], turns_of(0, 1), 1.0, [np.array([-1.5, 9.0, -1.0], np.float32)], 0.1)
     assert rewards.tolist() == pytest.approx([-0.05, 0.0, 1.1])
 
 

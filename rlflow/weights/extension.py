@@ -26,7 +26,7 @@ from rlflow.weights.ipc.receiver import SharedReceiver, device_id
 from rlflow.weights.p2p.receiver import PeerReceiver, Worker
 from rlflow.weights.p2p.rendezvous import TrainerStore
 from rlflow.weights.shape.landings import Landings
-from rlflow.weights.shape.layout import Shapes
+from rlflow.weights.shape.layout import Dtypes, Shapes
 from rlflow.weights.shm.arena import map_arena
 from rlflow.weights.shm.receiver import ArenaReceiver
 
@@ -90,21 +90,24 @@ class WorkerExtension:
             return ArenaReceiver(AdapterLayers(manager, *opening.adapter, is_cut=is_cut))
         match opening.transport:
             case Transport.shm:
-                return ArenaReceiver(self._rlflow_destination({slot.name: slot.shape for slot in staged.slots}))
+                shapes = {slot.name: slot.shape for slot in staged.slots}
+                dtypes = {slot.name: slot.dtype for slot in staged.slots}
+                return ArenaReceiver(self._rlflow_destination(shapes, dtypes))
             case Transport.disk:
                 manifest = read_manifest(Path(staged.path), staged.version)
                 shapes = {name: each.shape for name, each in manifest.parameters.items()}
-                return DiskReceiver(self._rlflow_destination(shapes), Path(staged.path))
+                dtypes = {name: each.dtype for name, each in manifest.parameters.items()}
+                return DiskReceiver(self._rlflow_destination(shapes, dtypes), Path(staged.path))
             case Transport.p2p | Transport.ipc:
                 trainer = TrainerStore(staged.path, opening.timeout_s)
-                destination = self._rlflow_destination(trainer.layout.shapes)
+                destination = self._rlflow_destination(trainer.layout.shapes, trainer.layout.dtypes)
                 if opening.transport is Transport.ipc:
                     return SharedReceiver(destination, trainer, device_id(self.device))
                 rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
                 worker = Worker(engine=opening.engine, rank=rank, num_ranks=num_ranks, device=self.device)
                 return PeerReceiver(destination, trainer, worker)
 
-    def _rlflow_destination(self, shapes: Shapes) -> Destination:
+    def _rlflow_destination(self, shapes: Shapes, dtypes: Dtypes) -> Destination:
         """The model's own tensors, or copies of them, if vLLM keeps weights as its loader fills them; else its loader.
 
         Raises ConfigError when the model does not take these parameters.
@@ -113,12 +116,12 @@ class WorkerExtension:
         landings: Landings = {}
         if self.vllm_config.quant_config is not None:
             # Nothing that is loaded stays as it is, so nothing can be learnt or compared.
-            return ReloadedModel(model, self.vllm_config.model_config, shapes, landings)
+            return ReloadedModel(model, self.vllm_config.model_config, shapes, dtypes, landings)
         try:
             blank, landings = learn_landings(self.vllm_config, shapes)
             tensors = EngineTensors(model, blank, shapes, landings)
         except NotACopy:
-            return ReloadedModel(model, self.vllm_config.model_config, shapes, landings)
+            return ReloadedModel(model, self.vllm_config.model_config, shapes, dtypes, landings)
         if tensors.is_beside:
             keep_memory()  # each version is packed to where the one before the last was
         return tensors

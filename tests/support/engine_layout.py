@@ -46,7 +46,7 @@ def engine_layout(model_path: str, dtype: str, tensor_parallel: int, shapes: Sha
                 config, model = build_model(model_path, dtype, tensor_parallel)
             with set_current_vllm_config(config):
                 ranks.append(trace_loading(model, model.load_weights, shapes, getattr(torch, dtype)))
-    return layout_of(shapes, dtype, ranks)
+    return layout_of(shapes, dict.fromkeys(shapes, dtype), ranks)
 
 
 def build_model(model_path: str, dtype: str, tensor_parallel: int) -> tuple[VllmConfig, Any]:

@@ -11,6 +11,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
     MistralConfig,
@@ -67,6 +68,12 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         | {"tie_word_embeddings": True},
     ),
     "gpt-oss": (GptOssConfig, SIZES | WINDOWED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "GLM-4.5": (
+        Glm4MoeConfig,
+        SIZES
+        | {"moe_intermediate_size": 64, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
+        | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    ),
     "OLMo 3": (Olmo3Config, SIZES | WINDOWED),
     "Mistral with a window": (MistralConfig, SIZES | {"sliding_window": 16}),
     "Phi-3 longrope": (
@@ -110,4 +117,8 @@ def tiny_model(family: str, seed: int) -> PreTrainedModel:
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms and biases begin as ones and zeros, which many mistakes leave alone
                 parameter += 0.1 * torch.randn_like(parameter)
+        kept = model.state_dict()
+        for name, buffer in model.named_buffers():
+            if name in kept:
+                buffer += 0.1 * torch.randn_like(buffer)
     return model.eval()

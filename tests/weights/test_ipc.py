@@ -38,7 +38,9 @@ class Alone:
 
 
 def test_tensors_lie_on_cache_lines() -> None:
-    assert lay_out({"a": 3, "b": 40, "c": 1}, element_bytes=2) == ({"a": (0, 3), "b": (64, 40), "c": (192, 1)}, 256)
+    dtypes = {"a": torch.bfloat16, "b": torch.bfloat16, "c": torch.float32}
+    laid_out = {"a": (0, 3, "bfloat16"), "b": (64, 40, "bfloat16"), "c": (192, 17, "float32")}
+    assert lay_out({"a": 3, "b": 40, "c": 17}, dtypes) == (laid_out, 320)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -122,15 +122,15 @@ class DeepSpeedTrainer(TrainerBackend):
         with self._deepspeed.zero.GatheredParameters(parameters, enabled=not self._is_gathered):
             yield [parameter.detach() for parameter in parameters]
 
-    def _layout_of_ranks(self) -> Layout:
+    def _layout_of_ranks(self, dtype: str) -> Layout:
         own = {piece.name: (piece.start, piece.stop) for _, pieces in self._zero.masters() for piece in pieces}
         runs = torch.tensor([own.get(name, (0, 0)) for name in self._shapes], device=self._device)
         ranks = [torch.empty_like(runs) for _ in range(self._world_size)]
         dist.all_gather(ranks, runs)
         of_rank = [dict(zip(self._shapes, map(tuple, found.tolist()), strict=True)) for found in ranks]
-        return runs_layout(self._shapes, "float32", of_rank)
+        return runs_layout(self._shapes, dtype, of_rank)
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def _trained_parts(self) -> Iterator[tuple[str, Tensor]]:
         for flat, pieces in self._zero.masters():
             for piece in pieces:
                 yield piece.name, flat.detach()[piece.run]

@@ -165,11 +165,11 @@ class FsdpTrainer(TrainerBackend):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return self._group.join(whole, self._cut[name]) if name in self._cut else whole
 
-    def _layout_of_ranks(self) -> Layout:
+    def _layout_of_ranks(self, dtype: str) -> Layout:
         replicas = self._config.trainer.replicas
-        return fsdp_layout(self._shapes, "float32", self._world_size, self._group.size, self._cut, replicas)
+        return fsdp_layout(self._shapes, dtype, self._world_size, self._group.size, self._cut, replicas)
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def _trained_parts(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._trained.items():
             yield name, _local(parameter.detach()).reshape(-1)
 

@@ -15,6 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,9 +28,9 @@ from rlflow.batching import PackedBatch, pack, padded_runs
 from rlflow.config import Checkpointing, Config
 from rlflow.errors import RunError
 from rlflow.roles import StepOutcome, TrainWork
-from rlflow.runtime.derived import can_compile
+from rlflow.runtime.derived import can_compile, dtype_of
 from rlflow.types import FloatArray, TrainSample
-from rlflow.weights.shape.layout import Layout
+from rlflow.weights.shape.layout import Layout, mesh_layout
 from rlflow.weights.source import Specs
 from rlflow.workers.trainer.flops import flops, packed_sizes, padded_sizes, sizes_of
 from rlflow.workers.trainer.gate import Agreement, probe_prompts, settle_way
@@ -112,8 +113,10 @@ class TrainerBackend(ABC):
             shape, seed = self._all_shapes[name], config.run.seed
             self._first.fresh[name] = partial(first_adapter, name, shape, seed, torch_dtype(config))
         self._parts = parts_of(named)
+        self._buffers = list(self._first.buffers(self._policy.model))
         dtype = torch_dtype(config)
-        self._specs = [(name, dtype, tuple(named[parts[0]].shape)) for name, parts in self._parts.items()]
+        self._specs: Specs = [(name, dtype, tuple(named[parts[0]].shape)) for name, parts in self._parts.items()]
+        self._specs += [(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in self._constants().items()]
         self._model_sizes = sizes_of(self._policy.model)
         self._work = torch.zeros(3, dtype=torch.float64)
         """Tokens, operations and operations of a padded batch, since the last step."""
@@ -131,11 +134,8 @@ class TrainerBackend(ABC):
         """Add the gradients of this rank's micro-batches (weighted sums over loss tokens) to what a step divides."""
 
     @abstractmethod
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        """What this rank holds of each parameter of `layout`, flat, by name; not to be written to.
-
-        Each is in memory until the next one is asked for. Not collective.
-        """
+    def _trained_parts(self) -> Iterator[tuple[str, Tensor]]:
+        """`held` of what is trained."""
 
     @property
     @abstractmethod
@@ -171,8 +171,8 @@ class TrainerBackend(ABC):
         """These parameters, whole on every rank, until the block ends; not to be written to."""
 
     @abstractmethod
-    def _layout_of_ranks(self) -> Layout:
-        """`layout` of a model without adapters."""
+    def _layout_of_ranks(self, dtype: str) -> Layout:
+        """`layout` of what is trained in a model without adapters."""
 
     @abstractmethod
     def _resident(self) -> Iterator[Tensor]:
@@ -323,11 +323,13 @@ class TrainerBackend(ABC):
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter, whole, by its Hugging Face name; tied ones once. All ranks iterate in the same order.
 
-        Adapters are merged into what they belong to, which itself stays as it is.
+        Adapters are merged into what they belong to, which itself stays as it is. Behind the parameters come the
+        buffers that files hold, because engines start without files.
         """
         for name, parts in self._parts.items():
             with self._whole(parts) as tensors:
                 yield name, merged(tensors, self._config.lora)
+        yield from self._constants().items()
 
     def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The adapters alone, like `full_parameters` but by PEFT's names; none if the whole model is trained."""
@@ -336,8 +338,29 @@ class TrainerBackend(ABC):
                 yield peft_name(name), tensors[0]
 
     def layout(self) -> Layout | None:
-        """Where the ranks keep the float32 values of what `full_parameters` gives; None if adapters are merged."""
-        return None if self._config.lora.rank is not None else self._layout_of_ranks()
+        """Where the ranks keep what `full_parameters` gives, and the dtype to send; None if adapters are merged."""
+        if self._config.lora.rank is not None:
+            return None
+        own = self._layout_of_ranks(dtype_of(self._config).value)
+        placements = dict(own.placements)
+        for name, buffer in self._constants().items():
+            shapes, dtype = {name: tuple(buffer.shape)}, str(buffer.dtype).removeprefix("torch.")
+            copies = mesh_layout(shapes, dtype, self._world_size, lambda _: ((self._world_size, None),))
+            placements |= copies.placements
+        return replace(own, placements=placements)
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank holds of each tensor of `layout`, flat, by name; not to be written to.
+
+        Each is in memory until the next one is asked for. Not collective.
+        """
+        yield from self._trained_parts()
+        for name, buffer in self._constants().items():
+            yield name, buffer.reshape(-1)
+
+    def _constants(self) -> dict[str, Tensor]:
+        """The buffers that files hold."""
+        return {name: self._policy.model.get_buffer(name) for name in self._buffers}
 
     def adapter_specs(self) -> Specs:
         """Like `parameter_specs`, for what `adapter_parameters` gives."""

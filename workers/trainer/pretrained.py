@@ -76,12 +76,15 @@ class FirstValues:
             return self._files[key].get_slice(key)[start:stop]
         return self._from_rank_0(name)[start:stop]
 
+    def buffers(self, model: nn.Module) -> dict[str, Tensor]:
+        """The buffers that files hold, such as the corrections by which experts are chosen; nothing trains them."""
+        return {name: buffer for name, buffer in model.named_buffers() if name in self._shapes}
+
     def fill_buffers(self, model: PreTrainedModel) -> None:
         """Fill the buffers that files hold; collective unless `in_files`."""
-        for name, buffer in model.named_buffers():
-            if name in self._shapes:
-                is_apart = not self.in_files and _num_ranks() > 1
-                buffer.copy_(self._from_rank_0(name) if is_apart else self.whole(name))
+        for name, buffer in self.buffers(model).items():
+            is_apart = not self.in_files and _num_ranks() > 1
+            buffer.copy_(self._from_rank_0(name) if is_apart else self.whole(name))
 
     def _from_rank_0(self, name: str) -> Tensor:
         """In float32, which holds every dtype of files, and on the device that the ranks talk with."""

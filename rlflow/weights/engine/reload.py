@@ -19,7 +19,7 @@ from rlflow.weights.engine.messages import Columns, WeightReport
 from rlflow.weights.engine.receiver import Named
 from rlflow.weights.engine.verify import compare_weights, sampled
 from rlflow.weights.shape.landings import Landings, whole_landings
-from rlflow.weights.shape.layout import Shapes
+from rlflow.weights.shape.layout import Dtypes, Shapes
 
 
 class ReloadedModel:
@@ -27,11 +27,11 @@ class ReloadedModel:
 
     is_beside = True
 
-    def __init__(self, model: Any, config: ModelConfig, shapes: Shapes, readable: Landings) -> None:
+    def __init__(self, model: Any, config: ModelConfig, shapes: Shapes, dtypes: Dtypes, readable: Landings) -> None:
         """`readable` says where the model keeps those parameters that can be read back."""
-        assert isinstance(config.dtype, torch.dtype)
         self.shapes = shapes
-        self.landings = whole_landings(shapes, str(config.dtype).removeprefix("torch."))
+        self.landings = whole_landings(shapes, dtypes)
+        self._dtypes = dtypes
         self._model = model
         self._config = config
         self._readable = readable
@@ -42,8 +42,10 @@ class ReloadedModel:
     def targets(self) -> Mapping[str, Tensor]:
         """Made when a transport fills them: shared memory, where parameters are whole, needs none."""
         if not self._targets:
-            dtype = self._config.dtype
-            self._targets = {name: torch.zeros(shape, dtype=dtype, device="cpu") for name, shape in self.shapes.items()}
+            self._targets = {
+                name: torch.zeros(shape, dtype=getattr(torch, self._dtypes[name]), device="cpu")
+                for name, shape in self.shapes.items()
+            }
         return self._targets
 
     @property

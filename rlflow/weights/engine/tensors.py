@@ -76,10 +76,13 @@ class EngineTensors:
         for module in model.modules():
             if isinstance(module, MLAAttention) or (module._parameters and not is_plain(module)):
                 raise NotACopy(f"{type(module).__name__} derives what it computes with from its weights")
-        self.targets: Mapping[str, Tensor] = live
+        filled = {landing.tensor for found in landings.values() for landing in found}
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in filled}
+        self.targets: Mapping[str, Tensor] = live | self._buffers
         if self.is_beside:
             # Of zeros, because nothing is sent for the padding.
-            self.targets = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in blank.named_parameters()}
+            blanks = {**dict(blank.named_parameters()), **self._buffers}
+            self.targets = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in blanks.items()}
         self.begin()
 
     def begin(self) -> None:
@@ -132,6 +135,9 @@ class EngineTensors:
                 module._parameters[name].data = parameter.data
             if hasattr(module, "cpu_linear"):
                 module.cpu_linear = stand_in.cpu_linear
+        if self.is_beside:
+            for name, buffer in self._buffers.items():
+                buffer.copy_(self.targets[name])
         self.begin()
         if not self.is_beside:
             torch.accelerator.synchronize()
@@ -142,7 +148,8 @@ class EngineTensors:
             return compare_weights(self._model, self.landings, expected, columns)
         if not self.is_beside:
             return WeightReport(num_equal=0, different=[], unverified=sorted(self.targets))
-        identity = whole_landings({name: tuple(each.shape) for name, each in self.targets.items()}, "")
+        shapes = {name: tuple(each.shape) for name, each in self.targets.items()}
+        identity = whole_landings(shapes, dict.fromkeys(shapes, ""))
         return compare_weights(self._model, identity, sampled(self.targets, columns).items(), columns)
 
     def _pack(self, module: Any, tensors: Mapping[str, str], packed: dict[str, Any]) -> Any:

@@ -104,7 +104,7 @@ class _Reader:
 
     def __init__(self, model: nn.Module, columns: Columns | None) -> None:
         self._columns = columns
-        self._live = dict(model.named_parameters())
+        self._live = {**dict(model.named_buffers()), **dict(model.named_parameters())}
         self._owners: dict[int, list[Any]] = {}
         for module in model.modules():
             for parameter in module._parameters.values():
@@ -117,12 +117,12 @@ class _Reader:
         As many columns of it as were asked for, if `region` lies in its rows as they are.
         """
         live = self._live[name]
-        owners = self._owners[id(live)]
+        owners = self._owners.get(id(live), [])
         # On a CPU the weight of a linear layer's convolution is packed in its place, and nothing unpacks it.
         if any(not is_plain(owner) or hasattr(owner, "_cpu_unpacked_conv_weight") for owner in owners):
             return []
         packed = [owner for owner in owners if owner._parameters.get("weight") is live and hasattr(owner, "cpu_linear")]
-        width = num_inputs(packed[0]) if packed else live.shape[-1]
+        width = num_inputs(packed[0]) if packed else live.shape[-1] if live.dim() else 1
         narrows = self._columns is not None and len(region.start) == 2 and region.strides == (width, 1)
         if self._last is None or self._last[:2] != (name, narrows):
             first, last = 0, width

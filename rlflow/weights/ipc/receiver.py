@@ -98,7 +98,7 @@ class SharedReceiver(Receiver):
     def _plan(self) -> dict[int, list[Move]]:
         """What is copied from each rank; first from the one on this worker's GPU."""
         source = self._trainer.layout
-        wanted = layout_of(source.shapes, self._parts[0].dtype, [self._destination.landings])
+        wanted = layout_of(source.shapes, source.dtypes, [self._destination.landings])
         gpus = [part.handle.gpu for part in self._parts]
         devices = (gpus.index(self._gpu),) if self._gpu in gpus else None
         # In one bucket, because there are no messages whose size would have to be bounded.

@@ -42,9 +42,8 @@ class SharedPart:
     """What one rank of the trainer has staged."""
 
     version: int
-    dtype: str
-    tensors: dict[str, tuple[int, int]]
-    """Name -> the first of its bytes in the memory, and the number of elements."""
+    tensors: dict[str, tuple[int, int, str]]
+    """Name -> the first of its bytes in the memory, the number of elements, and torch's name of their dtype."""
     handle: Handle
 
 
@@ -55,23 +54,25 @@ def part_key(rank: int) -> str:
     return f"shared/{rank}"
 
 
-def lay_out(counts: Mapping[str, int], element_bytes: int) -> tuple[dict[str, tuple[int, int]], int]:
+def lay_out(
+    counts: Mapping[str, int], dtypes: Mapping[str, torch.dtype]
+) -> tuple[dict[str, tuple[int, int, str]], int]:
     """Tensors of these numbers of elements, one behind the other; see `SharedPart.tensors`; and the bytes of all."""
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[str, tuple[int, int, str]] = {}
     end = 0
     for name, count in counts.items():
-        found[name] = (end, count)
-        end += -(-count * element_bytes // _ALIGNMENT) * _ALIGNMENT
+        found[name] = (end, count, str(dtypes[name]).removeprefix("torch."))
+        end += -(-count * dtypes[name].itemsize // _ALIGNMENT) * _ALIGNMENT
     return found, end
 
 
 def tensors_in(part: SharedPart, memory: Tensor) -> dict[str, Tensor]:
     """The tensors of a part, flat, as views of its memory (uint8)."""
-    dtype: torch.dtype = getattr(torch, part.dtype)
-    return {
-        name: memory[offset : offset + count * dtype.itemsize].view(dtype)
-        for name, (offset, count) in part.tensors.items()
-    }
+    views: dict[str, Tensor] = {}
+    for name, (offset, count, dtype_name) in part.tensors.items():
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        views[name] = memory[offset : offset + count * dtype.itemsize].view(dtype)
+    return views
 
 
 def share(memory: Tensor) -> Handle:
@@ -139,14 +140,9 @@ class SharedSender(WeightSender):
         """Copy this rank's part of the back end's weights, in the engines' dtype; rank 0 is told where to ask."""
         self.release()
         held = {name: tensor.numel() for name, tensor in self._backend.held()}
-        tensors, num_bytes = lay_out(held, self._hosted.dtype.itemsize)
+        tensors, num_bytes = lay_out(held, self._hosted.dtypes)
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        part = SharedPart(
-            version=version,
-            dtype=str(self._hosted.dtype).removeprefix("torch."),
-            tensors=tensors,
-            handle=self._share(self._memory),
-        )
+        part = SharedPart(version=version, tensors=tensors, handle=self._share(self._memory))
         copies = tensors_in(part, self._memory)
         for name, tensor in self._backend.held():
             copies[name].copy_(tensor)

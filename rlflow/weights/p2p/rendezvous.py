@@ -118,7 +118,7 @@ class HostedStore:
         self._rank = rank
         self.timeout_s = timeout_s
         specs = backend.parameter_specs()
-        self.dtype = specs[0][1]
+        self.dtypes = {name: dtype for name, dtype, _ in specs}
         """The engines'."""
         self._num_bytes = sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in specs)
         own, port = f"{rendezvous}.weights" if is_file(rendezvous) else f"tcp://{host_of(rendezvous)}:0", 0

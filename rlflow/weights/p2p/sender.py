@@ -90,8 +90,9 @@ def submit(store: Store, request: dict[str, Any]) -> None:
 def plan_for(source: Layout, store: Store, group: str, num_ranks: int) -> TransferPlan:
     """The transfer to one engine, from what each of its `num_ranks` has learnt. All ranks make the same plan."""
     landings = [landings_from_json(store.get(landings_key(group, rank))) for rank in range(num_ranks)]
-    dtype = next(iter(source.placements.values())).dtype
-    return plan(source, [EngineLayout(layout=layout_of(source.shapes, dtype, landings))], int(store.get(_BUCKET)))
+    return plan(
+        source, [EngineLayout(layout=layout_of(source.shapes, source.dtypes, landings))], int(store.get(_BUCKET))
+    )
 
 
 class PeerSender(WeightSender):
@@ -137,7 +138,7 @@ class PeerSender(WeightSender):
         for name, held in self._backend.held():
             if name not in self._staged:
                 self._staged[name] = torch.empty(
-                    held.shape, dtype=self._hosted.dtype, device=self._device or held.device
+                    held.shape, dtype=self._hosted.dtypes[name], device=self._device or held.device
                 )
             self._staged[name].copy_(held)
         self._version.fill_(version)

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from rlflow.errors import NotACopy
 from rlflow.weights.shape.boxes import Index, row_major
-from rlflow.weights.shape.layout import Layout, ParameterPlacement, Ranks, Region, Shapes, whole_region
+from rlflow.weights.shape.layout import Dtypes, Layout, ParameterPlacement, Ranks, Region, Shapes, whole_region
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -31,24 +31,25 @@ Landings = Mapping[str, Sequence[Landing]]
 """What was copied from each parameter, by its name."""
 
 
-def whole_landings(shapes: Shapes, dtype: str) -> Landings:
+def whole_landings(shapes: Shapes, dtypes: Dtypes) -> Landings:
     """Each parameter in a tensor of its own name, as it is."""
     return {
-        name: (Landing(tensor=name, dtype=dtype, regions=(whole_region(shape),)),) for name, shape in shapes.items()
+        name: (Landing(tensor=name, dtype=dtypes[name], regions=(whole_region(shape),)),)
+        for name, shape in shapes.items()
     }
 
 
-def layout_of(shapes: Shapes, dtype: str, ranks: Sequence[Landings]) -> Layout:
+def layout_of(shapes: Shapes, dtypes: Dtypes, ranks: Sequence[Landings]) -> Layout:
     """Where the ranks of an engine keep parameters, from what was seen on each.
 
-    `dtype` is for parameters that none of them takes. Raises NotACopy for a parameter that is kept in several dtypes.
+    `dtypes` are for parameters that none of them takes. Raises NotACopy for a parameter that is kept in several dtypes.
     """
     placements: dict[str, ParameterPlacement] = {}
     for name, shape in shapes.items():
         found = [landings.get(name, ()) for landings in ranks]
-        dtypes = {landing.dtype for each in found for landing in each} or {dtype}
-        if len(dtypes) > 1:
-            raise NotACopy(f"{name!r} is kept as {' and as '.join(sorted(dtypes))}; it cannot be sent as one")
+        kept = {landing.dtype for each in found for landing in each} or {dtypes[name]}
+        if len(kept) > 1:
+            raise NotACopy(f"{name!r} is kept as {' and as '.join(sorted(kept))}; it cannot be sent as one")
         tensors = tuple(dict.fromkeys(landing.tensor for each in found for landing in each))
         regions = tuple(
             tuple(
@@ -56,7 +57,7 @@ def layout_of(shapes: Shapes, dtype: str, ranks: Sequence[Landings]) -> Layout:
             )
             for each in found
         )
-        placements[name] = ParameterPlacement(shape=shape, dtype=dtypes.pop(), tensors=tensors, ranks=regions)
+        placements[name] = ParameterPlacement(shape=shape, dtype=kept.pop(), tensors=tensors, ranks=regions)
     return Layout(num_ranks=len(ranks), placements=placements)
 
 

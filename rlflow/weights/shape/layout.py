@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Shapes = Mapping[str, tuple[int, ...]]
+Dtypes = Mapping[str, str]
+"""torch's names without the prefix, by the same names as shapes."""
 Mesh = tuple[tuple[int, int | None], ...]
 """The size of each dimension of a mesh, and the dimension of a parameter that it cuts; None if it cuts none."""
 
-ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int64": 8}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -99,6 +101,10 @@ class Layout:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: place.shape for name, place in self.placements.items()}
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        return {name: place.dtype for name, place in self.placements.items()}
 
     @property
     def num_bytes(self) -> int:

@@ -20,7 +20,8 @@ from torch import Tensor
 from rlflow.roles import StagedWeights
 from rlflow.runtime import scratch
 from rlflow.weights.p2p.exchange import source_view, target_view
-from rlflow.weights.shape.layout import EngineLayout, mesh_layout
+from rlflow.weights.shape.landings import layout_of, whole_landings
+from rlflow.weights.shape.layout import EngineLayout
 from rlflow.weights.shape.plan import Move, plan
 from rlflow.weights.shm.arena import Arena, lay_out, tensor_at
 from rlflow.weights.source import Specs, WeightSender, WeightSource
@@ -113,8 +114,9 @@ class SharedMemorySender(AdapterSender):
         if source is None:
             return None
         assert source.num_ranks == world_size
-        dtype = next(iter(self._slots.values())).dtype
-        whole = EngineLayout(layout=mesh_layout(source.shapes, dtype, 1, lambda name: ((1, None),)))
+        whole = EngineLayout(
+            layout=layout_of(source.shapes, source.dtypes, [whole_landings(source.shapes, source.dtypes)])
+        )
         moves: dict[str, list[Move]] = defaultdict(list)
         # In one bucket, because there are no messages whose size would have to be bounded.
         for move in plan(source, [whole], bucket_bytes=8 * source.num_bytes).moves_from(self._rank):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import digests_of
+from families import tiny_model
 from processes import spawn_ranks
 from rounding import allowed_difference
 from safetensors.torch import load_file, save_file
@@ -255,6 +256,24 @@ def test_parameters_have_hugging_face_names_and_tied_ones_come_once(model_path: 
     assert "lm_head.weight" not in saved
     assert [(name, torch.float32, tuple(t.shape)) for name, t in trainer.full_parameters()] == trainer.parameter_specs()
     assert all(torch.equal(tensor, saved[name]) for name, tensor in trainer.full_parameters())
+
+
+def test_buffers_that_files_hold_go_to_the_engines_with_all_their_digits(tmp_path: Path) -> None:
+    model = tiny_model("GLM-4.5", seed=1)
+    model.save_pretrained(tmp_path)
+    config = tiny_config()
+    config.model.dtype = Dtype.bfloat16
+    trainer = FsdpTrainer(config, str(tmp_path), rank=0, world_size=1, rendezvous=f"file://{tmp_path}/meeting")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    bias = model.get_buffer(name)
+    assert trainer.parameter_specs()[-1] == (name, torch.float32, (4,))
+    for found in (dict(trainer.full_parameters()), dict(trainer.held())):
+        assert torch.equal(found[name], bias)
+    layout = trainer.layout()
+    assert layout is not None and layout.dtypes[name] == "float32" and layout.shapes[name] == (4,)
+    assert layout.dtypes["model.norm.weight"] == "bfloat16"
+    assert name not in trainer._shapes  # nothing trains it
+    trainer.close()
 
 
 def test_a_loaded_trainer_goes_on_where_the_saved_one_stopped(model_path: str, tmp_path: Path) -> None:

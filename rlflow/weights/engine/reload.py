@@ -33,6 +33,7 @@ class ReloadedModel:
         self.landings = whole_landings(shapes, dtypes)
         self._dtypes = dtypes
         self._model = model
+        register_once(model)
         self._config = config
         self._readable = readable
         self._targets: dict[str, Tensor] = {}
@@ -88,6 +89,23 @@ class ReloadedModel:
         if expected is None:
             expected = sampled(self._given, columns).items()
         return compare_weights(self._model, self._readable, expected, columns)
+
+
+def register_once(model: torch.nn.Module) -> None:
+    """Let a parameter that several modules share belong to the first of them; for the others it is an attribute.
+
+    vLLM's reload would give each module a tensor of its own, fill one, and copy what the other holds over it: so it
+    does to the corrections by which GLM-4.5 and DeepSeek-V3 choose experts (0.32). Output heads are `unloaded_heads`.
+    """
+    owners: dict[int, torch.nn.Module] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or owners.setdefault(id(parameter), module) is module:
+                continue
+            if not isinstance(module, VocabParallelEmbedding):
+                del module._parameters[name]
+                module.__dict__[name] = parameter
+                layerwise.get_layerwise_info(module).restore_metadata[0].pop(name, None)
 
 
 def parameter_names(model: torch.nn.Module) -> set[str]:

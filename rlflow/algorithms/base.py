@@ -22,6 +22,8 @@ class Traits:
 
     scope: Scope = Scope.group
     """Whether an advantage must see every group of the step."""
+    compares: bool = True
+    """Whether an advantage compares the episodes of a group, which then needs two."""
     is_per_turn: bool = False
     """Whether an advantage has a value for each turn of an episode, and so needs episodes with turns."""
     needs_greedy: bool = False

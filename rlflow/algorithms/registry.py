@@ -101,7 +101,7 @@ def advantage_of(algorithm: AlgorithmConfig) -> Algorithm:
     With a critic, episodes have their rewards here; tokens get their advantages from `token_advantage_of`.
     """
     if needs_critic(algorithm):
-        return Algorithm(_rewards_alone, Traits(scope=Scope.batch))
+        return Algorithm(_rewards_alone, Traits(scope=Scope.batch, compares=False))
     found = _bound(Kind.advantage, algorithm.advantage, algorithm.advantage_args, "algorithm.advantage_args")
     return found._replace(function=checked_advantage(found.function, algorithm.advantage))
 
@@ -141,6 +141,11 @@ def check_functions(config: Config) -> None:
     """Raise ConfigError for a function that cannot be found or called so, or for some that do not go together."""
     algorithm = config.algorithm
     chosen = advantage_of(algorithm)
+    if chosen.traits.compares and algorithm.group_size < 2:
+        raise ConfigError(
+            f"algorithm.group_size must be at least 2 with algorithm.advantage={algorithm.advantage}, which compares "
+            f"the episodes of a group; got {algorithm.group_size}; raise it, or take gae, reinforce_pp or remax"
+        )
     if needs_critic(algorithm):
         token_advantage_of(algorithm)
     elif algorithm.kl_in_reward:

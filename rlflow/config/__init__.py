@@ -187,7 +187,7 @@ class AlgorithmConfig:
     groups_per_step: int = 8
     """Tasks in one update, each played by a group. More make the gradient less noisy, and a step longer."""
     group_size: int = 8
-    """Episodes of one task, which are compared with each other."""
+    """Episodes of one task, which are compared with each other. 1 does for `gae`, `reinforce_pp` and `remax`."""
     advantage: str = "grpo"
     """A name that `rlflow algorithms` lists, or your own function: `package.module:name` or `file.py:name`."""
     advantage_args: dict[str, Any] = field(default_factory=dict)
@@ -218,6 +218,9 @@ class AlgorithmConfig:
     `entropy_low` (AEPO, arXiv:2512.12967). null: never."""
     dynamic_sampling: bool = False
     """Play another task instead of a group whose rewards are all equal, until the step is full (DAPO)."""
+    filter_on: str | None = None
+    """The part of the reward that dynamic_sampling compares, such as `accuracy`; null: all of it, before
+    overlong_tokens."""
     mask_truncated: bool = False
     """Leave truncated episodes out of the gradient; the others are still compared with them (DAPO)."""
     overlong_tokens: int | None = None

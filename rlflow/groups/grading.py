@@ -12,6 +12,7 @@ from rlflow.algorithms.overlong import overlong_penalty
 from rlflow.algorithms.registry import advantage_of
 from rlflow.algorithms.turns import earned, in_time
 from rlflow.config import Config
+from rlflow.errors import ConfigError
 from rlflow.types import EpisodeSummary, PlayedGroup, ReadyGroup, Task
 
 
@@ -35,7 +36,10 @@ class Grader:
         return self._advantage.traits.needs_greedy
 
     def ready(self, task: Task, played: PlayedGroup) -> ReadyGroup | None:
-        """The trainable part of a group; None when fewer than two episodes, or not the greedy one, have a verdict."""
+        """The trainable part of a group; None when too few episodes, or not the greedy one, have a verdict.
+
+        An advantage that compares needs two.
+        """
         baseline = None
         pairs = list(zip(played.episodes, played.payloads, strict=True))
         if self.needs_greedy:
@@ -44,7 +48,7 @@ class Grader:
                 return None
             baseline = self._shaped_reward(greedy)
         kept = [(summary, payload) for summary, payload in pairs if summary.is_trainable]
-        if len(kept) < 2:
+        if len(kept) < 1 + self._advantage.traits.compares:
             return None
         ready = ReadyGroup(
             group_id=played.group_id,
@@ -69,7 +73,21 @@ class Grader:
         """
         if self._algorithm.mask_truncated and all(episode.end.is_truncated for episode in group.episodes):
             return True
-        return self._algorithm.dynamic_sampling and all_equal([one.reward for one in self._scored(group)])
+        return self._algorithm.dynamic_sampling and all_equal([self._filtered_on(one) for one in group.episodes])
+
+    def _filtered_on(self, episode: EpisodeSummary) -> float:
+        """What dynamic sampling compares. Raises ConfigError for a reward without the part that the settings name."""
+        name = self._algorithm.filter_on
+        if name is None:
+            assert episode.reward is not None, "only episodes with a verdict are compared"
+            return episode.reward
+        parts = components_of(episode.metrics)
+        if name not in parts:
+            raise ConfigError(
+                f"algorithm.filter_on={name} is no part of the reward; its parts are "
+                f"{', '.join(sorted(parts)) or 'none'}; name one of them, or set it to null"
+            )
+        return parts[name]
 
     def assign(self, groups: Sequence[ReadyGroup]) -> None:
         """Give the groups of a step their advantages, if these depend on the whole step."""

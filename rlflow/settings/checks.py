@@ -115,6 +115,11 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         "with algorithm.kl_in_reward=true, which takes k1; leave it out",
     ),
     (
+        "algorithm.filter_on",
+        lambda c: not c.algorithm.dynamic_sampling,
+        "with algorithm.dynamic_sampling=false; set it to null, or dynamic_sampling to true",
+    ),
+    (
         "algorithm.proximal",
         lambda c: c.staleness.max_versions < 2,
         "where no token is older than one version; got staleness.max_versions={staleness.max_versions}; raise it to 2 "
@@ -239,9 +244,12 @@ def _check_ranges(config: Config) -> None:
                     raise ConfigError(f"{section}.{name} must be a finite number; got {value}")
                 if not is_right(value):
                     raise ConfigError(f"{section}.{name} must {wanted}; got {value}")
-    if config.algorithm.group_size < 2:
+    if config.algorithm.group_size < 1:
+        raise ConfigError(f"algorithm.group_size must be at least 1; got {config.algorithm.group_size}")
+    if config.algorithm.group_size == 1 and config.algorithm.dynamic_sampling:
         raise ConfigError(
-            f"algorithm.group_size must be at least 2, to have something to compare; got {config.algorithm.group_size}"
+            "algorithm.dynamic_sampling=true drops groups of equal rewards, and with algorithm.group_size=1 a group "
+            "has only one; set it to false, or raise the size"
         )
     top_k, top_p = config.rollout.top_k, config.rollout.top_p
     if top_k is not None and top_k < 1:

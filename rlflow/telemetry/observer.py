@@ -60,7 +60,8 @@ class RunObserver:
             self._evaluations = MetricsFile(run_dir.evaluations, required=metrics.EVALUATION)
         metrics.truncate_after(run_dir.health, self.num_steps)
         self._alarms = MetricsFile(run_dir.health, required=())
-        is_by_group = advantage_of(config.algorithm).traits.scope is Scope.group
+        traits = advantage_of(config.algorithm).traits
+        is_by_group = traits.compares and traits.scope is Scope.group
         self._health = Health(within_groups=is_by_group, dtype=dtype_of(config).value)
         self._health.replay(before, evaluated)  # what it found is in the file
         self._trace = Trace(run_dir.path / "trace.json")

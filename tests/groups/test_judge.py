@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 from fakes import make_episode
 
+from rlflow.algorithms.registry import check_functions
 from rlflow.config import Config
+from rlflow.errors import ConfigError
 from rlflow.groups.grading import Grader, components_of
 from rlflow.types import EpisodeEnd, PlayedGroup, ReadyGroup, Task, TurnSummary
 
@@ -75,6 +77,29 @@ def test_dynamic_sampling_passes_over_equal_rewards() -> None:
     assert not Grader(Config()).is_filtered(ready(config, played([1.0, 1.0])))
 
 
+def test_dynamic_sampling_compares_what_was_said_and_not_how_long_it_took() -> None:
+    config = Config()
+    config.rollout.max_new_tokens, config.algorithm.overlong_tokens = 100, 50
+    config.algorithm.dynamic_sampling = True
+    solved = ready(config, played([1.0, 1.0], lengths=[50, 100]))
+    assert Grader(config).is_filtered(solved)
+
+
+def test_dynamic_sampling_may_compare_a_part_of_the_reward() -> None:
+    config = Config()
+    config.algorithm.dynamic_sampling, config.algorithm.filter_on = True, "accuracy"
+    grader, group = Grader(config), ready(config, played([1.0, 0.75]))
+    for index, brevity in enumerate((1.0, 0.5)):
+        parts = {"rewards/accuracy": 1.0, "rewards/brevity": brevity}
+        group.episodes[index] = replace(group.episodes[index], metrics=parts)
+    assert grader.is_filtered(group)
+    config.algorithm.filter_on = "brevity"
+    assert not grader.is_filtered(group)
+    config.algorithm.filter_on = "speed"
+    with pytest.raises(ConfigError, match="filter_on=speed is no part of the reward; its parts are accuracy, brevity"):
+        grader.is_filtered(group)
+
+
 def test_truncated_episodes_are_compared_with_and_not_trained_on() -> None:
     config = Config()
     config.algorithm.mask_truncated = True
@@ -135,6 +160,21 @@ def test_remax_compares_with_the_greedy_episode() -> None:
     assert (group.payloads, group.baseline) == (["a", "b"], 0.25)
     assert group.advantages == [[0.75], [-0.25]]
     assert grader.ready(Task(id="t", prompt=()), played([1.0, 0.0, None])) is None
+
+
+@pytest.mark.parametrize("advantage", ["gae", "reinforce_pp", "remax"])
+def test_an_advantage_that_compares_no_episodes_takes_one(advantage: str) -> None:
+    config = Config()
+    config.algorithm.advantage, config.algorithm.group_size = advantage, 1
+    check_functions(config)
+    grader = Grader(config)
+    rewards = [1.0, 0.25] if grader.needs_greedy else [1.0]
+    group = grader.ready(Task(id="t", prompt=()), played(rewards))
+    assert group is not None and group.payloads == ["a"]
+    config.algorithm.advantage = "grpo"
+    assert Grader(config).ready(Task(id="t", prompt=()), played([1.0])) is None
+    with pytest.raises(ConfigError, match="must be at least 2 with algorithm.advantage=grpo, which compares"):
+        check_functions(config)
 
 
 def test_the_greedy_episode_is_punished_for_its_length_too() -> None:

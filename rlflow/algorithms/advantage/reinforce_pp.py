@@ -7,7 +7,7 @@ from rlflow.algorithms.base import Traits
 from rlflow.algorithms.token_advantage.gae import Moments, whiten_value
 
 
-@Traits(scope=Scope.batch)
+@Traits(scope=Scope.batch, compares=False)
 def reinforce_pp(groups: Sequence[Group]) -> Advantages:
     """(r - mean) / deviation over all loss tokens of the batch, where a token's return is its episode's reward.
 

@@ -7,7 +7,7 @@ from rlflow.algorithms.base import Traits
 from rlflow.errors import ConfigError
 
 
-@Traits(needs_greedy=True)
+@Traits(needs_greedy=True, compares=False)
 def remax(groups: Sequence[Group]) -> Advantages:
     """r - reward of the greedy episode of the same task.
 

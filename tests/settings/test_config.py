@@ -133,11 +133,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for steps in ([3], [0, 2], [4, 3], [99, 101], [1, 6])
     ),
     ({"cluster.cpu_threads": 0}, "cluster.cpu_threads must be at least 1, or null; got 0"),
-    ({"algorithm.filter_on": "accuracy"}, "algorithm.filter_on=accuracy has no effect with algorithm.dynamic_sampling"),
+    (
+        {"algorithm.filter_on": "accuracy"},
+        "algorithm.filter_on=accuracy has no effect with algorithm.dynamic_sampling=false; set it to null, or "
+        "dynamic_sampling to true",
+    ),
     ({"algorithm.group_size": 0}, "algorithm.group_size must be at least 1; got 0"),
     (
         {"algorithm.group_size": 1, "algorithm.dynamic_sampling": True},
-        "and with algorithm.group_size=1 a group has only one",
+        "algorithm.dynamic_sampling=true drops groups of equal rewards, and with algorithm.group_size=1 a group has "
+        "only one; set it to false, or raise the size",
     ),
     (
         {"curriculum.kind": "difficulties"},

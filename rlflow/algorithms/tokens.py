@@ -24,7 +24,7 @@ class Tokens:
     proximal: Tensor  # [N], the policy that the ratio compares with; no gradient
     behaviour: Tensor  # [N], the policy that sampled the tokens; no gradient
     advantages: Tensor  # [N]
-    entropies: Tensor  # [N], of the policy over the full vocabulary, in nats; no gradient
+    entropies: Tensor  # [N], of the policy over what it samples from, in nats; the gradient flows through them too
     sequence_of: Tensor  # [N] int64, non-decreasing
     num_sequences: int
 

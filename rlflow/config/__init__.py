@@ -211,6 +211,9 @@ class AlgorithmConfig:
     """The KL, in nats a token, that the coefficient is adapted to reach; null: the coefficient stays."""
     kl_in_reward: bool = False
     """Take the penalty (k1, at the time of sampling) off each token's reward instead, as PPO does; with gae only."""
+    entropy_bonus: float = 0.0
+    """What a nat of entropy is worth for each token: the loss falls by so much. Keeps replies varied; 0.001 is usual,
+    more makes them random."""
     entropy_low: float | None = None
     """See `entropy_high`."""
     entropy_high: float | None = None

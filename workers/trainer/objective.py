@@ -1,6 +1,7 @@
 """From the model's outputs for a packed row to the loss to minimise, and to the figures that a step reports.
 
-    loss of each token -> times the corrections -> plus the KL penalty -> times the aggregation's weights -> summed
+    loss of each token -> times the corrections -> plus the KL penalty, less the bonus for entropy
+        -> times the aggregation's weights -> summed
 
 Rules: everything is a sum over loss tokens, in float64 for figures, so rows and ranks can be added in any order; `step`
 divides once, by `divisor`. Figures carry no gradient. State that adapts (the KL coefficient, the entropy control)
@@ -131,6 +132,8 @@ class PolicyObjective(Objective):
             kl = self._chosen.kl(logprobs, torch.from_numpy(references).to(device))
             if not self._algorithm.kl_in_reward:
                 loss = loss + self._kl_coefficient * kl
+        if self._algorithm.entropy_bonus:
+            loss = loss - self._algorithm.entropy_bonus * entropies
         total = (loss * token_weights(self._algorithm.aggregation, tokens, self._max_length)).sum()
         difference = (logprobs - behaviour).detach()
         ratio = clamp_log_ratio(difference).exp()

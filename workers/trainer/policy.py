@@ -49,7 +49,7 @@ class Policy(nn.Module):
         self._group = group
 
     def forward(self, packed: PackedBatch, has_plain: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [N] (float32, with gradient) and entropies [N] (float32, without) of the loss tokens.
+        """Log-probabilities [N] and entropies [N] of the loss tokens, float32, both with a gradient.
 
         With `has_plain`, in place of the entropies what transformers alone says of the log-probabilities.
         """

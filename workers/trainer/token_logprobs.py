@@ -44,8 +44,8 @@ MAX_LOGITS = 2**26
 class TokenLogprobs(torch.autograd.Function):
     """log softmax(logits)[row_of, targets], with at most `max_logits` logits in memory; see `LogitRule`.
 
-    Returns log-probabilities [N] and entropies [N], float32; entropies have no gradient. If everything fits into one
-    chunk, its probabilities are kept; otherwise backward computes each chunk again.
+    Returns log-probabilities [N] and entropies [N], float32. If everything fits into one chunk, its probabilities are
+    kept; otherwise backward computes each chunk again. The gradient of entropies costs nothing where none is asked for.
     """
 
     @staticmethod
@@ -70,20 +70,22 @@ class TokenLogprobs(torch.autograd.Function):
             probabilities = log_softmax.exp()
             entropies[rows] = -torch.linalg.vecdot(probabilities, log_softmax)
             kept = probabilities if len(probabilities) == len(hidden) and rule.cap is None else None
-        ctx.save_for_backward(hidden, weight, bias, row_of, targets, denominators, kept)
+        ctx.save_for_backward(hidden, weight, bias, row_of, targets, denominators, entropies, kept)
         ctx.rule, ctx.max_logits = rule, max_logits
-        entropies = entropies[row_of]
-        ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
+        ctx.set_materialize_grads(False)
+        return logprobs, entropies[row_of]
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *gradients: Tensor
+        ctx: Any, *gradients: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, row_of, targets, denominators, kept = ctx.saved_tensors
+        hidden, weight, bias, row_of, targets, denominators, entropies, kept = ctx.saved_tensors
         rule: LogitRule = ctx.rule
-        scaled = gradients[0] / rule.temperature
+        by_logprob, by_entropy = (
+            None if each is None else each / rule.temperature for each in (gradients[0], gradients[1])
+        )
+        scaled = torch.zeros_like(targets, dtype=torch.float32) if by_logprob is None else by_logprob
         of_row = scaled.new_zeros(len(hidden)).index_add_(0, row_of, scaled)
         hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32)
         weight_gradient = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
@@ -96,7 +98,13 @@ class TokenLogprobs(torch.autograd.Function):
                 if rule.cap is not None:
                     slopes = 1 - (by_logit * (rule.temperature / rule.cap)).square_()
                 by_logit = by_logit.sub_(denominators[:, None]).exp_()
+            curved = None
+            if by_entropy is not None:  # of p (-log p - entropy), by which a logit changes its row's entropy
+                curved = torch.special.entr(by_logit).sub_(by_logit * entropies[:, None])
+                curved *= torch.zeros_like(of_row).index_add_(0, row_of, by_entropy)[:, None]
             by_logit = by_logit * -of_row[:, None] if kept is not None else by_logit.mul_(-of_row[:, None])
+            if curved is not None:
+                by_logit += curved
             cells = row_of[tokens] * by_logit.shape[1] + targets[tokens] - columns.start
             by_logit.view(-1).index_add_(0, cells, scaled[tokens])
             if slopes is not None:
@@ -123,9 +131,8 @@ def among_support(logprobs: Tensor, entropies: Tensor, support_of: Tensor) -> tu
     mass = torch.zeros_like(own).index_add(0, support_of, (kept - largest[support_of]).exp())
     has_support = mass.detach() > 0
     log_mass = torch.where(has_support, torch.where(has_support, mass, 1.0).log() + largest, 0.0)
-    with torch.no_grad():
-        among = kept - log_mass[support_of]
-        by_support = torch.zeros_like(own).index_add_(0, support_of, -among.exp() * among)
+    among = kept - log_mass[support_of]
+    by_support = torch.zeros_like(own).index_add(0, support_of, -among.exp() * among)
     return own - log_mass, torch.where(has_support, by_support, entropies[: len(own)])
 
 

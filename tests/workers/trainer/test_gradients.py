@@ -21,7 +21,7 @@ from training import (
     tiny_llama,
     tiny_qwen3,
 )
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from rlflow.batching import PackedBatch, pack
 from rlflow.config import Config
@@ -69,6 +69,31 @@ def test_every_cut_gives_the_gradient_of_the_padded_batch(architecture: PreTrain
     differences = {name: largest_relative_difference(found, expected) for name, found in cuts.items()}
     print(differences, "allowed:", allowed)
     assert max(differences.values()) <= allowed, differences
+
+
+def entropy_gradients(
+    path: str, groups: list[list[TrainSample]], config: Config, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Of the bonus alone, one sample at a time."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    for sample in (one.sample for group in groups for one in group):
+        ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.completion_ids]).astype(np.int64))
+        logits = model(input_ids=ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1] / config.rollout.temperature
+        entropies = torch.distributions.Categorical(logits=logits).entropy()
+        (-config.algorithm.entropy_bonus * entropies[torch.from_numpy(sample.loss_mask)].sum()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_the_bonus_for_entropy_has_the_gradient_of_its_definition(tmp_path: Path) -> None:
+    config = tiny_config()
+    config.algorithm.entropy_bonus = 0.1
+    path, groups = save_model(tiny_llama(), tmp_path), tiny_groups()
+    for one in (one for group in groups for one in group):
+        one.advantage = 0.0
+    expected, allowed = exact_and_allowed(lambda *how: entropy_gradients(path, how[0], config, how[1]), groups)
+    policy = load_policy(config, path)
+    for found in (policy, Policy(policy.model, config.rollout.temperature, max_logits=300)):
+        assert largest_relative_difference(packed_gradients(found, [groups], config), expected) <= allowed
 
 
 def test_an_empty_micro_batch_has_zero_gradient(tmp_path: Path) -> None:

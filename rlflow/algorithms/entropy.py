@@ -13,8 +13,9 @@ from rlflow.algorithms.tokens import Tokens
 def leaves_out_negatives(did_before: bool, entropy: float, *, low: float, high: float) -> bool:
     """Whether the next step leaves out all tokens with negative advantage.
 
-    From the step whose mean entropy exceeds `high` until one whose mean entropy is below `low`; in between it stays as
-    it was. The paper gives no bounds; the entropy in its plots moves from about 0.1 to 0.3.
+    `entropy` is the mean over sequences of each one's mean. From the step in which it exceeds `high` until one in which
+    it is below `low`; in between it stays as it was. The paper gives no bounds; the entropy in its plots moves from
+    about 0.1 to 0.3.
     """
     require(0 <= low < high, "entropy low", f"at least 0 and below high, {high:g}", low)
     if entropy > high:

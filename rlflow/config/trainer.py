@@ -40,7 +40,8 @@ class TrainerConfig:
     `optim8bit`. `muon`: steps of equal size in all directions for the matrices of the decoder layers, AdamW for the
     rest (arXiv:2502.16982). Both with `fsdp` only."""
     weight_decay: float = 0.0
-    """The share of a matrix, times the learning rate, that each step takes away; usually 0 in RL."""
+    """The share, times the learning rate, that each step takes from the matrices of the decoder layers; usually 0 in
+    RL."""
     beta1: float = 0.9
     """The decay of the gradient's mean, and of Muon's momentum (0.95 is usual there)."""
     beta2: float = 0.99

@@ -244,6 +244,14 @@ def test_estimates_of_the_kl() -> None:
         torch.testing.assert_close(gradient, torch.tensor(slopes))
 
 
+def test_k3_counts_ten_nats_at_most_and_has_no_gradient_beyond() -> None:
+    logprobs = torch.tensor([-1.0, -5.0], requires_grad=True)
+    kl = k3(logprobs, torch.tensor([-1.0, -1.0]))  # e^4 - 5 is 49.6
+    kl.sum().backward()
+    assert logprobs.grad is not None
+    assert (kl.tolist(), logprobs.grad.tolist()) == ([0.0, 10.0], [0.0, 0.0])
+
+
 @pytest.mark.parametrize(("kl", "coefficient"), [(0.2, 0.102), (0.105, 0.1005), (0.1, 0.1), (0.0, 0.098)])
 def test_the_kl_coefficient_follows_the_target(kl: float, coefficient: float) -> None:
     assert next_coefficient(0.1, kl, target=0.1, steps=64, horizon=640) == pytest.approx(coefficient, rel=1e-12)

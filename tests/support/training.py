@@ -158,7 +158,7 @@ def plain_gradients(
             total = total + torch.maximum(-sample.advantage * ratio, -sample.advantage * clipped)
             if sample.reference_logprobs is not None:
                 difference = float(sample.reference_logprobs[token]) - logprobs[token]
-                total = total + config.algorithm.kl_coefficient * (difference.exp() - difference - 1)
+                total = total + config.algorithm.kl_coefficient * (difference.exp() - difference - 1).clamp(max=10)
     total.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 

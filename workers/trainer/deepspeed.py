@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rlflow.config import Config, Dtype, Offload
 from rlflow.errors import ConfigError
 from rlflow.weights.shape.layout import Layout, runs_layout
-from rlflow.workers.trainer.optimizers import adamw, fresh_moments, state_tensors
+from rlflow.workers.trainer.optimizers import adamw, decayed, fresh_moments, state_tensors
 from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend
 from rlflow.workers.trainer.policy import torch_dtype
 from rlflow.workers.trainer.pretrained import move_buffers, with_memory
@@ -101,8 +101,18 @@ class DeepSpeedTrainer(TrainerBackend):
         for options in self._optimizer.param_groups:
             options["lr"] = learning_rate
         self._scale = scale
+        self._decay(learning_rate * self._config.trainer.weight_decay)
         self._engine.step()
         assert self._engine.was_step_applied(), "DeepSpeed skipped a finite gradient"
+
+    def _decay(self, share: float) -> None:
+        """Take a share of themselves from the weights that decay."""
+        if share:
+            names = decayed(self._shapes, self._hidden)
+            for flat, pieces in self._zero.masters():
+                for piece in pieces:
+                    if piece.name in names:
+                        flat[piece.run].mul_(1 - share)
 
     def _discard_gradients(self) -> None:
         """DeepSpeed itself skips a gradient that is not finite."""

@@ -59,12 +59,10 @@ class FsdpTrainer(TrainerBackend):
         self._parameters = dict(self._policy.model.named_parameters())
         self._fill_first()
         self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
-        layers = {id(parameter) for parameter in decoder_layers(self._policy.model).parameters()}
-        hidden = frozenset(name for name, parameter in self._trained.items() if id(parameter) in layers)
         group = ShardGroup(
             rank=self._shard_rank, size=self._num_shards, process_group=self._shard_group, device=self._device
         )
-        self._optimizer = ShardOptimizer(config.trainer, self._shapes, hidden, group)
+        self._optimizer = ShardOptimizer(config.trainer, self._shapes, self._hidden, group)
 
     def _fill_first(self) -> None:
         """Fill what this rank keeps of every parameter with its first values."""

@@ -24,7 +24,7 @@ from rlflow.algorithms.entropy import leaves_out_negatives, without_negatives
 from rlflow.algorithms.kl.base import next_coefficient
 from rlflow.algorithms.proximal import interpolate_proximal
 from rlflow.algorithms.registry import objective_of
-from rlflow.algorithms.tokens import Tokens, clamp_log_ratio
+from rlflow.algorithms.tokens import Tokens, clamp_log_ratio, sequence_mean
 from rlflow.batching import PackedBatch
 from rlflow.config import Config, Proximal
 from rlflow.roles import Mean
@@ -44,6 +44,7 @@ _METRICS = (
     "sampling/current_logp_difference_mean",
     "sampling/older_cache_share",
     "sampling/older_cache_logp_difference_mean",
+    "entropy/sequence_mean",
 )
 
 
@@ -141,7 +142,7 @@ class PolicyObjective(Objective):
         gap = difference.abs()
         is_current = torch.from_numpy(packed.versions).to(device).eq(version) & ~on_older
         columns = [entropies, kl, is_clipped, weights, weights == 0, gap * ~on_older, ratio]
-        columns += [is_current, gap * is_current, on_older, gap * on_older]
+        columns += [is_current, gap * is_current, on_older, gap * on_older, sequence_mean(entropies.detach(), tokens)]
         sums = [column.detach().double().sum() for column in columns]
         counts = logprobs.new_tensor([tokens.num_sequences, len(logprobs)], dtype=torch.float64)
         return Row(
@@ -162,13 +163,14 @@ class PolicyObjective(Objective):
         there engine and trainer need not agree. `current`: tokens of the version that is trained, on its cache, where
         they must.
         """
-        *totals, loss, _, num_tokens = sums.tolist()
+        *totals, loss, num_sequences, num_tokens = sums.tolist()
         num_older = totals[_METRICS.index("sampling/older_cache_share")]
         num_current = totals[_METRICS.index("sampling/current_share")]
         counts = {
             "sampling/logp_difference_mean": num_tokens - num_older,
             "sampling/older_cache_logp_difference_mean": num_older,
             "sampling/current_logp_difference_mean": num_current,
+            "entropy/sequence_mean": num_sequences,
         }
         metrics = {
             name: Mean(total=total, count=counts.get(name, num_tokens))
@@ -186,6 +188,8 @@ class PolicyObjective(Objective):
             metrics["kl_coefficient"] = Mean(total=self._kl_coefficient, count=1)
         if self._algorithm.entropy_high is not None:
             metrics["entropy_control"] = Mean(total=float(self._leaves_out_negatives), count=1)
+        else:
+            del metrics["entropy/sequence_mean"]
         return metrics | {
             "loss": Mean(total=loss, count=self.divisor(sums)),
             "sampling/logp_difference_max": Mean(total=largest.item(), count=1),
@@ -193,16 +197,17 @@ class PolicyObjective(Objective):
         }
 
     def end_step(self, sums: Tensor) -> None:
-        means = dict(zip(_METRICS, (sums / sums[-1]).tolist(), strict=False))
+        totals = dict(zip(_METRICS, sums.tolist(), strict=False))
         algorithm, num_sequences = self._algorithm, int(sums[-2])
         if algorithm.kl_target is not None:
             horizon = max(KL_HORIZON, num_sequences)
             self._kl_coefficient = next_coefficient(
-                self._kl_coefficient, means["kl"], algorithm.kl_target, num_sequences, horizon
+                self._kl_coefficient, totals["kl"] / float(sums[-1]), algorithm.kl_target, num_sequences, horizon
             )
         if algorithm.entropy_low is not None and algorithm.entropy_high is not None:
+            entropy = totals["entropy/sequence_mean"] / num_sequences
             self._leaves_out_negatives = leaves_out_negatives(
-                self._leaves_out_negatives, means["entropy"], low=algorithm.entropy_low, high=algorithm.entropy_high
+                self._leaves_out_negatives, entropy, low=algorithm.entropy_low, high=algorithm.entropy_high
             )
 
     def state(self) -> dict[str, float]:

@@ -27,11 +27,14 @@ _NEWTON_SCHULZ_STEPS = 5
 
 
 def adamw(trainer: TrainerConfig, parameters: Sequence[Tensor]) -> torch.optim.AdamW:
-    """AdamW with float32 moments, for every back end."""
+    """AdamW with float32 moments, for every back end; the back end itself decays the weights that `decayed` names."""
     betas = (trainer.beta1, trainer.beta2)
-    return torch.optim.AdamW(
-        parameters, lr=trainer.learning_rate, betas=betas, weight_decay=trainer.weight_decay, fused=True
-    )
+    return torch.optim.AdamW(parameters, lr=trainer.learning_rate, betas=betas, weight_decay=0.0, fused=True)
+
+
+def decayed(shapes: Mapping[str, tuple[int, ...]], hidden: frozenset[str]) -> frozenset[str]:
+    """The matrices of the decoder layers, `hidden`: norms, biases, embeddings and output layer keep their size."""
+    return frozenset(name for name in hidden if len(shapes[name]) > 1)
 
 
 def fresh_moments(like: Tensor, updates: int) -> dict[str, Tensor]:
@@ -70,6 +73,8 @@ class ShardOptimizer:
     ) -> None:
         """`shapes` are the whole parameters'. Muon takes the matrices among `hidden`, AdamW the rest.
 
+        `hidden` are the parameters of the decoder layers.
+
         Raises ConfigError if a package is missing.
         """
         self._trainer = trainer
@@ -80,6 +85,7 @@ class ShardOptimizer:
             for name, shape in shapes.items()
             if is_muon and name in hidden and len(shape) == 2
         }
+        self._decayed = decayed(shapes, hidden) if trainer.weight_decay else frozenset[str]()
         self._momentum: dict[str, Tensor] = {}
         self._stand_ins = {name: nn.Parameter(torch.empty(0)) for name in shapes if name not in self._matrices}
         self._adamw = _adamw_of(trainer, list(self._stand_ins.values())) if self._stand_ins else None
@@ -87,6 +93,8 @@ class ShardOptimizer:
     @torch.no_grad()
     def step(self, shards: Mapping[str, Tensor], gradients: Mapping[str, Tensor], learning_rate: float) -> None:
         """Update the rows in place. With Muon it is collective."""
+        for name in self._decayed:
+            shards[name].mul_(1 - learning_rate * self._trainer.weight_decay)
         for name, stand_in in self._stand_ins.items():
             stand_in.data, stand_in.grad = shards[name], gradients[name]
         if self._adamw is not None:
@@ -102,7 +110,7 @@ class ShardOptimizer:
         self, shards: Mapping[str, Tensor], gradients: Mapping[str, Tensor], learning_rate: float
     ) -> None:
         """Muon (arXiv:2502.16982, section 2.2), whose factor 0.2 makes AdamW's learning rates fit."""
-        decay, weight_decay = self._trainer.beta1, self._trainer.weight_decay
+        decay = self._trainer.beta1
         # Matrices that are orthogonalised at the same time are alike, so that no rank waits for another.
         names = iter(sorted(self._matrices, key=lambda name: self._matrices[name]))
         while batch := list(islice(names, self._group.size)):
@@ -114,7 +122,7 @@ class ShardOptimizer:
             shapes = [self._matrices[name] for name in batch]
             for name, update in zip(batch, on_whole_matrices(orthogonal, updates, shapes, self._group), strict=True):
                 shard, scale = shards[name], 0.2 * math.sqrt(max(self._matrices[name]))
-                shard.mul_(1 - learning_rate * weight_decay).add_(update, alpha=-learning_rate * scale)
+                shard.add_(update, alpha=-learning_rate * scale)
 
     def moments(self, name: str, like: Tensor) -> dict[str, Tensor]:
         """Kind -> this rank's rows in float32; zeros before the first step. `like` are the rows of the parameter."""
@@ -199,7 +207,7 @@ def _adamw_of(trainer: TrainerConfig, parameters: Sequence[Tensor]) -> torch.opt
             "`optim8bit`, or set trainer.optimizer=adamw"
         ) from error
     betas = (trainer.beta1, trainer.beta2)
-    return AdamW8bit(parameters, lr=trainer.learning_rate, betas=betas, weight_decay=trainer.weight_decay)
+    return AdamW8bit(parameters, lr=trainer.learning_rate, betas=betas, weight_decay=0.0)
 
 
 def _set_rate(options: dict[str, Any], learning_rate: float) -> None:

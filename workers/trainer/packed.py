@@ -34,7 +34,7 @@ from rlflow.weights.shape.layout import Layout, mesh_layout
 from rlflow.weights.source import Specs
 from rlflow.workers.trainer.flops import flops, packed_sizes, padded_sizes, sizes_of
 from rlflow.workers.trainer.gate import Agreement, probe_prompts, settle_way
-from rlflow.workers.trainer.layers import has_experts, wrap_layers
+from rlflow.workers.trainer.layers import decoder_layers, has_experts, wrap_layers
 from rlflow.workers.trainer.lora import (
     add_adapters,
     first_adapter,
@@ -112,6 +112,8 @@ class TrainerBackend(ABC):
         for name in filter(is_adapter, named):
             shape, seed = self._all_shapes[name], config.run.seed
             self._first.fresh[name] = partial(first_adapter, name, shape, seed, torch_dtype(config))
+        layers = {id(parameter) for parameter in decoder_layers(model).parameters()}
+        self._hidden = frozenset(name for name in self._shapes if id(named[name]) in layers)
         self._parts = parts_of(named)
         self._buffers = list(self._first.buffers(self._policy.model))
         dtype = torch_dtype(config)

@@ -68,7 +68,7 @@ def test_what_is_no_hidden_matrix_takes_steps_of_adamw() -> None:
     optimizer = ShardOptimizer(trainer, shapes, frozenset({"norm"}), ShardGroup())
     ours = {name: torch.ones(shape) for name, shape in shapes.items()}
     theirs = {name: torch.ones(shape, requires_grad=True) for name, shape in shapes.items()}
-    plain = torch.optim.AdamW(theirs.values(), lr=0.5, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+    plain = torch.optim.AdamW(theirs.values(), lr=0.5, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     for seed in range(2):
         torch.manual_seed(seed)
         gradients = {name: torch.randn(shape) for name, shape in shapes.items()}
@@ -77,6 +77,18 @@ def test_what_is_no_hidden_matrix_takes_steps_of_adamw() -> None:
             parameter.grad = gradients[name]
         plain.step()
     assert all(torch.equal(ours[name], parameter) for name, parameter in theirs.items())
+
+
+@pytest.mark.parametrize("kind", [Optimizer.adamw, Optimizer.muon])
+def test_only_matrices_of_decoder_layers_decay(kind: Optimizer) -> None:
+    shapes = {"embedding": (5, 3), "layer": (4, 3), "experts": (2, 4, 3), "norm": (3,)}
+    trainer = TrainerConfig(optimizer=kind, weight_decay=0.1)
+    optimizer = ShardOptimizer(trainer, shapes, frozenset({"layer", "experts", "norm"}), ShardGroup())
+    weights = {name: torch.ones(shape) for name, shape in shapes.items()}
+    optimizer.step(weights, {name: torch.zeros(shape) for name, shape in shapes.items()}, 0.5)
+    assert {name: weight.unique().item() for name, weight in weights.items()} == pytest.approx(
+        {"embedding": 1.0, "layer": 0.95, "experts": 0.95, "norm": 1.0}
+    )
 
 
 @pytest.fixture(scope="module")

@@ -554,11 +554,15 @@ def test_the_kl_coefficient_and_the_entropy_control_adapt_and_are_remembered(mod
     config.algorithm.entropy_low, config.algorithm.entropy_high = 0.1, 0.2
     trainer = one_rank(config, model_path)
     groups = tiny_groups(with_reference=True)
+    packed = pack(groups)
+    _, entropies = trainer._policy(packed)
+    of_sequence = np.bincount(packed.sequence_of, entropies.detach().numpy()) / np.bincount(packed.sequence_of)
     trainer.accumulate([groups])
     first = trainer.step().metrics
     # 12 sequences of 10,000 push the coefficient up by 20 % of their share.
     assert first["kl_coefficient"].value == pytest.approx(0.5 * (1 + 0.2 * 12 / 10_000))
     assert first["entropy_control"].value == 1.0
+    assert first["entropy/sequence_mean"].value == pytest.approx(of_sequence.mean(), rel=1e-5)
     trainer.snapshot().write(tmp_path / "saved")
     again = one_rank(config, model_path)
     again.load(tmp_path / "saved")

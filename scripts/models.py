@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
@@ -256,7 +256,7 @@ def _exact(folder: str) -> tuple[dict[str, Tensor], float]:
 
 
 def _facts(model: PreTrainedModel, loaded: PreTrainedModel) -> list[str]:
-    """Tensor parallel, LoRA, experts, critic, vLLM: yes or empty."""
+    """Tensor parallel, LoRA, experts, vLLM: yes or empty."""
     config = Config()
     config.lora.rank = 4
 
@@ -271,7 +271,6 @@ def _facts(model: PreTrainedModel, loaded: PreTrainedModel) -> list[str]:
         works(lambda: cut_layers(loaded, TensorGroup(size=2))),
         works(lambda: add_adapters(model, config.lora, torch.float32)),
         has_experts(model.config),
-        type(model.config) in AutoModelForTokenClassification._model_mapping,
         type(model).__name__ in served(),
     ]
     return ["yes" if answer else "" for answer in answers]
@@ -289,8 +288,8 @@ def page(rows: Iterable[Found]) -> str:
     counts = Counter(row.way for row in rows)
     equal = counts["packed"] + counts["padded"]
     table = [
-        "| Family | Way | Log-probabilities | Gradient | Tensor parallel | LoRA | Experts | Critic | vLLM |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| Family | Way | Log-probabilities | Gradient | Tensor parallel | LoRA | Experts | vLLM |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     others = ["| Family | | Why |", "| --- | --- | --- |"]
     for row in rows:

@@ -112,7 +112,7 @@ class DeepSpeedTrainer(TrainerBackend):
             for flat, pieces in self._zero.masters():
                 for piece in pieces:
                     if piece.name in names:
-                        flat[piece.run].mul_(1 - share)
+                        flat.detach()[piece.run].mul_(1 - share)
 
     def _discard_gradients(self) -> None:
         """DeepSpeed itself skips a gradient that is not finite."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlflow.batching import PackedBatch
 from rlflow.types import TrainSample
-from rlflow.workers.trainer.layers import decoder_layers
+from rlflow.workers.trainer.layers import VALUE_HEAD, decoder_layers
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -54,7 +54,8 @@ def sizes_of(model: PreTrainedModel) -> ModelSizes:
             share = getattr(config, "num_experts_per_tok", parameter.shape[0]) / parameter.shape[0]
         if parameter.dim() > 1:
             counts[parameter.requires_grad] += round(parameter.numel() * share)
-    head = model.get_output_embeddings() or model.get_submodule("score")
+    head = getattr(model, VALUE_HEAD, None) or model.get_output_embeddings()
+    assert head is not None, "checked by Policy"
     weight = head.get_parameter("weight")
     # In some families layers differ in it; those are asked one by one.
     sizes = [_attention_size(each) for each in getattr(config, "per_layer_config", ()) or [config] * len(layers)]

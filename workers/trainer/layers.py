@@ -44,6 +44,19 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
 
 
+VALUE_HEAD = "score"
+"""The name of a critic's output layer."""
+
+
+def put_value_head(model: PreTrainedModel) -> None:
+    """Give a causal model one number a state in place of its logits: a critic of any family, from the same files."""
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear), "checked by Policy"
+    (name,) = (name for name, module in model.named_modules() if module is head)
+    model.set_submodule(name, nn.Identity())
+    model.add_module(VALUE_HEAD, nn.Linear(head.in_features, 1))
+
+
 def has_experts(config: PreTrainedConfig) -> bool:
     """True for a mixture of experts, where the tokens choose what a layer computes."""
     return num_experts(config) > 0

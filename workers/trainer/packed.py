@@ -34,7 +34,7 @@ from rlflow.weights.shape.layout import Layout, mesh_layout
 from rlflow.weights.source import Specs
 from rlflow.workers.trainer.flops import flops, packed_sizes, padded_sizes, sizes_of
 from rlflow.workers.trainer.gate import Agreement, probe_prompts, settle_way
-from rlflow.workers.trainer.layers import decoder_layers, has_experts, wrap_layers
+from rlflow.workers.trainer.layers import VALUE_HEAD, decoder_layers, has_experts, wrap_layers
 from rlflow.workers.trainer.lora import (
     add_adapters,
     first_adapter,
@@ -92,7 +92,7 @@ class TrainerBackend(ABC):
         self._policy, self._first = build(config, model_path)
         self._objective: Objective = ValueObjective(config) if is_critic else PolicyObjective(config)
         if config.lora.rank is not None:
-            heads = ("score",) if is_critic else ()
+            heads = (VALUE_HEAD,) if is_critic else ()
             add_adapters(self._policy.model, config.lora, torch_dtype(config), heads)
         if config.rollout.replay_experts and not is_critic:
             replay_routes(self._policy.model)

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.models.opening import build_model, open_config, open_model
+from rlflow.workers.trainer.layers import VALUE_HEAD, put_value_head
 from rlflow.workers.trainer.lora import name_in_files
 from rlflow.workers.trainer.way import choose_way, pin_rotary
 
@@ -116,21 +117,21 @@ def empty_model(
     config: Config,
     folder: str,
     setting: str = "model.path",
-    heads: Sequence[str] = (),
-    **options: Any,
+    is_critic: bool = False,
 ) -> tuple[PreTrainedModel, FirstValues]:
     """A model by one of transformers' Auto classes, float32, its way chosen; parameters are on the meta device.
 
-    Its buffers are on the CPU, and its modules `heads` begin with zeros. `options` go to the model's configuration.
-    Collective for families that rank 0 loads. Raises ConfigError, naming the `setting`, for a model that cannot be
-    built.
+    Its buffers are on the CPU. A critic has a value head, which begins with zeros. Collective for families that rank 0
+    loads. Raises ConfigError, naming the `setting`, for a model that cannot be built.
     """
     disable_progress_bar()
     trust = config.model.trust_remote_code
-    model_config = open_config(folder, trust=trust, setting=setting, **options)
+    model_config = open_config(folder, trust=trust, setting=setting)
     pin_rotary(model_config, config.model.max_length)
     with torch.device("meta"):
         model = build_model(auto_class, model_config, trust=trust, setting=setting, dtype=torch.float32).eval()
+        if is_critic:
+            put_value_head(model)
     choose_way(model)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -140,9 +141,9 @@ def empty_model(
     new: Fresh = {
         name: partial(torch.zeros, parameter.shape)
         for name, parameter in model.named_parameters()
-        if name.rpartition(".")[0] in heads
+        if is_critic and name.rpartition(".")[0] == VALUE_HEAD
     }
-    load = partial(open_model, auto_class, folder, trust=trust, setting=setting, **options)
+    load = partial(open_model, auto_class, folder, trust=trust, setting=setting)
     values = FirstValues(model, folder, new, lambda dtype: load(dtype=dtype))
     values.fill_buffers(model)
     for name, buffer in model.named_buffers():

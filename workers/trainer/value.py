@@ -6,12 +6,13 @@ Shape letter: N loss tokens.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForTokenClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlflow.algorithms.value_loss import value_loss
 from rlflow.batching import PackedBatch
 from rlflow.config import Config
 from rlflow.roles import Mean
+from rlflow.workers.trainer.layers import VALUE_HEAD
 from rlflow.workers.trainer.objective import Objective, Row
 from rlflow.workers.trainer.plain import plain_states
 from rlflow.workers.trainer.policy import hidden_states
@@ -22,7 +23,7 @@ class ValueModel(nn.Module):
     """A critic; the whole computation is inside `forward`, because FSDP's hooks on the root must see it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """`model` is a token classifier with one label, loaded by `load_whole`."""
+        """`model` has a head of one output, called as `layers.VALUE_HEAD` says."""
         super().__init__()
         self.model = model
 
@@ -32,7 +33,7 @@ class ValueModel(nn.Module):
         With `has_plain` the states [N, hidden size], as they are here and as transformers alone computes them.
         """
         hidden = hidden_states(self.model, packed)
-        head = self.model.get_submodule("score")
+        head = self.model.get_submodule(VALUE_HEAD)
         # An embedding gathers rows, because its backward is deterministic on the CPU.
         states = F.embedding(torch.from_numpy(packed.loss_positions).to(hidden.device), hidden)
         if has_plain:
@@ -45,7 +46,7 @@ def empty_value_model(config: Config, model_path: str) -> tuple[ValueModel, Firs
 
     Its head gives 0 everywhere at first. Raises ConfigError for a model that cannot be trained.
     """
-    model, values = empty_model(AutoModelForTokenClassification, config, model_path, heads=("score",), num_labels=1)
+    model, values = empty_model(AutoModelForCausalLM, config, model_path, is_critic=True)
     return ValueModel(model), values
 
 

@@ -24,7 +24,6 @@ from training import (
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForTokenClassification,
     PreTrainedConfig,
     Qwen3MoeConfig,
 )
@@ -119,11 +118,10 @@ def test_first_values_are_those_of_transformers(
 def test_a_critic_begins_with_zeros_and_adapters_with_the_values_of_their_seed(tmp_path: Path) -> None:
     path = save_model(tiny_llama(), tmp_path)
     critic = FsdpTrainer(tiny_config(), path, 0, 1, "", is_critic=True)
-    expected = dict(AutoModelForTokenClassification.from_pretrained(path, num_labels=1).named_parameters())
-    with torch.no_grad():
-        expected["score.weight"].zero_()
-        expected["score.bias"].zero_()
-    assert_equal(dict(critic.full_parameters()), {name: each.detach() for name, each in expected.items()})
+    decoder = AutoModelForCausalLM.from_pretrained(path).model
+    expected = {f"model.{name}": each.detach() for name, each in decoder.named_parameters()}
+    expected |= {"score.weight": torch.zeros(1, 32), "score.bias": torch.zeros(1)}
+    assert_equal(dict(critic.full_parameters()), expected)
 
     def adapters(seed: int) -> dict[str, torch.Tensor]:
         config = with_adapters(tiny_config())

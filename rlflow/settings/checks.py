@@ -58,7 +58,8 @@ _POSITIVE = {
 }
 _NOT_NEGATIVE = {
     "run": ("seed", "checkpoint_every"),
-    "algorithm": ("kl_coefficient",),
+    "algorithm": ("kl_coefficient", "entropy_bonus"),
+    "critic": ("warmup_steps",),
     "trainer": ("warmup_steps", "weight_decay"),
     "staleness": ("max_versions",),
     "eval": ("every",),
@@ -259,6 +260,11 @@ def _check_ranges(config: Config) -> None:
     value_clip, rank = config.critic.value_clip, config.lora.rank
     if value_clip is not None and value_clip <= 0:
         raise ConfigError(f"critic.value_clip must be positive, or null for no clip; got {value_clip}")
+    if config.critic.warmup_steps >= config.run.steps:
+        raise ConfigError(
+            f"critic.warmup_steps={config.critic.warmup_steps} leaves no step to the policy, because "
+            f"run.steps={config.run.steps}; lower it, or raise run.steps"
+        )
     if rank is not None and rank < 1:
         raise ConfigError(f"lora.rank must be at least 1, or null to train the whole model; got {rank}")
 

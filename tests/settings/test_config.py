@@ -138,6 +138,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "algorithm.filter_on=accuracy has no effect with algorithm.dynamic_sampling=false; set it to null, or "
         "dynamic_sampling to true",
     ),
+    (
+        {"critic.warmup_steps": 100},
+        "critic.warmup_steps=100 leaves no step to the policy, because run.steps=100; lower it, or raise run.steps",
+    ),
     ({"algorithm.group_size": 0}, "algorithm.group_size must be at least 1; got 0"),
     (
         {"algorithm.group_size": 1, "algorithm.dynamic_sampling": True},

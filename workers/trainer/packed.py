@@ -88,6 +88,7 @@ class TrainerBackend(ABC):
         self._is_distributed = is_distributed
         if is_distributed:
             join(rendezvous, rank, world_size, self._device, config.deadlines.train_s)
+        self._is_critic = is_critic
         build = empty_value_model if is_critic else empty_policy
         self._policy, self._first = build(config, model_path)
         self._objective: Objective = ValueObjective(config) if is_critic else PolicyObjective(config)
@@ -263,9 +264,10 @@ class TrainerBackend(ABC):
         grad_norm = self._gradient_norm() / count
         trainer = self._config.trainer
         rate = learning_rate(trainer, self._updates, self._config.run.steps)
-        is_finite = math.isfinite(grad_norm)
+        clip, is_finite = min(1.0, trainer.max_grad_norm / (grad_norm + 1e-6)), math.isfinite(grad_norm)
+        if not self._is_critic and self._updates < self._config.critic.warmup_steps:
+            clip = rate = 0.0
         if is_finite:
-            clip = min(1.0, trainer.max_grad_norm / (grad_norm + 1e-6))
             self._update(clip / count, rate)
             self._updates += 1
             self._objective.end_step(sums)

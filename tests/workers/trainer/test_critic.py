@@ -123,6 +123,24 @@ def with_targets(groups: list[list[TrainSample]]) -> list[list[TrainSample]]:
     return groups
 
 
+def test_the_policy_waits_for_the_critic(tmp_path: Path) -> None:
+    config = tiny_config()
+    config.critic.warmup_steps = 2
+    path = save_model(tiny_llama(), tmp_path)
+    policy = FsdpTrainer(config, path, 0, 1, "")
+    first = {name: each.clone() for name, each in policy.full_parameters()}
+    rates = []
+    for _ in range(3):
+        policy.accumulate([tiny_groups()])
+        is_same = all(torch.equal(each, first[name]) for name, each in policy.full_parameters())
+        rates.append((is_same, policy.step().learning_rate))
+    assert rates == [(True, 0.0), (True, 0.0), (True, config.trainer.learning_rate)]
+    assert any(not torch.equal(each, first[name]) for name, each in policy.full_parameters())
+    critic = FsdpTrainer(config, path, 0, 1, "", is_critic=True)
+    critic.accumulate([with_targets(tiny_groups())])
+    assert critic.step().learning_rate == config.trainer.learning_rate
+
+
 def test_the_critic_learns_what_to_expect(tmp_path: Path) -> None:
     config = tiny_config()
     config.critic.value_clip = None

@@ -68,13 +68,21 @@ ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters (arXiv:2106.09685) on all linear layers of the decoder layers; the rest of the model is frozen.
-    The critic has them too, and its head is trained whole."""
+    """Low-rank adapters (arXiv:2106.09685) on linear layers of the decoder layers; the rest of the model is frozen. The
+    critic has them too, and its head is trained whole."""
 
     rank: int | None = None
     """null trains the whole model; a rank needs the extra `lora`."""
     alpha: float = 32.0
     """What the adapters add is multiplied by alpha / rank."""
+    rank_stabilised: bool = False
+    """Multiply by alpha / sqrt(rank) instead, so that a larger rank learns as fast (arXiv:2312.03732)."""
+    targets: list[str] | None = None
+    """The layers that have adapters, by the last parts of their names, such as [q_proj, v_proj]; null: all linear
+    layers of the decoder layers."""
+    dropout: float = 0.0
+    """The share of what goes into the adapters that is set to zero in passes with a gradient. Engines sample without
+    it, so that the log-probability differences of a run contain it; usually 0 in RL."""
     send: Send = Send.adapters
     """What engines are sent. `merged`: the whole model, which takes longer to send but samples up to a seventh faster
     (SmolLM2-135M); also for models for which vLLM has no adapters."""

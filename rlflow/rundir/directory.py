@@ -24,6 +24,8 @@ _FIXED = (
     "model.path",
     "lora.rank",
     "lora.alpha",
+    "lora.rank_stabilised",
+    "lora.targets",
     "env.name",
     "env.args",
     "curriculum.kind",

@@ -1,8 +1,9 @@
 """What follows from several settings together: pure questions to a Config, asked on every floor."""
 
+import math
 from dataclasses import dataclass, replace
 
-from rlflow.config import Backend, Config, Dtype, ModelPlacement, Placement, Send, TrainerConfig, Transport
+from rlflow.config import Backend, Config, Dtype, LoraConfig, ModelPlacement, Placement, Send, TrainerConfig, Transport
 
 CPU_RUNNING, GPU_RUNNING = 64, 512
 """Default of rollout.max_running. A GPU reads its weights once a step, for however many requests: an H100 needs about
@@ -107,6 +108,12 @@ def reference_ranks(config: Config) -> int:
         return 0
     is_shared = config.cluster.roles is ModelPlacement.shared
     return config.trainer.ranks if is_shared else config.cluster.reference_ranks
+
+
+def adapter_scale(lora: LoraConfig) -> float:
+    """What the adapters add is multiplied by."""
+    assert lora.rank is not None, "the settings of a model with adapters"
+    return lora.alpha / (math.sqrt(lora.rank) if lora.rank_stabilised else lora.rank)
 
 
 def sends_adapters(config: Config) -> bool:

@@ -64,7 +64,7 @@ _NOT_NEGATIVE = {
     "staleness": ("max_versions",),
     "eval": ("every",),
 }
-_SHARES = {"trainer": ("beta1", "beta2"), "rollout": ("min_p",)}
+_SHARES = {"trainer": ("beta1", "beta2"), "rollout": ("min_p",), "lora": ("dropout",)}
 
 _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     (
@@ -126,8 +126,10 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         "where no token is older than one version; got staleness.max_versions={staleness.max_versions}; raise it to 2 "
         "or more, or take behaviour",
     ),
-    ("lora.alpha", lambda c: c.lora.rank is None, "with lora.rank=null; set lora.rank"),
-    ("lora.send", lambda c: c.lora.rank is None, "with lora.rank=null; set lora.rank"),
+    *(
+        (f"lora.{name}", lambda c: c.lora.rank is None, "with lora.rank=null; set lora.rank")
+        for name in ("alpha", "rank_stabilised", "targets", "dropout", "send")
+    ),
     (
         "staleness.order",
         lambda c: c.staleness.max_versions == 0,
@@ -267,6 +269,8 @@ def _check_ranges(config: Config) -> None:
         )
     if rank is not None and rank < 1:
         raise ConfigError(f"lora.rank must be at least 1, or null to train the whole model; got {rank}")
+    if config.lora.targets == []:
+        raise ConfigError("lora.targets names no layer; name some, or set it to null for all linear layers")
 
 
 def _check_profile(config: Config) -> None:

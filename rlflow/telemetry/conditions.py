@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median, stdev
 from typing import Any
 
-from rlflow.runtime.derived import MISMATCH
 from rlflow.types import EpisodeEnd
 
 RECENT = 5
@@ -54,8 +53,8 @@ Finding = tuple[int, int, str]
 class Seen:
     """The newest records, and what the earlier ones leave behind."""
 
-    def __init__(self, *, within_groups: bool, dtype: str) -> None:
-        self._within_groups, self.mismatch = within_groups, MISMATCH[dtype]
+    def __init__(self, *, within_groups: bool, mismatch: float) -> None:
+        self._within_groups, self.mismatch = within_groups, mismatch
         self.records: deque[Record] = deque(maxlen=KEPT)
         self.first: Record = {}
         self.has_signal = False

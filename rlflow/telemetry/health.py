@@ -11,10 +11,12 @@ An alarm is told when it `began`, when it got `worse` (once, level 2), and when 
 `began` to `step` of the next `ended` of the same name, or to the end of the run.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import merge
 
+from rlflow.runtime.derived import MISMATCH
 from rlflow.telemetry.conditions import CONDITIONS, QUIET, Finding, Record, Seen, held_out_falls
 
 ADVICE = {
@@ -104,9 +106,12 @@ class _Course:
 class Health:
     """The alarms of one run, each told when it begins, gets worse and ends."""
 
-    def __init__(self, *, within_groups: bool = True, dtype: str = "float32") -> None:
-        """`within_groups`: whether a group of equal rewards carries no signal. `dtype`: what is computed in."""
-        self._seen = Seen(within_groups=within_groups, dtype=dtype)
+    def __init__(self, *, within_groups: bool = True, dtype: str = "float32", has_dropout: bool = False) -> None:
+        """`within_groups`: whether a group of equal rewards carries no signal. `dtype`: what is computed in.
+
+        `has_dropout`: the trainer computes another model than the engines, so that a difference is no alarm.
+        """
+        self._seen = Seen(within_groups=within_groups, mismatch=math.inf if has_dropout else MISMATCH[dtype])
         self._courses = {condition.__name__: _Course() for condition in CONDITIONS}
 
     @property

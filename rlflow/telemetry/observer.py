@@ -61,8 +61,8 @@ class RunObserver:
         metrics.truncate_after(run_dir.health, self.num_steps)
         self._alarms = MetricsFile(run_dir.health, required=())
         traits = advantage_of(config.algorithm).traits
-        is_by_group = traits.compares and traits.scope is Scope.group
-        self._health = Health(within_groups=is_by_group, dtype=dtype_of(config).value)
+        is_by_group, has_dropout = traits.compares and traits.scope is Scope.group, config.lora.dropout > 0
+        self._health = Health(within_groups=is_by_group, dtype=dtype_of(config).value, has_dropout=has_dropout)
         self._health.replay(before, evaluated)  # what it found is in the file
         self._trace = Trace(run_dir.path / "trace.json")
         is_asynchronous = config.staleness.max_versions > 0

@@ -191,6 +191,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "weights.transport=p2p",
     ),
     ({"lora.send": Send.merged}, "lora.send=merged has no effect with lora.rank=null; set lora.rank"),
+    ({"lora.targets": ["q_proj"]}, "lora.targets=['q_proj'] has no effect with lora.rank=null; set lora.rank"),
+    ({"lora.dropout": 0.1}, "lora.dropout=0.1 has no effect with lora.rank=null; set lora.rank"),
+    ({"lora.rank_stabilised": True}, "lora.rank_stabilised has no effect with lora.rank=null; set lora.rank"),
+    (
+        {"lora.rank": 4, "lora.targets": []},
+        "lora.targets names no layer; name some, or set it to null for all linear layers",
+    ),
+    ({"lora.rank": 4, "lora.dropout": 1.0}, "lora.dropout must be in [0, 1); got 1.0"),
     (
         {"lora.rank": 513},
         "lora.rank=513 is more than the 512 that engines take with lora.send=adapters; lower it, or set "

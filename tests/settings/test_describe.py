@@ -35,7 +35,7 @@ def test_help_shows_all_settings_a_section_or_those_with_a_word() -> None:
     assert page.startswith("usage: rlflow train recipe=NAME")
     assert all(f"\n  {key}=" in page for key in leaf_keys())
     assert help_page(["lora"]).splitlines()[:4] == [
-        "lora: Low-rank adapters (arXiv:2106.09685) on all linear layers of the decoder",
+        "lora: Low-rank adapters (arXiv:2106.09685) on linear layers of the decoder",
         "layers; the rest of the model is frozen. The critic has them too, and its head",
         "is trained whole.",
         "  lora.rank=null",

@@ -36,7 +36,7 @@ MEAN_TOLERANCE, TOLERANCE = 1e-4, 1e-3
 def adapter_config() -> Config:
     """A rank that vLLM has no size for, so that it pads; a scale that is no power of two."""
     config = tiny_config()
-    config.lora.rank, config.lora.alpha = 5, 12.0
+    config.lora.rank, config.lora.alpha, config.lora.rank_stabilised = 5, 12.0 / 5**0.5, True
     config.trainer.learning_rate = 5e-3
     config.trainer.max_grad_norm = 100.0
     return config

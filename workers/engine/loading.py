@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rlflow.config import Config, Transport, Verify
 from rlflow.errors import WeightsOvertaken
 from rlflow.roles import StagedWeights
-from rlflow.runtime.derived import sends_adapters, transport_of
+from rlflow.runtime.derived import adapter_scale, sends_adapters, transport_of
 from rlflow.weights.disk.manifest import version_folder
 from rlflow.weights.engine.messages import (
     COMPARISON,
@@ -53,7 +53,10 @@ class Loading:
 
     async def prepare(self) -> None:
         """Do what can be done while the engine samples under another version."""
-        lora = self._config.lora
+        lora, adapter = self._config.lora, None
+        if sends_adapters(self._config):
+            assert lora.rank is not None, "the settings of a model with adapters"
+            adapter = lora.rank, lora.rank * adapter_scale(lora)
         opening = Opening(
             staged=self._staged,
             transport=self._transport,
@@ -61,7 +64,7 @@ class Loading:
             # 53 bits, so that nothing else that stamps messages is taken for this transfer.
             transfer=uuid.uuid4().int >> 75,
             timeout_s=self._config.deadlines.weights_s,
-            adapter=(lora.rank, lora.alpha) if sends_adapters(self._config) and lora.rank is not None else None,
+            adapter=adapter,
         )
         message = OPENING.dump_python(opening, mode="json")
         found = await self._call("rlflow_open", **message)

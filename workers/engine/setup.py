@@ -223,7 +223,7 @@ def largest_rank(rank: int) -> int:
 
 
 def adapted_layers(config: Config, model_path: str) -> list[str]:
-    """The last parts of the names of all layers that have adapters; see `lora.linear_layers`."""
+    """The last parts of the names of the layers that have adapters; see `lora.linear_layers`."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -231,7 +231,8 @@ def adapted_layers(config: Config, model_path: str) -> list[str]:
 
     trust = config.model.trust_remote_code
     with torch.device("meta"):
-        return linear_layers(build_model(AutoModelForCausalLM, open_config(model_path, trust=trust), trust=trust))
+        model = build_model(AutoModelForCausalLM, open_config(model_path, trust=trust), trust=trust)
+    return linear_layers(model, config.lora.targets)
 
 
 def cache_bytes(config: Config, *, on_gpu: bool) -> int | None:

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) by PEFT: adding them to a model, switching them off, merging, naming.
 
-A linear layer with the weight W computes with W + alpha / rank * B A. A and B are trained, and W is frozen.
+A linear layer with the weight W computes with W + scale * B A. A and B are trained, and W is frozen.
 Shape letters: R rank, I inputs and O outputs of a linear layer.
 """
 
@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlflow.config import LoraConfig
 from rlflow.errors import ConfigError, first_line
+from rlflow.runtime.derived import adapter_scale
 from rlflow.workers.trainer.layers import decoder_layers
 
 _ADAPTER = "default"
@@ -22,14 +24,14 @@ _BASE = ".base_layer."
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, whole: Sequence[str] = ()) -> None:
-    """Put adapters into every linear layer of the decoder layers of a float32 model, and freeze the rest.
+    """Put adapters into the layers `lora.targets` of a float32 model, and freeze the rest.
 
     The model is on the meta device; `first_adapter` gives the values that the adapters begin with. Frozen parameters
     are held in `dtype`, trained ones in float32; the modules `whole` are trained without adapters. Raises ConfigError
     without peft, and for a model without such layers.
     """
     peft = _import_peft()
-    options = peft_config(lora, linear_layers(model))
+    options = peft_config(lora, linear_layers(model, lora.targets))
     try:
         with torch.device("meta"):
             peft.inject_adapter_in_model(options, model)
@@ -38,6 +40,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, w
             f"lora.rank: no adapters can be put on the {model.config.model_type} model at model.path: "
             f"{first_line(error)}; set lora.rank to null"
         ) from error
+    for module in filter(is_adapted, model.modules()):
+        setattr(module.get_submodule("lora_dropout"), _ADAPTER, _Dropout(lora.dropout))
     for name in whole:
         model.get_submodule(name).requires_grad_(True)
     for parameter in model.parameters():
@@ -59,8 +63,31 @@ def first_adapter(name: str, shape: Sequence[int], seed: int, dtype: torch.dtype
     return torch.empty(*shape).uniform_(-bound, bound, generator=generator).to(dtype).float()
 
 
-def linear_layers(model: PreTrainedModel) -> list[str]:
-    """The last parts of the names of all linear layers within the decoder layers. Raises ConfigError without any."""
+class _Dropout(nn.Module):
+    """Dropout in passes that get a gradient: not where log-probabilities are asked for, or the model is measured."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self._share = share
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.dropout(inputs, self._share, training=torch.is_grad_enabled()) if self._share else inputs
+
+
+def seed_dropout(*numbers: int) -> None:
+    """Let what dropout draws depend on these numbers alone: called before each pass with a gradient.
+
+    A layer that the backward pass computes again draws the same, because torch puts the state of its generator back.
+    """
+    digest = hashlib.sha256(repr(numbers).encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:7]))
+
+
+def linear_layers(model: PreTrainedModel, targets: Sequence[str] | None = None) -> list[str]:
+    """The last parts of the names of all linear layers within the decoder layers, or those among `targets`.
+
+    Raises ConfigError without any, and for a target that is none of them.
+    """
     layers = decoder_layers(model)
     names = {name.rpartition(".")[2] for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
     if not names:
@@ -68,7 +95,12 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
             f"lora.rank: the {model.config.model_type} model at model.path has no linear layers that adapters could be "
             "put on; set lora.rank to null, or choose a model such as Llama, Qwen2 or Qwen3"
         )
-    return sorted(names)
+    if unknown := sorted(set(targets or ()) - names):
+        raise ConfigError(
+            f"lora.targets: the {model.config.model_type} model at model.path has no linear layers called "
+            f"{', '.join(unknown)} in its decoder layers; it has {', '.join(sorted(names))}"
+        )
+    return sorted(targets or names)
 
 
 def peft_config(lora: LoraConfig, targets: Sequence[str], base: str | None = None) -> Any:
@@ -76,6 +108,8 @@ def peft_config(lora: LoraConfig, targets: Sequence[str], base: str | None = Non
     return _import_peft().LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        use_rslora=lora.rank_stabilised,
         target_modules=list(targets),
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
@@ -89,9 +123,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     The adapters are multiplied by 0 and not skipped, because a back end that gathers parameters module by module relies
     on the order of the modules.
     """
-    from peft.tuners.lora import LoraLayer
-
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    layers: list[Any] = list(filter(is_adapted, model.modules()))
     assert layers, "a model without adapters"
     for layer in layers:
         layer.set_scale(_ADAPTER, 0.0)
@@ -100,6 +132,11 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.set_scale(_ADAPTER, 1.0)
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """True for PEFT's layer around one that has an adapter."""
+    return hasattr(module, "lora_A")
 
 
 def parts_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -120,12 +157,11 @@ def name_in_files(name: str) -> str:
 
 
 def merged(parts: Sequence[Tensor], lora: LoraConfig) -> Tensor:
-    """W [O, I], A [R, I] and B [O, R] -> W + alpha / rank * B A, float32; a single parameter stays as it is."""
+    """W [O, I], A [R, I] and B [O, R] -> W + scale * B A, float32; a single parameter stays as it is."""
     if len(parts) == 1:
         return parts[0]
     weight, inner, outer = parts
-    assert lora.rank is not None
-    return weight.float() + outer.float() @ inner.float() * (lora.alpha / lora.rank)
+    return weight.float() + outer.float() @ inner.float() * adapter_scale(lora)
 
 
 def adapters_of(module: str) -> tuple[str, str]:

@@ -42,6 +42,7 @@ from rlflow.workers.trainer.lora import (
     merged,
     parts_of,
     peft_name,
+    seed_dropout,
     without_adapters,
 )
 from rlflow.workers.trainer.objective import Objective, PolicyObjective
@@ -125,6 +126,8 @@ class TrainerBackend(ABC):
         """Tokens, operations and operations of a padded batch, since the last step."""
         self._parking = ParkingSpace(self._device)
         self._updates = 0
+        self._num_passes = 0
+        """With a gradient, since the last step."""
         self._sums = torch.zeros(self._objective.num_sums, dtype=torch.float64, device=self._device)
         self._largest = torch.zeros((), dtype=torch.float64, device=self._device)
         # Groups without a gradient: the figures of those that were observed; sequences and tokens of all of them.
@@ -233,6 +236,9 @@ class TrainerBackend(ABC):
 
     def _loss(self, micro_batch: MicroBatch, counted: Tensor | None = None) -> Tensor:
         """A micro-batch's weighted sum over its loss tokens; adds its figures to those of the step, or to `counted`."""
+        if self._config.lora.dropout and torch.is_grad_enabled():
+            seed_dropout(self._config.run.seed, self._updates, self._rank, self._num_passes)
+            self._num_passes += 1
         packed = self._lay_out(micro_batch)
         self._count_work(packed, [sample for group in micro_batch for sample in group])
         row = self._objective(self._forward(packed), packed, self.version)
@@ -278,6 +284,7 @@ class TrainerBackend(ABC):
             counted.zero_()
         tokens, *costs = self._add_up_data(self._work).tolist()
         self._work.zero_()
+        self._num_passes = 0
         return StepOutcome(
             applied=is_finite,
             grad_norm=grad_norm,

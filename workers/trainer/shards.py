@@ -118,10 +118,10 @@ class ShardReader:
 
     def check_adapters(self, lora: LoraConfig) -> None:
         """Raise RunError if the checkpoint has other adapters than these."""
-        if self.lora != lora:
+        if _adapters(self.lora) != _adapters(lora):
             raise RunError(
                 f"checkpoint {self._folder} was saved with {_adapters(self.lora)}, but the run has {_adapters(lora)}; "
-                "set lora.rank and lora.alpha to what the run began with, or start anew with run.on_exists=fresh"
+                "set these to what the run began with, or start anew with run.on_exists=fresh"
             )
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -176,7 +176,12 @@ class ShardReader:
 
 
 def _adapters(lora: LoraConfig) -> str:
-    return "no adapters" if lora.rank is None else f"adapters of lora.rank={lora.rank}, lora.alpha={lora.alpha:g}"
+    """What checkpoints must have in common; another `dropout` or `send` changes nothing that they hold."""
+    if lora.rank is None:
+        return "no adapters"
+    found = f"adapters of lora.rank={lora.rank}, lora.alpha={lora.alpha:g}"
+    found += ", lora.rank_stabilised=true" if lora.rank_stabilised else ""
+    return found if lora.targets is None else f"{found}, lora.targets={sorted(lora.targets)}"
 
 
 def read_full(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -30,7 +30,7 @@ class Opening:
     """A fresh number, the same for all workers of the engine."""
     timeout_s: float
     adapter: tuple[int, float] | None = None
-    """Rank and alpha when adapters are sent alone; None when the whole model is."""
+    """The rank, and the rank times the scale, when adapters are sent alone; None when the whole model is."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

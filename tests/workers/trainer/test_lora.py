@@ -59,25 +59,106 @@ def adapted(folder: Path, config: Config | None = None, seed: int | None = None)
     return trainer
 
 
-@pytest.mark.parametrize("model", [tiny_llama(), tiny_qwen3(), tiny_llama(attention_bias=True)])
-def test_merged_parameters_are_those_of_peft(model: PreTrainedConfig, tmp_path: Path) -> None:
+CHOSEN = LoraConfig(rank=4, alpha=6.0, rank_stabilised=True, targets=["v_proj", "q_proj"], dropout=0.25)
+
+
+@pytest.mark.parametrize(
+    ("model", "lora", "num_adapted"),
+    [
+        (tiny_llama(), None, 2 * 7),
+        (tiny_qwen3(), None, 2 * 7),
+        (tiny_llama(attention_bias=True), None, 2 * 7),
+        (tiny_llama(), CHOSEN, 2 * 2),
+    ],
+)
+def test_merged_parameters_are_those_of_peft(
+    model: PreTrainedConfig, lora: LoraConfig | None, num_adapted: int, tmp_path: Path
+) -> None:
     from peft import PeftModel
 
     path = save_model(model, tmp_path / "model")
-    trainer = adapted(tmp_path)
+    config = with_adapters(tiny_config())
+    config.lora = lora or config.lora
+    trainer = adapted(tmp_path, config)
     whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     before = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
     adapters = {name: tensor.clone() for name, tensor in trainer.adapter_parameters()}
     save_file(adapters, tmp_path / "adapter_model.safetensors")
-    peft_config(trainer._config.lora, linear_layers(whole)).save_pretrained(tmp_path)
+    peft_config(config.lora, linear_layers(whole, config.lora.targets)).save_pretrained(tmp_path)
     expected = PeftModel.from_pretrained(whole, tmp_path).merge_and_unload()
     found = dict(trainer.full_parameters())
     specs = [(name, torch.float32, tuple(tensor.shape)) for name, tensor in expected.named_parameters()]
     assert trainer.parameter_specs() == specs
     assert largest_relative_difference(found, dict(expected.named_parameters())) <= FLOOR
     adapted_names = [name for name in found if not torch.equal(found[name], before[name])]
-    assert len(adapted_names) == 2 * 7
+    assert len(adapted_names) == num_adapted
     assert not any("embed" in name or "lm_head" in name or "norm" in name for name in adapted_names)
+
+
+def test_a_layer_that_the_model_lacks_is_named_with_those_that_it_has(tmp_path: Path) -> None:
+    save_model(tiny_llama(), tmp_path / "model")
+    config = with_adapters(tiny_config())
+    config.lora.targets = ["q_proj", "query", "lm_head"]
+    expected = (
+        "lora.targets: the llama model at model.path has no linear layers called lm_head, query in its decoder layers; "
+        "it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    )
+    with pytest.raises(ConfigError, match=f"^{expected}$"):
+        one_rank(config, tmp_path)
+
+
+def with_dropout() -> Config:
+    config = with_adapters(tiny_config())
+    config.lora.dropout = 0.5
+    return config
+
+
+@pytest.mark.parametrize("checkpointing", [Checkpointing.selective, Checkpointing.full])
+def test_a_layer_that_is_computed_again_drops_the_same(checkpointing: Checkpointing, tmp_path: Path) -> None:
+    save_model(tiny_llama(), tmp_path / "model")
+    config = with_dropout()
+    plain = dict(adapted(tmp_path, config).full_parameters())
+    without = dict(adapted(tmp_path).full_parameters())
+    config.trainer.gradient_checkpointing = checkpointing
+    found = dict(adapted(tmp_path, config).full_parameters())
+    assert largest_relative_difference(found, plain) < 1e-4 < 0.01 < largest_relative_difference(found, without)
+
+
+def test_a_resumed_run_drops_what_the_other_one_did(tmp_path: Path) -> None:
+    save_model(tiny_llama(), tmp_path / "model")
+    trainer = adapted(tmp_path, with_dropout())
+    trainer.snapshot().write(tmp_path / "saved")
+    torch.manual_seed(7)  # whatever else a process has drawn
+    again = one_rank(with_dropout(), tmp_path)
+    again.load(tmp_path / "saved")
+    for each in (trainer, again):
+        each.accumulate([tiny_groups(), tiny_groups(num_groups=1)])
+        assert each.step().applied
+    found = dict(again.adapter_parameters())
+    assert all(torch.equal(found[name], tensor) for name, tensor in trainer.adapter_parameters())
+
+
+def test_passes_of_a_step_drop_different_inputs(tmp_path: Path) -> None:
+    save_model(tiny_llama(), tmp_path / "model")
+    trainer = adapted(tmp_path, with_dropout())
+    first, second, again = (trainer._loss(tiny_groups()).item() for _ in range(3))
+    assert len({first, second, again}) == 3
+
+
+@pytest.mark.parametrize("checkpointing", [Checkpointing.none, Checkpointing.full])
+def test_nothing_is_dropped_where_no_gradient_is_asked_for(checkpointing: Checkpointing, tmp_path: Path) -> None:
+    save_model(tiny_llama(), tmp_path / "model")
+    config = with_dropout()
+    config.trainer.gradient_checkpointing = checkpointing
+    trainer = adapted(tmp_path, config)
+    config.lora.dropout = 0.0
+    plain = one_rank(config, tmp_path)
+    trainer.snapshot().write(tmp_path / "saved")
+    plain.load(tmp_path / "saved")  # a checkpoint does not depend on it
+    for ask in ("per_token", "reference_logprobs"):
+        found, expected = (getattr(each, ask)([tiny_groups()])[0] for each in (trainer, plain))
+        assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert trainer.settle_way().difference < 1e-5
 
 
 @pytest.mark.parametrize("send", Send)
@@ -152,19 +233,26 @@ def test_adapters_of_a_critic_and_its_whole_head_are_trained(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("rank", "alpha", "found"),
+    ("lora", "found"),
     [
-        (None, 32.0, "the run has no adapters"),
-        (8, 6.0, "the run has adapters of lora.rank=8, lora.alpha=6"),
-        (4, 7.0, "the run has adapters of lora.rank=4, lora.alpha=7"),
+        (LoraConfig(), "no adapters"),
+        (LoraConfig(rank=8, alpha=6.0), "adapters of lora.rank=8, lora.alpha=6; set these"),
+        (LoraConfig(rank=4, alpha=7.0), "adapters of lora.rank=4, lora.alpha=7; set these"),
+        (LoraConfig(rank=4, alpha=6.0, rank_stabilised=True), "lora.alpha=6, lora.rank_stabilised=true; set these"),
+        (
+            LoraConfig(rank=4, alpha=6.0, targets=["v_proj", "k_proj"]),
+            r"lora.targets=\['k_proj', 'v_proj'\]; set these",
+        ),
     ],
 )
-def test_a_checkpoint_of_other_adapters_is_refused(rank: int | None, alpha: float, found: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_adapters_is_refused(lora: LoraConfig, found: str, tmp_path: Path) -> None:
     save_model(tiny_llama(), tmp_path / "model")
     one_rank(with_adapters(tiny_config()), tmp_path).snapshot().write(tmp_path / "saved")
     config = tiny_config()
-    config.lora.rank, config.lora.alpha = rank, alpha
-    with pytest.raises(RunError, match=f"was saved with adapters of lora.rank=4, lora.alpha=6, but {found}"):
+    config.lora = lora
+    with pytest.raises(
+        RunError, match=f"was saved with adapters of lora.rank=4, lora.alpha=6, but the run has.*{found}"
+    ):
         one_rank(config, tmp_path).load(tmp_path / "saved")
 
 
@@ -201,9 +289,11 @@ def test_merging_is_in_float32() -> None:
     assert merged(parts[:1], LoraConfig(rank=2)) is parts[0]
 
 
-def write_run(folder: Path, model: str) -> FsdpTrainer:
+def write_run(folder: Path, model: str, lora: LoraConfig) -> FsdpTrainer:
     """A run of one step whose weights are those of the trainer that is returned."""
-    trainer = adapted(folder)
+    config = tiny_config()
+    config.lora = lora
+    trainer = adapted(folder, config)
     store = CheckpointStore(folder / "run" / "checkpoints", keep=1)
     partial = store.begin(1)
     trainer.snapshot().write(partial / "trainer")
@@ -213,14 +303,15 @@ def write_run(folder: Path, model: str) -> FsdpTrainer:
     return trainer
 
 
-def test_the_export_is_the_merged_model_or_the_adapters_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [LoraConfig(rank=4, alpha=6.0), CHOSEN], ids=["all layers", "chosen layers"])
+def test_the_export_is_the_merged_model_or_the_adapters_alone(lora: LoraConfig, tmp_path: Path) -> None:
     from peft import PeftModel
 
     model = tmp_path / "model"
     save_model(tiny_llama(), model)
     (model / "tokenizer.json").write_text("{}")
     (model / "chat_template.jinja").write_text("")
-    expected = dict(write_run(tmp_path, str(model)).full_parameters())
+    expected = dict(write_run(tmp_path, str(model), lora).full_parameters())
     export(tmp_path / "run", tmp_path / "whole", step=None, dtype="float32")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     assert largest_relative_difference(dict(found.named_parameters()), expected) <= FLOOR

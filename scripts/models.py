@@ -23,7 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
 from rlflow.batching import pack
-from rlflow.config import Config
+from rlflow.config import Config, Send
 from rlflow.errors import ConfigError, first_line
 from rlflow.types import Sample, TrainSample
 from rlflow.workers.trainer.gate import settle_way
@@ -258,7 +258,7 @@ def _exact(folder: str) -> tuple[dict[str, Tensor], float]:
 def _facts(model: PreTrainedModel, loaded: PreTrainedModel) -> list[str]:
     """Tensor parallel, LoRA, experts, vLLM: yes or empty."""
     config = Config()
-    config.lora.rank = 4
+    config.lora.rank, config.lora.send = 4, Send.merged
 
     def works(attempt: Callable[[], object]) -> bool:
         try:

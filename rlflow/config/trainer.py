@@ -79,13 +79,14 @@ class LoraConfig:
     """Multiply by alpha / sqrt(rank) instead, so that a larger rank learns as fast (arXiv:2312.03732)."""
     targets: list[str] | None = None
     """The layers that have adapters, by the last parts of their names, such as [q_proj, v_proj]; null: all linear
-    layers of the decoder layers."""
+    layers and experts of the decoder layers, but no routers. Those of experts need lora.send=merged, and a pass adds
+    them up with the experts of each layer (trainer.gradient_checkpointing keeps one layer's sum)."""
     dropout: float = 0.0
     """The share of what goes into the adapters that is set to zero in passes with a gradient. Engines sample without
     it, so that the log-probability differences of a run contain it; usually 0 in RL."""
     send: Send = Send.adapters
     """What engines are sent. `merged`: the whole model, which takes longer to send but samples up to a seventh faster
-    (SmolLM2-135M); also for models for which vLLM has no adapters."""
+    (SmolLM2-135M); also for models for which vLLM has no adapters, and for adapters on experts."""
 
 
 @dataclass

@@ -9,13 +9,13 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from rlflow.errors import ConfigError, RunError, first_line
 from rlflow.models.chatml import CHATML, chatml_end
-from rlflow.models.opening import open_model
+from rlflow.models.opening import build_model, open_config, open_model
 from rlflow.models.resolve import BUILTIN, resolve_model
 from rlflow.rundir.store import CheckpointStore, read_state
 from rlflow.runtime.disk import disk_errors
@@ -106,7 +106,7 @@ def export(run: Path, out: Path, *, step: str | None, dtype: str, adapter_only: 
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
         try:
             if adapter_only:
-                _write_adapters(checkpoint / "trainer", partial, dtype, model_path)
+                _write_adapters(checkpoint / "trainer", partial, dtype, model_path, trust=trust)
             else:
                 source = Path(resolve_model(model_path))
                 _copy_files(source, partial, dtype)
@@ -144,11 +144,11 @@ def _copy_files(source: Path, target: Path, dtype: str) -> None:
         file.write_text(json.dumps(generation, indent=2) + "\n")
 
 
-def _write_adapters(trainer: Path, target: Path, dtype: str, model_path: str) -> None:
+def _write_adapters(trainer: Path, target: Path, dtype: str, model_path: str, *, trust: bool) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from rlflow.workers.trainer.lora import module_of, peft_config, peft_name
+    from rlflow.workers.trainer.lora import peft_config, peft_name, targets_of
     from rlflow.workers.trainer.shards import PARAMETER, ShardReader
 
     reader = ShardReader(trainer)
@@ -156,16 +156,26 @@ def _write_adapters(trainer: Path, target: Path, dtype: str, model_path: str) ->
         raise ConfigError("--adapter has no effect: the run trained the whole model, without adapters; leave it out")
     tensors = {peft_name(name): reader.read_whole(PARAMETER, name).to(getattr(torch, dtype)) for name in reader.shapes}
     save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
-    targets = sorted({module_of(name).rpartition(".")[2] for name in reader.shapes})
     is_here = model_path in BUILTIN or Path(model_path).expanduser().is_dir()
     # PEFT finds a base model by its hub id or its whole path only.
     base = str(resolve_model(model_path)) if is_here else model_path
-    peft_config(reader.lora, targets, base).save_pretrained(target)
+    peft_config(reader.lora, targets_of(_skeleton(base, trust=trust), reader.lora), base).save_pretrained(target)
+
+
+def _skeleton(source: str, *, trust: bool) -> Any:
+    """The model without memory; `source` is its folder or its hub id."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return build_model(AutoModelForCausalLM, open_config(source, trust=trust), trust=trust)
 
 
 def _weights(trainer: Path, source: Path, *, trust: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter of the trained model, whole. `source` is the model that the adapters belong to."""
-    from rlflow.workers.trainer.lora import adapters_of, merged, module_of
+    import torch
+
+    from rlflow.workers.trainer.lora import add_adapters, is_adapter, merged, parts_of
     from rlflow.workers.trainer.shards import PARAMETER, ShardReader, read_full
 
     reader = ShardReader(trainer)
@@ -174,19 +184,17 @@ def _weights(trainer: Path, source: Path, *, trust: bool) -> Iterator[tuple[str,
         return
     from transformers import AutoModelForCausalLM
 
-    modules = {module_of(name) for name in reader.shapes}
-    model = open_model(AutoModelForCausalLM, str(source), trust=trust, dtype="auto")
-    for name, weight in model.named_parameters():
-        module = name.removesuffix(".weight")
-        names = adapters_of(module) if module in modules else ()
-        modules.discard(module)
-        adapters = (reader.read_whole(PARAMETER, each) for each in names)
-        yield name, merged((weight.detach(), *adapters), reader.lora)
-    if modules:
+    adapted = _skeleton(str(source), trust=trust)
+    add_adapters(adapted, reader.lora, torch.float32)
+    if others := {name for name, _ in adapted.named_parameters() if is_adapter(name)} ^ reader.shapes.keys():
         raise RunError(
-            f"{trainer} holds adapters of {min(modules)}, which the model in {source} lacks; put the model there that "
-            "the run began with"
+            f"{trainer} does not hold the adapters of the model in {source}: they differ in {min(others)}; put the "
+            "model there that the run began with"
         )
+    model, parts = open_model(AutoModelForCausalLM, str(source), trust=trust, dtype="auto"), parts_of(adapted)
+    for name, weight in model.named_parameters():
+        adapters = (reader.read_whole(PARAMETER, each) for each in parts[name][1:])
+        yield name, merged((weight.detach(), *adapters), reader.lora)
 
 
 def _write_weights(trainer: Path, source: Path, target: Path, dtype: str, *, trust: bool) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from rlflow.groups.sampler import SamplerState
 from rlflow.rundir.store import CheckpointStore, RunState, state_to_json
+from rlflow.workers.trainer.packed import TrainerBackend
 
 
 def digests_of(folder: Path) -> dict[str, str]:
@@ -16,3 +18,13 @@ def digests_of(folder: Path) -> dict[str, str]:
 
 def commit(store: CheckpointStore, partial: Path, state: RunState) -> Path:
     return store.commit(partial, state_to_json(state), digests_of(partial))
+
+
+def write_run(run: Path, model: str, trainer: TrainerBackend) -> None:
+    """A run of one step whose weights are those of `trainer`."""
+    store = CheckpointStore(run / "checkpoints", keep=1)
+    partial = store.begin(1)
+    trainer.snapshot().write(partial / "trainer")
+    sampler = SamplerState(kind="uniform", tasks="", rows="", put_back=[], curriculum={})
+    commit(store, partial, RunState(step=1, version=1, sampler=sampler, ready=[]))
+    (run / "config.yaml").write_text(f"run:\n  steps: 2\nmodel:\n  path: {model}\n")

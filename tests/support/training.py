@@ -18,6 +18,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from rlflow.batching import plan_micro_batches
@@ -36,6 +37,12 @@ def tiny_llama(**changes: Any) -> PreTrainedConfig:
 def tiny_qwen3(**changes: Any) -> PreTrainedConfig:
     options: dict[str, Any] = {**_SIZES, "tie_word_embeddings": False, **changes}
     return Qwen3Config(**options)
+
+
+def tiny_qwen3_moe(**changes: Any) -> PreTrainedConfig:
+    """Four experts a layer, of which a token goes to two; a router of its own among them."""
+    options: dict[str, Any] = {**_SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return Qwen3MoeConfig(**{**options, "norm_topk_prob": True, "tie_word_embeddings": False, **changes})
 
 
 _SIZES: dict[str, Any] = {
@@ -125,7 +132,9 @@ def plain_logprobs(
     model_path: str, groups: Sequence[Sequence[TrainSample]], temperature: float, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.nn.Module, list[Tensor]]:
     """The model by transformers alone, over one padded batch: [L] log-probabilities of each sample's completion."""
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    )
     samples = [sample.sample for group in groups for sample in group]
     longest = max(sample.num_tokens for sample in samples)
     ids = torch.zeros(len(samples), longest, dtype=torch.int64)

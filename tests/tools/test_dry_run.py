@@ -184,6 +184,23 @@ def test_a_model_without_attention_is_refused(tmp_path: Path) -> None:
         read_model(config(model__dtype=Dtype.bfloat16), folder)
 
 
+def test_sums_of_experts_and_adapters_do_not_grow_with_the_tokens(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, model_type="mixtral", num_key_value_heads=2, num_local_experts=4)
+    asked = config(model__dtype=Dtype.bfloat16, lora__rank=4, lora__send=Send.merged)
+    facts = read_model(asked, folder)
+    gate_up, down = 2 * 4 * 2 * 128 * 64, 2 * 4 * 64 * 128
+    assert facts.trainer_activations.experts == (gate_up + down, gate_up + down)
+    asked.lora.targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    without = read_model(asked, folder)
+    # What goes into both matrices of two experts is kept for the gradients of their adapters.
+    inputs = 2 * 2 * (64 + 128)
+    assert facts.trainer_activations.layers == without.trainer_activations.layers + 2 * inputs
+    assert without.trainer_activations.experts == ()
+    found = [activation_bytes(facts, 8, each) - activation_bytes(without, 8, each) for each in Checkpointing]
+    # The sums of both layers or of one, and the gradients of one.
+    assert found == [8 * 2 * inputs + 3 * (gate_up + down), *[8 * inputs + 2 * (gate_up + down)] * 2]
+
+
 # -- memory
 
 

@@ -223,16 +223,16 @@ def largest_rank(rank: int) -> int:
 
 
 def adapted_layers(config: Config, model_path: str) -> list[str]:
-    """The last parts of the names of the layers that have adapters; see `lora.linear_layers`."""
+    """The last parts of the names of the layers that have adapters; see `lora.targets_of`."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rlflow.workers.trainer.lora import linear_layers
+    from rlflow.workers.trainer.lora import targets_of
 
     trust = config.model.trust_remote_code
     with torch.device("meta"):
         model = build_model(AutoModelForCausalLM, open_config(model_path, trust=trust), trust=trust)
-    return linear_layers(model, config.lora.targets)
+    return targets_of(model, config.lora).layers
 
 
 def cache_bytes(config: Config, *, on_gpu: bool) -> int | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rlflow.config import Config, Dtype, Offload
 from rlflow.errors import ConfigError
 from rlflow.weights.shape.layout import Layout, runs_layout
+from rlflow.workers.trainer.lora import is_of_experts
 from rlflow.workers.trainer.optimizers import adamw, decayed, fresh_moments, state_tensors
 from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend
 from rlflow.workers.trainer.policy import torch_dtype
@@ -38,6 +39,11 @@ class DeepSpeedTrainer(TrainerBackend):
         self, config: Config, model_path: str, rank: int, world_size: int, rendezvous: str, is_critic: bool = False
     ) -> None:
         super().__init__(config, model_path, rank, world_size, rendezvous, is_critic, is_distributed=True)
+        if config.trainer.zero_stage == 3 and any(map(is_of_experts, self._shapes)):
+            raise ConfigError(
+                "trainer.zero_stage=3 does not go with adapters on experts, whose parts ZeRO gathers too late; set it "
+                "to 2, take trainer.backend=fsdp, or leave experts out with lora.targets"
+            )
         self._deepspeed = _import_deepspeed(self._device)
         vectors = [math.prod(shape) for shape in self._all_shapes.values() if len(shape) < 2]
         settings = zero_settings(config, max(vectors, default=0))

@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlflow.batching import PackedBatch
 from rlflow.types import TrainSample
-from rlflow.workers.trainer.layers import VALUE_HEAD, decoder_layers
+from rlflow.workers.trainer.layers import VALUE_HEAD, decoder_layers, num_experts
+from rlflow.workers.trainer.lora import is_of_experts
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -48,10 +49,11 @@ def sizes_of(model: PreTrainedModel) -> ModelSizes:
     config = model.config.get_text_config()
     layers = decoder_layers(model)
     counts = {True: 0, False: 0}
-    for parameter in layers.parameters():
+    for name, parameter in layers.named_parameters():
         share = 1.0
-        if parameter.dim() == 3:  # experts, one after the other
-            share = getattr(config, "num_experts_per_tok", parameter.shape[0]) / parameter.shape[0]
+        if parameter.dim() == 3 or is_of_experts(name):  # one after the other
+            number = num_experts(config) or parameter.shape[0]
+            share = getattr(config, "num_experts_per_tok", number) / number
         if parameter.dim() > 1:
             counts[parameter.requires_grad] += round(parameter.numel() * share)
     head = getattr(model, VALUE_HEAD, None) or model.get_output_embeddings()

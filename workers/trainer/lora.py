@@ -1,26 +1,40 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) by PEFT: adding them to a model, switching them off, merging, naming.
 
-A linear layer with the weight W computes with W + scale * B A. A and B are trained, and W is frozen.
-Shape letters: R rank, I inputs and O outputs of a linear layer.
+A linear layer with the weight W computes with W + scale * B A. A and B are trained, and W is frozen. The experts of a
+layer are one parameter, and each has an A and a B of its own. A forward pass adds up W + scale * B A of all of them,
+and keeps it for the backward pass: as much memory as the experts of all layers whole, or of one layer with
+trainer.gradient_checkpointing.
+Shape letters: R rank, I inputs and O outputs of a linear layer, E experts.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlflow.config import LoraConfig
+from rlflow.config import LoraConfig, Send
 from rlflow.errors import ConfigError, first_line
 from rlflow.runtime.derived import adapter_scale
-from rlflow.workers.trainer.layers import decoder_layers
+from rlflow.workers.trainer.layers import decoder_layers, has_experts
 
 _ADAPTER = "default"
-_BASE = ".base_layer."
+_ROUTERS = {"router", "gate"}
+
+
+class Targets(NamedTuple):
+    """What has adapters, as PEFT is told."""
+
+    layers: list[str]
+    """The last parts of the names of linear layers."""
+    experts: list[str]
+    """The last two parts of the names of parameters that hold a matrix of each expert."""
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, whole: Sequence[str] = ()) -> None:
@@ -31,7 +45,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, w
     without peft, and for a model without such layers.
     """
     peft = _import_peft()
-    options = peft_config(lora, linear_layers(model, lora.targets))
+    options = peft_config(lora, targets_of(model, lora))
     try:
         with torch.device("meta"):
             peft.inject_adapter_in_model(options, model)
@@ -42,6 +56,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, w
         ) from error
     for module in filter(is_adapted, model.modules()):
         setattr(module.get_submodule("lora_dropout"), _ADAPTER, _Dropout(lora.dropout))
+        if hasattr(module, "parameter_name"):
+            module.forward = partial(_with_summed_experts, module)
     for name in whole:
         model.get_submodule(name).requires_grad_(True)
     for parameter in model.parameters():
@@ -50,7 +66,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, w
 
 
 def first_adapter(name: str, shape: Sequence[int], seed: int, dtype: torch.dtype) -> Tensor:
-    """The values that a parameter of an adapter begins with, as PEFT draws them: A uniform, B zero. [R, I] or [O, R].
+    """The values that a parameter of an adapter begins with, as PEFT draws them: A uniform, B zero. [R, I] or [O, R];
+    of experts [E * R, I] or [O, R * E].
 
     The same seed gives the same values everywhere. They are float32, and `dtype` can hold them, because some back ends
     can only begin with such values.
@@ -83,34 +100,76 @@ def seed_dropout(*numbers: int) -> None:
     torch.manual_seed(int.from_bytes(digest[:7]))
 
 
-def linear_layers(model: PreTrainedModel, targets: Sequence[str] | None = None) -> list[str]:
-    """The last parts of the names of all linear layers within the decoder layers, or those among `targets`.
+def _with_summed_experts(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward pass of PEFT's layer around experts.
 
-    Raises ConfigError without any, and for a target that is none of them.
+    Its own would make a class of each layer, sum up twice, and move the parameter away from where FSDP put it.
     """
-    layers = decoder_layers(model)
-    names = {name.rpartition(".")[2] for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
+    parameters, name = wrapper.get_base_layer()._parameters, wrapper.parameter_name
+    frozen = parameters[name]
+    inner, outer = (each[_ADAPTER].weight for each in (wrapper.lora_A, wrapper.lora_B))
+    parameters[name] = torch.baddbmm(frozen, *_of_experts(inner, outer, len(frozen)), alpha=wrapper.scaling[_ADAPTER])
+    try:
+        return wrapper.base_layer(*args, **kwargs)
+    finally:
+        parameters[name] = frozen
+
+
+def _of_experts(inner: Tensor, outer: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """A [E * R, I] and B [O, R * E], as PEFT lays them out -> B [E, O, R] and A [E, R, I]."""
+    return outer.view(len(outer), -1, num_experts).permute(2, 0, 1), inner.view(num_experts, -1, inner.shape[1])
+
+
+def targets_of(model: PreTrainedModel, lora: LoraConfig) -> Targets:
+    """The linear layers and experts within the decoder layers that `lora.targets` names, or all but the routers.
+
+    Raises ConfigError without any, for a target that is none of them, and for experts that cannot have adapters.
+    """
+    layers, is_mixture = decoder_layers(model), has_experts(model.config)
+    names: set[str] = set()
+    experts: dict[str, bool] = {}  # and whether it is laid out [E, O, I]
+    for path, module in layers.named_modules():
+        parts = path.split(".")
+        if isinstance(module, nn.Linear) and not (is_mixture and _ROUTERS & set(parts)):
+            names.add(parts[-1])
+        for name, parameter in module.named_parameters(recurse=False) if is_mixture else ():
+            if parameter.dim() == 3 and not isinstance(module, nn.Conv1d):
+                experts[f"{parts[-1]}.{name}"] = getattr(module, "is_transposed", None) is False
+    called = {name.rpartition(".")[2] for name in experts}
     if not names:
         raise ConfigError(
             f"lora.rank: the {model.config.model_type} model at model.path has no linear layers that adapters could be "
             "put on; set lora.rank to null, or choose a model such as Llama, Qwen2 or Qwen3"
         )
-    if unknown := sorted(set(targets or ()) - names):
+    wanted = set(lora.targets or names | called)
+    if unknown := sorted(wanted - names - called):
         raise ConfigError(
             f"lora.targets: the {model.config.model_type} model at model.path has no linear layers called "
-            f"{', '.join(unknown)} in its decoder layers; it has {', '.join(sorted(names))}"
+            f"{', '.join(unknown)} in its decoder layers; it has {', '.join(sorted(names | called))}"
         )
-    return sorted(targets or names)
+    found = Targets(sorted(wanted & names), sorted(name for name in experts if name.rpartition(".")[2] in wanted))
+    others = f"leave experts out with lora.targets=[{','.join(sorted(names - called))}]"
+    if not all(experts[name] for name in found.experts):
+        kind = model.config.model_type
+        raise ConfigError(f"lora.rank: the experts of the {kind} model at model.path cannot have adapters; {others}")
+    for name, is_wrong, cure in (
+        ("lora.dropout", lora.dropout > 0, "lora.dropout=0"),
+        ("lora.send=adapters", lora.send is Send.adapters, "lora.send=merged"),
+    ):
+        if found.experts and is_wrong:
+            raise ConfigError(f"{name} does not go with adapters on experts; set {cure}, or {others}")
+    return found
 
 
-def peft_config(lora: LoraConfig, targets: Sequence[str], base: str | None = None) -> Any:
+def peft_config(lora: LoraConfig, targets: Targets, base: str | None = None) -> Any:
     """PEFT's own configuration of such adapters; `base` names the model that they belong to."""
     return _import_peft().LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         use_rslora=lora.rank_stabilised,
-        target_modules=list(targets),
+        target_modules=targets.layers,
+        target_parameters=targets.experts or None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )
@@ -139,43 +198,42 @@ def is_adapted(module: nn.Module) -> bool:
     return hasattr(module, "lora_A")
 
 
-def parts_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+def parts_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Hugging Face name -> the model's parameters that it is made of: one, or the three that `merged` takes."""
-    found: dict[str, tuple[str, ...]] = {}
-    for name in names:
-        module, base, kind = name.rpartition(_BASE)
-        if base and kind == "weight":
-            found[f"{module}.weight"] = (name, *adapters_of(module))
-        elif not is_adapter(name):
-            found[name_in_files(name)] = (name,)
-    return found
+    adapters: dict[str, tuple[str, str]] = {}
+    for path, module in model.named_modules():
+        if is_adapted(module):
+            name = f"{path}.{getattr(module, 'parameter_name', 'weight')}"
+            adapters[name_in_files(name)] = f"{path}.lora_A.{_ADAPTER}.weight", f"{path}.lora_B.{_ADAPTER}.weight"
+    names = [name for name, _ in model.named_parameters() if not is_adapter(name)]
+    return {name_in_files(name): (name, *adapters.get(name_in_files(name), ())) for name in names}
 
 
 def name_in_files(name: str) -> str:
     """The name that a parameter of a model has in the files of the model."""
-    return name.replace(_BASE, ".")
+    return re.sub(r"\bbase_layer\.", "", name)
 
 
 def merged(parts: Sequence[Tensor], lora: LoraConfig) -> Tensor:
-    """W [O, I], A [R, I] and B [O, R] -> W + scale * B A, float32; a single parameter stays as it is."""
+    """W [O, I], A [R, I] and B [O, R] -> W + scale * B A, float32; a single parameter stays as it is.
+
+    Of experts W [E, O, I], A [E * R, I] and B [O, R * E].
+    """
     if len(parts) == 1:
         return parts[0]
-    weight, inner, outer = parts
-    return weight.float() + outer.float() @ inner.float() * adapter_scale(lora)
-
-
-def adapters_of(module: str) -> tuple[str, str]:
-    """The names of A and B of a linear layer."""
-    return f"{module}.lora_A.{_ADAPTER}.weight", f"{module}.lora_B.{_ADAPTER}.weight"
-
-
-def module_of(name: str) -> str:
-    """The linear layer that a parameter of an adapter belongs to; the inverse of `adapters_of`."""
-    return name.rpartition(".lora_")[0]
+    weight, inner, outer = (part.float() for part in parts)
+    if weight.dim() == 3:
+        return weight + torch.matmul(*_of_experts(inner, outer, len(weight))) * adapter_scale(lora)
+    return weight + outer @ inner * adapter_scale(lora)
 
 
 def is_adapter(name: str) -> bool:
-    return bool(module_of(name))
+    return ".lora_" in name
+
+
+def is_of_experts(name: str) -> bool:
+    """True for a parameter of an adapter that holds the matrices of all experts of a layer, one after the other."""
+    return ".experts.lora_" in name_in_files(name)
 
 
 def peft_name(name: str) -> str:

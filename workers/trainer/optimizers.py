@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rlflow.config import Optimizer, TrainerConfig
 from rlflow.errors import ConfigError
 from rlflow.weights.shape.layout import chunk_of
+from rlflow.workers.trainer.lora import is_of_experts
 from rlflow.workers.trainer.shards import MOMENTS
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -83,7 +84,7 @@ class ShardOptimizer:
         self._matrices = {
             name: (shape[0], shape[1])
             for name, shape in shapes.items()
-            if is_muon and name in hidden and len(shape) == 2
+            if is_muon and name in hidden and len(shape) == 2 and not is_of_experts(name)
         }
         self._decayed = decayed(shapes, hidden) if trainer.weight_decay else frozenset[str]()
         self._momentum: dict[str, Tensor] = {}

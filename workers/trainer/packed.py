@@ -114,9 +114,9 @@ class TrainerBackend(ABC):
         for name in filter(is_adapter, named):
             shape, seed = self._all_shapes[name], config.run.seed
             self._first.fresh[name] = partial(first_adapter, name, shape, seed, torch_dtype(config))
-        layers = {id(parameter) for parameter in decoder_layers(model).parameters()}
+        layers = {id(parameter) for parameter in decoder_layers(self._policy.model).parameters()}
         self._hidden = frozenset(name for name in self._shapes if id(named[name]) in layers)
-        self._parts = parts_of(named)
+        self._parts = parts_of(self._policy.model)
         self._buffers = list(self._first.buffers(self._policy.model))
         dtype = torch_dtype(config)
         self._specs: Specs = [(name, dtype, tuple(named[parts[0]].shape)) for name, parts in self._parts.items()]

@@ -22,6 +22,7 @@ from rlflow.workers.engine.setup import (
     memory_share,
     smallest_cache,
 )
+from rlflow.workers.trainer.lora import is_of_experts
 
 FLOAT32 = 4
 STAGED = "weights for the engines"
@@ -63,6 +64,8 @@ class Activations:
     """What selective checkpointing keeps beside `layer_inputs`."""
     rest: int
     """Outside the decoder layers."""
+    experts: tuple[int, ...] = ()
+    """Bytes of the sums of experts and their adapters in each layer that has them, however many tokens there are."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -203,7 +206,11 @@ def _moments(optimizer: Optimizer, trained: Sequence[tuple[Weight, int]], share:
     if optimizer is Optimizer.adamw8bit:
         scales = FLOAT32 * num_elements // SCALED_ELEMENTS
         return Item(name="moments of AdamW", num_bytes=2 * (num_elements + scales), note=f"a byte each{share}")
-    matrices = sum(size for weight, size in trained if weight.layer is not None and len(weight.shape) == 2)
+    matrices = sum(
+        size
+        for weight, size in trained
+        if weight.layer is not None and len(weight.shape) == 2 and not is_of_experts(weight.name)
+    )
     if optimizer is Optimizer.muon:
         num_bytes = FLOAT32 * (2 * num_elements - matrices)
         return Item(name="moments of Muon and AdamW", num_bytes=num_bytes, note=f"float32{share}")
@@ -226,12 +233,16 @@ def _gathered(config: Config, facts: ModelFacts) -> list[Item]:
 
 
 def activation_bytes(facts: ModelFacts, num_tokens: int, checkpointing: Checkpointing) -> int:
-    """With gradient checkpointing: layers' inputs, what is kept, and all of the layer that is computed again."""
+    """With gradient checkpointing: layers' inputs, what is kept, and all of the layer that is computed again.
+
+    Beside sums of experts and adapters the gradients of those of one layer.
+    """
     found = facts.trainer_activations
+    gradients = max(found.experts, default=0)
     if checkpointing is Checkpointing.none:
-        return num_tokens * (found.layers + found.rest)
+        return num_tokens * (found.layers + found.rest) + sum(found.experts) + gradients
     kept = found.kept if checkpointing is Checkpointing.selective else 0
-    return num_tokens * (found.layer_inputs + kept + found.largest_layer + found.rest)
+    return num_tokens * (found.layer_inputs + kept + found.largest_layer + found.rest) + 2 * gradients
 
 
 def shard_size(weight: Weight, ranks: int, tensor_parallel: int) -> int:

@@ -138,6 +138,7 @@ def _activations(model: PreTrainedModel) -> Activations:
         largest_layer=-(-max(in_layers) // _NUM_TOKENS),
         layer_inputs=len(in_layers) * hidden.shape[-1] * hidden.dtype.itemsize,
         kept=-(-meter.kept // _NUM_TOKENS),
+        experts=tuple(meter.experts.values()),
         rest=-(-meter.num_bytes[None] // _NUM_TOKENS),
     )
 
@@ -145,15 +146,17 @@ def _activations(model: PreTrainedModel) -> Activations:
 class _Meter(TorchDispatchMode):
     """Counts the bytes that autograd saves, by decoder layer; None is the rest. Parameters do not count.
 
-    And, in `kept`, those that selective checkpointing keeps.
+    And, in `kept`, those that selective checkpointing keeps, and in `experts` sums of experts and their adapters.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.kept = 0
+        self.experts = Counter[int | None]()
         self.num_bytes = Counter[int | None]()
         self._layer: int | None = None
-        self._seen = {_storage(parameter) for parameter in model.parameters()}
+        self._parameters = {_storage(parameter) for parameter in model.parameters()}
+        self._seen = set(self._parameters)
         self._held: list[Tensor] = []
         for index, layer in enumerate(decoder_layers(model)):
             layer.register_forward_pre_hook(partial(self._enter, index))
@@ -172,6 +175,10 @@ class _Meter(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         if keeps(func, args):
             self.kept += found.nbytes
+        if func is torch.ops.aten.baddbmm.default and _storage(args[0]) in self._parameters:
+            self.experts[self._layer] += found.nbytes
+            self._seen.add(_storage(found))
+            self._held.append(found)
         return found
 
     def _enter(self, layer: int | None, *ignored: Any) -> None:

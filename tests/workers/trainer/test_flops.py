@@ -10,7 +10,7 @@ from training import tiny_llama, tiny_qwen3
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig
 
 from rlflow.batching import pack
-from rlflow.config import LoraConfig
+from rlflow.config import LoraConfig, Send
 from rlflow.types import Sample, TrainSample
 from rlflow.workers.trainer.flops import ModelSizes, RowSizes, flops, packed_sizes, padded_sizes, sizes_of
 from rlflow.workers.trainer.lora import add_adapters
@@ -93,3 +93,9 @@ def test_only_the_experts_that_a_token_goes_through_count() -> None:
     model = AutoModelForCausalLM.from_config(config)
     # Queries 8 x 8, keys and values 4 x 8 each, output 8 x 8, router 4 x 8, and 2 experts of 3 x 6 x 8.
     assert sizes_of(model).trained == 64 + 2 * 32 + 64 + 32 + 2 * 144
+    pytest.importorskip("peft")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    add_adapters(model, LoraConfig(rank=3, send=Send.merged, targets=["gate_up_proj", "q_proj"]), torch.float32)
+    sizes = sizes_of(model)
+    assert (sizes.trained, sizes.frozen) == (3 * (8 + 8) + 2 * 3 * (8 + 12), 64 + 2 * 32 + 64 + 32 + 2 * 144)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import commit
+from checkpoints import write_run
 from fakes import make_ready
 from rounding import FLOOR, allowed_difference
 from safetensors.torch import save_file
@@ -23,6 +23,7 @@ from training import (
     tiny_groups,
     tiny_llama,
     tiny_qwen3,
+    tiny_qwen3_moe,
     with_adapters,
 )
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -33,15 +34,13 @@ from rlflow.cluster.calls import RayTrainer
 from rlflow.cluster.gpus import gpu_plan
 from rlflow.config import Checkpointing, Config, LoraConfig, ProcessKind, Send, TrainerConfig
 from rlflow.errors import ConfigError, RunError
-from rlflow.groups.sampler import SamplerState
-from rlflow.rundir.store import CheckpointStore, RunState
 from rlflow.runtime.derived import needs_reference, policy_is_reference
 from rlflow.tools.export import export
 from rlflow.types import CriticTargets, ReadyGroup, Span
 from rlflow.weights.shm.arena import tensor_at
 from rlflow.workers.trainer.actor import TrainerWorker
 from rlflow.workers.trainer.fsdp import FsdpTrainer
-from rlflow.workers.trainer.lora import linear_layers, merged, parts_of, peft_config, peft_name
+from rlflow.workers.trainer.lora import add_adapters, is_adapter, merged, parts_of, peft_config, peft_name, targets_of
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs the package peft")
 
@@ -84,7 +83,7 @@ def test_merged_parameters_are_those_of_peft(
     before = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
     adapters = {name: tensor.clone() for name, tensor in trainer.adapter_parameters()}
     save_file(adapters, tmp_path / "adapter_model.safetensors")
-    peft_config(config.lora, linear_layers(whole, config.lora.targets)).save_pretrained(tmp_path)
+    peft_config(config.lora, targets_of(whole, config.lora)).save_pretrained(tmp_path)
     expected = PeftModel.from_pretrained(whole, tmp_path).merge_and_unload()
     found = dict(trainer.full_parameters())
     specs = [(name, torch.float32, tuple(tensor.shape)) for name, tensor in expected.named_parameters()]
@@ -271,15 +270,25 @@ def test_without_peft_the_message_says_what_to_do(tmp_path: Path, monkeypatch: p
 
 
 def test_names_of_parts() -> None:
-    names = ["embed.weight", "layers.0.q.base_layer.weight", "layers.0.q.base_layer.bias"]
-    names += ["layers.0.q.lora_A.default.weight", "layers.0.q.lora_B.default.weight", "norm.weight"]
-    assert parts_of(names) == {
-        "embed.weight": ("embed.weight",),
-        "layers.0.q.weight": (names[1], names[3], names[4]),
-        "layers.0.q.bias": (names[2],),
-        "norm.weight": ("norm.weight",),
-    }
-    assert peft_name(names[3]) == "base_model.model.layers.0.q.lora_A.weight"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_qwen3_moe(num_hidden_layers=1, attention_bias=True))
+    plain = [name for name, _ in model.named_parameters()]
+    add_adapters(model, LoraConfig(rank=2, send=Send.merged), torch.float32)
+    found, layer = parts_of(model), "model.layers.0"
+    assert list(found) == plain
+    query, experts = f"{layer}.self_attn.q_proj", f"{layer}.mlp.experts"
+    adapters = ("lora_A.default.weight", "lora_B.default.weight")
+    assert found[f"{query}.weight"] == tuple(f"{query}.{part}" for part in ("base_layer.weight", *adapters))
+    assert found[f"{query}.bias"] == (f"{query}.base_layer.bias",)
+    inner = tuple(f"{experts}.base_layer.{part}" for part in ("base_layer.gate_up_proj", *adapters))
+    assert found[f"{experts}.gate_up_proj"] == inner
+    outer = tuple(f"{experts}.{part}" for part in ("base_layer.base_layer.down_proj", *adapters))
+    assert found[f"{experts}.down_proj"] == outer
+    assert found["model.norm.weight"] == ("model.norm.weight",)
+    assert peft_name(inner[1]) == f"base_model.model.{experts}.base_layer.lora_A.weight"
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    assert trained == set(filter(is_adapter, trained))
+    assert not any(".gate." in name for name in trained)
 
 
 def test_merging_is_in_float32() -> None:
@@ -287,20 +296,6 @@ def test_merging_is_in_float32() -> None:
     parts = [tensor.bfloat16() for tensor in (weight, inner, outer)]
     assert merged(parts, LoraConfig(rank=2, alpha=2.0)).tolist() == [[256.5, 2.0]]
     assert merged(parts[:1], LoraConfig(rank=2)) is parts[0]
-
-
-def write_run(folder: Path, model: str, lora: LoraConfig) -> FsdpTrainer:
-    """A run of one step whose weights are those of the trainer that is returned."""
-    config = tiny_config()
-    config.lora = lora
-    trainer = adapted(folder, config)
-    store = CheckpointStore(folder / "run" / "checkpoints", keep=1)
-    partial = store.begin(1)
-    trainer.snapshot().write(partial / "trainer")
-    sampler = SamplerState(kind="uniform", tasks="", rows="", put_back=[], curriculum={})
-    commit(store, partial, RunState(step=1, version=1, sampler=sampler, ready=[]))
-    (folder / "run" / "config.yaml").write_text(f"run:\n  steps: 2\nmodel:\n  path: {model}\n")
-    return trainer
 
 
 @pytest.mark.parametrize("lora", [LoraConfig(rank=4, alpha=6.0), CHOSEN], ids=["all layers", "chosen layers"])
@@ -311,7 +306,11 @@ def test_the_export_is_the_merged_model_or_the_adapters_alone(lora: LoraConfig, 
     save_model(tiny_llama(), model)
     (model / "tokenizer.json").write_text("{}")
     (model / "chat_template.jinja").write_text("")
-    expected = dict(write_run(tmp_path, str(model), lora).full_parameters())
+    config = tiny_config()
+    config.lora = lora
+    trainer = adapted(tmp_path, config)
+    write_run(tmp_path / "run", str(model), trainer)
+    expected = dict(trainer.full_parameters())
     export(tmp_path / "run", tmp_path / "whole", step=None, dtype="float32")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     assert largest_relative_difference(dict(found.named_parameters()), expected) <= FLOOR
@@ -326,12 +325,7 @@ def test_the_export_is_the_merged_model_or_the_adapters_alone(lora: LoraConfig, 
 
 def test_a_run_without_adapters_has_none_to_export(tmp_path: Path) -> None:
     model = save_model(tiny_llama(), tmp_path / "model")
-    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=1)
-    partial = store.begin(1)
-    one_rank(tiny_config(), tmp_path).snapshot().write(partial / "trainer")
-    sampler = SamplerState(kind="uniform", tasks="", rows="", put_back=[], curriculum={})
-    commit(store, partial, RunState(step=1, version=1, sampler=sampler, ready=[]))
-    (tmp_path / "run" / "config.yaml").write_text(f"run:\n  steps: 2\nmodel:\n  path: {model}\n")
+    write_run(tmp_path / "run", model, one_rank(tiny_config(), tmp_path))
     with pytest.raises(ConfigError, match="--adapter has no effect: the run trained the whole model"):
         export(tmp_path / "run", tmp_path / "out", step=None, dtype="float32", adapter_only=True)
     assert not (tmp_path / "out").exists()

@@ -214,6 +214,9 @@ class AlgorithmConfig:
     entropy_bonus: float = 0.0
     """What a nat of entropy is worth for each token: the loss falls by so much. Keeps replies varied; 0.001 is usual,
     more makes them random."""
+    balance_coefficient: float = 0.0
+    """Weight of a loss that keeps the experts of a mixture equally loaded, with the loads of whole steps
+    (arXiv:2501.11873); a few thousandths. Groups whose rewards are all equal are trained for it too."""
     entropy_low: float | None = None
     """See `entropy_high`."""
     entropy_high: float | None = None

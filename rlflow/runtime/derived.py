@@ -92,9 +92,10 @@ def policy_is_reference(config: Config) -> bool:
 
 
 def can_compile(config: Config) -> bool:
-    """True if a decoder layer is one graph: no hooks of DeepSpeed, no traffic between ranks, no adapters in it."""
-    trainer = config.trainer
-    return trainer.backend is Backend.fsdp and trainer.tensor_parallel == 1 and config.lora.rank is None
+    """True if a decoder layer is one graph: no hooks of DeepSpeed, no traffic between ranks, no adapters in it, and no
+    balance loss to be told of."""
+    trainer, is_plain = config.trainer, config.lora.rank is None and not config.algorithm.balance_coefficient
+    return trainer.backend is Backend.fsdp and trainer.tensor_parallel == 1 and is_plain
 
 
 def needs_reference(config: Config) -> bool:

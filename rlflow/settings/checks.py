@@ -58,7 +58,7 @@ _POSITIVE = {
 }
 _NOT_NEGATIVE = {
     "run": ("seed", "checkpoint_every"),
-    "algorithm": ("kl_coefficient", "entropy_bonus"),
+    "algorithm": ("kl_coefficient", "entropy_bonus", "balance_coefficient"),
     "critic": ("warmup_steps",),
     "trainer": ("warmup_steps", "weight_decay"),
     "staleness": ("max_versions",),
@@ -195,7 +195,8 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     (
         "trainer.compile",
         lambda c: not can_compile(c),
-        "with trainer.backend=deepspeed, trainer.tensor_parallel above 1 or lora.rank; set it to null",
+        "with trainer.backend=deepspeed, trainer.tensor_parallel above 1, lora.rank or algorithm.balance_coefficient; "
+        "set it to null",
     ),
     (
         "trainer.replicas",

@@ -191,6 +191,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "weights.transport=p2p",
     ),
     ({"lora.send": Send.merged}, "lora.send=merged has no effect with lora.rank=null; set lora.rank"),
+    (
+        {"algorithm.balance_coefficient": 0.01, "trainer.compile": True},
+        "trainer.compile has no effect with trainer.backend=deepspeed, trainer.tensor_parallel above 1, lora.rank or "
+        "algorithm.balance_coefficient; set it to null",
+    ),
+    ({"algorithm.balance_coefficient": -1.0}, "algorithm.balance_coefficient must not be negative; got -1.0"),
     ({"lora.targets": ["q_proj"]}, "lora.targets=['q_proj'] has no effect with lora.rank=null; set lora.rank"),
     ({"lora.dropout": 0.1}, "lora.dropout=0.1 has no effect with lora.rank=null; set lora.rank"),
     ({"lora.rank_stabilised": True}, "lora.rank_stabilised has no effect with lora.rank=null; set lora.rank"),

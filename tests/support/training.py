@@ -45,6 +45,14 @@ def tiny_qwen3_moe(**changes: Any) -> PreTrainedConfig:
     return Qwen3MoeConfig(**{**options, "norm_topk_prob": True, "tie_word_embeddings": False, **changes})
 
 
+def mixture_of(kind: type[PreTrainedConfig], **changes: Any) -> PreTrainedConfig:
+    """`tiny_qwen3_moe` of another family."""
+    options = tiny_qwen3_moe().to_dict()
+    for name in ("model_type", "architectures", "num_experts", "num_local_experts", "head_dim", "layer_types"):
+        options.pop(name, None)
+    return kind(**{**options, **changes})
+
+
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

@@ -280,11 +280,14 @@ def check_engine(config: Config, shape: CacheShape, model_path: str, on_gpu: boo
     text = open_config(model_path, trust=config.model.trust_remote_code).get_text_config()
     if not on_gpu and (problem := _cpu_problem(config, shape, text)):
         raise ConfigError(f"the model in {model_path} {problem}")
-    if config.rollout.expert_parallel and not _is_mixture(text):
-        raise ConfigError(
-            f"rollout.expert_parallel has no effect on the model in {model_path}, which is no mixture of experts; "
-            "leave it false"
-        )
+    for name, is_set, cure in (
+        ("rollout.expert_parallel", config.rollout.expert_parallel, "leave it false"),
+        ("algorithm.balance_coefficient", config.algorithm.balance_coefficient, "set it to 0"),
+    ):
+        if is_set and not _is_mixture(text):
+            raise ConfigError(
+                f"{name} has no effect on the model in {model_path}, which is no mixture of experts; {cure}"
+            )
     _check_cache(config, shape, on_gpu=on_gpu)
 
 

@@ -126,11 +126,12 @@ class TrainerWorker:
         return (True, *found)
 
     def _has_no_gradient(self, group: ReadyGroup) -> bool:
-        """True if every token's loss is zero for any policy: no episode was better than another, and no KL term."""
+        """True if every token's loss is zero for any policy: no episode was better than another, and no other term."""
         if self._token_advantage is not None:
             return False
         values = (value for advantages in group.advantages if advantages is not None for value in advantages)
-        return not any(values) and self._config.algorithm.kl_coefficient == 0
+        algorithm = self._config.algorithm
+        return not any(values) and algorithm.kl_coefficient == 0 and algorithm.balance_coefficient == 0
 
     def _share(self, groups: list[ReadyGroup], oldest_version: int | None) -> list[MicroBatch]:
         """This rank's micro-batches of `groups`; none when there are no groups."""

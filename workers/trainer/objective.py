@@ -1,6 +1,6 @@
 """From the model's outputs for a packed row to the loss to minimise, and to the figures that a step reports.
 
-    loss of each token -> times the corrections -> plus the KL penalty, less the bonus for entropy
+    loss of each token -> times the corrections -> plus the KL penalty and the balance loss, less the bonus for entropy
         -> times the aggregation's weights -> summed
 
 Rules: everything is a sum over loss tokens, in float64 for figures, so rows and ranks can be added in any order; `step`
@@ -88,7 +88,7 @@ class Objective(ABC):
 
 
 class PolicyObjective(Objective):
-    """The chosen algorithm; outputs are log-probabilities and entropies, [N] each."""
+    """The chosen algorithm; outputs are log-probabilities and entropies, [N] each, and with a balance loss that."""
 
     num_sums = len(_METRICS) + 3
 
@@ -102,7 +102,7 @@ class PolicyObjective(Objective):
         self._keeps_cache, self._is_asynchronous = keeps_cache(config), config.staleness.max_versions > 0
 
     def __call__(self, outputs: tuple[Tensor, ...], packed: PackedBatch, version: int) -> Row:
-        logprobs, entropies = outputs
+        logprobs, entropies, *balance = outputs
         device = logprobs.device
         behaviour = torch.from_numpy(packed.behaviour_logprobs).to(device)
         proximal = behaviour
@@ -135,6 +135,8 @@ class PolicyObjective(Objective):
                 loss = loss + self._kl_coefficient * kl
         if self._algorithm.entropy_bonus:
             loss = loss - self._algorithm.entropy_bonus * entropies
+        if balance:
+            loss = loss + self._algorithm.balance_coefficient * balance[0]
         total = (loss * token_weights(self._algorithm.aggregation, tokens, self._max_length)).sum()
         difference = (logprobs - behaviour).detach()
         ratio = clamp_log_ratio(difference).exp()

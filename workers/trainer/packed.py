@@ -27,11 +27,12 @@ from rlflow.algorithms.schedules import learning_rate
 from rlflow.batching import PackedBatch, pack, padded_runs
 from rlflow.config import Checkpointing, Config
 from rlflow.errors import RunError
-from rlflow.roles import StepOutcome, TrainWork
+from rlflow.roles import Mean, StepOutcome, TrainWork
 from rlflow.runtime.derived import can_compile, dtype_of
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import Layout, mesh_layout
 from rlflow.weights.source import Specs
+from rlflow.workers.trainer.balance import Balance
 from rlflow.workers.trainer.flops import flops, packed_sizes, padded_sizes, sizes_of
 from rlflow.workers.trainer.gate import Agreement, probe_prompts, settle_way
 from rlflow.workers.trainer.layers import VALUE_HEAD, decoder_layers, has_experts, wrap_layers
@@ -47,7 +48,7 @@ from rlflow.workers.trainer.lora import (
 )
 from rlflow.workers.trainer.objective import Objective, PolicyObjective
 from rlflow.workers.trainer.parking import ParkingSpace
-from rlflow.workers.trainer.policy import empty_policy, split_logprobs, torch_dtype
+from rlflow.workers.trainer.policy import Policy, empty_policy, split_logprobs, torch_dtype
 from rlflow.workers.trainer.process_group import choose_device, join
 from rlflow.workers.trainer.routing import replay_routes
 from rlflow.workers.trainer.shards import Shard, ShardReader, Snapshot
@@ -96,8 +97,11 @@ class TrainerBackend(ABC):
         if config.lora.rank is not None:
             heads = (VALUE_HEAD,) if is_critic else ()
             add_adapters(self._policy.model, config.lora, torch_dtype(config), heads)
-        if config.rollout.replay_experts and not is_critic:
-            replay_routes(self._policy.model)
+        self._balance: Balance | None = None
+        is_balanced = config.algorithm.balance_coefficient > 0
+        if isinstance(self._policy, Policy) and (config.rollout.replay_experts or is_balanced):
+            self._balance = replay_routes(self._policy.model, with_balance=is_balanced)
+            self._policy.balance = self._balance
         model, asked = self._policy.model, config.trainer.compile
         is_default = self._device.type == "cuda" and can_compile(config) and not has_experts(model.config)
         checkpointing = config.trainer.gradient_checkpointing
@@ -279,7 +283,10 @@ class TrainerBackend(ABC):
             self._objective.end_step(sums)
         else:
             self._discard_gradients()
-        largest = self._all_reduce(self._largest, dist.ReduceOp.MAX)
+        metrics = self._objective.metrics(sums, self._all_reduce(self._largest, dist.ReduceOp.MAX))
+        if self._balance is not None:
+            load = self._balance.end_step(self._add_up_data(self._balance.counts))
+            metrics["experts/max_load"] = Mean(total=load, count=1)
         for counted in (self._sums, self._observed, self._silent, self._largest):
             counted.zero_()
         tokens, *costs = self._add_up_data(self._work).tolist()
@@ -289,7 +296,7 @@ class TrainerBackend(ABC):
             applied=is_finite,
             grad_norm=grad_norm,
             learning_rate=rate,
-            metrics=self._objective.metrics(sums, largest),
+            metrics=metrics,
             work=TrainWork(
                 tokens=round(tokens),
                 flops=costs[0],
@@ -395,6 +402,7 @@ class TrainerBackend(ABC):
             shards=list(self._shards()),
             updates=self._updates,
             objective=self._objective.state(),
+            expert_loads=[] if self._balance is None else self._balance.before.tolist(),
             lora=self._config.lora,
             optimizer=self._config.trainer.optimizer,
         )
@@ -415,6 +423,8 @@ class TrainerBackend(ABC):
             )
         self._updates = reader.updates
         self._objective.load_state(reader.objective)
+        if self._balance is not None and reader.expert_loads:
+            self._balance.before = torch.tensor(reader.expert_loads, dtype=torch.float64, device=self._device)
         self._load_shards(reader)
 
     def offload(self) -> None:

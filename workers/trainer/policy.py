@@ -17,6 +17,7 @@ from rlflow.errors import ConfigError
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import chunk_of
 from rlflow.workers.trainer.attention import attention_layout, attention_windows
+from rlflow.workers.trainer.balance import Balance
 from rlflow.workers.trainer.layers import backbone
 from rlflow.workers.trainer.plain import plain_logprobs
 from rlflow.workers.trainer.pretrained import CPU, FirstValues, empty_model, load_whole
@@ -37,6 +38,8 @@ class Policy(nn.Module):
         self._rule = logit_rule(model.config, temperature)
         self._max_logits = max_logits
         self._group = TensorGroup()
+        self.balance: Balance | None = None
+        """What the routers of `model` tell of their loads, if the balance loss is asked for."""
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ConfigError(
@@ -48,13 +51,17 @@ class Policy(nn.Module):
         """Divide the tokens whose logits are computed among the ranks of `group`, which have the same hidden states."""
         self._group = group
 
-    def forward(self, packed: PackedBatch, has_plain: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, packed: PackedBatch, has_plain: bool = False) -> tuple[Tensor, ...]:
         """Log-probabilities [N] and entropies [N] of the loss tokens, float32, both with a gradient.
 
-        With `has_plain`, in place of the entropies what transformers alone says of the log-probabilities.
+        With a balance loss, its [N] too, if there is a gradient. With `has_plain`, in place of the entropies what
+        transformers alone says of the log-probabilities.
         """
         found = self.logprobs_of(hidden_states(self.model, packed), packed)
-        return (found[0], plain_logprobs(self.model, packed, self._rule.temperature)) if has_plain else found
+        if has_plain:
+            return found[0], plain_logprobs(self.model, packed, self._rule.temperature)
+        balance = None if self.balance is None else self.balance.take()
+        return found if balance is None else (*found, balance)
 
     def logprobs_of(self, hidden: Tensor, packed: PackedBatch) -> tuple[Tensor, Tensor]:
         """`forward` from the states [T, hidden size] of the last layer on."""
@@ -92,7 +99,7 @@ def hidden_states(model: PreTrainedModel, packed: PackedBatch) -> Tensor:
     device = next(model.parameters()).device
     if not is_packed(model):
         rows = rows_of(packed)
-        lay_routes(model, packed.experts, rows.tokens.reshape(-1))
+        lay_routes(model, packed.experts, rows.tokens.reshape(-1), rows.cells[packed.loss_positions])
         input_ids, cells = (torch.from_numpy(each).to(device) for each in (rows.input_ids, rows.cells))
         states: Tensor = backbone(model)(input_ids=input_ids, use_cache=False).last_hidden_state
         # An embedding gathers, because its backward is deterministic on the CPU.
@@ -104,7 +111,7 @@ def hidden_states(model: PreTrainedModel, packed: PackedBatch) -> Tensor:
         for row in (packed.input_ids, packed.position_ids)
     )
     token_of = np.pad(np.arange(len(packed.input_ids)), (0, layout.num_padding), constant_values=-1)
-    lay_routes(model, packed.experts, token_of)
+    lay_routes(model, packed.experts, token_of, packed.loss_positions)
     output = backbone(model)(input_ids=input_ids, position_ids=position_ids, use_cache=False, layout=layout)
     return output.last_hidden_state[0, : len(packed.input_ids)]
 

@@ -53,6 +53,8 @@ class Snapshot:
     """Steps of the optimiser so far."""
     objective: Mapping[str, float] = field(default_factory=dict)
     """The state that the objective must remember."""
+    expert_loads: Sequence[Sequence[float]] = ()
+    """`Balance.before`; empty without a balance loss."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """If its `rank` is set, the parameters are those of adapters."""
     optimizer: Optimizer = Optimizer.adamw
@@ -78,6 +80,7 @@ class Snapshot:
                 "kinds": sorted({kind for shard in self.shards for kind in shard.tensors}),
                 "optimizer": self.optimizer.value,
                 "objective": dict(self.objective),
+                "expert_loads": list(self.expert_loads),
                 "lora": asdict(self.lora),
             }
             texts["manifest.json"] = json.dumps(manifest)
@@ -95,6 +98,7 @@ class ShardReader:
         manifest = self._read_json("manifest.json")
         self.updates: int = manifest["updates"]
         self.objective: dict[str, float] = manifest["objective"]
+        self.expert_loads: list[list[float]] = manifest.get("expert_loads", [])
         self.kinds: list[str] = manifest["kinds"]
         self.optimizer = Optimizer(manifest["optimizer"])
         self.lora = LoraConfig(**manifest["lora"])

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from rlflow.batching import pack
-from rlflow.config import Checkpointing, Config
+from rlflow.config import Checkpointing, Config, Send
 from rlflow.errors import ConfigError, RunError
 from rlflow.types import ExpertArray, Sample, TrainSample
 from rlflow.workers.trainer.frozen import FrozenPolicy
@@ -191,7 +191,7 @@ def are_close(found: list[np.ndarray], expected: list[np.ndarray]) -> bool:
 @pytest.mark.parametrize("replays", [True, False])
 def test_a_policy_replays_with_its_adapters_and_without_them(replays: bool, path: str) -> None:
     config, groups = with_adapters(tiny_config()), with_routes(tiny_groups())
-    config.rollout.replay_experts = replays
+    config.rollout.replay_experts, config.lora.send = replays, Send.merged
     trainer = FsdpTrainer(config, path, 0, 1, "")
     reference = logprobs_of((replaying if replays else load_policy)(config, path), groups)
     other = logprobs_of((load_policy if replays else replaying)(config, path), groups)
@@ -259,7 +259,7 @@ def test_each_family_computes_its_own_gates(
     routes = random_routes(np.random.default_rng(1), 5)
     routes[3] = 255
     replay_routes(model)
-    lay_routes(model, routes, np.arange(5))
+    lay_routes(model, routes, np.arange(5), np.arange(5))
     _, gates, ids = router(states)
     asked = torch.from_numpy(routes[:, 1].astype(np.int64))
     has_route = torch.arange(5) != 3
@@ -267,14 +267,14 @@ def test_each_family_computes_its_own_gates(
     assert torch.allclose(gates[has_route], gates_of(logits, asked.clamp(max=7))[has_route], atol=1e-6)
     assert torch.equal(ids[3], live_ids[3])
     assert torch.equal(gates[3], live_gates[3])
-    lay_routes(model, None, np.arange(5))
+    lay_routes(model, None, np.arange(5), np.arange(5))
     assert torch.equal(router(states)[1], live_gates)
 
 
 def test_a_family_that_chooses_otherwise_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(PhimoeConfig(**SIZES, num_local_experts=NUM_EXPERTS), dtype=torch.float32)
     replay_routes(model)
-    lay_routes(model, random_routes(np.random.default_rng(1), 5), np.arange(5))
+    lay_routes(model, random_routes(np.random.default_rng(1), 5), np.arange(5), np.arange(5))
     with pytest.raises(ConfigError, match=r"routers of PhimoeTopKRouter do not .*; set rollout.replay_experts=false"):
         model(input_ids=torch.arange(5)[None])
 
@@ -283,9 +283,9 @@ def test_routes_that_nobody_can_have_chosen_are_refused() -> None:
     model = AutoModelForCausalLM.from_config(tiny_mixture(), dtype=torch.float32)
     replay_routes(model)
     with pytest.raises(RunError, match=r"went to an expert twice, or to one .*moe_backend=triton, or set rollout.rep"):
-        lay_routes(model, np.zeros((3, LAYERS, CHOSEN), np.uint8), np.arange(3))
+        lay_routes(model, np.zeros((3, LAYERS, CHOSEN), np.uint8), np.arange(3), np.arange(3))
     with pytest.raises(RunError, match="or to one that the qwen3_moe model lacks"):
-        lay_routes(model, np.full((3, LAYERS, CHOSEN), [1, 8], np.uint8), np.arange(3))
+        lay_routes(model, np.full((3, LAYERS, CHOSEN), [1, 8], np.uint8), np.arange(3), np.arange(3))
 
 
 class Rollout:

@@ -72,6 +72,11 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         lambda c: c.reward.model is None,
         "without reward.model; give one, or set reward.workers for more processes that call a function",
     ),
+    (
+        "model.float32_head",
+        lambda c: c.model.dtype is Dtype.float32,
+        "with model.dtype=float32, in which the output layer is computed too; leave it false",
+    ),
     ("reward.weights", lambda c: c.reward.model, "with reward.model; leave it out"),
     ("reward.args", lambda c: c.reward.model, "with reward.model; leave it out"),
     (

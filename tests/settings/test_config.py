@@ -197,6 +197,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "algorithm.balance_coefficient; set it to null",
     ),
     ({"algorithm.balance_coefficient": -1.0}, "algorithm.balance_coefficient must not be negative; got -1.0"),
+    (
+        {"model.dtype": Dtype.float32, "model.float32_head": True},
+        "model.float32_head has no effect with model.dtype=float32, in which the output layer is computed too; leave "
+        "it false",
+    ),
     ({"lora.targets": ["q_proj"]}, "lora.targets=['q_proj'] has no effect with lora.rank=null; set lora.rank"),
     ({"lora.dropout": 0.1}, "lora.dropout=0.1 has no effect with lora.rank=null; set lora.rank"),
     ({"lora.rank_stabilised": True}, "lora.rank_stabilised has no effect with lora.rank=null; set lora.rank"),

@@ -166,7 +166,19 @@ def engine_arguments(
             f"rollout.engine_args.{name}={given[name]} has no effect without GPUs, where rlflow sets {arguments[name]}"
             "; leave it out"
         )
+    if config.model.float32_head:
+        _check_float32_head()
+        given = given | {"hf_overrides": given.get("hf_overrides", {}) | {"head_dtype": "float32"}}
     return {"max_num_batched_tokens": GPU_STEP_TOKENS, **arguments, **given}
+
+
+def _check_float32_head() -> None:
+    """Raise ConfigError if vLLM computes the output layer in the dtype of the model alone."""
+    found = find_spec("vllm")
+    if found is None or found.origin is None:
+        return
+    if "head_dtype" not in (Path(found.origin).parent / "model_executor/layers/logits_processor.py").read_text():
+        raise ConfigError("model.float32_head needs a newer vLLM, such as 0.32; install that, or leave it false")
 
 
 def _memory(config: Config, *, on_gpu: bool) -> dict[str, Any]:

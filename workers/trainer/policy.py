@@ -31,11 +31,13 @@ from rlflow.workers.trainer.way import is_packed
 class Policy(nn.Module):
     """A policy; the whole computation is inside `forward`, because FSDP's hooks on the root must see it."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float, max_logits: int = MAX_LOGITS) -> None:
+    def __init__(
+        self, model: PreTrainedModel, temperature: float, max_logits: int = MAX_LOGITS, *, float32_head: bool = False
+    ) -> None:
         """`model` must have been loaded by `load_whole`. Its logits are divided by `temperature`."""
         super().__init__()
         self.model = model
-        self._rule = logit_rule(model.config, temperature)
+        self._rule = logit_rule(model.config, temperature, in_float32=float32_head)
         self._max_logits = max_logits
         self._group = TensorGroup()
         self.balance: Balance | None = None
@@ -122,7 +124,7 @@ def empty_policy(config: Config, model_path: str) -> tuple[Policy, FirstValues]:
     Raises ConfigError for a model that cannot be trained.
     """
     model, values = empty_model(AutoModelForCausalLM, config, model_path)
-    return Policy(model, config.rollout.temperature), values
+    return Policy(model, config.rollout.temperature, float32_head=config.model.float32_head), values
 
 
 def load_policy(
@@ -130,7 +132,7 @@ def load_policy(
 ) -> Policy:
     """`empty_policy`, whole in this process with its first values."""
     model = load_whole(AutoModelForCausalLM, config, model_path, device=device, dtype=dtype)
-    return Policy(model, config.rollout.temperature)
+    return Policy(model, config.rollout.temperature, float32_head=config.model.float32_head)
 
 
 def split_logprobs(logprobs: Tensor, samples: Sequence[TrainSample]) -> list[FloatArray]:

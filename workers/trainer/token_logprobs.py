@@ -26,15 +26,17 @@ class LogitRule:
     scale: float = 1.0
     cap: float | None = None
     """None leaves the values as they are."""
+    in_float32: bool = False
+    """Products are not rounded to the dtype of states and embeddings."""
 
 
-def logit_rule(config: PreTrainedConfig, temperature: float) -> LogitRule:
+def logit_rule(config: PreTrainedConfig, temperature: float, *, in_float32: bool = False) -> LogitRule:
     """The rule of this model, by the names that families have for it, and the run's temperature."""
     text = config.get_text_config()
     scale = math.prod(getattr(text, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier"))
     scale /= getattr(text, "logits_scaling", None) or 1.0
     cap = getattr(text, "final_logit_softcapping", None) or getattr(text, "logits_soft_cap", None)
-    return LogitRule(temperature=temperature, scale=scale, cap=cap)
+    return LogitRule(temperature=temperature, scale=scale, cap=cap, in_float32=in_float32)
 
 
 MAX_LOGITS = 2**26
@@ -148,7 +150,12 @@ def _chunks(length: int, size: int, place_of: Tensor) -> Iterator[tuple[slice, T
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule) -> Tensor:
     """[R, V] in float32, not shared with anything."""
-    logits = F.linear(hidden, weight).float()
+    if not rule.in_float32:
+        logits = F.linear(hidden, weight).float()
+    elif hidden.is_cuda and hidden.dtype != torch.float32:  # which adds up in float32 anyway
+        logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    else:
+        logits = F.linear(hidden.float(), weight.float())
     if rule.scale != 1:
         logits *= rule.scale
     if bias is not None:

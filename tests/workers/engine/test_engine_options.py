@@ -9,16 +9,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from engines import PROMPT, differences, sample, tiny_config, tiny_llama
+from engines import PROMPT, differences, request, sample, tiny_config, tiny_llama
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from rlflow.config import Speculative
+from rlflow.batching import pack
+from rlflow.config import Dtype, Speculative
 from rlflow.models.resolve import resolve_model
 from rlflow.rollout.requests import Completion, GenerateRequest
+from rlflow.types import Sample, TrainSample
 from rlflow.weights.shm.arena import Arena
 from rlflow.workers.engine.engine import RolloutEngine
+from rlflow.workers.trainer.policy import load_policy
 
 END_OF_REPLY = 2
 STOP = (51, 10)
@@ -104,3 +108,41 @@ def test_sampled_tokens_follow_the_model_where_they_were_guessed_too(guessing: G
     assert num_guessable >= 400, "each reply begins behind a text that came before"
     assert variance > 25
     assert abs(excess) < 5 * variance**0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("float32_head", [True, False])
+def test_a_float32_head_does_not_round_logits(float32_head: bool, tmp_path: Path) -> None:
+    """Without layers both sides have the same states, so that only the output layer can differ."""
+    model = tiny_llama(seed=1).bfloat16()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                value.zero_()
+        model.model.embed_tokens.weight *= 0.1  # otherwise a token is almost certain, whatever is rounded
+    model.save_pretrained(tmp_path)
+    config = tiny_config()
+    config.model.dtype, config.model.float32_head = Dtype.bfloat16, float32_head
+    engine = RolloutEngine(config, str(tmp_path), index=0, threads=1)
+    arena = Arena([(name, value.dtype, tuple(value.shape)) for name, value in model.named_parameters()])
+    with asyncio.Runner() as runner:
+        runner.run(engine.start())
+        runner.run(engine.load_weights(arena.stage(1, model.named_parameters())))
+        (completion,) = runner.run(sample(engine, [request(0)]))
+        runner.run(engine.shutdown())
+    arena.close()
+    zeros = np.zeros(len(completion.ids), np.int32)
+    asked = Sample(
+        prompt_ids=np.array(PROMPT, np.int32),
+        completion_ids=np.array(completion.ids, np.int32),
+        loss_mask=zeros == 0,
+        logprobs=zeros.astype(np.float32),
+        versions=zeros,
+        cache_versions=zeros,
+    )
+    config.model.float32_head = True
+    with torch.no_grad():
+        policy = load_policy(config, str(tmp_path), dtype=torch.bfloat16)
+        exact, *_ = policy(pack([[TrainSample(sample=asked, advantage=0.0)]]))
+    difference = (exact - torch.tensor(completion.logprobs)).abs().max()
+    assert difference < 1e-4 if float32_head else difference > 1e-3

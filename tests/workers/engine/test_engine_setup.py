@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rlflow.errors import ConfigError
 from rlflow.models.resolve import resolve_config
 from rlflow.runtime.derived import by_device, without_training
 from rlflow.settings.engine_args import DECIDED, RELIED_ON, known_arguments
+from rlflow.workers.engine import setup
 from rlflow.workers.engine.setup import CacheShape, _memory, cache_shape, check_engine, engine_arguments
 
 TINY = resolve_config("tiny")
@@ -106,6 +108,21 @@ def test_arguments_of_ones_own_come_last() -> None:
     assert (found["max_num_batched_tokens"], found["kv_cache_dtype"]) == (16384, "fp8")
     with pytest.raises(ConfigError, match="engine_args.max_num_batched_tokens=16384 has no effect without GPUs"):
         arguments(on_gpu=False, engine_args={"max_num_batched_tokens": 16384})
+
+
+def test_a_float32_head_goes_with_overrides_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = by_device(Config(), on_gpus=True)
+    config.model.float32_head = True
+    config.rollout.engine_args = {"hf_overrides": {"rope_theta": 7.0}}
+    found = engine_arguments(config, TINY, index=0, on_gpu=True)
+    assert found["hf_overrides"] == {"rope_theta": 7.0, "head_dtype": "float32"}
+    assert "hf_overrides" not in arguments(on_gpu=True)
+    old = tmp_path / "model_executor" / "layers" / "logits_processor.py"
+    old.parent.mkdir(parents=True)
+    old.write_text("class LogitsProcessor: ...\n")
+    monkeypatch.setattr(setup, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    with pytest.raises(ConfigError, match="^model.float32_head needs a newer vLLM, such as 0.32"):
+        engine_arguments(config, TINY, index=0, on_gpu=True)
 
 
 def test_guesses_are_made_without_a_model() -> None:

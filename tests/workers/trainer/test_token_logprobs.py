@@ -47,9 +47,10 @@ def weights(dtype: torch.dtype) -> Tensor:
     return torch.linspace(-1, 2, len(TARGETS), dtype=dtype)
 
 
-def fused(dtype: torch.dtype, max_logits: int) -> list[Tensor]:
+def fused(dtype: torch.dtype, max_logits: int, *, in_float32: bool = False) -> list[Tensor]:
     hidden, weight = inputs(dtype)
-    outputs: Any = TokenLogprobs.apply(hidden, weight, None, ROW_OF, TARGETS, LogitRule(temperature=0.7), max_logits)
+    rule = LogitRule(temperature=0.7, in_float32=in_float32)
+    outputs: Any = TokenLogprobs.apply(hidden, weight, None, ROW_OF, TARGETS, rule, max_logits)
     logprobs, entropies = outputs
     gradients = gradients_of(logprobs, entropies, [hidden, weight], torch.float32)
     assert {gradient.dtype for gradient in gradients} == {dtype}
@@ -79,6 +80,14 @@ def test_bfloat16_rounds_logits_and_gradients_alone(max_logits: int) -> None:
     of_entropies = gradients[2:4]  # products with small differences
     assert max(of_entropies) < 0.03
     assert max(gradients[:2] + gradients[4:]) < 0.02
+
+
+@pytest.mark.parametrize("max_logits", [150, 10_000])
+def test_a_float32_head_rounds_gradients_alone(max_logits: int) -> None:
+    found = differences(fused(torch.bfloat16, max_logits, in_float32=True), by_definition(torch.float64))
+    logprobs, entropies, *gradients = found
+    assert max(logprobs, entropies) < 1e-6
+    assert max(gradients) < 0.01
 
 
 class Sizes(TorchDispatchMode):

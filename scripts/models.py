@@ -23,11 +23,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
 from rlflow.batching import pack
-from rlflow.config import Config, Send
+from rlflow.config import Config, LoraConfig, Send
 from rlflow.errors import ConfigError, first_line
 from rlflow.types import Sample, TrainSample
 from rlflow.workers.trainer.gate import settle_way
-from rlflow.workers.trainer.layers import has_experts
+from rlflow.workers.trainer.layers import decoder_layers, has_experts
 from rlflow.workers.trainer.lora import add_adapters
 from rlflow.workers.trainer.policy import Policy, load_policy
 from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
@@ -256,9 +256,7 @@ def _exact(folder: str) -> tuple[dict[str, Tensor], float]:
 
 
 def _facts(model: PreTrainedModel, loaded: PreTrainedModel) -> list[str]:
-    """Tensor parallel, LoRA, experts, vLLM: yes or empty."""
-    config = Config()
-    config.lora.rank, config.lora.send = 4, Send.merged
+    """Tensor parallel, LoRA, experts, vLLM: yes or empty; of LoRA also which part can have it."""
 
     def works(attempt: Callable[[], object]) -> bool:
         try:
@@ -269,11 +267,20 @@ def _facts(model: PreTrainedModel, loaded: PreTrainedModel) -> list[str]:
 
     answers = [
         works(lambda: cut_layers(loaded, TensorGroup(size=2))),
-        works(lambda: add_adapters(model, config.lora, torch.float32)),
+        "",
         has_experts(model.config),
         type(model).__name__ in served(),
     ]
-    return ["yes" if answer else "" for answer in answers]
+    facts = ["yes" if answer else "" for answer in answers]
+    linear = [name for name, each in decoder_layers(model).named_modules() if isinstance(each, torch.nn.Linear)]
+    for answer, targets in (
+        ("yes", None),
+        ("some layers", sorted({name.rpartition(".")[2] for name in linear})[:1]),
+    ):
+        lora = LoraConfig(rank=4, send=Send.merged, targets=targets)
+        if not facts[1] and works(lambda lora=lora: add_adapters(model, lora, torch.float32)):
+            facts[1] = answer
+    return facts
 
 
 @cache

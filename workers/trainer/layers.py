@@ -17,7 +17,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rlflow.config import Checkpointing, Config
 from rlflow.errors import ConfigError
+from rlflow.runtime.derived import can_compile
 from rlflow.workers.trainer.attention import compile_for_any_length
 
 _ATTENTION = (torch.ops.higher_order.flex_attention, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
@@ -67,6 +69,17 @@ def num_experts(config: PreTrainedConfig) -> int:
     text = config.get_text_config()
     fields = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((number for field in fields if (number := getattr(text, field, None))), 0)
+
+
+def wrap_as_asked(model: PreTrainedModel, config: Config, *, on_gpu: bool) -> None:
+    """Compile and checkpoint the decoder layers as the settings say."""
+    asked, checkpointing = config.trainer.compile, config.trainer.gradient_checkpointing
+    is_default = on_gpu and can_compile(config) and not has_experts(model.config)
+    is_compiled, is_selective = is_default if asked is None else asked, checkpointing is Checkpointing.selective
+    if is_compiled or is_selective:
+        wrap_layers(model, compiled=is_compiled, selective=is_selective)
+    if checkpointing is Checkpointing.full:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def wrap_layers(model: PreTrainedModel, *, compiled: bool, selective: bool, backend: Any = "inductor") -> None:

@@ -92,7 +92,7 @@ class _Dropout(nn.Module):
 
 
 def seed_dropout(*numbers: int) -> None:
-    """Let what dropout draws depend on these numbers alone: called before each pass with a gradient.
+    """Let what dropout draws depend on these numbers alone; called before each pass with a gradient.
 
     A layer that the backward pass computes again draws the same, because torch puts the state of its generator back.
     """

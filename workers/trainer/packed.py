@@ -28,14 +28,13 @@ from rlflow.batching import PackedBatch, pack, padded_runs
 from rlflow.config import Checkpointing, Config
 from rlflow.errors import RunError
 from rlflow.roles import Mean, StepOutcome, TrainWork
-from rlflow.runtime.derived import can_compile, dtype_of
+from rlflow.runtime.derived import dtype_of
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import Layout, mesh_layout
 from rlflow.weights.source import Specs
-from rlflow.workers.trainer.balance import Balance
 from rlflow.workers.trainer.flops import flops, packed_sizes, padded_sizes, sizes_of
 from rlflow.workers.trainer.gate import Agreement, probe_prompts, settle_way
-from rlflow.workers.trainer.layers import VALUE_HEAD, decoder_layers, has_experts, wrap_layers
+from rlflow.workers.trainer.layers import VALUE_HEAD, decoder_layers, wrap_as_asked
 from rlflow.workers.trainer.lora import (
     add_adapters,
     first_adapter,
@@ -50,7 +49,6 @@ from rlflow.workers.trainer.objective import Objective, PolicyObjective
 from rlflow.workers.trainer.parking import ParkingSpace
 from rlflow.workers.trainer.policy import Policy, empty_policy, split_logprobs, torch_dtype
 from rlflow.workers.trainer.process_group import choose_device, join
-from rlflow.workers.trainer.routing import replay_routes
 from rlflow.workers.trainer.shards import Shard, ShardReader, Snapshot
 from rlflow.workers.trainer.value import ValueObjective, empty_value_model
 from rlflow.workers.trainer.way import is_packed
@@ -97,20 +95,9 @@ class TrainerBackend(ABC):
         if config.lora.rank is not None:
             heads = (VALUE_HEAD,) if is_critic else ()
             add_adapters(self._policy.model, config.lora, torch_dtype(config), heads)
-        self._balance: Balance | None = None
-        is_balanced = config.algorithm.balance_coefficient > 0
-        if isinstance(self._policy, Policy) and (config.rollout.replay_experts or is_balanced):
-            self._balance = replay_routes(self._policy.model, with_balance=is_balanced)
-            self._policy.balance = self._balance
-        model, asked = self._policy.model, config.trainer.compile
-        is_default = self._device.type == "cuda" and can_compile(config) and not has_experts(model.config)
-        checkpointing = config.trainer.gradient_checkpointing
-        is_compiled, is_selective = is_default if asked is None else asked, checkpointing is Checkpointing.selective
-        if is_compiled or is_selective:
-            wrap_layers(model, compiled=is_compiled, selective=is_selective)
-        if checkpointing is Checkpointing.full:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._policy.train(checkpointing is Checkpointing.full)
+        self._balance = self._policy.follow_routers(config) if isinstance(self._policy, Policy) else None
+        wrap_as_asked(self._policy.model, config, on_gpu=self._device.type == "cuda")
+        self._policy.train(config.trainer.gradient_checkpointing is Checkpointing.full)
         named = dict(self._policy.model.named_parameters())
         self._all_shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
         # Trained parameters only, because those are what checkpoints hold.
@@ -130,8 +117,6 @@ class TrainerBackend(ABC):
         """Tokens, operations and operations of a padded batch, since the last step."""
         self._parking = ParkingSpace(self._device)
         self._updates = 0
-        self._num_passes = 0
-        """With a gradient, since the last step."""
         self._sums = torch.zeros(self._objective.num_sums, dtype=torch.float64, device=self._device)
         self._largest = torch.zeros((), dtype=torch.float64, device=self._device)
         # Groups without a gradient: the figures of those that were observed; sequences and tokens of all of them.
@@ -241,8 +226,7 @@ class TrainerBackend(ABC):
     def _loss(self, micro_batch: MicroBatch, counted: Tensor | None = None) -> Tensor:
         """A micro-batch's weighted sum over its loss tokens; adds its figures to those of the step, or to `counted`."""
         if self._config.lora.dropout and torch.is_grad_enabled():
-            seed_dropout(self._config.run.seed, self._updates, self._rank, self._num_passes)
-            self._num_passes += 1
+            seed_dropout(self._config.run.seed, self._updates, self._rank, int(self._work[0]))
         packed = self._lay_out(micro_batch)
         self._count_work(packed, [sample for group in micro_batch for sample in group])
         row = self._objective(self._forward(packed), packed, self.version)
@@ -291,7 +275,6 @@ class TrainerBackend(ABC):
             counted.zero_()
         tokens, *costs = self._add_up_data(self._work).tolist()
         self._work.zero_()
-        self._num_passes = 0
         return StepOutcome(
             applied=is_finite,
             grad_norm=grad_norm,

@@ -21,7 +21,7 @@ from rlflow.workers.trainer.balance import Balance
 from rlflow.workers.trainer.layers import backbone
 from rlflow.workers.trainer.plain import plain_logprobs
 from rlflow.workers.trainer.pretrained import CPU, FirstValues, empty_model, load_whole
-from rlflow.workers.trainer.routing import lay_routes
+from rlflow.workers.trainer.routing import lay_routes, replay_routes
 from rlflow.workers.trainer.rows import rows_of
 from rlflow.workers.trainer.tensor_parallel import TensorGroup
 from rlflow.workers.trainer.token_logprobs import MAX_LOGITS, TokenLogprobs, among_support, logit_rule
@@ -41,7 +41,6 @@ class Policy(nn.Module):
         self._max_logits = max_logits
         self._group = TensorGroup()
         self.balance: Balance | None = None
-        """What the routers of `model` tell of their loads, if the balance loss is asked for."""
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ConfigError(
@@ -52,6 +51,16 @@ class Policy(nn.Module):
     def share_head(self, group: TensorGroup) -> None:
         """Divide the tokens whose logits are computed among the ranks of `group`, which have the same hidden states."""
         self._group = group
+
+    def follow_routers(self, config: Config) -> Balance | None:
+        """Let routers take the engine's routes, and tell their loads, as the settings ask; the loads, if they do.
+
+        Before the model is sharded or wrapped. Raises ConfigError if a balance loss is asked for and there is none.
+        """
+        is_balanced = config.algorithm.balance_coefficient > 0
+        if config.rollout.replay_experts or is_balanced:
+            self.balance = replay_routes(self.model, with_balance=is_balanced)
+        return self.balance
 
     def forward(self, packed: PackedBatch, has_plain: bool = False) -> tuple[Tensor, ...]:
         """Log-probabilities [N] and entropies [N] of the loss tokens, float32, both with a gradient.

@@ -131,7 +131,8 @@ class TrainerWorker:
             return False
         values = (value for advantages in group.advantages if advantages is not None for value in advantages)
         algorithm = self._config.algorithm
-        return not any(values) and algorithm.kl_coefficient == 0 and algorithm.balance_coefficient == 0
+        others = algorithm.kl_coefficient, algorithm.entropy_bonus, algorithm.balance_coefficient
+        return not any(values) and not any(others)
 
     def _share(self, groups: list[ReadyGroup], oldest_version: int | None) -> list[MicroBatch]:
         """This rank's micro-batches of `groups`; none when there are no groups."""

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import digests_of
+from fakes import make_ready
 from families import tiny_model
 from processes import spawn_ranks
 from rounding import allowed_difference
@@ -39,7 +40,7 @@ from rlflow.errors import RunError
 from rlflow.roles import StepOutcome
 from rlflow.types import TrainSample
 from rlflow.weights.shape.layout import chunk_of
-from rlflow.workers.trainer.actor import by_turns
+from rlflow.workers.trainer.actor import TrainerWorker, by_turns
 from rlflow.workers.trainer.flops import flops, packed_sizes
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.process_group import join
@@ -540,6 +541,19 @@ def test_groups_that_are_passed_over_count_like_those_that_are_observed(model_pa
     assert {name: mean.total for name, mean in found.metrics.items()} == pytest.approx(
         {name: mean.total for name, mean in expected.metrics.items()}, rel=1e-12
     )
+
+
+@pytest.mark.parametrize("term", [None, "kl_coefficient", "entropy_bonus", "balance_coefficient"])
+def test_equal_rewards_leave_the_gradient_of_other_terms(term: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):  # which a worker sets for its process
+        monkeypatch.setenv(name, "1")
+    config = tiny_config()
+    if term is not None:
+        setattr(config.algorithm, term, 0.1)
+    worker = TrainerWorker(config, "never read", 0, 1, threads=1)
+    equal = replace(make_ready(0, 0, 0), advantages=[[0.0], [0.0]])
+    assert worker._has_no_gradient(equal) is (term is None)
+    assert not worker._has_no_gradient(replace(equal, advantages=[[0.0], [0.5]]))
 
 
 def test_of_eight_groups_without_gradient_the_first_is_observed() -> None:

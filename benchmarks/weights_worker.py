@@ -57,7 +57,8 @@ class MeasuredWorker(WorkerExtension):
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             tensors = load_file(path)
             shapes = {name: tuple(each.shape) for name, each in tensors.items()}
-            reloaded = ReloadedModel(self.model_runner.get_model(), self.vllm_config.model_config, shapes, {})
+            dtypes = {name: str(each.dtype).removeprefix("torch.") for name, each in tensors.items()}
+            reloaded = ReloadedModel(self.model_runner.get_model(), self.vllm_config.model_config, shapes, dtypes, {})
             for name, each in tensors.items():
                 reloaded.land(name, each)
             reloaded.commit()

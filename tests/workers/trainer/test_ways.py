@@ -172,7 +172,7 @@ def test_sinks_that_get_lost_when_packed_send_the_model_into_rows(
 
 def test_an_output_layer_that_is_applied_wrongly_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(PACKED["logits divided"], tmp_path)
-    monkeypatch.setattr(policy, "logit_rule", lambda config, temperature: LogitRule(temperature=temperature))
+    monkeypatch.setattr(policy, "logit_rule", lambda _, temperature, **__: LogitRule(temperature=temperature))
     with pytest.raises(
         ConfigError, match=r"differ by [\d.]+ nats packed, [\d.]+ nats in padded rows on average, and may by 0.001"
     ):

@@ -45,7 +45,8 @@ class Step:
     """Shown to the policy before its next reply; empty when done."""
     done: bool = False
     reward: float | None = None
-    """The rewards of the steps are added up. If all are None, the environment has no verdict."""
+    """The rewards of the steps are added up; advantages of turns and tokens (`gigpo`, `gae`) see when each came. If all
+    are None, the environment has no verdict."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Added up over the episode's steps."""
     context: list[Message] | None = None

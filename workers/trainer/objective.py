@@ -45,6 +45,7 @@ _METRICS = (
     "sampling/older_cache_share",
     "sampling/older_cache_logp_difference_mean",
     "entropy/sequence_mean",
+    "ratio/effective_share",
 )
 
 
@@ -144,7 +145,8 @@ class PolicyObjective(Objective):
         gap = difference.abs()
         is_current = torch.from_numpy(packed.versions).to(device).eq(version) & ~on_older
         columns = [entropies, kl, is_clipped, weights, weights == 0, gap * ~on_older, ratio]
-        columns += [is_current, gap * is_current, on_older, gap * on_older, sequence_mean(entropies.detach(), tokens)]
+        columns += [is_current, gap * is_current, on_older, gap * on_older]
+        columns += [sequence_mean(entropies.detach(), tokens), ratio.double().square()]
         sums = [column.detach().double().sum() for column in columns]
         counts = logprobs.new_tensor([tokens.num_sequences, len(logprobs)], dtype=torch.float64)
         return Row(
@@ -160,10 +162,10 @@ class PolicyObjective(Objective):
     def metrics(self, sums: Tensor, largest: Tensor) -> dict[str, Mean]:
         """The metrics that the algorithm has.
 
-        `ratio/mean` is the current policy over the one that sampled, before any clip or cap. `num_tokens` counts loss
-        tokens. Tokens sampled on a cache of an older version have a log-probability difference of their own, because
-        there engine and trainer need not agree. `current`: tokens of the version that is trained, on its cache, where
-        they must.
+        `ratio/mean` is the current policy over the one that sampled, before any clip or cap; `ratio/effective_share` is
+        (sum of ratios)^2 / (tokens * sum of squares). `num_tokens` counts loss tokens. Tokens sampled on a cache of an
+        older version have a log-probability difference of their own, because there engine and trainer need not agree.
+        `current`: tokens of the version that is trained, on its cache, where they must.
         """
         *totals, loss, num_sequences, num_tokens = sums.tolist()
         num_older = totals[_METRICS.index("sampling/older_cache_share")]
@@ -178,6 +180,8 @@ class PolicyObjective(Objective):
             name: Mean(total=total, count=counts.get(name, num_tokens))
             for name, total in zip(_METRICS, totals, strict=True)
         }
+        ratios, squares = metrics["ratio/mean"].total, metrics["ratio/effective_share"].total
+        metrics["ratio/effective_share"] = Mean(total=ratios**2, count=num_tokens * squares)
         if not self._is_asynchronous:
             del metrics["sampling/current_share"], metrics["sampling/current_logp_difference_mean"]
         if not self._keeps_cache:

@@ -116,8 +116,12 @@ def test_metrics_are_means_over_loss_tokens(model_path: str) -> None:
         "sampling/logp_difference_mean",
         "sampling/logp_difference_max",
         "ratio/mean",
+        "ratio/effective_share",
         "num_tokens",
     }
+    ratios = np.exp(difference.astype(np.float64))
+    share = metrics.pop("ratio/effective_share").value
+    assert share == pytest.approx(ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum()), rel=1e-4)
     assert metrics.pop("sampling/logp_difference_max").value == pytest.approx(np.abs(difference).max(), rel=1e-4)
     assert all(metric.count == mask.sum() for metric in metrics.values())
     assert metrics["num_tokens"].total == mask.sum()

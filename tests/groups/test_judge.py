@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from fakes import make_episode
+from numpy_advantages import gigpo
 
+from rlflow.algorithms.advantage.base import Scored, ScoredTurn
 from rlflow.algorithms.registry import check_functions
 from rlflow.config import Config
 from rlflow.errors import ConfigError
@@ -149,6 +152,37 @@ def test_turns_have_the_rewards_that_the_environment_gave_them_in_the_order_of_t
         group.episodes[index] = replace(group.episodes[index], turns=turns)
     # From the door: 0.25 + 0.5 (0.25 + 0.5 * 0.5) = 0.5 and 0, so +-0.25; from the other states +-0 beside +-0.5.
     assert ready(config, group).advantages == [[0.75, 0.5, 0.5], [-0.75]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gigpo_of_dense_rewards_is_that_of_numpy(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    config = Config()
+    config.algorithm.advantage, config.algorithm.advantage_args = "gigpo", {"discount": 0.9}
+    episodes = [
+        [
+            (int(place), str(random.choice(["a", "b", "c"])), float(random.normal()))
+            for place in random.permutation(count)
+        ]
+        for count in random.integers(2, 6, size=5)
+    ]
+    group = played([sum(reward for *_, reward in turns) for turns in episodes])
+    for index, turns in enumerate(episodes):
+        summaries = tuple(
+            TurnSummary(anchor=state, num_loss_tokens=1, place=place, reward=reward) for place, state, reward in turns
+        )
+        group.episodes[index] = replace(group.episodes[index], turns=summaries)
+    in_time = [
+        Scored(
+            reward=sum(reward for *_, reward in turns),
+            num_loss_tokens=len(turns),
+            turns=[ScoredTurn(anchor=state, reward=reward, num_loss_tokens=1) for _, state, reward in sorted(turns)],
+        )
+        for turns in episodes
+    ]
+    (rows,) = gigpo([in_time], discount=0.9)
+    for found, turns, row in zip(ready(config, group).advantages, episodes, rows, strict=True):
+        assert found == pytest.approx([row[place] for place, *_ in turns], rel=1e-6, abs=1e-9)
 
 
 def test_remax_compares_with_the_greedy_episode() -> None:

@@ -41,11 +41,11 @@ RUN = ("run", "workers", "processes", "algorithms", "curriculum")
 """Where a run begins: what they load, at once or by name, is what a run can reach."""
 
 BUDGETS = {
-    "front door, driver and groups": 4_880,
-    "what a run can reach": 35_220,
+    "front door, driver and groups": 4_930,
+    "what a run can reach": 36_270,
     "tools": 8_800,
     "envs": 5_500,
-    "all product Python": 47_940,
+    "all product Python": 49_030,
 }
 MAX_FILE, MAX_FUNCTION, MAX_LOOSE_FILES = 450, 80, 12
 

@@ -13,15 +13,26 @@ episode 2; group 1, episode 0]. `PackedBatch` shows a row.
 Shape letters: T tokens of the row, N loss tokens, S prompt segments, C completion segments.
 """
 
-import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.types import BoolArray, EpisodeSummary, ExpertArray, FloatArray, IntArray, Sample, TrainSample, no_route
+from rlflow.runtime.balance import karmarkar_karp
+from rlflow.types import (
+    BoolArray,
+    EpisodeSummary,
+    ExpertArray,
+    FloatArray,
+    ImageSpan,
+    IntArray,
+    Pictures,
+    Sample,
+    TrainSample,
+    no_route,
+)
 
 IndexArray = NDArray[np.int64]
 
@@ -89,6 +100,8 @@ class PackedBatch:
     support_ids: IndexArray  # [K], the tokens that targets were chosen among; see types.Support
     support_of: IndexArray  # [K], index of the target; a target that has none was chosen among all tokens
     experts: ExpertArray | None = None  # [T, layers, k], the route that each token is to take; None: none has one
+    images: tuple[ImageSpan, ...] = ()  # by their place in the row
+    pictures: Pictures = field(default_factory=dict)  # the files of `images`
 
     @property
     def num_loss_tokens(self) -> int:
@@ -200,8 +213,9 @@ def pack(groups: Sequence[Sequence[TrainSample]], share_prompts: bool = True) ->
     """Lay all samples out in one row.
 
     With `share_prompts`, samples with equal prompts share one prompt segment, and among them, samples with equal
-    completions share one completion segment: a policy that is sure of its answer often repeats it. A shared prompt has
-    the routes of the first sample that has any; completions with different routes are not shared.
+    completions share one completion segment: a policy that is sure of its answer often repeats it. Equal are tokens and
+    the images that they stand for. A shared prompt has the routes of the first sample that has any; completions with
+    different routes are not shared.
 
     The loss tokens come in the order of the samples. Tokens that no loss token depends on are left out: samples without
     loss tokens, and a completion from its last loss token on. A row without loss tokens holds one token, so that an
@@ -210,22 +224,24 @@ def pack(groups: Sequence[Sequence[TrainSample]], share_prompts: bool = True) ->
     Raises ValueError for an empty prompt, and if only some of the samples have reference log-probabilities.
     """
     row = _Row()
-    prompts: dict[bytes, int] = {}
-    completions: dict[tuple[int, bytes, bytes], int] = {}
+    prompts: dict[tuple[bytes, tuple[ImageSpan, ...]], int] = {}
+    completions: dict[tuple[int, bytes, bytes, tuple[ImageSpan, ...]], int] = {}
     samples = [sample for group in groups for sample in group if sample.sample.loss_mask.any()]
     for sample in samples:
-        key = sample.sample.prompt_ids.tobytes()
+        before, after = _images_of(sample.sample)
+        key = sample.sample.prompt_ids.tobytes(), before
         prompt = prompts.get(key) if share_prompts else None
         if prompt is None:
-            prompt = prompts[key] = row.add_prompt(sample.sample.prompt_ids)
+            prompt = prompts[key] = row.add_prompt(sample.sample.prompt_ids, before)
         loss_indices = np.flatnonzero(sample.sample.loss_mask)
         ids = sample.sample.completion_ids[: loss_indices[-1]]
         experts = sample.sample.experts
         routes = None if experts is None else experts[len(sample.sample.prompt_ids) :][: len(ids)]
-        own = (prompt, ids.tobytes(), b"" if routes is None else routes.tobytes())
+        seen = tuple(image for image in after if image.start < len(ids))
+        own = (prompt, ids.tobytes(), b"" if routes is None else routes.tobytes(), seen)
         start = completions.get(own) if share_prompts else None
         if start is None:
-            start = completions[own] = row.add_completion(prompt, ids)
+            start = completions[own] = row.add_completion(prompt, ids, seen)
         if experts is not None and routes is not None:
             row.add_routes(prompt, experts, start, routes)
         row.add_loss(prompt, start, loss_indices)
@@ -303,17 +319,18 @@ class _Row:
         self._completions: list[tuple[int, int, int]] = []  # start, length, prompt segment
         self._loss_positions: list[IndexArray] = []
         self._routes: dict[int, ExpertArray] = {}  # by the first token of the segment
+        self._images: list[ImageSpan] = []
 
-    def add_prompt(self, ids: NDArray[np.integer]) -> int:
+    def add_prompt(self, ids: NDArray[np.integer], images: Sequence[ImageSpan] = ()) -> int:
         """Append a prompt segment and return its index."""
         if not len(ids):
             raise ValueError("a sample's prompt must have at least one token; got none")
-        self._prompts.append((self._append(ids, 0), len(ids)))
+        self._prompts.append((self._append(ids, 0, images), len(ids)))
         return len(self._prompts) - 1
 
-    def add_completion(self, prompt: int, ids: NDArray[np.integer]) -> int:
+    def add_completion(self, prompt: int, ids: NDArray[np.integer], images: Sequence[ImageSpan] = ()) -> int:
         """Append a completion segment, unless it is empty, and return where it starts."""
-        start = self._append(ids, self._prompts[prompt][1])
+        start = self._append(ids, self._prompts[prompt][1], images)
         if len(ids):
             self._completions.append((start, len(ids), prompt))
         return start
@@ -382,14 +399,25 @@ class _Row:
             support_ids=_join(ids for ids, _ in supports),
             support_of=_join(of for _, of in supports),
             experts=self._experts(),
+            images=tuple(self._images),
+            pictures=dict(item for one in samples for item in one.pictures.items()),
         )
 
-    def _append(self, ids: NDArray[np.integer], position: int) -> int:
+    def _append(self, ids: NDArray[np.integer], position: int, images: Sequence[ImageSpan]) -> int:
         start = self._num_tokens
+        self._images += [replace(image, start=start + image.start) for image in images]
         self._input_ids.append(ids)
         self._position_ids.append(np.arange(position, position + len(ids)))
         self._num_tokens += len(ids)
         return start
+
+
+def _images_of(sample: Sample) -> tuple[tuple[ImageSpan, ...], tuple[ImageSpan, ...]]:
+    """Those in the prompt, and those in the completion by their place in it."""
+    length = len(sample.prompt_ids)
+    before = tuple(image for image in sample.images if image.start < length)
+    after = (replace(image, start=image.start - length) for image in sample.images if image.start >= length)
+    return before, tuple(after)
 
 
 def _support(sample: Sample, first: int) -> tuple[IntArray, IndexArray]:
@@ -407,36 +435,3 @@ def _join(parts: Iterable[NDArray[np.integer]]) -> IndexArray:
 
 def _join_floats(parts: Sequence[NDArray[np.floating]]) -> FloatArray:
     return np.concatenate([np.zeros(0, np.float32), *parts]).astype(np.float32)
-
-
-def karmarkar_karp(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """Rank -> indices of its items, ascending; the costliest rank first.
-
-    Largest differencing (Karmarkar and Karp, 1982) for any number of ranks: each item begins as a partition of its own,
-    with the item on one rank. The two partitions whose ranks differ most are merged, the costliest rank of one with the
-    cheapest of the other, until one is left. No two ranks differ by more than the costliest item, so none exceeds the
-    mean by more than (1 - 1 / num_ranks) times that.
-
-    Raises ValueError for a negative cost and for fewer than one rank.
-    """
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks must be at least 1; got {num_ranks}")
-    if costs and min(costs) < 0:
-        raise ValueError(f"costs must not be negative; got {min(costs)}")
-    empty: list[tuple[float, list[int]]] = [(0.0, []) for _ in range(num_ranks - 1)]
-    # Difference, first item (unique, so that nothing further is compared), ranks by falling load.
-    heap = [(-float(cost), index, [(float(cost), [index]), *empty]) for index, cost in enumerate(costs)]
-    if not heap:
-        return [[] for _ in range(num_ranks)]
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        _, first, ranks = heapq.heappop(heap)
-        _, second, others = heapq.heappop(heap)
-        merged = [
-            (load + other_load, items + other_items)
-            for (load, items), (other_load, other_items) in zip(ranks, reversed(others), strict=True)
-        ]
-        merged.sort(key=lambda rank: -rank[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], min(first, second), merged))
-    loads = heap[0][2]
-    return [sorted(items) for _, items in sorted(loads, key=lambda rank: (-rank[0], sorted(rank[1])))]

@@ -12,6 +12,7 @@ version 3 of the weights). The environment says "again" (token 51). Version 4 ha
 replies 5 (token 43).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NotRequired, TypeAlias, TypedDict
@@ -28,7 +29,8 @@ experts. The largest value of the dtype is no expert: a token without a route ha
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 PayloadRef: TypeAlias = object
-"""A handle to an EpisodePayload: a Ray ObjectRef in a run, anything in a test. The driver never opens it."""
+"""A handle to an EpisodePayload or to Pictures: a Ray ObjectRef in a run, anything in a test. The driver never opens
+it."""
 
 
 def no_route(experts: ExpertArray) -> int:
@@ -56,6 +58,22 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 """Whose a message may be: templates leave out what another role says, and do not say so."""
 
 
+class TextPart(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class ImagePart(TypedDict):
+    """An image within a message. Example: ImagePart(type="image", image="a3f5..")"""
+
+    type: Literal["image"]
+    image: str
+    """Its file as a data URL (`data:image/png;base64,..`); once a runner has taken it up, the key of that file."""
+
+
+Part: TypeAlias = "TextPart | ImagePart"
+
+
 class Message(TypedDict):
     """One chat message, in OpenAI's form.
 
@@ -64,7 +82,10 @@ class Message(TypedDict):
 
     role: str
     content: str
-    """The text; for a sampled reply, all that was sampled, tool calls included, without special tokens."""
+    """The text; for a sampled reply, all that was sampled, tool calls included, without special tokens. Where the
+    message shows an image it says [image]."""
+    parts: NotRequired[list[Part]]
+    """Texts and images in their order, of a message that shows an image; see `rlflow.envs.images`."""
     tool_calls: NotRequired[list[ToolCall]]
     """Only from an assistant; never empty."""
     tool_call_id: NotRequired[str]
@@ -120,6 +141,24 @@ class EpisodeEnd(StrEnum):
         return self is not EpisodeEnd.COMPLETED and not self.is_truncated
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ImageSpan:
+    """Where an image stands among tokens: a processor has written `num_tokens` of them in the place of one.
+
+    Example: tokens 7 90 90 90 8, where 90 is the model's token for a piece of an image: start 1, num_tokens 3
+    """
+
+    key: str
+    """The SHA-256 of the image's file, in hexadecimal digits."""
+    start: int
+    num_tokens: int
+    """With those that frame the pieces."""
+
+
+Pictures: TypeAlias = Mapping[str, bytes]
+"""Key -> the image's file, as PNG or JPEG."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Turn:
     """One reply of the policy: what it saw, what it sampled, under which version each token was sampled.
@@ -148,6 +187,7 @@ class Turn:
     """Names what the policy was told since `continues`; see TurnSummary."""
     reward: float = 0.0
     """What the environment gave for it."""
+    images: tuple[ImageSpan, ...] = ()  # those in prompt_ids, in their order
 
 
 @dataclass(kw_only=True, slots=True)
@@ -186,6 +226,7 @@ class Sample:
     """None if every token was chosen among all."""
     experts: ExpertArray | None = None
     """[P + L, layers, k], what a mixture of experts chose when the tokens were sampled; None if no route is known."""
+    images: tuple[ImageSpan, ...] = ()  # in their order; the pixels are elsewhere, once for the whole group
 
     @property
     def num_tokens(self) -> int:
@@ -338,6 +379,9 @@ class PlayedGroup:
     spans: list[Span] = field(default_factory=list)
     crowded_share: float = 0.0
     """Share of the parts of its replies that came from an engine in which other replies waited for room."""
+    num_images: int = 0  # different ones, that its episodes show
+    pictures: PayloadRef | None = None
+    """A handle to them (`Pictures`), which counts in `num_bytes`; None if there are none."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -362,6 +406,13 @@ class ReadyGroup:
     """Handles to the critic's values, one for each episode; None without a critic, or before it was asked."""
     baseline: float | None = None
     """Reward of the greedy episode, if the advantage needs one."""
+    num_images: int = 0
+    pictures: PayloadRef | None = None  # as in PlayedGroup
+
+    @property
+    def stored(self) -> list[PayloadRef]:
+        """Everything that was put aside when it was played."""
+        return self.payloads if self.pictures is None else [*self.payloads, self.pictures]
 
     @property
     def oldest_version(self) -> int:
@@ -395,3 +446,5 @@ class TrainSample:
     """One value for every token, or [L]."""
     reference_logprobs: FloatArray | None = None  # [L]
     critic: CriticTargets | None = None
+    pictures: Pictures = field(default_factory=dict)
+    """The images of its group."""

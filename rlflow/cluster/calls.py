@@ -22,6 +22,7 @@ from rlflow.batching import in_order_of_training, plan_micro_batches
 from rlflow.config import TrainerConfig
 from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerError, WorkerLost, first_line
 from rlflow.roles import Mean, StagedWeights, StepOutcome
+from rlflow.rollout.requests import ProbePrompt
 from rlflow.runtime.clock import as_seen_here, now
 from rlflow.runtime.concurrency import wait_until_all_ended
 from rlflow.runtime.derived import num_shares
@@ -164,7 +165,7 @@ class RayTrainer:
             [found[index] for index in range(len(group.episodes))] for group, found in zip(groups, handles, strict=True)
         ]
 
-    async def probe_prompts(self) -> list[list[int]]:
+    async def probe_prompts(self) -> list[ProbePrompt]:
         """Prompts of random tokens that show how this model computes; see `gate`."""
         return await answer("trainer", self._actors[0].probe_prompts.remote())
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from rlflow.cluster.calls import RayTrainer, answer
 from rlflow.errors import WorkerError
-from rlflow.rollout.requests import Completion, GenerateRequest
+from rlflow.models.images import probe_picture
+from rlflow.rollout.requests import Completion, GenerateRequest, ProbePrompt
 from rlflow.rollout.samples import support_of
 from rlflow.types import Sample
 
@@ -38,16 +39,24 @@ class EngineProbe:
         pairs = zip(found, replies, strict=True)
         return float(np.concatenate([np.abs(own - reply.logprobs) for own, reply in pairs]).mean())
 
-    async def _reply(self, engine: int, prompt: list[int]) -> Sample:
-        request = GenerateRequest(prompt_ids=prompt, seed=0, max_new_tokens=NUM_TOKENS, prefix_key=None)
+    async def _reply(self, engine: int, prompt: ProbePrompt) -> Sample:
+        request = GenerateRequest(
+            prompt_ids=prompt.ids,
+            seed=0,
+            max_new_tokens=NUM_TOKENS,
+            prefix_key=None,
+            images=prompt.images,
+            pictures={image.key: probe_picture() for image in prompt.images},
+        )
         call = self._engines[engine].generate.remote(request)
         reply: Completion = await answer(f"rollout engine {engine}", call, "generate")
         return Sample(
-            prompt_ids=np.array(prompt, np.int32),
+            prompt_ids=np.array(prompt.ids, np.int32),
             completion_ids=np.array(reply.ids, np.int32),
             loss_mask=np.ones(len(reply.ids), np.bool_),
             logprobs=np.array(reply.logprobs, np.float32),
             versions=np.array(reply.versions, np.int32),
             cache_versions=np.array(reply.cache_versions, np.int32),
             support=support_of(reply.support or ()),
+            images=prompt.images,
         )

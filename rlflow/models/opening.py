@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, first_line
 from rlflow.models.chatml import CHATML, chatml_end
 from rlflow.models.resolve import POLICY
 
@@ -30,6 +30,19 @@ def open_tokenizer(folder: str, *, trust: bool, setting: str = POLICY) -> Any:
     if setting == POLICY and chatml_end(Path(folder)) is not None:
         tokenizer.chat_template = CHATML
     return tokenizer
+
+
+def open_processor(folder: str, *, trust: bool) -> Any:
+    """What turns images into pixels and tokens. Raises ConfigError if a package of it is missing."""
+    from transformers import AutoProcessor
+
+    try:
+        return _opened(AutoProcessor.from_pretrained, folder, folder, trust, POLICY, {})
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"model.path: the processor in {folder}, which prepares images, cannot be opened: {first_line(error)}; "
+            "install what it names, or add the files that came with the model"
+        ) from error
 
 
 def open_model(auto_class: Any, folder: str, *, trust: bool, setting: str = POLICY, **options: Any) -> Any:

@@ -14,10 +14,11 @@ from jinja2.meta import find_undeclared_variables
 
 from rlflow.config import Config
 from rlflow.errors import ConfigError, TemplateRefused
-from rlflow.models.opening import open_tokenizer
+from rlflow.models.images import takes_images
+from rlflow.models.opening import open_config, open_tokenizer
 from rlflow.plugins.names import did_you_mean
 from rlflow.rollout.tool_calls import CallStyle, arguments_of, describe_tools, find_calls, tools_as_text
-from rlflow.types import FunctionCall, Json, Message, ToolCall
+from rlflow.types import FunctionCall, Json, Message, TextPart, ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,14 +76,24 @@ class Renderer:
     system and user (`tool_calls.py`).
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", template_args: Mapping[str, Any] | None = None) -> None:
-        """Raises ConfigError if there is no chat template, or one that does not read all of `template_args`."""
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        template_args: Mapping[str, Any] | None = None,
+        *,
+        has_images: bool = False,
+    ) -> None:
+        """`has_images`: the template shows contents as lists of parts, as those of models that take images do.
+
+        Raises ConfigError if there is no chat template, or one that does not read all of `template_args`.
+        """
         if not tokenizer.chat_template:
             raise ConfigError(
                 "model.path: the tokenizer has no chat template, so messages cannot be turned into tokens; use an "
                 "instruction-tuned model, or add a chat_template.jinja to the model's folder"
             )
         self._tokenizer = tokenizer
+        self._has_images = has_images
         self._template_args = dict(template_args or {})
         if self._template_args:
             _check_template_args(tokenizer, self._template_args)
@@ -173,7 +184,7 @@ class Renderer:
 
     def _apply(self, messages: Sequence[Message], tools: ToolSchemas, *, add_generation_prompt: bool = True) -> str:
         text = self._tokenizer.apply_chat_template(
-            [_for_template(message) for message in messages],
+            [_for_template(message, self._has_images) for message in messages],
             tools=list(tools) or None,  # pyright: ignore[reportArgumentType]  schemas are dicts
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
@@ -196,7 +207,8 @@ class Renderer:
 def open_renderer(config: Config, folder: str) -> Renderer:
     """The renderer of the model in `folder`, with `rollout.template_args`. Raises ConfigError."""
     tokenizer = open_tokenizer(folder, trust=config.model.trust_remote_code)
-    return Renderer(tokenizer, config.rollout.template_args)
+    model_config = open_config(folder, trust=config.model.trust_remote_code)
+    return Renderer(tokenizer, config.rollout.template_args, has_images=takes_images(model_config))
 
 
 def _check_template_args(tokenizer: "PreTrainedTokenizerBase", template_args: Mapping[str, Any]) -> None:
@@ -218,9 +230,14 @@ def _check_template_args(tokenizer: "PreTrainedTokenizerBase", template_args: Ma
         )
 
 
-def _for_template(message: Message) -> dict[str, Any]:
+def _for_template(message: Message, has_images: bool = False) -> dict[str, Any]:
     """The message with each call's arguments as an object, because templates expect one where OpenAI has text."""
-    shown: dict[str, Any] = dict(message)
+    shown: dict[str, Any] = {name: value for name, value in message.items() if name != "parts"}
+    if has_images:
+        text = [TextPart(type="text", text=message["content"])]
+        shown["content"] = [
+            part if part["type"] == "text" else {"type": "image"} for part in message.get("parts", text)
+        ]
     if "tool_calls" in message:
         shown["tool_calls"] = [
             {**call, "function": {"name": call["function"]["name"], "arguments": arguments_of(call["function"])}}

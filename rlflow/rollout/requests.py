@@ -1,11 +1,12 @@
 """A request to a rollout engine and its answer. Plain data: no vLLM and no Ray here."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from rlflow.types import ExpertArray
+from rlflow.types import ExpertArray, ImageSpan
 
 PART_TOKENS = 256
 """A long reply arrives in parts of so many tokens. A lost engine costs one part. A call for a part takes engine and
@@ -36,6 +37,18 @@ class GenerateRequest:
     """Tokens at the end of `prompt_ids` that the reply has sampled already, at an engine that could not go on."""
     num_routed: int = 0
     """Tokens at the start of `prompt_ids` whose experts are known already."""
+    images: tuple[ImageSpan, ...] = ()
+    """Those in `prompt_ids`, in their order."""
+    pictures: Mapping[str, object] = field(default_factory=dict)
+    """Key -> the image's file, or a handle to it, which an engine awaits."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ProbePrompt:
+    """What engines are asked before the first episode; its images are `models.images.probe_picture`."""
+
+    ids: list[int]
+    images: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(kw_only=True, slots=True)

@@ -63,7 +63,7 @@ class Found:
 
 
 _STATE = TypeAdapter(RunState)
-_HANDLES = {"payloads", "references", "values"}
+_HANDLES = {"payloads", "references", "values", "pictures"}
 
 
 class CheckpointStore:

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from rlflow.config import Config
 from rlflow.errors import ConfigError, RunError, first_line
 from rlflow.models.chatml import CHATML, chatml_end
+from rlflow.models.images import takes_images
 from rlflow.models.opening import build_model, open_config, open_model
 from rlflow.models.resolve import BUILTIN, resolve_model
 from rlflow.rundir.store import CheckpointStore, read_state
@@ -181,6 +183,7 @@ def _weights(trainer: Path, source: Path, *, trust: bool) -> Iterator[tuple[str,
     reader = ShardReader(trainer)
     if reader.lora.rank is None:
         yield from read_full(trainer)
+        yield from _frozen(source, trust=trust)
         return
     from transformers import AutoModelForCausalLM
 
@@ -195,6 +198,19 @@ def _weights(trainer: Path, source: Path, *, trust: bool) -> Iterator[tuple[str,
     for name, weight in model.named_parameters():
         adapters = (reader.read_whole(PARAMETER, each) for each in parts[name][1:])
         yield name, merged((weight.detach(), *adapters), reader.lora)
+
+
+def _frozen(source: Path, *, trust: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """What sees images, which no checkpoint holds because it is not trained."""
+    from rlflow.workers.trainer.policy import empty_policy
+
+    if takes_images(open_config(str(source), trust=trust)):
+        config = Config()
+        config.model.trust_remote_code = trust
+        policy, values = empty_policy(config, str(source))
+        for name, parameter in policy.model.named_parameters():
+            if not parameter.requires_grad:
+                yield name, values.whole(name)
 
 
 def _write_weights(trainer: Path, source: Path, target: Path, dtype: str, *, trust: bool) -> None:

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlflow.config import Config, Placement, Verify
@@ -27,12 +26,14 @@ from rlflow.runtime.gpus import has_gpu
 from rlflow.weights.engine.messages import ADAPTER_ID, WeightReport
 from rlflow.workers.engine.load import Load, Pressure, pressure_gauge
 from rlflow.workers.engine.loading import Loading
+from rlflow.workers.engine.prompts import Prompts, check_ids
 from rlflow.workers.engine.replies import Replies, Reply
 from rlflow.workers.engine.routes import num_replayed, routes_of
 from rlflow.workers.engine.setup import (
     cache_shape,
     check_engine,
     engine_arguments,
+    log_hint,
     sampling_arguments,
     set_environment,
     stop_token_ids,
@@ -97,6 +98,7 @@ class RolloutEngine:
         shape = await asyncio.to_thread(cache_shape, self._config, self._model_path)
         check_engine(self._config, shape, self._model_path, self._on_gpu)
         self._stop_token_ids = stop_token_ids(self._model_path)
+        self._prompts = Prompts(self._config, self._model_path)
         self._num_experts = num_replayed(self._config, self._model_path, self._on_gpu)
         await self._within("engine start", self._config.deadlines.start_s, self._build())
 
@@ -120,7 +122,9 @@ class RolloutEngine:
             raise RunError(f"vLLM did not start in rollout engine {self._index}; {log_hint()}: {error}") from error
 
     def _arguments(self) -> dict[str, Any]:
-        return engine_arguments(self._config, self._model_path, self._index, self._on_gpu, self._num_experts > 0)
+        found = engine_arguments(self._config, self._model_path, self._index, self._on_gpu, self._num_experts > 0)
+        # The texts of images are written by a processor.
+        return found if self._prompts.bad_words is None else found | {"skip_tokenizer_init": False}
 
     async def watch(self) -> None:
         """Wait until vLLM's process ends, which nothing but `shutdown` should make it do; then raise EngineLost."""
@@ -220,6 +224,7 @@ class RolloutEngine:
             # Without it the tokens of the text would stay and the text would go.
             include_stop_str_in_output=True,
             detokenize=bool(stop),
+            bad_words=self._prompts.bad_words,
             logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.DELTA,
@@ -228,13 +233,11 @@ class RolloutEngine:
 
     async def _run(self, reply: Reply, sampling: SamplingParams) -> FinishReason:
         """One request to vLLM, which goes on with the reply."""
-        from vllm.inputs import TokensPrompt
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        prompt = TokensPrompt(prompt_token_ids=reply.request.prompt_ids + reply.ids)
-        if reply.cache_version is not None:  # vLLM shares blocks among requests of one salt only
-            prompt["cache_salt"] = str(reply.cache_version)
+        ids = reply.request.prompt_ids + reply.ids
+        prompt = await self._prompts.prompt(reply.request, ids, reply.cache_version)
         # vLLM would read the path only if it had no such adapter, which cannot be.
         adapter = LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path="sent by the trainer")
         # Requests of a group share their prompt: vLLM finds cached blocks even of a request in the same step.
@@ -248,6 +251,8 @@ class RolloutEngine:
         try:
             async for delivered in stream:
                 output = delivered.outputs[0]
+                if reply.request.images:
+                    check_ids(delivered.prompt_token_ids, ids)
                 logprobs: Any = output.logprobs
                 support: Sequence[list[int]] = ()
                 if self._config.rollout.top_k is not None:
@@ -439,9 +444,3 @@ def _finish_reason_of(output: CompletionOutput, reply: Reply) -> FinishReason:
         spans = [int(span.version) for span in tagged for _ in range(span.start, span.end)]
         assert spans == reply.versions_of_request, "vLLM says that other versions sampled these tokens"
     return reasons[output.finish_reason]
-
-
-def log_hint() -> str:
-    """Where vLLM says what went wrong: the file that this process's standard error goes to, if it is one."""
-    target = Path("/proc/self/fd/2").resolve()
-    return f"the cause is in {target}" if target.is_file() else "the cause is on its standard error"

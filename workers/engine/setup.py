@@ -356,3 +356,9 @@ def _check_cache(config: Config, shape: CacheShape, *, on_gpu: bool) -> None:
     free = int(memory["MemAvailable"].split()[0]) * 1024  # without swapping
     if num_bytes > free:
         raise ConfigError(f"{given} is more than the memory that is free ({free / 2**30:.3g} GB); lower it")
+
+
+def log_hint() -> str:
+    """Where vLLM says what went wrong: the file that this process's standard error goes to, if it is one."""
+    target = Path("/proc/self/fd/2").resolve()
+    return f"the cause is in {target}" if target.is_file() else "the cause is on its standard error"

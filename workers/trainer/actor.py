@@ -13,6 +13,7 @@ from rlflow.batching import MicroBatchPlan, plan_micro_batches
 from rlflow.config import Backend, Config, Offload
 from rlflow.errors import ConfigError
 from rlflow.roles import StagedWeights, StepOutcome
+from rlflow.rollout.requests import ProbePrompt
 from rlflow.runtime.clock import now
 from rlflow.runtime.derived import num_shares
 from rlflow.runtime.disk import disk_errors
@@ -87,13 +88,17 @@ class TrainerWorker:
         self._backend.pass_over(self._share(passed_over, oldest_version))
         return self._span("train", start_s, groups=len(groups), tokens=sum(group.num_tokens for group in groups))
 
-    def probe_prompts(self) -> list[list[int]]:
+    def probe_prompts(self) -> list[ProbePrompt]:
         """See `gate.probe_prompts`."""
         return self._backend.probe_prompts()
 
     def score(self, samples: list[Sample]) -> list[FloatArray]:
-        """Log-probabilities [L] of each sample; every rank computes all of them."""
-        rows = self._backend.per_token([[[TrainSample(sample=sample, advantage=0.0) for sample in samples]]])
+        """Log-probabilities [L] of each reply to `probe_prompts`; every rank computes all of them."""
+        from rlflow.workers.trainer.gate import probe_pictures
+
+        pictures = probe_pictures() if any(sample.images for sample in samples) else {}
+        row = [TrainSample(sample=sample, advantage=0.0, pictures=pictures) for sample in samples]
+        rows = self._backend.per_token([[row]])
         return [row for found in rows for row in found]
 
     def values(self, groups: list[ReadyGroup]) -> tuple[bool | list[FloatArray], ...]:

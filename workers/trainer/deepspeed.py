@@ -146,7 +146,7 @@ class DeepSpeedTrainer(TrainerBackend):
         of_rank = [dict(zip(self._shapes, map(tuple, found.tolist()), strict=True)) for found in ranks]
         return runs_layout(self._shapes, dtype, of_rank)
 
-    def _trained_parts(self) -> Iterator[tuple[str, Tensor]]:
+    def _parameter_parts(self) -> Iterator[tuple[str, Tensor]]:
         for flat, pieces in self._zero.masters():
             for piece in pieces:
                 yield piece.name, flat.detach()[piece.run]

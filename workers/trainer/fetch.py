@@ -56,6 +56,7 @@ class Fetcher:
         nothing: list[Any] = [None] * len(piece.episodes)
         references = nothing if group.references is None else _get(group.references, piece)
         values = nothing if group.values is None else _get(group.values, piece)
+        (pictures,) = [{}] if group.pictures is None else _fetched([group.pictures])
         found: list[TrainSample] = []
         for index, payload, reference, value in zip(
             piece.episodes, self.payloads(piece), references, values, strict=True
@@ -78,7 +79,7 @@ class Fetcher:
                 kept = [without_old_tokens(sample, self._oldest_version) for sample in samples]
             columns = (kept, rows, reference or [None] * len(samples), targets)
             found += [
-                TrainSample(sample=sample, advantage=row, reference_logprobs=logprobs, critic=target)
+                TrainSample(sample=sample, advantage=row, reference_logprobs=logprobs, critic=target, pictures=pictures)
                 for sample, row, logprobs, target in zip(*columns, strict=True)
             ]
         return found
@@ -151,6 +152,10 @@ def whiten_all(samples: Sequence[TrainSample], moments: Moments) -> None:
 
 
 def _get(handles: Sequence[object], piece: BatchPiece) -> list[Any]:
+    return _fetched([handles[index] for index in piece.episodes])
+
+
+def _fetched(handles: Sequence[object]) -> list[Any]:
     import ray
 
-    return ray.get([handles[index] for index in piece.episodes])  # type: ignore[arg-type]
+    return ray.get(list(handles))  # type: ignore[arg-type]

@@ -46,7 +46,12 @@ class FrozenPolicy:
         self._policy.requires_grad_(False).eval()
         forward = partial(self._policy, has_plain=True)
         self.agreement = settle_way(
-            self._policy.model, forward, self._most, torch_dtype(config), config.model.max_length
+            self._policy.model,
+            forward,
+            self._most,
+            torch_dtype(config),
+            config.model.max_length,
+            images=self._policy.images,
         )
 
     @torch.no_grad()

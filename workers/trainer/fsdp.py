@@ -165,10 +165,10 @@ class FsdpTrainer(TrainerBackend):
 
     def _layout_of_ranks(self, dtype: str) -> Layout:
         replicas = self._config.trainer.replicas
-        return fsdp_layout(self._shapes, dtype, self._world_size, self._group.size, self._cut, replicas)
+        return fsdp_layout(self._all_shapes, dtype, self._world_size, self._group.size, self._cut, replicas)
 
-    def _trained_parts(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._trained.items():
+    def _parameter_parts(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._parameters.items():
             yield name, _local(parameter.detach()).reshape(-1)
 
     def _shards(self) -> Iterator[Shard]:

@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 
 from rlflow.batching import PackedBatch, pack
 from rlflow.errors import ConfigError
-from rlflow.types import Sample, TrainSample
+from rlflow.models.images import ImageProcessor, expanded, key_of, open_image, probe_picture
+from rlflow.rollout.requests import ProbePrompt
+from rlflow.types import Pictures, Sample, TrainSample
 from rlflow.workers.trainer.attention import attention_windows
 from rlflow.workers.trainer.way import go_in_rows, is_packed
 
@@ -45,15 +47,17 @@ def settle_way(
     dtype: torch.dtype,
     max_length: int,
     setting: str = "model.path",
+    images: ImageProcessor | None = None,
 ) -> Agreement:
     """Measure `forward`, which gives what training computes of a batch and the plain values, and settle the way.
 
     dtype: in which the model computes. max_length: of a sample, in tokens.
     agree_on: the largest of what all ranks have measured; collective, as `forward` is.
+    images: if the model takes some.
 
     Raises ConfigError, naming the `setting`, for a model that does not agree.
     """
-    batch, found = gate_batch(model, max_length), dict[str, str]()
+    batch, found = gate_batch(model, max_length, images), dict[str, str]()
     while True:
         packed = is_packed(model)
         difference, problem = _measure(forward, batch)
@@ -74,33 +78,54 @@ def _listed(found: Mapping[str, str]) -> str:
     return ", ".join(f"{what} {way}" for way, what in found.items())
 
 
-def gate_batch(model: PreTrainedModel, max_length: int) -> PackedBatch:
+def gate_batch(model: PreTrainedModel, max_length: int, images: ImageProcessor | None = None) -> PackedBatch:
     """Each of `probe_prompts` with several random completions."""
     random, tokens = np.random.default_rng(1), _ordinary_tokens(model)
     groups: list[list[TrainSample]] = []
-    for prompt in probe_prompts(model, max_length):
+    pictures = {} if images is None else probe_pictures()
+    for prompt in probe_prompts(model, max_length, images):
         groups.append([])
-        for size in _COMPLETIONS[: max(1, max_length - len(prompt))]:
-            ids = random.choice(tokens, min(size, max_length - len(prompt))).astype(np.int32)
+        for size in _COMPLETIONS[: max(1, max_length - len(prompt.ids))]:
+            ids = random.choice(tokens, min(size, max_length - len(prompt.ids))).astype(np.int32)
             zeros = np.zeros(len(ids), np.int32)
             sample = Sample(
-                prompt_ids=np.array(prompt, np.int32),
+                prompt_ids=np.array(prompt.ids, np.int32),
                 completion_ids=ids,
                 loss_mask=np.ones(len(ids), np.bool_),
                 logprobs=zeros.astype(np.float32),
                 versions=zeros,
                 cache_versions=zeros,
+                images=prompt.images,
             )
-            groups[-1].append(TrainSample(sample=sample, advantage=0.0))
+            groups[-1].append(TrainSample(sample=sample, advantage=0.0, pictures=pictures))
     return pack(groups)
 
 
-def probe_prompts(model: PreTrainedModel, max_length: int) -> list[list[int]]:
-    """Random tokens: two short prompts, and one longer than the model's shortest window, where they fit."""
+def probe_prompts(model: PreTrainedModel, max_length: int, images: ImageProcessor | None = None) -> list[ProbePrompt]:
+    """Random tokens: two short prompts, one longer than the model's shortest window, and one with an image, where they
+    fit."""
     lengths = [9, 30, *(window + 8 for window in attention_windows(model)[:1])]
     random, tokens = np.random.default_rng(0), _ordinary_tokens(model)
     fitting = [length for length in lengths if length + max(_COMPLETIONS) <= max_length]
-    return [random.choice(tokens, length).tolist() for length in fitting or [1]]
+    prompts = [ProbePrompt(ids=random.choice(tokens, length).tolist()) for length in fitting or [1]]
+    if images is not None:
+        ((key, file),) = probe_pictures().items()
+        around = random.choice(tokens, 8).tolist()
+        around[4] = images.token
+        ids, spans = expanded(around, images.token, [key], {key: images.tokens(open_image(file))})
+        if len(ids) + max(_COMPLETIONS) > max_length:
+            raise ConfigError(
+                f"model.max_length={max_length} leaves no room for an image, which the model at model.path sees as "
+                f"{spans[0].num_tokens} tokens or more; raise it"
+            )
+        prompts.append(ProbePrompt(ids=ids, images=spans))
+    return prompts
+
+
+def probe_pictures() -> Pictures:
+    """The image of `probe_prompts`."""
+    file = probe_picture()
+    return {key_of(file): file}
 
 
 def _ordinary_tokens(model: PreTrainedModel) -> range:

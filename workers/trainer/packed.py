@@ -28,6 +28,7 @@ from rlflow.batching import PackedBatch, pack, padded_runs
 from rlflow.config import Checkpointing, Config
 from rlflow.errors import RunError
 from rlflow.roles import Mean, StepOutcome, TrainWork
+from rlflow.rollout.requests import ProbePrompt
 from rlflow.runtime.derived import dtype_of
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import Layout, mesh_layout
@@ -129,8 +130,8 @@ class TrainerBackend(ABC):
         """Add the gradients of this rank's micro-batches (weighted sums over loss tokens) to what a step divides."""
 
     @abstractmethod
-    def _trained_parts(self) -> Iterator[tuple[str, Tensor]]:
-        """`held` of what is trained."""
+    def _parameter_parts(self) -> Iterator[tuple[str, Tensor]]:
+        """`held` of the parameters."""
 
     @property
     @abstractmethod
@@ -167,7 +168,7 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def _layout_of_ranks(self, dtype: str) -> Layout:
-        """`layout` of what is trained in a model without adapters."""
+        """`layout` of the parameters of a model without adapters."""
 
     @abstractmethod
     def _resident(self) -> Iterator[Tensor]:
@@ -183,11 +184,12 @@ class TrainerBackend(ABC):
             lambda found: float(self._all_reduce(torch.tensor(found, dtype=torch.float64), dist.ReduceOp.MAX)),
             torch_dtype(self._config),
             self._config.model.max_length,
+            images=self._policy.images,
         )
 
-    def probe_prompts(self) -> list[list[int]]:
+    def probe_prompts(self) -> list[ProbePrompt]:
         """See `gate`."""
-        return probe_prompts(self._policy.model, self._config.model.max_length)
+        return probe_prompts(self._policy.model, self._config.model.max_length, self._policy.images)
 
     def _in_pieces(self, groups: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Micro-batches as they go through the model: if it pads them, cut into equally many pieces on every rank."""
@@ -355,7 +357,7 @@ class TrainerBackend(ABC):
 
         Each is in memory until the next one is asked for. Not collective.
         """
-        yield from self._trained_parts()
+        yield from self._parameter_parts()
         for name, buffer in self._constants().items():
             yield name, buffer.reshape(-1)
 

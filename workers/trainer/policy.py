@@ -4,16 +4,19 @@ Shape letters: T tokens of the row, N loss tokens.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlflow.batching import PackedBatch
 from rlflow.config import Config
 from rlflow.errors import ConfigError
+from rlflow.models.images import ImageProcessor, open_images
+from rlflow.models.opening import open_config
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import chunk_of
 from rlflow.workers.trainer.attention import attention_layout, attention_windows
@@ -25,6 +28,7 @@ from rlflow.workers.trainer.routing import lay_routes, replay_routes
 from rlflow.workers.trainer.rows import rows_of
 from rlflow.workers.trainer.tensor_parallel import TensorGroup
 from rlflow.workers.trainer.token_logprobs import MAX_LOGITS, TokenLogprobs, among_support, logit_rule
+from rlflow.workers.trainer.vision import Vision, freeze_tower, policy_class
 from rlflow.workers.trainer.way import is_packed
 
 
@@ -32,12 +36,28 @@ class Policy(nn.Module):
     """A policy; the whole computation is inside `forward`, because FSDP's hooks on the root must see it."""
 
     def __init__(
-        self, model: PreTrainedModel, temperature: float, max_logits: int = MAX_LOGITS, *, float32_head: bool = False
+        self,
+        model: PreTrainedModel,
+        temperature: float,
+        max_logits: int = MAX_LOGITS,
+        *,
+        float32_head: bool = False,
+        images: ImageProcessor | None = None,
     ) -> None:
-        """`model` must have been loaded by `load_whole`. Its logits are divided by `temperature`."""
+        """`model` must have been loaded by `load_whole`. Its logits are divided by `temperature`.
+
+        `images` if it takes some; then its decoder alone is trained.
+        """
         super().__init__()
         self.model = model
-        self._rule = logit_rule(model.config, temperature, in_float32=float32_head)
+        self._rule, self.images, self.vision = (
+            logit_rule(model.config, temperature, in_float32=float32_head),
+            images,
+            None,
+        )
+        if images is not None:
+            self._rule, self.vision = replace(self._rule, forbidden=images.token), Vision(images)
+            freeze_tower(model)
         self._max_logits = max_logits
         self._group = TensorGroup()
         self.balance: Balance | None = None
@@ -68,9 +88,9 @@ class Policy(nn.Module):
         With a balance loss, its [N] too, if there is a gradient. With `has_plain`, in place of the entropies what
         transformers alone says of the log-probabilities.
         """
-        found = self.logprobs_of(hidden_states(self.model, packed), packed)
+        found = self.logprobs_of(hidden_states(self.model, packed, self.vision), packed)
         if has_plain:
-            return found[0], plain_logprobs(self.model, packed, self._rule.temperature)
+            return found[0], plain_logprobs(self.model, packed, self._rule.temperature, self.vision)
         balance = None if self.balance is None else self.balance.take()
         return found if balance is None else (*found, balance)
 
@@ -105,14 +125,31 @@ class Policy(nn.Module):
         return among_support(logprobs, entropies, support_of) if len(support_of) else (logprobs, entropies)
 
 
-def hidden_states(model: PreTrainedModel, packed: PackedBatch) -> Tensor:
-    """The last layer's states [T, hidden size] of a row, from a model that `empty_model` has made."""
+def hidden_states(model: PreTrainedModel, packed: PackedBatch, vision: Vision | None = None) -> Tensor:
+    """The last layer's states [T, hidden size] of a row, from a model that `empty_model` has made.
+
+    `vision` if it takes images. Raises ValueError for a row with images without it.
+    """
+    if packed.images and vision is None:
+        raise ValueError(f"a sample holds images, and the {model.config.model_type} model takes none")
     device = next(model.parameters()).device
+    # The decoder alone takes embeddings; what a model without images is called with stays as it was.
+    run = backbone(model) if vision is None else model.get_decoder()
+    embeddings = None if vision is None else vision.embeddings(model, packed)
+
+    def inputs(input_ids: Tensor, token_of: Tensor) -> dict[str, Tensor]:
+        """The tokens, or the embeddings that stand for them; `token_of` is of their shape, -1 for padding."""
+        if embeddings is None:
+            return {"input_ids": input_ids}
+        return {"inputs_embeds": F.embedding(token_of.clamp(min=0), embeddings)}
+
     if not is_packed(model):
         rows = rows_of(packed)
         lay_routes(model, packed.experts, rows.tokens.reshape(-1), rows.cells[packed.loss_positions])
-        input_ids, cells = (torch.from_numpy(each).to(device) for each in (rows.input_ids, rows.cells))
-        states: Tensor = backbone(model)(input_ids=input_ids, use_cache=False).last_hidden_state
+        input_ids, cells, tokens = (
+            torch.from_numpy(each).to(device) for each in (rows.input_ids, rows.cells, rows.tokens)
+        )
+        states: Tensor = run(**inputs(input_ids, tokens), use_cache=False).last_hidden_state
         # An embedding gathers, because its backward is deterministic on the CPU.
         return F.embedding(cells, states.flatten(0, 1))
     windows = attention_windows(model)
@@ -123,7 +160,8 @@ def hidden_states(model: PreTrainedModel, packed: PackedBatch) -> Tensor:
     )
     token_of = np.pad(np.arange(len(packed.input_ids)), (0, layout.num_padding), constant_values=-1)
     lay_routes(model, packed.experts, token_of, packed.loss_positions)
-    output = backbone(model)(input_ids=input_ids, position_ids=position_ids, use_cache=False, layout=layout)
+    shown = inputs(input_ids, torch.from_numpy(token_of)[None].to(device))
+    output = run(**shown, position_ids=position_ids, use_cache=False, layout=layout)
     return output.last_hidden_state[0, : len(packed.input_ids)]
 
 
@@ -132,16 +170,22 @@ def empty_policy(config: Config, model_path: str) -> tuple[Policy, FirstValues]:
 
     Raises ConfigError for a model that cannot be trained.
     """
-    model, values = empty_model(AutoModelForCausalLM, config, model_path)
-    return Policy(model, config.rollout.temperature, float32_head=config.model.float32_head), values
+    trust = config.model.trust_remote_code
+    model, values = empty_model(policy_class(open_config(model_path, trust=trust)), config, model_path)
+    return _policy(model, config, model_path), values
 
 
 def load_policy(
     config: Config, model_path: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32
 ) -> Policy:
     """`empty_policy`, whole in this process with its first values."""
-    model = load_whole(AutoModelForCausalLM, config, model_path, device=device, dtype=dtype)
-    return Policy(model, config.rollout.temperature, float32_head=config.model.float32_head)
+    auto_class = policy_class(open_config(model_path, trust=config.model.trust_remote_code))
+    return _policy(load_whole(auto_class, config, model_path, device=device, dtype=dtype), config, model_path)
+
+
+def _policy(model: PreTrainedModel, config: Config, model_path: str) -> Policy:
+    images = open_images(model_path, trust=config.model.trust_remote_code)
+    return Policy(model, config.rollout.temperature, float32_head=config.model.float32_head, images=images)
 
 
 def split_logprobs(logprobs: Tensor, samples: Sequence[TrainSample]) -> list[FloatArray]:

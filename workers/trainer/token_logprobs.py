@@ -28,6 +28,12 @@ class LogitRule:
     """None leaves the values as they are."""
     in_float32: bool = False
     """Products are not rounded to the dtype of states and embeddings."""
+    forbidden: int | None = None
+    """A token that is never sampled."""
+
+
+FORBIDDEN = -1e4
+"""The logit of a token that is never sampled: its probability is 0 in float32, and products with it stay finite."""
 
 
 def logit_rule(config: PreTrainedConfig, temperature: float, *, in_float32: bool = False) -> LogitRule:
@@ -96,7 +102,9 @@ class TokenLogprobs(torch.autograd.Function):
         for columns, tokens in _chunks(len(weight), width, targets):
             by_logit, slopes = kept, None
             if by_logit is None:
-                by_logit = _logits(hidden, weight[columns], None if bias is None else bias[columns], rule)
+                by_logit = _logits(
+                    hidden, weight[columns], None if bias is None else bias[columns], rule, columns.start
+                )
                 if rule.cap is not None:
                     slopes = 1 - (by_logit * (rule.temperature / rule.cap)).square_()
                 by_logit = by_logit.sub_(denominators[:, None]).exp_()
@@ -148,8 +156,8 @@ def _chunks(length: int, size: int, place_of: Tensor) -> Iterator[tuple[slice, T
         yield slice(start, min(start + size, length)), tokens[first:last]
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule) -> Tensor:
-    """[R, V] in float32, not shared with anything."""
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule, first: int = 0) -> Tensor:
+    """[R, V] in float32, not shared with anything; of the tokens from `first` on."""
     if not rule.in_float32:
         logits = F.linear(hidden, weight).float()
     elif hidden.is_cuda and hidden.dtype != torch.float32:  # which adds up in float32 anyway
@@ -162,4 +170,8 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule
         logits += bias
     if rule.cap is not None:
         logits.div_(rule.cap).tanh_().mul_(rule.cap)
-    return logits if rule.temperature == 1 else logits.div_(rule.temperature)
+    if rule.temperature != 1:
+        logits.div_(rule.temperature)
+    if rule.forbidden is not None and first <= rule.forbidden < first + len(weight):
+        logits[:, rule.forbidden - first] = FORBIDDEN
+    return logits

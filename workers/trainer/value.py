@@ -22,6 +22,9 @@ from rlflow.workers.trainer.pretrained import FirstValues, empty_model
 class ValueModel(nn.Module):
     """A critic; the whole computation is inside `forward`, because FSDP's hooks on the root must see it."""
 
+    images = None
+    """It takes none."""
+
     def __init__(self, model: PreTrainedModel) -> None:
         """`model` has a head of one output, called as `layers.VALUE_HEAD` says."""
         super().__init__()

@@ -49,6 +49,8 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
         if isinstance(module, PreTrainedModel):
             module.config._attn_implementation = name
     model.config.get_text_config()._attn_implementation = name
+    if (tower := getattr(model.config, "vision_config", None)) is not None:
+        tower._attn_implementation = "sdpa"  # an image's pieces all see each other
 
 
 def pin_rotary(config: PreTrainedConfig, max_length: int) -> None:

@@ -11,7 +11,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -28,6 +27,7 @@ from rlflow.workers.trainer.lora import add_adapters, is_adapter
 from rlflow.workers.trainer.policy import Policy, torch_dtype
 from rlflow.workers.trainer.pretrained import converted_patterns
 from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
+from rlflow.workers.trainer.vision import policy_class
 from rlflow.workers.trainer.way import attention_of, choose_way, is_packed, set_attention
 
 _ATTENTION = "rlflow_dry_run"
@@ -83,16 +83,18 @@ def read_reward_model(config: Config, folder: str) -> RewardModelFacts:
 
 def _build(config: Config, folder: str) -> PreTrainedModel:
     """The model on the meta device. Raises ConfigError if the trainer would refuse it."""
-    model = _on_meta(AutoModelForCausalLM, config, folder, POLICY)
+    model = _on_meta(None, config, folder, POLICY)
     Policy(model, config.rollout.temperature)  # refuses an output layer that it cannot take
     return model
 
 
 def _on_meta(auto_class: Any, config: Config, folder: str, setting: str) -> PreTrainedModel:
+    """`auto_class` None for a policy's."""
     trust = config.model.trust_remote_code
     try:
         model_config = open_config(folder, trust=trust, setting=setting)
         with torch.device("meta"):
+            auto_class = auto_class or policy_class(model_config)
             model = build_model(auto_class, model_config, trust=trust, setting=setting, dtype=torch_dtype(config))
     except ConfigError:
         raise

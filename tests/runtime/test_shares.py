@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlflow.batching import karmarkar_karp
+from rlflow.runtime.balance import karmarkar_karp
 
 
 def test_the_difference_is_taken_again_and_again() -> None:

@@ -1,0 +1,116 @@
+"""A tiny random Idefics3 with its processor, and pictures for it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor, PreTrainedTokenizerFast
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+from rlflow.models.images import ImageProcessor, expanded, key_of, open_image
+from rlflow.types import ImageSpan
+
+END, IMAGE_TOKEN, SIDE = 2, 3, 32
+_TILES = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<fake_token_around_image>", "<global-img>"]
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def save_vision_model(folder: Path, seed: int = 0, *, tiles: bool = False, spread: float = 0.2) -> str:
+    """With `tiles`, an image is cut into four and shown whole beside."""
+    special = [*_SPECIAL, "<end_of_utterance>", *_TILES]
+    words = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in special])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=words[1], eos_token=words[END], pad_token=words[0], unk_token=words[0]
+    )
+    fast.chat_template = TEMPLATE
+    pixels = Idefics3ImageProcessorPil(
+        size={"longest_edge": 2 * SIDE if tiles else SIDE},
+        max_image_size={"longest_edge": SIDE},
+        do_image_splitting=tiles,
+    )
+    Idefics3Processor(pixels, fast, image_seq_len=4, chat_template=TEMPLATE).save_pretrained(folder)
+    ids: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
+    text: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": len(words),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "initializer_range": spread,
+        "tie_word_embeddings": True,
+        **ids,
+    }
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": SIDE,
+        "patch_size": 8,
+    }
+    config = Idefics3Config(
+        text_config=text,
+        vision_config=tower,
+        image_token_id=IMAGE_TOKEN,
+        scale_factor=2,
+        tie_word_embeddings=True,
+        **ids,
+    )
+    torch.manual_seed(seed)
+    model = Idefics3ForConditionalGeneration(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # norms and biases begin as ones and zeros, which many mistakes leave alone
+                parameter += 0.1 * torch.randn_like(parameter)
+            elif "text_model" not in name:
+                parameter.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def picture(seed: int, width: int = SIDE, height: int = SIDE) -> bytes:
+    """Noise, as a PNG."""
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def album(*files: bytes) -> dict[str, bytes]:
+    return {key_of(file): file for file in files}
+
+
+def written(
+    processor: ImageProcessor, parts: Sequence[str | bytes], random: np.random.Generator, start: int = 0
+) -> tuple[list[int], tuple[ImageSpan, ...]]:
+    """Files of images, and as many random tokens as each text has letters; `start` tokens come before."""
+    ids, keys, tokens_of = list[int](), list[str](), dict[str, list[int]]()
+    for part in parts:
+        if isinstance(part, bytes):
+            keys.append(key_of(part))
+            tokens_of[keys[-1]] = processor.tokens(open_image(part))
+            ids.append(IMAGE_TOKEN)
+        else:
+            ids += random.integers(20, 200, len(part)).tolist()
+    return expanded(ids, IMAGE_TOKEN, keys, tokens_of, start)

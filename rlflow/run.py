@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from rlflow.algorithms.registry import check_functions
@@ -45,7 +46,7 @@ from rlflow.telemetry.observer import RunObserver
 from rlflow.telemetry.text import duration
 from rlflow.telemetry.trackers import check_trackers
 from rlflow.types import Task
-from rlflow.workers.engine.tokens import check_tokens
+from rlflow.workers.engine.tokens import check_shown, check_tokens
 
 ACCEPT_EDITED = "accept_edited_tasks"
 """A file of this name in run.dir says to go on although tasks were edited."""
@@ -86,6 +87,7 @@ def train(config: Config) -> tuple[Path, signal.Signals | None]:
     evaluation_tasks = held_out_tasks(config, spec)
     model_path = resolve_model(config.model.path)
     check_tokens(config, model_path)
+    check_shown(config, model_path, chain(tasks, evaluation_tasks))
     reward_model_path = resolve_reward_model(config.reward.model) if config.reward.model is not None else None
     with claim(config) as run_dir, _faults_kept_in(run_dir.path):
         state = run_dir.state

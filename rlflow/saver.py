@@ -110,7 +110,7 @@ class Saver:
             step=progress.step,
             state=state_to_json(state),
             ledger=self._ledger.copy(),
-            payloads=tuple(payload for group in ready for payload in group.payloads),
+            payloads=tuple(stored for group in ready for stored in group.stored),
         )
 
     def write(self) -> None:
@@ -159,12 +159,13 @@ class Saver:
         self._intake.sampler.restore(state.sampler)
         loading = self._workers.trainer.load(folder / "trainer")
         await or_hung("loading the checkpoint", self._deadlines, "checkpoint_s", loading)
-        count = sum(len(group.episodes) for group in state.ready)
+        count = sum(len(group.episodes) + (group.num_images > 0) for group in state.ready)
         if count:
             reading = self._workers.runners.load_payloads(folder / "ready", count)
             payloads = iter(await or_hung("loading the ready groups", self._deadlines, "checkpoint_s", reading))
             for group in state.ready:
                 group.payloads = [next(payloads) for _ in group.episodes]
+                group.pictures = next(payloads) if group.num_images else None
         await self._intake.restore(state.ready)
 
     async def _write(self, taken: _Taken) -> None:

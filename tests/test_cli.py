@@ -46,6 +46,7 @@ RECIPES = [
     "python_repair",
     "search",
     "smoke",
+    "squares",
 ]
 BEGAN = f"rlflow {__version__}: reading settings, tasks and model ...\n"
 """What a person sees at once."""

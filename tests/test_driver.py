@@ -535,7 +535,7 @@ def test_the_driver_never_opens_a_payload(tmp_path: Path) -> None:
 
     async def sealed(order: GroupOrder) -> PlayedGroup:
         played = await play(order)
-        played.payloads = [Sealed() for _ in played.payloads]
+        played.payloads, played.pictures = [Sealed() for _ in played.payloads], Sealed()
         return played
 
     world.driver._workers.runners.play = sealed  # type: ignore[method-assign]
@@ -832,7 +832,14 @@ def test_a_save_that_takes_long_holds_up_no_step_and_is_of_one_moment(tmp_path: 
     assert {group.task_id for group in state.ready} & set(slow.trainer.trained[12:])
     assert all(group.advantages and group.episodes for group in state.ready)
     payloads = json.loads((slow.checkpoints.path(4) / "ready").read_text())
-    assert payloads == [f"{group.task_id}/{group.group_id}/{i}" for group in state.ready for i in range(4)]
+    assert payloads == [
+        stored
+        for group in state.ready
+        for stored in (
+            *(f"{group.task_id}/{group.group_id}/{i}" for i in range(4)),
+            f"images of group {group.group_id}",
+        )
+    ]
     assert (state, counts) == saved_state(at_once, 4)[1:]
 
 

@@ -18,11 +18,13 @@ from typing import cast
 
 from rlflow.config import Config
 from rlflow.errors import EngineLost, StaleGroup
+from rlflow.models.images import ImageProcessor, open_images
 from rlflow.rewards.client import Scorer
 from rlflow.rollout import payloads as payload_files
 from rlflow.rollout.chat import Chat, episode_seed
 from rlflow.rollout.client import EngineClient, EngineHandle, RemoteCalls
 from rlflow.rollout.episode import EnvironmentSource, PlayedEpisode, ProgramGateway, play_episode, summarized, unless
+from rlflow.rollout.images import Album
 from rlflow.rollout.render import ChatRenderer, open_renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.rollout.samples import NO_VERSION
@@ -30,7 +32,17 @@ from rlflow.runtime.clock import now
 from rlflow.runtime.concurrency import all_or_none
 from rlflow.runtime.derived import is_seeded
 from rlflow.runtime.disk import disk_errors
-from rlflow.types import EpisodeEnd, EpisodePayload, EpisodeSummary, GroupOrder, Message, PlayedGroup, Span, Verdict
+from rlflow.types import (
+    EpisodeEnd,
+    EpisodePayload,
+    EpisodeSummary,
+    GroupOrder,
+    Message,
+    Pictures,
+    PlayedGroup,
+    Span,
+    Verdict,
+)
 
 ACTOR = "runner"
 
@@ -40,6 +52,7 @@ class _UnderWay:
     """A group that is being played."""
 
     order: GroupOrder
+    album: Album
     oldest_version: int | None = None
     """The oldest of any token, whose age is that of its cache, by whole parts; None before the first part."""
     num_parts: int = 0
@@ -63,7 +76,7 @@ class EpisodeRunner:
     """Plays whole groups, many at a time, so it needs a high `max_concurrency` as an actor.
 
     `renderer` None loads the model's tokenizer, which then works in a thread; `calls` None calls the engines through
-    Ray. Programs need a `gateway`.
+    Ray. Programs need a `gateway`; `images` is the model's processor, if it takes some.
     """
 
     def __init__(
@@ -75,17 +88,21 @@ class EpisodeRunner:
         *engines: EngineHandle,
         renderer: ChatRenderer | None = None,
         calls: RemoteCalls | None = None,
+        images: ImageProcessor | None = None,
         gateway: ProgramGateway | None = None,
     ) -> None:
         self._config = config
         self._environments = environments
         self._gateway = gateway
         self._scorer = scorer
+        self._share = _in_object_store if calls is None else lambda file: file
         self._client = EngineClient(engines, calls or _calls_through_ray(), patience_s=config.deadlines.start_s)
         self._under_way: set[_UnderWay] = set()
         self._rendering = None
+        self._images = images
         if renderer is None:
             renderer = open_renderer(config, model_path)
+            self._images = open_images(model_path, trust=config.model.trust_remote_code)
             # One thread, because tokenizers are not safe to share between threads.
             self._rendering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
         self._renderer = renderer
@@ -97,7 +114,7 @@ class EpisodeRunner:
         `cancel_stale` ended the group, and whatever an engine or the scorer raises.
         """
         start_s = now()
-        group = _UnderWay(order=order)
+        group = _UnderWay(order=order, album=Album(self._images, self._share))
         self._under_way.add(group)
         try:
             payloads, summaries = await unless(
@@ -107,15 +124,17 @@ class EpisodeRunner:
             )
         finally:
             self._under_way.discard(group)
-        facts = _facts(order, summaries)
+        facts, files = _facts(order, summaries), group.album.files
         rollout = Span(actor=ACTOR, name="rollout", start_s=start_s, end_s=group.played_at_s, facts=facts)
         played = PlayedGroup(
             group_id=order.group_id,
             episodes=summaries,
             payloads=[],
-            num_bytes=sum(payload_files.payload_bytes(payload) for payload in payloads),
+            num_bytes=sum(map(payload_files.payload_bytes, payloads)) + sum(map(len, files.values())),
             spans=[rollout, *_reward_spans(group)],
             crowded_share=group.num_crowded / max(1, group.num_parts),
+            num_images=len(files),
+            pictures=files or None,
         )
         return (played, *payloads)
 
@@ -137,11 +156,11 @@ class EpisodeRunner:
         """The conversation of one episode."""
         return payload.messages
 
-    async def save_payloads(self, path: Path, *payloads: EpisodePayload) -> str:
+    async def save_payloads(self, path: Path, *payloads: EpisodePayload | Pictures) -> str:
         with disk_errors("a checkpoint", path.parent):
             return await asyncio.to_thread(payload_files.save_payloads, path, payloads)
 
-    async def load_payloads(self, path: Path) -> tuple[int | EpisodePayload, ...]:
+    async def load_payloads(self, path: Path) -> tuple[int | EpisodePayload | Pictures, ...]:
         """The number of payloads in a file, then the payloads in the order in which they were saved.
 
         Call it with num_returns = 1 + that number, so that the caller owns each payload; the first value says that all
@@ -187,6 +206,7 @@ class EpisodeRunner:
             seed=episode_seed(order.seed, index) if is_seeded(self._config) else None,
             prefix_key=str(order.group_id),
             executor=self._rendering,
+            album=group.album,
         )
         played = await play_episode(
             self._environments, order.task, chat, self._config, seed=order.seed, gateway=self._gateway
@@ -227,6 +247,12 @@ def _reward_spans(group: _UnderWay) -> list[Span]:
         facts: dict[str, int | str] = {"group": group.order.group_id}
         spans.append(Span(actor=ACTOR, name="reward", start_s=start_s, end_s=end_s, facts=facts))
     return spans
+
+
+def _in_object_store(file: bytes) -> object:
+    import ray
+
+    return ray.put(file)
 
 
 def _calls_through_ray() -> RemoteCalls:

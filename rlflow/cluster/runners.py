@@ -28,7 +28,7 @@ from rlflow.rollout.fleet import TELL_S
 from rlflow.rollout.gateway.server import Gateway
 from rlflow.runtime.clock import as_seen_here, now
 from rlflow.runtime.deadlines import within
-from rlflow.types import EpisodePayload, GroupOrder, Message, PayloadRef, PlayedGroup
+from rlflow.types import EpisodePayload, GroupOrder, Message, PayloadRef, Pictures, PlayedGroup
 from rlflow.workers.runner import EpisodeRunner
 
 _WHO = "episode runner"
@@ -92,9 +92,15 @@ class RunnerActor(EpisodeRunner):
                 await self._gateway.start()
                 self._is_started = True
 
-    async def play(self, order: GroupOrder) -> tuple[PlayedGroup | EpisodePayload, ...]:
+    async def play(  # pyright: ignore[reportIncompatibleMethodOverride]  one value more
+        self, order: GroupOrder
+    ) -> tuple[PlayedGroup | EpisodePayload | Pictures | None, ...]:
+        """`EpisodeRunner.play`, and behind it the images."""
         await self.start()
-        return await super().play(order)
+        played, *payloads = await super().play(order)
+        assert isinstance(played, PlayedGroup)
+        pictures, played.pictures = cast("Pictures | None", played.pictures), None
+        return (played, *payloads, pictures)
 
     async def close(self) -> None:
         await self._pool.close()
@@ -124,10 +130,10 @@ class RayRunners:
         index = await self._choose()
         self._playing[index] += 1
         asked_s = now()
-        # One return value an episode.
-        call = self._actors[index].play.options(num_returns=order.num_episodes + 1)
+        # One return value an episode, and one for the images of all.
+        call = self._actors[index].play.options(num_returns=order.num_episodes + 2)
         try:
-            group, *payloads = call.remote(order)
+            group, *payloads, pictures = call.remote(order)
             played: PlayedGroup = await answer(_WHO, group, "play")
         except WorkerLost as error:
             if has_ended(error) and index not in self._returning:
@@ -135,7 +141,7 @@ class RayRunners:
             raise
         finally:
             self._playing[index] -= 1
-        played.payloads = payloads
+        played.payloads, played.pictures = payloads, pictures if played.num_images else None
         played.spans = as_seen_here(played.spans, asked_s)
         return played
 

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from rlflow.environments.wire import plain, task_of
+from rlflow.environments.wire import plain, shown_images, task_of
 from rlflow.envs.base import Endpoint, Environment, Program, Prompt, Result, Step, ToolSchema
 from rlflow.errors import ConfigError, EnvironmentFailure, describe_failure
 from rlflow.processes.frames import Fields, FrameTooLong, encode, frame_of, read_frame
@@ -242,7 +242,12 @@ class _Episode:
         """The runner's reply to what the environment asks in a call."""
         number = next(self._host.ask_numbers)
         waiting = self._host.asks[number] = asyncio.get_running_loop().create_future()
-        asked = {"messages": list(messages), "agent": agent, "tools": list(tools), "trainable": trainable}
+        asked = {
+            "messages": shown_images("ask", list(messages)),
+            "agent": agent,
+            "tools": list(tools),
+            "trainable": trainable,
+        }
         try:
             self._host.send({"ask": number, "call": self._call, **asked})
             return await waiting

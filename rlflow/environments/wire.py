@@ -16,6 +16,7 @@ import dataclasses
 from typing import cast
 
 from rlflow.envs.base import Prompt, Result, Step, ToolSchema
+from rlflow.envs.images import with_images
 from rlflow.errors import EnvironmentFailure
 from rlflow.processes.frames import Fields
 from rlflow.rewards.call import MAX_MAGNITUDE, WHAT_REWARDS_ARE, is_usable
@@ -34,7 +35,21 @@ def plain(call: str, value: object, expected: type[Prompt] | type[Step] | type[R
     """The fields of what `call` returned. Raises EnvironmentFailure when it is something else."""
     if not isinstance(value, expected):
         raise EnvironmentFailure(f"{call}: expected a {expected.__name__}; got {_shown(value)}")
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(expected)}
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(expected)}
+    for name in ("messages", "context"):
+        if name in fields:
+            fields[name] = shown_images(call, fields[name])
+    return fields
+
+
+def shown_images(call: str, messages: object) -> object:
+    """Messages whose content is a list of parts, as `Message` has them; anything else as it is."""
+    if not isinstance(messages, list):
+        return messages
+    try:
+        return [with_images(message) if isinstance(message, dict) else message for message in messages]
+    except (ValueError, OSError) as error:
+        raise EnvironmentFailure(f"{call}: {error}") from error
 
 
 def prompt_of(fields: Fields) -> Prompt:
@@ -44,7 +59,7 @@ def prompt_of(fields: Fields) -> Prompt:
 
 def conversation_of(fields: Fields) -> tuple[list[Message], list[ToolSchema]]:
     """What an environment asks another agent. Raises EnvironmentFailure."""
-    return _messages("ask", fields["messages"]), _tools("ask", fields["tools"])
+    return _messages("ask", shown_images("ask", fields["messages"])), _tools("ask", fields["tools"])
 
 
 def step_of(fields: Fields) -> Step:
@@ -84,8 +99,18 @@ def _messages(call: str, messages: object) -> list[Message]:
                 f"{call}: a tool call has an `id`, and a `function` with the texts `name` and `arguments`; got "
                 f"{_shown(calls)}"
             )
+        if not all(map(_is_part, message.get("parts", ()))):
+            raise EnvironmentFailure(
+                f"{call}: `parts` of a message are texts and images; got {_shown(message['parts'])}"
+            )
         checked.append(cast(Message, message))
     return checked
+
+
+def _is_part(part: object) -> bool:
+    if not isinstance(part, dict) or part.get("type") not in ("text", "image"):
+        return False
+    return isinstance(part.get(part["type"]), str)
 
 
 def _is_call(call: object) -> bool:

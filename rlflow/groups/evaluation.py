@@ -117,7 +117,7 @@ async def evaluate(
             played = await within(stage, config.deadlines.group_s, workers.runners.play(order))
             if keep is not None:
                 await keep(task, played)
-            played.payloads = []  # so that the object store need not hold them to the end
+            played.payloads, played.pictures = [], None  # so that the object store need not hold them to the end
             return played
 
     try:

@@ -60,6 +60,8 @@ class Grader:
             references=None,
             baseline=baseline,
             num_bytes=played.num_bytes,
+            num_images=played.num_images,
+            pictures=played.pictures,
         )
         if not self.needs_batch:
             self._set_advantages([ready])

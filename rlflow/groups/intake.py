@@ -340,7 +340,7 @@ class Intake:
         return is_late
 
     def _drop_if_lost(self, group: ReadyGroup) -> bool:
-        if is_lost := self._workers.runners.is_lost(group.payloads):
+        if is_lost := self._workers.runners.is_lost(group.stored):
             self._drop(group.group_id, DropReason.FAILED, "its episodes were stored on a machine that is lost")
         return is_lost
 

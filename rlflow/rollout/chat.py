@@ -21,10 +21,11 @@ from typing import TypeAlias, TypeVar
 
 from rlflow.config import Config
 from rlflow.envs.base import POLICY, ToolSchema
-from rlflow.errors import NoReply, TemplateRefused
+from rlflow.errors import EnvironmentFailure, NoReply, TemplateRefused
+from rlflow.rollout.images import Album
 from rlflow.rollout.render import ChatRenderer
 from rlflow.rollout.requests import Completion, GenerateRequest
-from rlflow.types import EpisodeEnd, Message, ToolCall, Turn
+from rlflow.types import EpisodeEnd, ImageSpan, Message, ToolCall, Turn
 
 Value = TypeVar("Value")
 
@@ -54,6 +55,8 @@ class _Said:
     held_ids: list[int]
     num_routed: int
     """Tokens at the start of `held_ids` whose experts are known."""
+    images: tuple[ImageSpan, ...]
+    """Those in `held_ids`."""
 
 
 class Chat:
@@ -68,14 +71,19 @@ class Chat:
         seed: int | None = None,
         prefix_key: str | None = None,
         executor: Executor | None = None,
+        album: Album | None = None,
     ) -> None:
-        """`seed` None samples without a seed; `executor` None runs templates and tokenizers in the event loop."""
+        """`seed` None samples without a seed; `executor` None runs templates and tokenizers in the event loop.
+
+        `album`: the images of the group; None for a model that takes none.
+        """
         self._generate = generate
         self._renderer = renderer
         self._config = config
         self._seed = seed
         self._prefix_key = prefix_key
         self._executor = executor
+        self._album = album or Album(None)
         self._said: dict[bytes, _Said] = {}
         self._agents: set[tuple[str, bool]] = set()
         self._num_asked = 0
@@ -106,33 +114,42 @@ class Chat:
         """Sample the reply of `agent` to a conversation.
 
         Only a `trainable` agent's tokens are recorded in `turns`. Raises NoReply if a limit of the episode forbids the
-        reply (`end` says which), TemplateRefused if the chat template does not take the conversation, and whatever the
-        engine raises (`failure` keeps it).
+        reply (`end` says which), TemplateRefused if the chat template does not take the conversation,
+        EnvironmentFailure for a text that spells an image's token, and whatever the engine raises (`failure` keeps it).
         """
         assert messages, "a conversation has at least one message"
         number = self._begin(agent, trainable)
         try:
             keys = _keys([agent, trainable, list(tools)], messages)
             parent = next((self._said[key] for key in reversed(keys) if key in self._said), None)
+            added, album = None, self._album
             if parent is not None:
-                known, held_ids = len(parent.messages), parent.held_ids
+                known, held_ids = len(parent.messages), album.held_in(parent.held_ids, parent.images)
                 added = await self._aside(self._renderer.extend, held_ids, messages[:known], messages[known:], tools)
                 self.num_forks += added is None and trainable
-                prompt_ids = None if added is None else held_ids + added
-                parent = None if added is None else parent
             else:
-                prompt_ids = None
                 self.num_branches += trainable and (agent, trainable) in self._agents
             self._agents.add((agent, trainable))
-            if prompt_ids is None:
-                prompt_ids = await self._aside(self._renderer.prompt, messages, tools)
-            completion = await self._generate(self._request(prompt_ids, number, max_new_tokens, parent))
-            return await self._record(number, messages, prompt_ids, parent, keys[-1], completion, trainable)
-        except (NoReply, TemplateRefused):
+            if parent is not None and added is not None:
+                added, images = album.written_out(added, messages[len(parent.messages) :], len(parent.held_ids))
+                prompt_ids, images = parent.held_ids + added, parent.images + images
+            else:
+                parent, written = None, await self._aside(self._renderer.prompt, messages, tools)
+                prompt_ids, images = album.written_out(written, messages, 0)
+            completion = await self._generate(self._request(prompt_ids, images, number, max_new_tokens, parent))
+            return await self._record(number, messages, prompt_ids, images, parent, keys[-1], completion, trainable)
+        except (NoReply, TemplateRefused, EnvironmentFailure):
             raise
         except Exception as error:
             self.failure = self.failure or error
             raise
+
+    async def taken_up(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages of an environment, with the keys of their images. Raises EnvironmentFailure for an image that cannot
+        be shown."""
+        if not any("parts" in message for message in messages):
+            return list(messages)
+        return await self._aside(self._album.taken_up, messages)
 
     def _begin(self, agent: str, trainable: bool) -> int:
         """Count a reply, within the limits; returns its number in the episode."""
@@ -150,7 +167,12 @@ class Chat:
         return self._num_asked - 1
 
     def _request(
-        self, prompt_ids: list[int], number: int, max_new_tokens: int | None, parent: _Said | None
+        self,
+        prompt_ids: list[int],
+        images: tuple[ImageSpan, ...],
+        number: int,
+        max_new_tokens: int | None,
+        parent: _Said | None,
     ) -> GenerateRequest:
         room = self._config.model.max_length - len(prompt_ids)
         if room <= 0:
@@ -164,6 +186,8 @@ class Chat:
             max_new_tokens=min(self._config.rollout.max_new_tokens, room, max_new_tokens or room),
             prefix_key=self._prefix_key,
             num_routed=0 if parent is None else parent.num_routed,
+            images=images,
+            pictures=self._album.handles(images),
         )
 
     async def _record(
@@ -171,6 +195,7 @@ class Chat:
         number: int,
         messages: Sequence[Message],
         prompt_ids: list[int],
+        images: tuple[ImageSpan, ...],
         parent: _Said | None,
         key: bytes,
         completion: Completion,
@@ -203,6 +228,7 @@ class Chat:
             finish_reason=completion.finish_reason,
             continues=parent.index if parent is not None and trainable else None,
             anchor=anchor_of(messages[len(parent.messages) :] if parent is not None else messages),
+            images=images,
         )
         index = len(self.turns) if trainable else -1
         said = _Said(
@@ -210,6 +236,7 @@ class Chat:
             messages=(*messages, message),
             held_ids=prompt_ids + completion.ids,
             num_routed=num_routed + completion.num_routes,
+            images=images,
         )
         if trainable:
             self.turns.append(turn)
@@ -238,7 +265,7 @@ def episode_seed(seed: int, index: int) -> int:
 
 def anchor_of(messages: Sequence[Message]) -> str:
     """16 hexadecimal digits that are the same for the same messages (the anchor state of GiGPO, arXiv:2505.10978)."""
-    text = json.dumps([[message["role"], message["content"]] for message in messages])
+    text = json.dumps([[message["role"], message.get("parts", message["content"])] for message in messages])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 

@@ -27,7 +27,18 @@ from rlflow.errors import EnvironmentFailure, EnvironmentLost, NoReply
 from rlflow.rewards.client import Scorer, with_group
 from rlflow.rollout.chat import Chat
 from rlflow.rollout.samples import NO_VERSION, chains_of, sample_of, turns_before
-from rlflow.types import EpisodeEnd, EpisodePayload, EpisodeSummary, Message, Task, Transcript, TurnSummary, Verdict
+from rlflow.types import (
+    EpisodeEnd,
+    EpisodePayload,
+    EpisodeSummary,
+    Message,
+    Part,
+    Task,
+    TextPart,
+    Transcript,
+    TurnSummary,
+    Verdict,
+)
 
 Value = TypeVar("Value")
 
@@ -251,7 +262,7 @@ class _Play:
         return await self._turns(self.world, prompt)
 
     async def _turns(self, world: Environment, prompt: Prompt) -> tuple[EpisodeEnd, str]:
-        self.prompt = list(prompt.messages)
+        self.prompt = await self.chat.taken_up(prompt.messages)
         self.context = list(self.prompt)
         while True:
             reply = await self.chat.reply(self.context, prompt.tools)
@@ -264,15 +275,14 @@ class _Play:
             step, failure = await self._step(world, reply.message)
             if step is None:
                 return EpisodeEnd.STEP_TIMEOUT, failure
-            messages = list(step.messages)
+            messages = await self.chat.taken_up(step.messages)
             for index, message in enumerate(messages):
-                content = shortened(message["content"], self.config.env.max_observation_chars)
-                if content is not message["content"]:
-                    messages[index] = Message(**{**message, "content": content})
+                messages[index] = shorter(message, self.config.env.max_observation_chars)
+                if messages[index] is not message:
                     self._add_outcome(None, {"observations_shortened": 1.0})
             self.completion += messages
             if step.context is not None:
-                self.context = list(step.context)
+                self.context = await self.chat.taken_up(step.context)
             self.context += messages
             self._add_outcome(step.reward, step.metrics)
             reply.turn.reward = step.reward or 0.0
@@ -316,6 +326,7 @@ class _Play:
         messages, _ = conversation_of({"messages": list(messages), "tools": list(tools)})
         if not messages:
             raise EnvironmentFailure("ask: expected at least one message; got []")
+        messages = await self.chat.taken_up(messages)
         deadline, phase = self.step_deadline, self.chat.phase
         self._hold(deadline, 1)
         try:
@@ -360,6 +371,19 @@ class _Play:
         """How the episode ends if a limit refused the last reply that was asked for."""
         end = self.chat.end
         return None if end is None else (end, self.chat.end_detail if end.is_error else "")
+
+
+def shorter(message: Message, limit: int) -> Message:
+    """The message with each of its texts `shortened`; itself if none is longer."""
+    content = shortened(message["content"], limit)
+    if "parts" not in message:
+        return message if content is message["content"] else Message(**{**message, "content": content})
+    parts: list[Part] = [
+        TextPart(type="text", text=shortened(part["text"], limit)) if part["type"] == "text" else part
+        for part in message["parts"]
+    ]
+    is_short = parts == message["parts"]
+    return message if is_short else Message(**{**message, "content": content, "parts": parts})
 
 
 def shortened(text: str, limit: int) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from rlflow.runtime.disk import write_tensors
-from rlflow.types import EpisodePayload, Sample, Support
+from rlflow.types import EpisodePayload, ImageSpan, Pictures, Sample, Support
 
 _COMPLETION_FIELDS = {
     "completion_ids": np.int32,
@@ -33,16 +34,16 @@ def payload_bytes(payload: EpisodePayload) -> int:
     )
 
 
-def save_payloads(path: Path, payloads: Sequence[EpisodePayload]) -> str:
-    """Write payloads to one file, which appears when it is complete; returns its SHA-256."""
+def save_payloads(path: Path, stored: Sequence[EpisodePayload | Pictures]) -> str:
+    """Write payloads, and images between them, to one file, which appears when it is complete; returns its SHA-256."""
+    payloads = [each for each in stored if isinstance(each, EpisodePayload)]
     samples = [sample for payload in payloads for sample in payload.samples]
-    messages = json.dumps([payload.messages for payload in payloads]).encode()
     arrays: dict[str, NDArray[Any]] = {
         "samples_per_payload": np.array([len(payload.samples) for payload in payloads], dtype=np.int64),
         "prompt_lengths": np.array([len(sample.prompt_ids) for sample in samples], dtype=np.int64),
         "completion_lengths": np.array([len(sample.completion_ids) for sample in samples], dtype=np.int64),
         "prompt_ids": _join([sample.prompt_ids for sample in samples], np.int32),
-        "messages_json": np.frombuffer(messages, dtype=np.uint8),
+        "messages_json": _as_json([payload.messages for payload in payloads]),
     }
     for name, dtype in _COMPLETION_FIELDS.items():
         arrays[name] = _join([getattr(sample, name) for sample in samples], dtype)
@@ -53,6 +54,13 @@ def save_payloads(path: Path, payloads: Sequence[EpisodePayload]) -> str:
     if routes := [sample.experts for sample in samples if sample.experts is not None]:
         arrays["experts"] = np.concatenate(routes)
         arrays["has_experts"] = np.array([sample.experts is not None for sample in samples])
+    if any(sample.images for sample in samples):
+        arrays["images_json"] = _as_json([[asdict(image) for image in sample.images] for sample in samples])
+    albums = {place: each for place, each in enumerate(stored) if not isinstance(each, EpisodePayload)}
+    if albums:
+        arrays["pictures_json"] = _as_json([[place, list(album)] for place, album in albums.items()])
+        for place, album in albums.items():
+            arrays |= {f"{place} {key}": np.frombuffer(file, np.uint8) for key, file in album.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     digest = write_tensors(partial, arrays)
@@ -62,10 +70,10 @@ def save_payloads(path: Path, payloads: Sequence[EpisodePayload]) -> str:
     return digest
 
 
-def load_payloads(path: Path) -> tuple[EpisodePayload, ...]:
-    """The payloads that `save_payloads` wrote, in the same order. Raises ValueError if the file contradicts itself."""
+def load_payloads(path: Path) -> tuple[EpisodePayload | Pictures, ...]:
+    """What `save_payloads` wrote, in the same order. Raises ValueError if the file contradicts itself."""
     arrays = load_file(path)
-    messages = json.loads(arrays["messages_json"].tobytes())
+    messages = _from_json(arrays["messages_json"])
     prompts = _split(path, arrays["prompt_ids"], arrays["prompt_lengths"])
     columns = {name: _split(path, arrays[name], arrays["completion_lengths"]) for name in _COMPLETION_FIELDS}
     samples = [
@@ -88,6 +96,9 @@ def load_payloads(path: Path) -> tuple[EpisodePayload, ...]:
         lengths = arrays["has_experts"] * np.array([sample.num_tokens for sample in samples], np.int64)
         for sample, experts in zip(samples, _split(path, arrays["experts"], lengths), strict=True):
             sample.experts = experts if len(experts) else None
+    if "images_json" in arrays:
+        for sample, images in zip(samples, _from_json(arrays["images_json"]), strict=True):
+            sample.images = tuple(ImageSpan(**image) for image in images)
     sizes = arrays["samples_per_payload"].tolist()
     if sum(sizes) != len(samples) or len(sizes) != len(messages):
         raise ValueError(
@@ -95,10 +106,21 @@ def load_payloads(path: Path) -> tuple[EpisodePayload, ...]:
             f"conversations and {len(samples)} samples found; delete the checkpoint that it belongs to"
         )
     remaining = iter(samples)
-    return tuple(
+    stored: list[EpisodePayload | Pictures] = [
         EpisodePayload(samples=[next(remaining) for _ in range(count)], messages=conversation)
         for count, conversation in zip(sizes, messages, strict=True)
-    )
+    ]
+    for place, keys in _from_json(arrays["pictures_json"]) if "pictures_json" in arrays else ():
+        stored.insert(place, {key: arrays[f"{place} {key}"].tobytes() for key in keys})
+    return tuple(stored)
+
+
+def _as_json(value: object) -> NDArray[np.uint8]:
+    return np.frombuffer(json.dumps(value).encode(), np.uint8)
+
+
+def _from_json(array: NDArray[np.uint8]) -> Any:
+    return json.loads(array.tobytes())
 
 
 def _no_support(sample: Sample) -> Support:

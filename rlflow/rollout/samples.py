@@ -76,6 +76,7 @@ def sample_of(chain: Sequence[Turn], before: Sequence[Turn] = ()) -> Sample:
         cache_versions=np.array(cache_versions, dtype=np.int32),
         support=support_of(support),
         experts=experts_of([*before, *chain], num_prompt_tokens + len(ids)),
+        images=chain[-1].images,
     )
 
 

@@ -86,7 +86,10 @@ def tools_as_text(messages: Sequence[Message]) -> list[Message]:
             written = [json.dumps({"name": call["name"], "arguments": arguments_of(call)}) for call in calls]
             tagged = [f"<tool_call>\n{call}\n</tool_call>" for call in written]
             content = "\n".join(part for part in (message["content"], *tagged) if part)
-            converted.append(Message(role=message["role"], content=content))
+            shown = Message(role=message["role"], content=content)
+            if "parts" in message:
+                shown["parts"] = message["parts"]
+            converted.append(shown)
         follows_answer = message["role"] == "tool"
     return converted
 

@@ -149,6 +149,8 @@ class FakeRunners:
             payloads=payloads,
             num_bytes=100,
             crowded_share=self.crowded_share,
+            num_images=1,
+            pictures=f"images of group {order.group_id}",
         )
 
     def lose_all(self, error: Exception) -> None:

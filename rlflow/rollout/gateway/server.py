@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from rlflow.envs.base import Endpoint
-from rlflow.errors import NoReply, TemplateRefused, first_line
+from rlflow.errors import EnvironmentFailure, NoReply, TemplateRefused, first_line
 from rlflow.rollout.chat import Chat, Reply
 from rlflow.rollout.gateway.wire import (
     ChatRequest,
@@ -74,7 +74,7 @@ class _Visit:
     def note_end(self, reply: asyncio.Task[Reply]) -> None:
         self.replies.discard(reply)
         error = None if reply.cancelled() else reply.exception()
-        if error is not None and not isinstance(error, NoReply | TemplateRefused):
+        if error is not None and not isinstance(error, NoReply | TemplateRefused | EnvironmentFailure):
             self.failed.set()
 
 
@@ -250,7 +250,7 @@ async def _shown_reply(visit: _Visit, asked: ChatRequest, reply: asyncio.Task[Re
 
 
 def _refusal_of(error: BaseException, visit: _Visit) -> Refused:
-    if isinstance(error, TemplateRefused):
+    if isinstance(error, TemplateRefused | EnvironmentFailure):  # the latter for a text that spells an image's token
         return Refused(str(error), code="template_refused", param="messages")
     if not isinstance(error, NoReply):
         return Refused(f"the policy cannot reply: {first_line(error)}", status=503, code="engine_failure")

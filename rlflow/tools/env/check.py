@@ -21,6 +21,7 @@ from rlflow.environments.find import load_environment
 from rlflow.environments.pool import EnvironmentPool
 from rlflow.envs.base import POLICY, Environment, EnvironmentSpec, Program
 from rlflow.errors import ConfigError
+from rlflow.models.images import open_images
 from rlflow.models.resolve import resolve_model
 from rlflow.rewards.choose import choose_rewards, is_environment_alone
 from rlflow.rewards.client import EnvironmentScorer, Scorer
@@ -28,6 +29,7 @@ from rlflow.rewards.pool import ScorerPool
 from rlflow.rollout.chat import Chat, Reply
 from rlflow.rollout.episode import EnvironmentSource, PlayedEpisode, play_episode, summarized
 from rlflow.rollout.gateway.server import Gateway
+from rlflow.rollout.images import Album
 from rlflow.rollout.render import Renderer, open_renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.tools.env.template_check import Trial, check_template
@@ -88,7 +90,8 @@ def env_check(config: Config, *, num_tasks: int, as_json: bool) -> int:
 
 
 async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -> Report:
-    renderer = open_renderer(config, resolve_model(config.model.path))
+    folder = resolve_model(config.model.path)
+    renderer, images = open_renderer(config, folder), open_images(folder, trust=config.model.trust_remote_code)
     slowest: dict[str, float] = {}
     rewards = choose_rewards(config.reward, spec.reward)
     async with AsyncExitStack() as stack:
@@ -110,7 +113,7 @@ async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -
         cut: dict[str, list[str]] = {}
 
         async def play(task: Task, name: str) -> tuple[PlayedEpisode, Verdict | None]:
-            chat = ScriptedChat(task, scripts[name], renderer, config)
+            chat = ScriptedChat(task, scripts[name], renderer, config, Album(images))
             episode = await play_episode(worlds, task, chat, config, gateway=gateway)
             if episode.end is EpisodeEnd.TRUNCATED_LENGTH:
                 cut.setdefault(name, []).append(chat.cut or "a conversation needs more than model.max_length")
@@ -168,8 +171,8 @@ def _timed(call: Callable[P, Awaitable[T]], phase: str, slowest: dict[str, float
 class ScriptedChat(Chat):
     """The policy says what the script says; other agents say `NONSENSE`."""
 
-    def __init__(self, task: Task, script: Script, renderer: Renderer, config: Config) -> None:
-        super().__init__(self._complete, renderer, config)
+    def __init__(self, task: Task, script: Script, renderer: Renderer, config: Config, album: Album) -> None:
+        super().__init__(self._complete, renderer, config, album=album)
         self._task = task
         self._script = script
         self._scripted_renderer = renderer

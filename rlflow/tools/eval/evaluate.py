@@ -30,7 +30,7 @@ from rlflow.runtime.signals import Stopper, run_until_done
 from rlflow.tools.figures import table
 from rlflow.tools.target import Target
 from rlflow.types import EpisodeSummary, Message, PlayedGroup, Task
-from rlflow.workers.engine.tokens import check_tokens
+from rlflow.workers.engine.tokens import check_shown, check_tokens
 
 FEW = 64
 """Tasks of the training set that are played if the environment holds none out."""
@@ -135,6 +135,7 @@ def _evaluate_model(
 ) -> EvaluationTable:
     """Start a fleet without training, and have it play; the answers go to run.dir."""
     check_tokens(config, model_path)
+    check_shown(config, model_path, tasks)
     folder = Path(config.run.dir or "")
     config = replace(config, model=replace(config.model, path=model_path))
     answers = folder / f"answers-{_file_word(name)}.jsonl"

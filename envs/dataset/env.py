@@ -1,6 +1,6 @@
 """Rows -> Tasks with one reply each, in the column names of other projects; the reward is the user's.
 
-TRL             prompt, and whatever else
+TRL             prompt, image | images, and whatever else
 verifiers       prompt | question, answer, info, task, example_id
 verl            data_source, prompt, ability, reward_model {style, ground_truth}, extra_info
 SkyRL           prompt, env_class, reward_spec {method, ground_truth}
@@ -13,10 +13,13 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rlflow.envs.base import EnvironmentSpec, SingleTurn
+from rlflow.envs.dataset.images import MAX_INLINE_BYTES, place_images
 from rlflow.envs.dataset.sources import Row, Source, find_source, rows_of
+from rlflow.envs.images import with_images
 from rlflow.errors import ConfigError
 from rlflow.types import ROLES, FunctionCall, Json, Message, Task, ToolCall
 
@@ -48,12 +51,28 @@ def load(path: str, system_prompt: str = "", evaluation_path: str | None = None)
 
 def read_tasks(source: Source, system_prompt: str) -> list[Task]:
     """One Task for each row. Raises ConfigError, which names the file and the row, for a row that cannot be used."""
-    return [_task(row, system_prompt) for row in rows_of(source)]
+    tasks: list[Task] = []
+    num_bytes, folder = 0, Path(source.path).parent
+    for row in rows_of(source):
+        tasks.append(_task(row, system_prompt, folder))
+        shown = [
+            part["image"] for each in tasks[-1].prompt for part in each.get("parts", ()) if part["type"] == "image"
+        ]
+        num_bytes += sum(len(image) for image in shown if image.startswith("data:"))
+        if num_bytes > MAX_INLINE_BYTES:
+            raise ConfigError(
+                f"{row.where}: the images up to here have more than {MAX_INLINE_BYTES} bytes as base64; save them as "
+                "files, and put their paths in the rows"
+            )
+    return tasks
 
 
-def _task(row: Row, system_prompt: str) -> Task:
-    columns = {name: _plain(value, f"{row.where}: the column `{name}`") for name, value in row.columns.items()}
-    prompt_column = next((name for name in PROMPTS if columns.get(name) is not None), None)
+def _task(row: Row, system_prompt: str, folder: Path) -> Task:
+    prompt_column = next((name for name in PROMPTS if row.columns.get(name) is not None), None)
+    placed = row.columns
+    if prompt_column is not None:
+        placed = place_images(row.columns, prompt_column, folder, f"{row.where}: `{prompt_column}`")
+    columns = {name: _plain(value, f"{row.where}: the column `{name}`") for name, value in placed.items()}
     if prompt_column is None:
         raise ConfigError(
             f"{row.where} has no prompt; give it the column `prompt`, `messages`, `question` or `problem`, and for "
@@ -119,7 +138,7 @@ def _messages(value: Json, where: str) -> list[Message]:
     usable = [message for message in messages if message is not None]
     if not usable or len(usable) < len(messages):
         raise ConfigError(
-            f"{where} must be text, or a list of messages with `role` and `content` as text; got {value!r:.80}"
+            f"{where} must be text, or a list of messages with `role` and `content` as text or parts; got {value!r:.80}"
         )
     if strange := [message["role"] for message in usable if message["role"] not in ROLES]:
         raise ConfigError(f"{where} has a message of the role {strange[0]!r:.80}; roles are {', '.join(ROLES)}")
@@ -137,9 +156,12 @@ def _message(value: Json) -> Message | None:
     calls, content = value.get("tool_calls"), value.get("content")
     if calls and content is None:
         content = ""
-    if not isinstance(content, str):
+    try:
+        message = with_images({"role": value["role"], "content": content}, read=False)
+    except ValueError:
         return None
-    message = Message(role=str(value["role"]), content=content)
+    if not isinstance(message["content"], str):
+        return None
     if calls:
         parsed = [_tool_call(call, index) for index, call in enumerate(calls)] if isinstance(calls, list) else [None]
         message["tool_calls"] = [call for call in parsed if call is not None]

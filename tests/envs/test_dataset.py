@@ -216,7 +216,10 @@ def test_a_path_and_a_reward_are_needed(tmp_path: Path) -> None:
         ("{oops", "is not JSON .*; write one JSON object on each line"),
         ("[1]", "is a JSON list; write one JSON object on each line"),
         ('{"text": "hi"}', r"has no prompt; .* `prompt`, `messages`, `question` or `problem`, .*; found \['text'\]"),
-        ('{"prompt": 5}', "`prompt` must be text, or a list of messages with `role` and `content` as text; got 5"),
+        (
+            '{"prompt": 5}',
+            "`prompt` must be text, or a list of messages with `role` and `content` as text or parts; got 5",
+        ),
         ('{"prompt": []}', "`prompt` must be text, or a list of messages"),
         ('{"prompt": [{"role": "user"}]}', "`prompt` must be text, or a list of messages"),
         ('{"prompt": [{"role": "tool", "content": "", "tool_calls": [3]}]}', "`prompt` must be text, or a list of"),

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from checkpoints import digests_of
+from checkpoints import digests_of, load_episodes
 from letters import limits
 
 from rlflow.config import Config
@@ -18,7 +18,7 @@ from rlflow.errors import EngineLost, EnvironmentFailure, EnvironmentLost, NoRep
 from rlflow.rollout.chat import Chat, anchor_of, episode_seed
 from rlflow.rollout.client import RemoteCalls
 from rlflow.rollout.episode import PlayedEpisode, play_episode, summarize
-from rlflow.rollout.payloads import load_payloads, payload_bytes, save_payloads
+from rlflow.rollout.payloads import payload_bytes, save_payloads
 from rlflow.rollout.render import ToolSchemas
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
 from rlflow.rollout.samples import chains_of, sample_of
@@ -653,7 +653,7 @@ def test_payloads_survive_the_disk(tmp_path: Path) -> None:
     ]
     path = tmp_path / "group" / "7.safetensors"
     save_payloads(path, payloads)
-    loaded = load_payloads(path)
+    loaded = load_episodes(path)
     assert [payload.messages for payload in loaded] == [payload.messages for payload in payloads]
     for before, after in zip(payloads, loaded, strict=True):
         assert [columns(sample) for sample in after.samples] == [columns(sample) for sample in before.samples]
@@ -661,7 +661,7 @@ def test_payloads_survive_the_disk(tmp_path: Path) -> None:
     assert [child.name for child in path.parent.iterdir()] == ["7.safetensors"]
     assert loaded[0].samples[0].loss_mask.dtype == np.bool_
     save_payloads(path, [])
-    assert load_payloads(path) == ()
+    assert load_episodes(path) == []
 
 
 @dataclass

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from checkpoints import load_episodes
 from letters import LetterRenderer, ids_of, limits
 
 from rlflow.batching import pack
@@ -20,7 +21,7 @@ from rlflow.groups.grading import Grader
 from rlflow.groups.ready import ReadyQueue
 from rlflow.rollout.chat import Chat
 from rlflow.rollout.client import RemoteCalls
-from rlflow.rollout.payloads import load_payloads, payload_bytes, save_payloads
+from rlflow.rollout.payloads import payload_bytes, save_payloads
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.rollout.samples import chains_of, sample_of, turns_before
 from rlflow.types import (
@@ -178,7 +179,7 @@ def test_routes_survive_the_disk(tmp_path: Path) -> None:
     for routed in (with_end(routes(0, 1, 0)), wide):
         samples = [sample([5], [6], routed), sample([5], [6, 7], None)]
         save_payloads(tmp_path / "group", [EpisodePayload(samples=samples, messages=[])])
-        ((first, second),) = (payload.samples for payload in load_payloads(tmp_path / "group"))
+        ((first, second),) = (payload.samples for payload in load_episodes(tmp_path / "group"))
         assert first.experts is not None and second.experts is None
         assert first.experts.dtype == routed.dtype
         assert first.experts.tolist() == routed.tolist()

@@ -50,13 +50,11 @@ class Policy(nn.Module):
         """
         super().__init__()
         self.model = model
-        self._rule, self.images, self.vision = (
-            logit_rule(model.config, temperature, in_float32=float32_head),
-            images,
-            None,
-        )
+        self.images = images
+        self.vision = None if images is None else Vision(images)
+        self._rule = logit_rule(model.config, temperature, in_float32=float32_head)
         if images is not None:
-            self._rule, self.vision = replace(self._rule, forbidden=images.token), Vision(images)
+            self._rule = replace(self._rule, forbidden=images.token)
             freeze_tower(model)
         self._max_logits = max_logits
         self._group = TensorGroup()

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checkpoints import load_episodes
 from training import VOCABULARY, tiny_config, tiny_groups
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +20,7 @@ from rlflow.cluster.gpus import check_gpus
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.models.resolve import resolve_model
-from rlflow.rollout.payloads import load_payloads, payload_bytes, save_payloads
+from rlflow.rollout.payloads import payload_bytes, save_payloads
 from rlflow.rollout.samples import sample_of
 from rlflow.settings.checks import check
 from rlflow.types import EpisodePayload, Support, TrainSample, Turn
@@ -54,7 +55,7 @@ def test_payloads_with_and_without_support_survive_the_disk(tmp_path: Path) -> N
     among, all_tokens = sample_of([turn([1], [5, 6], [[5, 7], [6]])]), sample_of([turn([2], [8], None)])
     payloads = [EpisodePayload(samples=[among, all_tokens], messages=[]), EpisodePayload(samples=[], messages=[])]
     save_payloads(tmp_path / "payloads", payloads)
-    first, second = load_payloads(tmp_path / "payloads")
+    first, second = load_episodes(tmp_path / "payloads")
     assert first.samples[0].support is not None
     assert first.samples[0].support.ids.tolist() == [5, 7, 6]
     assert first.samples[0].support.counts.tolist() == [2, 1]

@@ -20,13 +20,16 @@ from rlflow.types import GroupOrder, PlayedGroup, Task
 
 
 class Runner:
-    """Plays a group of two episodes: what they hold is too large for the driver's own memory, and small."""
+    """Plays a group of two episodes: what one holds is too large for the driver's own memory, and the other's small.
 
-    async def play(self, order: GroupOrder) -> tuple[PlayedGroup, Any, Any]:
+    There are no images.
+    """
+
+    async def play(self, order: GroupOrder) -> tuple[PlayedGroup, Any, Any, None]:
         played = PlayedGroup(group_id=order.group_id, episodes=[], payloads=[], num_bytes=0)
         if order.seed:
             await asyncio.Event().wait()
-        return played, np.ones(10**6), np.ones(10)
+        return played, np.ones(10**6), np.ones(10), None
 
 
 def order(seed: int = 0) -> GroupOrder:

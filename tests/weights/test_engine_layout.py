@@ -233,7 +233,7 @@ def test_a_quantised_engine_is_reloaded(tmp_path: Path) -> None:
     worker: Any = WorkerExtension()
     worker.model_runner = SimpleNamespace(get_model=lambda: model)
     worker.vllm_config = SimpleNamespace(quant_config=object(), model_config=config.model_config)
-    destination = worker._rlflow_destination(shapes)
+    destination = worker._rlflow_destination(shapes, dict.fromkeys(shapes, "float32"))
     assert isinstance(destination, ReloadedModel)
     assert destination.landings.keys() == shapes.keys()
 

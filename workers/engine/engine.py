@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlflow.config import Config, Placement, Verify
 from rlflow.errors import EngineLost, RunError, WeightsOvertaken
+from rlflow.models.images import open_images
 from rlflow.roles import StagedWeights
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
 from rlflow.runtime.deadlines import within
@@ -83,6 +84,7 @@ class RolloutEngine:
         self._replies = Replies()
         self._is_draining = False
         self._places = asyncio.Semaphore(max_running(config))
+        self._prompts = Prompts(None)
         self._pressure = Pressure()
         self._has_answered = asyncio.Event()
         set_environment(config, threads, self._on_gpu)
@@ -98,7 +100,7 @@ class RolloutEngine:
         shape = await asyncio.to_thread(cache_shape, self._config, self._model_path)
         check_engine(self._config, shape, self._model_path, self._on_gpu)
         self._stop_token_ids = stop_token_ids(self._model_path)
-        self._prompts = Prompts(self._config, self._model_path)
+        self._prompts = Prompts(open_images(self._model_path, trust=self._config.model.trust_remote_code))
         self._num_experts = num_replayed(self._config, self._model_path, self._on_gpu)
         await self._within("engine start", self._config.deadlines.start_s, self._build())
 

@@ -10,9 +10,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlflow.config import Config
 from rlflow.errors import RunError
-from rlflow.models.images import ImageProcessor, collapsed, open_image, open_images
+from rlflow.models.images import ImageProcessor, collapsed, open_image
 from rlflow.rollout.requests import GenerateRequest
 
 if TYPE_CHECKING:
@@ -28,9 +27,9 @@ KEPT_PICTURES = 64
 class Prompts:
     """The prompts of one engine."""
 
-    def __init__(self, config: Config, model_path: str) -> None:
-        """Raises ConfigError for a processor that cannot be opened."""
-        self._images: ImageProcessor | None = open_images(model_path, trust=config.model.trust_remote_code)
+    def __init__(self, images: ImageProcessor | None) -> None:
+        """`images`: the model's processor, if it takes some."""
+        self._images = images
         self._pictures: OrderedDict[str, Image] = OrderedDict()
 
     @property

@@ -15,7 +15,6 @@ from vision_models import IMAGE_TOKEN, album, picture, save_vision_model, writte
 from rlflow.batching import pack
 from rlflow.errors import RunError
 from rlflow.models.images import ImageProcessor
-from rlflow.models.resolve import resolve_model
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.types import ImageSpan, Sample, TrainSample
 from rlflow.weights.shm.arena import Arena
@@ -145,7 +144,7 @@ def test_tokens_that_vllm_would_not_write_are_refused(bench: Bench) -> None:
 
 
 def test_an_image_for_a_model_of_text_is_refused() -> None:
-    prompts = Prompts(tiny_config(), resolve_model("tiny"))
+    prompts = Prompts(None)
     assert prompts.bad_words is None
     shown = GenerateRequest(
         prompt_ids=[7, 8],

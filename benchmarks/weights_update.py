@@ -33,6 +33,7 @@ from rlflow.config import Config, Dtype
 from rlflow.errors import ConfigError, RunError
 from rlflow.models.resolve import resolve_model
 from rlflow.rollout.requests import GenerateRequest
+from rlflow.rollout.samples import sample_of_reply
 from rlflow.runtime.deadlines import within
 from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.types import TrainSample
@@ -207,25 +208,11 @@ class _Sides:
 
     async def _samples(self) -> list[TrainSample]:
         """Replies of the model; every second one counts as better than the mean."""
-        import numpy as np
-
-        from rlflow.types import Sample
-
         requests = [self._request(seed, SAMPLE_TOKENS) for seed in range(SAMPLES)]
         replies = await asyncio.gather(*map(self._engine.generate, requests))
         return [
-            TrainSample(
-                advantage=float(1 - 2 * (index % 2)),
-                sample=Sample(
-                    prompt_ids=np.array(self._prompt_ids, np.int32),
-                    completion_ids=np.array(reply.ids, np.int32),
-                    loss_mask=np.ones(len(reply.ids), np.bool_),
-                    logprobs=np.array(reply.logprobs, np.float32),
-                    versions=np.array(reply.versions, np.int32),
-                    cache_versions=np.array(reply.cache_versions, np.int32),
-                ),
-            )
-            for index, reply in enumerate(replies)
+            TrainSample(advantage=float(1 - 2 * (index % 2)), sample=sample_of_reply(request, reply))
+            for index, (request, reply) in enumerate(zip(requests, replies, strict=True))
         ]
 
     async def verify(self, version: int) -> Figures:

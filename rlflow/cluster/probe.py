@@ -10,7 +10,7 @@ from rlflow.cluster.calls import RayTrainer, answer
 from rlflow.errors import WorkerError
 from rlflow.models.images import probe_picture
 from rlflow.rollout.requests import Completion, GenerateRequest, ProbePrompt
-from rlflow.rollout.samples import support_of
+from rlflow.rollout.samples import sample_of_reply
 from rlflow.types import Sample
 
 NUM_TOKENS = 16
@@ -50,13 +50,4 @@ class EngineProbe:
         )
         call = self._engines[engine].generate.remote(request)
         reply: Completion = await answer(f"rollout engine {engine}", call, "generate")
-        return Sample(
-            prompt_ids=np.array(prompt.ids, np.int32),
-            completion_ids=np.array(reply.ids, np.int32),
-            loss_mask=np.ones(len(reply.ids), np.bool_),
-            logprobs=np.array(reply.logprobs, np.float32),
-            versions=np.array(reply.versions, np.int32),
-            cache_versions=np.array(reply.cache_versions, np.int32),
-            support=support_of(reply.support or ()),
-            images=prompt.images,
-        )
+        return sample_of_reply(request, reply)

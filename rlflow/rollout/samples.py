@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.types import ExpertArray, Sample, Support, Turn, no_route
 
 NO_VERSION = -1
@@ -78,6 +79,21 @@ def sample_of(chain: Sequence[Turn], before: Sequence[Turn] = ()) -> Sample:
         experts=experts_of([*before, *chain], num_prompt_tokens + len(ids)),
         images=chain[-1].images,
     )
+
+
+def sample_of_reply(request: GenerateRequest, reply: Completion) -> Sample:
+    """A reply by itself, without the experts that the engine chose for it."""
+    turn = Turn(
+        prompt_ids=request.prompt_ids,
+        output_ids=reply.ids,
+        logprobs=reply.logprobs,
+        versions=reply.versions,
+        cache_versions=reply.cache_versions,
+        finish_reason=reply.finish_reason,
+        support=reply.support,
+        images=request.images,
+    )
+    return sample_of([turn])
 
 
 def experts_of(turns: Sequence[Turn], num_tokens: int) -> ExpertArray | None:

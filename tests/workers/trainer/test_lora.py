@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapters import adapted, checkpointed, one_rank
 from checkpoints import write_run
 from fakes import make_ready
-from rounding import FLOOR, allowed_difference
+from rounding import FLOOR
 from safetensors.torch import save_file
 from training import (
     largest_relative_difference,
     save_model,
-    shuffled,
     tiny_config,
     tiny_groups,
     tiny_llama,
@@ -39,23 +39,9 @@ from rlflow.tools.export import export
 from rlflow.types import CriticTargets, ReadyGroup, Span
 from rlflow.weights.shm.arena import tensor_at
 from rlflow.workers.trainer.actor import TrainerWorker
-from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.lora import add_adapters, is_adapter, merged, parts_of, peft_config, peft_name, targets_of
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs the package peft")
-
-
-def one_rank(config: Config, folder: Path, is_critic: bool = False) -> FsdpTrainer:
-    return FsdpTrainer(config, str(folder / "model"), 0, 1, "", is_critic)
-
-
-def adapted(folder: Path, config: Config | None = None, seed: int | None = None) -> FsdpTrainer:
-    """After two steps; `seed` shuffles the samples."""
-    trainer = one_rank(config or with_adapters(tiny_config()), folder)
-    for _ in range(2):
-        trainer.accumulate([tiny_groups() if seed is None else shuffled(tiny_groups(), seed)])
-        assert trainer.step().applied
-    return trainer
 
 
 CHOSEN = LoraConfig(rank=4, alpha=6.0, rank_stabilised=True, targets=["v_proj", "q_proj"], dropout=0.25)
@@ -78,7 +64,7 @@ def test_merged_parameters_are_those_of_peft(
     path = save_model(model, tmp_path / "model")
     config = with_adapters(tiny_config())
     config.lora = lora or config.lora
-    trainer = adapted(tmp_path, config)
+    trainer = adapted(config, tmp_path)
     whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     before = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
     adapters = {name: tensor.clone() for name, tensor in trainer.adapter_parameters()}
@@ -116,16 +102,16 @@ def with_dropout() -> Config:
 def test_a_layer_that_is_computed_again_drops_the_same(checkpointing: Checkpointing, tmp_path: Path) -> None:
     save_model(tiny_llama(), tmp_path / "model")
     config = with_dropout()
-    plain = dict(adapted(tmp_path, config).full_parameters())
-    without = dict(adapted(tmp_path).full_parameters())
+    plain = dict(adapted(config, tmp_path).full_parameters())
+    without = dict(adapted(with_adapters(tiny_config()), tmp_path).full_parameters())
     config.trainer.gradient_checkpointing = checkpointing
-    found = dict(adapted(tmp_path, config).full_parameters())
+    found = dict(adapted(config, tmp_path).full_parameters())
     assert largest_relative_difference(found, plain) < 1e-4 < 0.01 < largest_relative_difference(found, without)
 
 
 def test_a_resumed_run_drops_what_the_other_one_did(tmp_path: Path) -> None:
     save_model(tiny_llama(), tmp_path / "model")
-    trainer = adapted(tmp_path, with_dropout())
+    trainer = adapted(with_dropout(), tmp_path)
     trainer.snapshot().write(tmp_path / "saved")
     torch.manual_seed(7)  # whatever else a process has drawn
     again = one_rank(with_dropout(), tmp_path)
@@ -139,7 +125,7 @@ def test_a_resumed_run_drops_what_the_other_one_did(tmp_path: Path) -> None:
 
 def test_passes_of_a_step_drop_different_inputs(tmp_path: Path) -> None:
     save_model(tiny_llama(), tmp_path / "model")
-    trainer = adapted(tmp_path, with_dropout())
+    trainer = adapted(with_dropout(), tmp_path)
     first, second, again = (trainer._loss(tiny_groups()).item() for _ in range(3))
     assert len({first, second, again}) == 3
 
@@ -149,7 +135,7 @@ def test_nothing_is_dropped_where_no_gradient_is_asked_for(checkpointing: Checkp
     save_model(tiny_llama(), tmp_path / "model")
     config = with_dropout()
     config.trainer.gradient_checkpointing = checkpointing
-    trainer = adapted(tmp_path, config)
+    trainer = adapted(config, tmp_path)
     config.lora.dropout = 0.0
     plain = one_rank(config, tmp_path)
     trainer.snapshot().write(tmp_path / "saved")
@@ -202,13 +188,8 @@ def test_the_same_seed_gives_the_same_adapters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("checkpointing", [Checkpointing.selective, Checkpointing.full])
 def test_gradients_of_adapters_pass_through_checkpointed_layers(checkpointing: Checkpointing, tmp_path: Path) -> None:
     save_model(tiny_llama(), tmp_path / "model")
-    config = with_adapters(tiny_config())
-    plain = dict(adapted(tmp_path, config).full_parameters())
-    others = [dict(adapted(tmp_path, config, seed).full_parameters()) for seed in range(3)]
-    config.trainer.gradient_checkpointing = checkpointing
-    found = dict(adapted(tmp_path, config).full_parameters())
-    allowed = allowed_difference(largest_relative_difference(other, plain) for other in others)
-    assert largest_relative_difference(found, plain) <= allowed
+    found, allowed = checkpointed(with_adapters(tiny_config()), tmp_path, checkpointing)
+    assert found <= allowed
 
 
 def test_adapters_of_a_critic_and_its_whole_head_are_trained(tmp_path: Path) -> None:
@@ -308,7 +289,7 @@ def test_the_export_is_the_merged_model_or_the_adapters_alone(lora: LoraConfig, 
     (model / "chat_template.jinja").write_text("")
     config = tiny_config()
     config.lora = lora
-    trainer = adapted(tmp_path, config)
+    trainer = adapted(config, tmp_path)
     write_run(tmp_path / "run", str(model), trainer)
     expected = dict(trainer.full_parameters())
     export(tmp_path / "run", tmp_path / "whole", step=None, dtype="float32")

@@ -69,11 +69,10 @@ def known_arguments() -> tuple[str, ...] | None:
     They are read from its source, because importing vLLM takes seconds (0.26 to 0.32: `engine/arg_utils.py`, two
     dataclasses).
     """
-    found = find_spec("vllm")
-    if found is None or found.origin is None:
+    source = vllm_source("engine/arg_utils.py")
+    if source is None:
         return None
-    source = Path(found.origin).parent / "engine" / "arg_utils.py"
-    classes = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)]
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     return tuple(
         line.target.id
         for each in classes
@@ -81,3 +80,9 @@ def known_arguments() -> tuple[str, ...] | None:
         for line in each.body
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
     )
+
+
+def vllm_source(file: str) -> str | None:
+    """The text of a file of vLLM's package; None where it is not installed."""
+    found = find_spec("vllm")
+    return None if found is None or found.origin is None else (Path(found.origin).parent / file).read_text()

@@ -20,6 +20,7 @@ from rlflow.models.opening import build_model, open_config
 from rlflow.rollout.requests import PART_TOKENS
 from rlflow.runtime.derived import CPU_CACHE_GB, dtype_of, max_running, needs_reference, sends_adapters, transport_of
 from rlflow.runtime.environment import share_cpu
+from rlflow.settings.engine_args import vllm_source
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of one cache block on a CPU: the smallest that its attention kernel takes."""
@@ -174,10 +175,8 @@ def engine_arguments(
 
 def _check_float32_head() -> None:
     """Raise ConfigError if vLLM computes the output layer in the dtype of the model alone."""
-    found = find_spec("vllm")
-    if found is None or found.origin is None:
-        return
-    if "head_dtype" not in (Path(found.origin).parent / "model_executor/layers/logits_processor.py").read_text():
+    source = vllm_source("model_executor/layers/logits_processor.py")
+    if source is not None and "head_dtype" not in source:
         raise ConfigError("model.float32_head needs a newer vLLM, such as 0.32; install that, or leave it false")
 
 

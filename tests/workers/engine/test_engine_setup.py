@@ -13,8 +13,8 @@ from rlflow.config import Config, Dtype, ModelPlacement, Placement, Quantization
 from rlflow.errors import ConfigError
 from rlflow.models.resolve import resolve_config
 from rlflow.runtime.derived import by_device, without_training
+from rlflow.settings import engine_args
 from rlflow.settings.engine_args import DECIDED, RELIED_ON, known_arguments
-from rlflow.workers.engine import setup
 from rlflow.workers.engine.setup import CacheShape, _memory, cache_shape, check_engine, engine_arguments
 
 TINY = resolve_config("tiny")
@@ -120,7 +120,7 @@ def test_a_float32_head_goes_with_overrides_of_ones_own(monkeypatch: pytest.Monk
     old = tmp_path / "model_executor" / "layers" / "logits_processor.py"
     old.parent.mkdir(parents=True)
     old.write_text("class LogitsProcessor: ...\n")
-    monkeypatch.setattr(setup, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    monkeypatch.setattr(engine_args, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
     with pytest.raises(ConfigError, match="^model.float32_head needs a newer vLLM, such as 0.32"):
         engine_arguments(config, TINY, index=0, on_gpu=True)
 

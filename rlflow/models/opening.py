@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def open_config(folder: str, *, trust: bool, setting: str = POLICY, **options: Any) -> "PreTrainedConfig":
-    """`options` replace what config.json says. `setting` named the folder, for the ConfigError if it needs trust."""
+def open_config(folder: str, *, trust: bool, setting: str = POLICY) -> "PreTrainedConfig":
+    """`setting` named the folder, for the ConfigError if it needs trust."""
     from transformers import AutoConfig
 
-    return _opened(AutoConfig.from_pretrained, folder, folder, trust, setting, options)
+    return _opened(AutoConfig.from_pretrained, folder, folder, trust, setting)
 
 
 def open_tokenizer(folder: str, *, trust: bool, setting: str = POLICY) -> Any:
     """The tokenizer with its chat template, as AutoTokenizer finds it; that of a policy may be given ChatML."""
     from transformers import AutoTokenizer
 
-    tokenizer = _opened(AutoTokenizer.from_pretrained, folder, folder, trust, setting, {})
+    tokenizer = _opened(AutoTokenizer.from_pretrained, folder, folder, trust, setting)
     if setting == POLICY and chatml_end(Path(folder)) is not None:
         tokenizer.chat_template = CHATML
     return tokenizer
@@ -37,7 +37,7 @@ def open_processor(folder: str, *, trust: bool) -> Any:
     from transformers import AutoProcessor
 
     try:
-        return _opened(AutoProcessor.from_pretrained, folder, folder, trust, POLICY, {})
+        return _opened(AutoProcessor.from_pretrained, folder, folder, trust, POLICY)
     except (ImportError, OSError) as error:
         raise ConfigError(
             f"model.path: the processor in {folder}, which prepares images, cannot be opened: {first_line(error)}; "
@@ -47,19 +47,17 @@ def open_processor(folder: str, *, trust: bool) -> Any:
 
 def open_model(auto_class: Any, folder: str, *, trust: bool, setting: str = POLICY, **options: Any) -> Any:
     """A model with its weights, by one of transformers' Auto classes."""
-    return _opened(auto_class.from_pretrained, folder, folder, trust, setting, options)
+    return _opened(auto_class.from_pretrained, folder, folder, trust, setting, **options)
 
 
 def build_model(
     auto_class: Any, config: "PreTrainedConfig", *, trust: bool, setting: str = POLICY, **options: Any
 ) -> Any:
     """A model without weights, from what `open_config` gave."""
-    return _opened(auto_class.from_config, config, str(config.name_or_path), trust, setting, options)
+    return _opened(auto_class.from_config, config, str(config.name_or_path), trust, setting, **options)
 
 
-def _opened(
-    call: Callable[..., Any], source: object, folder: str, trust: bool, setting: str, options: dict[str, Any]
-) -> Any:
+def _opened(call: Callable[..., Any], source: object, folder: str, trust: bool, setting: str, **options: Any) -> Any:
     try:
         return call(source, trust_remote_code=trust, **options)
     except ValueError as error:

@@ -118,9 +118,9 @@ def _masks(
     query_rows, key_rows, mask = table
     whole = None if mask is None else torch.from_numpy(mask[:, None]).to(device)
     masks: dict[Reach, Tensor | None] = dict.fromkeys((None, *windows), whole)
-    distance = positions[query_rows][:, :, None] - positions[key_rows][:, None]
-    for window in windows:
-        if window < longest:
+    if shorter := [window for window in windows if window < longest]:
+        distance = positions[query_rows][:, :, None] - positions[key_rows][:, None]
+        for window in shorter:
             seen = (distance < window) & (np.tri(distance.shape[1], dtype=np.bool_) if mask is None else mask)
             masks[window] = torch.from_numpy(seen[:, None]).to(device)
     return masks

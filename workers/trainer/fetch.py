@@ -22,6 +22,7 @@ from rlflow.types import (
     CriticTargets,
     EpisodePayload,
     FloatArray,
+    Pictures,
     ReadyGroup,
     Sample,
     TrainSample,
@@ -47,6 +48,8 @@ class Fetcher:
         self._oldest_version = oldest_version
         self._token_advantage = token_advantage
         self._kl_coefficient = kl_coefficient
+        self._pictures: dict[int, Pictures] = {}
+        """By group, of which there may be several pieces."""
 
     def payloads(self, piece: BatchPiece) -> list[EpisodePayload]:
         return _get(self._groups[piece.group].payloads, piece)
@@ -56,7 +59,9 @@ class Fetcher:
         nothing: list[Any] = [None] * len(piece.episodes)
         references = nothing if group.references is None else _get(group.references, piece)
         values = nothing if group.values is None else _get(group.values, piece)
-        (pictures,) = [{}] if group.pictures is None else _fetched([group.pictures])
+        if group.pictures is not None and piece.group not in self._pictures:
+            (self._pictures[piece.group],) = _fetched([group.pictures])
+        pictures = self._pictures.get(piece.group, {})
         found: list[TrainSample] = []
         for index, payload, reference, value in zip(
             piece.episodes, self.payloads(piece), references, values, strict=True

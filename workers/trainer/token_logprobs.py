@@ -90,11 +90,13 @@ class TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, row_of, targets, denominators, entropies, kept = ctx.saved_tensors
         rule: LogitRule = ctx.rule
-        by_logprob, by_entropy = (
-            None if each is None else each / rule.temperature for each in (gradients[0], gradients[1])
-        )
-        scaled = torch.zeros_like(targets, dtype=torch.float32) if by_logprob is None else by_logprob
+        of_logprobs, of_entropies = gradients
+        nothing = torch.zeros_like(targets, dtype=torch.float32)
+        scaled = nothing if of_logprobs is None else of_logprobs / rule.temperature
         of_row = scaled.new_zeros(len(hidden)).index_add_(0, row_of, scaled)
+        entropy_of_row = None
+        if of_entropies is not None:
+            entropy_of_row = torch.zeros_like(of_row).index_add_(0, row_of, of_entropies / rule.temperature)
         hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32)
         weight_gradient = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         bias_gradient = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
@@ -109,9 +111,9 @@ class TokenLogprobs(torch.autograd.Function):
                     slopes = 1 - (by_logit * (rule.temperature / rule.cap)).square_()
                 by_logit = by_logit.sub_(denominators[:, None]).exp_()
             curved = None
-            if by_entropy is not None:  # of p (-log p - entropy), by which a logit changes its row's entropy
+            if entropy_of_row is not None:  # of p (-log p - entropy), by which a logit changes its row's entropy
                 curved = torch.special.entr(by_logit).sub_(by_logit * entropies[:, None])
-                curved *= torch.zeros_like(of_row).index_add_(0, row_of, by_entropy)[:, None]
+                curved *= entropy_of_row[:, None]
             by_logit = by_logit * -of_row[:, None] if kept is not None else by_logit.mul_(-of_row[:, None])
             if curved is not None:
                 by_logit += curved

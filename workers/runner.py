@@ -257,9 +257,9 @@ def _in_object_store(file: bytes) -> object:
 
 def _calls_through_ray() -> RemoteCalls:
     import ray
-    from ray.exceptions import RayActorError
+    from ray.exceptions import OutOfMemoryError, RayActorError
 
     return RemoteCalls(
         cancel=lambda call: ray.cancel(cast(ray.ObjectRef, call)),
-        is_lost=lambda error: isinstance(error, RayActorError | EngineLost),
+        is_lost=lambda error: isinstance(error, RayActorError | OutOfMemoryError | EngineLost),
     )

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlflow.batching import in_order_of_training, plan_micro_batches
@@ -35,6 +42,8 @@ WATCH = "watch"
 _open: dict[int, tuple[str, float]] = {}
 """Number of an open call -> what it is, and since when."""
 _numbers = count()
+_ENDED = (RayActorError, OutOfMemoryError)
+"""What Ray raises when an actor's process has ended."""
 
 
 def open_calls() -> list[str]:
@@ -70,7 +79,7 @@ async def answer(who: str, reference: Any, what: str = "") -> Any:
         if isinstance(cause, ObjectLostError):
             raise PayloadLost(f"what the {who} was to read was stored on a machine that is lost") from error
         raise WorkerError(f"the {who} failed: {type(cause).__name__}: {cause}") from error
-    except RayActorError as error:
+    except _ENDED as error:
         raise _lost(who, error) from error
     except ObjectLostError as error:
         raise PayloadLost(f"what the {who} answered was stored on a machine that is lost") from error
@@ -80,7 +89,13 @@ async def answer(who: str, reference: Any, what: str = "") -> Any:
         _open.pop(number, None)
 
 
-def _lost(who: str, error: RayActorError) -> WorkerLost:
+def _lost(who: str, error: RayError) -> WorkerLost:
+    if isinstance(error, OutOfMemoryError):
+        return WorkerLost(
+            f"Ray killed the {who}, because its machine ran out of memory: {first_line(error)}; give the run a machine "
+            "with more, or end what else takes it; trainer.micro_batch_tokens and rollout.kv_cache_gb are what it "
+            "needs most for"
+        )
     if isinstance(error, ActorUnavailableError):
         return WorkerLost(f"the {who} died, or its machine cannot be reached")  # Ray does not know yet
     return WorkerLost(f"the {who} died: {first_line(error)}")
@@ -88,7 +103,7 @@ def _lost(who: str, error: RayActorError) -> WorkerLost:
 
 def has_ended(error: BaseException) -> bool:
     """Whether an error that `answer` raised says that the actor's process ended, and not only a worker behind it."""
-    return isinstance(error.__cause__, RayActorError)
+    return isinstance(error.__cause__, _ENDED)
 
 
 async def wait_until_ended(who: str, actor: Any) -> NoReturn:
@@ -96,7 +111,7 @@ async def wait_until_ended(who: str, actor: Any) -> NoReturn:
     call = actor.__ray_call__.options(concurrency_group=WATCH).remote(lambda _: threading.Event().wait())
     try:
         await call  # when the wait is cancelled, the call goes on: it cannot be cancelled
-    except RayActorError as error:
+    except _ENDED as error:
         raise _lost(who, error) from error
     raise AssertionError("this call never returns")
 

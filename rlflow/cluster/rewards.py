@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError
 
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.pulse import watched
@@ -76,5 +76,5 @@ class RayReward:
     async def _unless_dead(self, answer: Awaitable[Any]) -> Any:
         try:
             return await answer
-        except RayActorError as error:
+        except (RayActorError, OutOfMemoryError) as error:
             raise RewardLost(f"the {self._name} died: {first_line(error)}") from error

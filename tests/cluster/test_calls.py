@@ -14,9 +14,9 @@ from typing import Any, cast
 import pytest
 import ray
 from ray import cloudpickle
-from ray.exceptions import ObjectLostError, RayError, RayTaskError, TaskCancelledError
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayError, RayTaskError, TaskCancelledError
 
-from rlflow.cluster.calls import DISK, WATCH, RayTrainer, answer, open_calls, wait_until_ended
+from rlflow.cluster.calls import DISK, WATCH, RayTrainer, answer, has_ended, open_calls, wait_until_ended
 from rlflow.cluster.pulse import watched
 from rlflow.cluster.start import ray_cluster
 from rlflow.config import Config, TrainerConfig
@@ -118,6 +118,29 @@ async def test_what_a_worker_raises(cluster: None, method: str, kind: type[Excep
     actor = ray.remote(Faulty).options(num_cpus=0).remote()
     with pytest.raises(kind, match=message):
         await answer("clerk", getattr(actor, method).remote())
+
+
+class Killed:
+    """An actor that Ray has killed because its machine ran out of memory: every call to it ends so."""
+
+    @property
+    def __ray_call__(self) -> Any:
+        return self
+
+    def options(self, **_: object) -> Any:
+        return self
+
+    async def remote(self, *_: object) -> None:
+        raise OutOfMemoryError("4 worker(s) were killed due to the node running low on memory.\nDetails: ...")
+
+
+async def test_a_process_that_ray_kills_for_its_memory_is_lost() -> None:
+    message = r"^Ray killed the clerk, because its machine ran out of memory: 4 worker\(s\) .* low on memory\.; give"
+    with pytest.raises(WorkerLost, match=message) as caught:
+        await answer("clerk", Killed().remote())
+    assert has_ended(caught.value)
+    with pytest.raises(WorkerLost, match=message):
+        await wait_until_ended("clerk", Killed())
 
 
 async def test_the_end_of_a_process_is_noticed_while_nobody_asks_it_for_anything(cluster: None) -> None:

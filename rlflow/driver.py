@@ -227,7 +227,7 @@ class Driver:
         await self._saver.take_if_due()
         if staged is None:
             await self._publisher.wait_until_loaded()
-            self._progress.served_step = self._progress.step
+            self._progress.served_step, self._progress.served_version = self._progress.step, self._progress.version
         else:
             await self._publisher.hand_over(staged)
         self._intake.end_step(asyncio.get_running_loop().time() - began_s)
@@ -443,4 +443,4 @@ class Driver:
 
 
 def _has_equal_rewards(group: ReadyGroup) -> bool:
-    return len({episode.reward for episode in group.episodes}) == 1
+    return len(group.episodes) > 1 and len({episode.reward for episode in group.episodes}) == 1

@@ -52,8 +52,10 @@ class Publisher:
         self._loading: asyncio.Task[None] | None = None
         self._is_compared = workers.probe is None
 
-    async def stage(self) -> StagedWeights:
-        """Lay out the trainer's weights as the current version."""
+    async def stage(self) -> StagedWeights | None:
+        """Lay out the trainer's weights as the current version; None without engines that take it."""
+        if not self._config.rollout.engines:
+            return None
         await self.wait_until_loaded()  # the engines still read the version before from where this one will be
         self._listener.phase("weights")
         staging = self._workers.trainer.stage_weights(self._progress.version)
@@ -101,8 +103,12 @@ class Publisher:
             self._intake.admit()
 
     async def _first(self) -> None:
-        await self.hand_over(await self.stage())
-        await self.wait_until_loaded()
+        staged = await self.stage()
+        if staged is None:
+            self._intake.admit()
+        else:
+            await self.hand_over(staged)
+            await self.wait_until_loaded()
 
     async def wait_until_loaded(self) -> None:
         """Wait until the engines have what was last handed over. Raises what made the run fail meanwhile."""

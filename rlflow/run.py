@@ -39,6 +39,7 @@ from rlflow.runtime.deadlines import within
 from rlflow.runtime.derived import by_device
 from rlflow.runtime.signals import Stopper, run_until_done
 from rlflow.settings.checks import check
+from rlflow.settings.demonstrations import check_demonstrations
 from rlflow.settings.stop_when import StopRule
 from rlflow.telemetry import about
 from rlflow.telemetry.metrics import check_metric
@@ -86,6 +87,7 @@ def train(config: Config) -> tuple[Path, signal.Signals | None]:
     sampler = TaskSampler(tasks, config.run.seed, config.curriculum)
     evaluation_tasks = held_out_tasks(config, spec)
     model_path = resolve_model(config.model.path)
+    check_demonstrations(config, tasks)
     check_tokens(config, model_path)
     check_shown(config, model_path, chain(tasks, evaluation_tasks))
     reward_model_path = resolve_reward_model(config.reward.model) if config.reward.model is not None else None

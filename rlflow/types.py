@@ -33,6 +33,10 @@ PayloadRef: TypeAlias = object
 it."""
 
 
+NO_VERSION = -1
+"""The version of a token that no policy of this run has sampled."""
+
+
 def no_route(experts: ExpertArray) -> int:
     """What stands for every expert of a token whose route is not known. Example: 255 for uint8."""
     return int(np.iinfo(experts.dtype).max)
@@ -109,6 +113,8 @@ class Task:
     """What the reward compares with, of the type that the data has; None when the environment needs no answer."""
     kind: str = ""
     """Tasks of one kind have rewards on one scale; algorithm.advantage=grpo_task_std normalises by kind."""
+    demonstration: tuple[Message, ...] = ()
+    """What follows the prompt, replies included, if that is given and not sampled."""
     data: dict[str, Json] = field(default_factory=dict)
     """Any further columns of the row."""
 
@@ -218,10 +224,10 @@ class Sample:
     completion_ids: IntArray  # [L]
     loss_mask: BoolArray  # [L], True where the policy sampled the token
     logprobs: FloatArray  # [L], behaviour policy; 0 where loss_mask is False
-    versions: IntArray  # [L], -1 where loss_mask is False
+    versions: IntArray  # [L], NO_VERSION where loss_mask is False, and in demonstrations
     cache_versions: IntArray  # [L], at most `versions`
     """The oldest version that computed any of the keys and values the token was sampled with: older than `versions` for
-    the tokens after an update, if the engine kept its cache (rollout.keep_cache). -1 where loss_mask is False."""
+    the tokens after an update, if the engine kept its cache (rollout.keep_cache). NO_VERSION as in `versions`."""
     support: Support | None = None
     """None if every token was chosen among all."""
     experts: ExpertArray | None = None
@@ -319,11 +325,7 @@ class TurnSummary:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EpisodeSummary:
-    """Metadata of one episode.
-
-    Example: EpisodeSummary(end=EpisodeEnd.COMPLETED, reward=1.0, num_prompt_tokens=2, num_completion_tokens=4,
-        num_loss_tokens=3, oldest_version=3, newest_version=4)
-    """
+    """Metadata of one episode."""
 
     end: EpisodeEnd
     reward: float | None
@@ -348,10 +350,7 @@ class EpisodeSummary:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GroupOrder:
-    """The driver's order to play one group: several episodes of one task.
-
-    Example: GroupOrder(group_id=12, task=task, num_episodes=4, seed=107)
-    """
+    """The driver's order to play one group: several episodes of one task."""
 
     group_id: int
     task: Task

@@ -45,6 +45,7 @@ RECIPES = [
     "ppo_arithmetic",
     "python_repair",
     "search",
+    "sft",
     "smoke",
     "squares",
 ]

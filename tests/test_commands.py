@@ -116,7 +116,7 @@ def one(completion):
     assert files(text) == {"my.py": "def one(completion):\n    return 1.0\n"}
 
 
-@pytest.mark.parametrize("word", ["trainer.learning_rat=1e-5", "rollout.engines=0"])
+@pytest.mark.parametrize("word", ["trainer.learning_rat=1e-5", "rollout.engines=-1"])
 def test_a_command_that_would_be_refused_is_found(word: str) -> None:
     with pytest.raises(ConfigError, match=word.partition("=")[0]):
         composed(["recipe=smoke", word])

@@ -23,16 +23,17 @@ from rlflow.rewards.client import Scorer
 from rlflow.rollout import payloads as payload_files
 from rlflow.rollout.chat import Chat, episode_seed
 from rlflow.rollout.client import EngineClient, EngineHandle, RemoteCalls
+from rlflow.rollout.demonstration import show
 from rlflow.rollout.episode import EnvironmentSource, PlayedEpisode, ProgramGateway, play_episode, summarized, unless
 from rlflow.rollout.images import Album
 from rlflow.rollout.render import ChatRenderer, open_renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
-from rlflow.rollout.samples import NO_VERSION
 from rlflow.runtime.clock import now
 from rlflow.runtime.concurrency import all_or_none
 from rlflow.runtime.derived import is_seeded
 from rlflow.runtime.disk import disk_errors
 from rlflow.types import (
+    NO_VERSION,
     EpisodeEnd,
     EpisodePayload,
     EpisodeSummary,
@@ -208,9 +209,12 @@ class EpisodeRunner:
             executor=self._rendering,
             album=group.album,
         )
-        played = await play_episode(
-            self._environments, order.task, chat, self._config, seed=order.seed, gateway=self._gateway
-        )
+        if order.task.demonstration:
+            played = await show(order.task, chat)
+        else:
+            played = await play_episode(
+                self._environments, order.task, chat, self._config, seed=order.seed, gateway=self._gateway
+            )
         limits = self._config.env
         limit_s = limits.setup_timeout_s if played.end is EpisodeEnd.SETUP_TIMEOUT else limits.episode_timeout_s
         if played.end.is_error and silence_s > limit_s / 2:

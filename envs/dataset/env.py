@@ -54,7 +54,7 @@ def read_tasks(source: Source, system_prompt: str) -> list[Task]:
     tasks: list[Task] = []
     num_bytes, folder = 0, Path(source.path).parent
     for row in rows_of(source):
-        tasks.append(_task(row, system_prompt, folder))
+        tasks.append(task_of(row, system_prompt, folder))
         shown = [
             part["image"] for each in tasks[-1].prompt for part in each.get("parts", ()) if part["type"] == "image"
         ]
@@ -67,7 +67,8 @@ def read_tasks(source: Source, system_prompt: str) -> list[Task]:
     return tasks
 
 
-def _task(row: Row, system_prompt: str, folder: Path) -> Task:
+def task_of(row: Row, system_prompt: str, folder: Path) -> Task:
+    """The task of a row; images that it names by relative paths are in `folder`. Raises ConfigError."""
     prompt_column = next((name for name in PROMPTS if row.columns.get(name) is not None), None)
     placed = row.columns
     if prompt_column is not None:
@@ -79,7 +80,13 @@ def _task(row: Row, system_prompt: str, folder: Path) -> Task:
             f"the answer `answer`, `label`, `reward_model.ground_truth` or `reward_spec.ground_truth`; found "
             f"{sorted(columns)}"
         )
-    messages = _messages(columns[prompt_column], f"{row.where}: `{prompt_column}`")
+    where = f"{row.where}: `{prompt_column}`"
+    messages = messages_of(columns[prompt_column], where)
+    if messages[-1]["role"] == "assistant":
+        raise ConfigError(
+            f"{where} ends with a message of the assistant, which is asked to reply; leave that one out, or train on "
+            "it with env.name=demonstrations"
+        )
     if system_prompt and messages[0]["role"] != "system":
         messages.insert(0, Message(role="system", content=system_prompt))
     id_column = next((name for name in ("id", "example_id") if columns.get(name) is not None), None)
@@ -131,9 +138,10 @@ def _values(columns: Columns, places: Iterable[tuple[str, str | None]]) -> Itera
 # -- the prompt
 
 
-def _messages(value: Json, where: str) -> list[Message]:
+def messages_of(value: Json, where: str, role: str = "user") -> list[Message]:
+    """The messages of a column: a list of them, or a text that somebody of `role` says. Raises ConfigError."""
     if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
+        value = [{"role": role, "content": value}]
     messages = [_message(one) for one in value] if isinstance(value, list) else []
     usable = [message for message in messages if message is not None]
     if not usable or len(usable) < len(messages):
@@ -144,8 +152,6 @@ def _messages(value: Json, where: str) -> list[Message]:
         raise ConfigError(f"{where} has a message of the role {strange[0]!r:.80}; roles are {', '.join(ROLES)}")
     if not any(message["content"].strip() for message in usable):
         raise ConfigError(f"{where} is empty")
-    if usable[-1]["role"] == "assistant":
-        raise ConfigError(f"{where} ends with a message of the assistant, which is asked to reply; leave that one out")
     return usable
 
 

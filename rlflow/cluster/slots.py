@@ -95,8 +95,8 @@ def slots_of(config: Config, *, on_gpus: bool) -> list[Slot]:
 
 
 def num_runners(config: Config) -> int:
-    """One episode runner for every few engines."""
-    return -(-config.rollout.engines // ENGINES_PER_RUNNER)
+    """One episode runner for every few engines, at least one."""
+    return -(-max(1, config.rollout.engines) // ENGINES_PER_RUNNER)
 
 
 def _where(pools: Mapping[ProcessKind, str | None]) -> str:

@@ -184,7 +184,7 @@ async def start_fleet(
         engines=engine_fleet,
         trainer=RayActorCritic(policy, critic) if critic else policy,
         reference=RayReference(references) if references else None,
-        probe=EngineProbe(policy, list(engines.values())) if trainers else None,
+        probe=EngineProbe(policy, list(engines.values())) if trainers and engines else None,
         open_calls=open_calls,
         profile=partial(profile, ranks, list(engines.values())),
     )

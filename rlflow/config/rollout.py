@@ -12,7 +12,7 @@ class RolloutConfig:
 
     engines: int = 1
     """Copies of the model that sample side by side, each a vLLM on `tensor_parallel` GPUs. More make rollouts
-    faster; utilisation/rollout and utilisation/train say which side waits."""
+    faster; utilisation/rollout and utilisation/train say which side waits. 0: the data gives the replies."""
     tensor_parallel: int = 1
     """GPUs of one engine."""
     expert_parallel: bool = False

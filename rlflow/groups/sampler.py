@@ -43,8 +43,13 @@ class SamplerState:
 
 def digests_of_rows(tasks: Sequence[Task]) -> str:
     """`SamplerState.rows` of these tasks: whatever an environment or a reward can see of each."""
-    texts = (_as_text((task.prompt, task.answer, task.kind, task.data)) for task in tasks)
+    texts = (_as_text(_columns(task)) for task in tasks)
     return "".join(hashlib.sha256(text.encode()).hexdigest()[:ROW_DIGITS] for text in texts)
+
+
+def _columns(task: Task) -> list[Any]:
+    told = [task.demonstration] if task.demonstration else []
+    return [task.prompt, task.answer, task.kind, task.data, *told]
 
 
 class TaskSampler:

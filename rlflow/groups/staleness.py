@@ -12,7 +12,7 @@ them; `ready.py` decides which ready group goes first; `is_too_late` is the last
 from dataclasses import replace
 
 from rlflow.config import Late
-from rlflow.types import ReadyGroup, Sample
+from rlflow.types import NO_VERSION, ReadyGroup, Sample
 
 WAITED = 0.05
 """Share of a step that the trainer may wait for groups before more of them are started."""
@@ -66,8 +66,11 @@ def oldest_allowed(*, version: int, max_versions: int) -> int:
 
 
 def is_too_late(group: ReadyGroup, *, oldest: int, late: Late) -> bool:
-    """Whether the group is too old for an update that allows tokens of version `oldest` and newer."""
-    if late is Late.train:
+    """Whether the group is too old for an update that allows tokens of version `oldest` and newer.
+
+    A demonstration never is.
+    """
+    if late is Late.train or group.newest_version == NO_VERSION:
         return False
     if late is Late.mask:
         return group.newest_version < oldest
@@ -76,4 +79,5 @@ def is_too_late(group: ReadyGroup, *, oldest: int, late: Late) -> bool:
 
 def without_old_tokens(sample: Sample, oldest: int) -> Sample:
     """The sample with the tokens older than version `oldest` taken out of the loss; they stay as context."""
-    return replace(sample, loss_mask=sample.loss_mask & (sample.cache_versions >= oldest))
+    is_young = (sample.cache_versions >= oldest) | (sample.cache_versions == NO_VERSION)
+    return replace(sample, loss_mask=sample.loss_mask & is_young)

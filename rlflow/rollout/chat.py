@@ -25,7 +25,7 @@ from rlflow.errors import EnvironmentFailure, NoReply, TemplateRefused
 from rlflow.rollout.images import Album
 from rlflow.rollout.render import ChatRenderer
 from rlflow.rollout.requests import Completion, GenerateRequest
-from rlflow.types import EpisodeEnd, ImageSpan, Message, ToolCall, Turn
+from rlflow.types import NO_VERSION, EpisodeEnd, ImageSpan, Message, ToolCall, Turn
 
 Value = TypeVar("Value")
 
@@ -110,8 +110,9 @@ class Chat:
         agent: str = POLICY,
         trainable: bool = True,
         max_new_tokens: int | None = None,
+        given: Message | None = None,
     ) -> Reply:
-        """Sample the reply of `agent` to a conversation.
+        """Sample the reply of `agent` to a conversation, or record the one that is `given`.
 
         Only a `trainable` agent's tokens are recorded in `turns`. Raises NoReply if a limit of the episode forbids the
         reply (`end` says which), TemplateRefused if the chat template does not take the conversation,
@@ -136,7 +137,13 @@ class Chat:
             else:
                 parent, written = None, await self._aside(self._renderer.prompt, messages, tools)
                 prompt_ids, images = album.written_out(written, messages, 0)
-            completion = await self._generate(self._request(prompt_ids, images, number, max_new_tokens, parent))
+            request = self._request(prompt_ids, images, number, max_new_tokens, parent)
+            if given is None:
+                completion = await self._generate(request)
+            else:
+                completion = self._demonstrated(
+                    await self._aside(self._renderer.given, messages, given, tools), request
+                )
             return await self._record(number, messages, prompt_ids, images, parent, keys[-1], completion, trainable)
         except (NoReply, TemplateRefused, EnvironmentFailure):
             raise
@@ -188,6 +195,17 @@ class Chat:
             num_routed=0 if parent is None else parent.num_routed,
             images=images,
             pictures=self._album.handles(images),
+        )
+
+    def _demonstrated(self, ids: list[int], request: GenerateRequest) -> Completion:
+        """A reply that no policy of this run has sampled. Raises NoReply if it is longer than model.max_length."""
+        length = len(request.prompt_ids) + len(ids)
+        if length > self._config.model.max_length:
+            limit = f"model.max_length ({self._config.model.max_length})"
+            raise self._refuse(EpisodeEnd.PROMPT_TOO_LONG, f"a demonstration has {length} tokens, more than {limit}")
+        nobody = [NO_VERSION] * len(ids)
+        return Completion(
+            ids=ids, logprobs=[0.0] * len(ids), versions=nobody, cache_versions=nobody, finish_reason="stop"
         )
 
     async def _record(

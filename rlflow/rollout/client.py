@@ -77,8 +77,6 @@ class EngineClient:
 
     def __init__(self, engines: Sequence[EngineHandle], calls: RemoteCalls, patience_s: float) -> None:
         """All engines serve at first. A request waits up to `patience_s` seconds while no engine serves."""
-        if not engines:
-            raise ValueError("engines must not be empty")
         self._engines = list(engines)
         self._calls = calls
         self._patience_s = patience_s

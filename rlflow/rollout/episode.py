@@ -26,8 +26,9 @@ from rlflow.envs.base import POLICY, Endpoint, Environment, Program, Prompt, Res
 from rlflow.errors import EnvironmentFailure, EnvironmentLost, NoReply
 from rlflow.rewards.client import Scorer, with_group
 from rlflow.rollout.chat import Chat
-from rlflow.rollout.samples import NO_VERSION, chains_of, sample_of, turns_before
+from rlflow.rollout.samples import chains_of, sample_of, turns_before
 from rlflow.types import (
+    NO_VERSION,
     EpisodeEnd,
     EpisodePayload,
     EpisodeSummary,
@@ -105,25 +106,39 @@ async def play_episode(
         end, detail = EpisodeEnd.SETUP_ERROR, str(failure)
     if chat.failure is not None:
         raise chat.failure
+    played = recorded(chat, task, play.prompt, play.completion, end, detail, play.reward)
+    played.close_failure, played.metrics = play.close_failure, play.metrics | played.metrics
+    return played
+
+
+def recorded(
+    chat: Chat,
+    task: Task,
+    prompt: Sequence[Message],
+    completion: Sequence[Message],
+    end: EpisodeEnd,
+    detail: str = "",
+    reward: float | None = None,
+) -> PlayedEpisode:
+    """An episode that is over, from what its chat has recorded; `reward` is the environment's."""
     chains = chains_of(chat.turns)
     places = {id(turn): place for place, turn in enumerate(chat.turns)}
     samples = [sample_of(chain, turns_before(chat.turns, chain[0])) for chain in chains]
     counts = {"turns": len(chat.turns), "forks": chat.num_forks, "branches": chat.num_branches}
     return PlayedEpisode(
         end=end,
-        payload=EpisodePayload(samples=samples, messages=[*play.prompt, *play.completion]),
+        payload=EpisodePayload(samples=samples, messages=[*prompt, *completion]),
         transcript=Transcript(
             task=task,
-            prompt=tuple(play.prompt),
-            completion=tuple(play.completion),
-            environment_reward=play.reward,
+            prompt=tuple(prompt),
+            completion=tuple(completion),
+            environment_reward=reward,
             end=end,
             num_sampled=sum(len(turn.output_ids) for turn in chat.turns),
             completion_ids=np.concatenate([np.zeros(0, np.int32), *(sample.completion_ids for sample in samples)]),
         ),
         detail=detail,
-        close_failure=play.close_failure,
-        metrics=play.metrics | {name: float(count) for name, count in counts.items()},
+        metrics={name: float(count) for name, count in counts.items()},
         turns=tuple(
             TurnSummary(
                 anchor=one.anchor, num_loss_tokens=len(one.output_ids), place=places[id(one)], reward=one.reward

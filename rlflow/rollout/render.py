@@ -63,6 +63,10 @@ class ChatRenderer(Protocol):
         """The tool calls in a reply."""
         ...
 
+    def given(self, messages: Sequence[Message], reply: Message, tools: ToolSchemas = ()) -> list[int]:
+        """The tokens of a reply that somebody else gave to a conversation, to the end of its turn."""
+        ...
+
 
 class Renderer:
     """ChatRenderer of one model.
@@ -120,6 +124,15 @@ class Renderer:
     def calls(self, text: str) -> list[FunctionCall]:
         return find_calls(text, self.style or CallStyle.TAGGED)
 
+    def given(self, messages: Sequence[Message], reply: Message, tools: ToolSchemas = ()) -> list[int]:
+        before = self._text(messages, tools)
+        whole = self._text([*messages, reply], tools, is_over=True)
+        if not whole.startswith(before):  # as templates that begin a reply for the model do
+            return self.as_sampled(reply["content"])
+        ids, ends = self._encode(whole[len(before) :]), set(self.ends())
+        last = next((place for place, id_ in enumerate(ids) if id_ in ends), len(ids))
+        return ids[: last + 1]
+
     def as_sampled(self, text: str) -> list[int]:
         """The tokens of a reply as a model would sample it: the text and the template's end of turn."""
         written = self._apply([Message(role="user", content="x"), Message(role="assistant", content=_PROBE)], [])
@@ -160,7 +173,8 @@ class Renderer:
         calls = find_calls(written, style)
         return style if calls and calls[0] == function else None
 
-    def _text(self, messages: Sequence[Message], tools: ToolSchemas) -> str:
+    def _text(self, messages: Sequence[Message], tools: ToolSchemas, *, is_over: bool = False) -> str:
+        """`is_over`: nobody is asked to reply."""
         # A sampled reply holds its calls as text already.
         shown = [
             Message(role=message["role"], content=message["content"])
@@ -172,7 +186,7 @@ class Renderer:
             shown = tools_as_text(describe_tools(shown, tools) if tools else shown)
             tools = ()
         try:
-            text = self._apply(shown, tools)
+            text = self._apply(shown, tools, add_generation_prompt=not is_over)
         except (TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise TemplateRefused(

@@ -13,9 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlflow.rollout.requests import Completion, GenerateRequest
-from rlflow.types import ExpertArray, Sample, Support, Turn, no_route
-
-NO_VERSION = -1
+from rlflow.types import NO_VERSION, ExpertArray, Sample, Support, Turn, no_route
 
 
 def chains_of(turns: Sequence[Turn]) -> list[list[Turn]]:

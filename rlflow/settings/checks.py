@@ -47,7 +47,7 @@ _POSITIVE = {
     ),
     "reward": ("model_replicas", "workers", "timeout_s"),
     "algorithm": ("groups_per_step",),
-    "rollout": ("engines", "tensor_parallel", "max_new_tokens", "temperature", "max_running", "kv_cache_gb"),
+    "rollout": ("tensor_parallel", "max_new_tokens", "temperature", "max_running", "kv_cache_gb"),
     "eval": ("episodes",),
     "trainer": ("ranks", "tensor_parallel", "replicas", "learning_rate", "max_grad_norm", "micro_batch_tokens"),
     "lora": ("alpha",),
@@ -58,6 +58,7 @@ _POSITIVE = {
 }
 _NOT_NEGATIVE = {
     "run": ("seed", "checkpoint_every"),
+    "rollout": ("engines",),
     "algorithm": ("kl_coefficient", "entropy_bonus", "balance_coefficient"),
     "critic": ("warmup_steps",),
     "trainer": ("warmup_steps", "weight_decay"),
@@ -319,7 +320,7 @@ def _check_contradictions(config: Config) -> None:
             "weights.transport=p2p"
         )
     max_new_tokens, max_length = config.rollout.max_new_tokens, config.model.max_length
-    if max_new_tokens >= max_length:
+    if config.rollout.engines and max_new_tokens >= max_length:
         raise ConfigError(
             f"rollout.max_new_tokens ({max_new_tokens}) leaves no room for a prompt within model.max_length "
             f"({max_length}); lower the first or raise the second"
@@ -333,6 +334,8 @@ def _check_contradictions(config: Config) -> None:
 
 def _check_rollout(config: Config) -> None:
     rollout, lora = config.rollout, config.lora
+    if not rollout.engines and config.eval.every:
+        raise ConfigError("eval.every needs an engine that replies; set rollout.engines=1, or eval.every=0")
     if rollout.engine_args:
         check_engine_args(config)
     if "" in rollout.stop:

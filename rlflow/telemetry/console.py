@@ -193,6 +193,8 @@ class Console:
             f"length {number(get('completions/mean_length'))}, {percent(get('completions/clipped_ratio'))} cut",
             f"no signal {percent(get('frac_reward_zero_std'))}",
         ]
+        if get("sampling/logp_difference_mean") is None:  # nothing was sampled: the loss says how it goes
+            figures.insert(0, f"loss {number(get('loss'))}")
         if self._held_out is not None:
             figures.append(f"held-out {number(self._held_out)}")
         figures += [f"rollout/train {seconds} s", f"tokens/s {number(get('throughput/tokens_per_s')).replace(' ', '')}"]

@@ -9,7 +9,7 @@ from rlflow.driver import StepReport
 from rlflow.groups.ledger import DropReason
 from rlflow.telemetry.metrics import StepRecord
 from rlflow.telemetry.throughput import throughput_of
-from rlflow.types import EpisodeSummary, Span
+from rlflow.types import NO_VERSION, EpisodeSummary, Span
 
 PHASES = ("rollout", "reward", "train", "weights", "checkpoint")
 
@@ -22,7 +22,8 @@ def step_record(report: StepReport, *, since_s: float, num_tokens_before: int, i
     """
     trained = [episode for group in report.groups for episode in group.episodes]
     step_time = max(report.end_s - since_s, 1e-9)
-    ages = [report.trained_version - episode.oldest_version for episode in trained]
+    versions = [episode.oldest_version for episode in trained if episode.oldest_version != NO_VERSION]
+    ages = [report.trained_version - version for version in versions]
     num_tokens = sum(episode.num_prompt_tokens + episode.num_completion_tokens for episode in trained)
     shares = {
         name: busy_share([span for span in report.spans if span.name == name], since_s, report.end_s) for name in PHASES
@@ -48,8 +49,8 @@ def step_record(report: StepReport, *, since_s: float, num_tokens_before: int, i
         "throughput/tokens_per_s": num_tokens / step_time,
         "throughput/samples_per_s": len(trained) / step_time,
         **throughput_of(report.outcome, shares["train"] * step_time, is_bfloat16=is_bfloat16),
-        "staleness/mean": float(np.mean(ages)),
-        "staleness/max": max(ages),
+        "staleness/mean": float(np.mean(ages)) if ages else None,
+        "staleness/max": max(ages, default=None),
         "weights/pause_s": report.pause_s,
         "queue/ready": report.num_ready,
         "groups/admitted": report.counts["admitted_total"],

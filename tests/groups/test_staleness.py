@@ -10,7 +10,7 @@ from fakes import make_episode
 
 from rlflow.config import Late
 from rlflow.groups.staleness import admission_budget, is_too_late, next_target, oldest_allowed, without_old_tokens
-from rlflow.types import ReadyGroup, Sample
+from rlflow.types import NO_VERSION, ReadyGroup, Sample
 
 
 @pytest.mark.parametrize(
@@ -95,6 +95,11 @@ def test_what_is_too_late(late: Late, versions: list[tuple[int, int]], is_late: 
     assert is_too_late(make_group(1, *versions), oldest=oldest, late=late) is is_late
 
 
+def test_a_demonstration_is_never_too_late() -> None:
+    group = make_group(1, (NO_VERSION, NO_VERSION))
+    assert not any(is_too_late(group, oldest=3, late=late) for late in Late)
+
+
 def test_old_tokens_leave_the_loss_and_stay_as_context() -> None:
     sample = Sample(
         prompt_ids=np.array([7], dtype=np.int32),
@@ -108,5 +113,8 @@ def test_old_tokens_leave_the_loss_and_stay_as_context() -> None:
     assert masked.loss_mask.tolist() == [False, True, False, True]
     assert masked.completion_ids.tolist() == [1, 2, 3, 4]
     assert sample.loss_mask.tolist() == [True, True, False, True]
+    nobody = np.full(4, NO_VERSION, np.int32)
+    given = without_old_tokens(replace(sample, versions=nobody, cache_versions=nobody), 3)
+    assert given.loss_mask.tolist() == [True, True, False, True]
     on_older_cache = replace(sample, cache_versions=np.array([2, 2, -1, 4], dtype=np.int32))
     assert without_old_tokens(on_older_cache, 3).loss_mask.tolist() == [False, False, False, True]

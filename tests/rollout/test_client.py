@@ -159,11 +159,6 @@ async def test_remembered_keys_are_bounded() -> None:
     assert "4" not in client._homes and "5" in client._homes
 
 
-def test_no_engine_is_an_error() -> None:
-    with pytest.raises(ValueError, match="engines must not be empty"):
-        client_of([])
-
-
 def test_only_the_first_part_keeps_the_seed_of_the_reply() -> None:
     assert (part_seed(7, 0), part_seed(7, 256), part_seed(2**31 - 1, 1)) == (7, 483739, 2147414580)
 

@@ -64,6 +64,9 @@ class LetterRenderer:
     ) -> list[int] | None:
         return None if self.breaks_prefix else self.prompt(new_messages)
 
+    def given(self, messages: Sequence[Message], reply: Message, tools: ToolSchemas = ()) -> list[int]:
+        return [*ids_of(reply["content"]), STOP]
+
     def parse(self, ids: Sequence[int]) -> str:
         return "".join(chr(token) for token in ids if token != STOP)
 

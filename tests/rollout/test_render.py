@@ -68,6 +68,18 @@ def test_a_reply_is_parsed_without_special_tokens() -> None:
     assert Renderer(TOKENIZER).parse([*ids_of("é = 4 "), END]) == "é = 4 "
 
 
+def test_a_given_reply_has_the_tokens_of_a_sampled_one() -> None:
+    renderer = Renderer(TOKENIZER)
+    assert renderer.given([user("2+2")], assistant("4")) == [*ids_of("4"), END]
+    talk = [user("2+2"), assistant("4"), user("no")]
+    assert renderer.given(talk, assistant("<|im_end|> 5")) == [END]  # what ends a turn ends it wherever it stands
+
+
+def test_a_given_reply_may_think_where_the_template_begins_with_empty_thoughts() -> None:
+    renderer = Renderer(build(THINKS), {"enable_thinking": False})
+    assert renderer.given([user("2+2")], assistant("4")) == [*ids_of("4"), END]
+
+
 def test_the_next_prompt_keeps_the_sampled_tokens() -> None:
     renderer = Renderer(TOKENIZER)
     held = [*renderer.prompt([user("2+2")]), *ids_of("4"), END]

@@ -183,6 +183,9 @@ class _Letters:
     ) -> list[int] | None:
         return self.prompt(new_messages)
 
+    def given(self, messages: Sequence[Message], reply: Message, tools: Sequence[dict[str, Json]] = ()) -> list[int]:
+        raise AssertionError("no reply is given here")
+
     def parse(self, ids: Sequence[int]) -> str:
         return "".join(chr(token) for token in ids if token != _STOP)
 

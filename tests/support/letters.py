@@ -29,6 +29,9 @@ class LetterRenderer:
     ) -> list[int] | None:
         return self.prompt(new_messages)
 
+    def given(self, messages: Sequence[Message], reply: Message, tools: Sequence[dict[str, Json]] = ()) -> list[int]:
+        return [*ids_of(reply["content"]), STOP]
+
     def parse(self, ids: Sequence[int]) -> str:
         return "".join(chr(token) for token in ids if token != STOP)
 

@@ -100,6 +100,10 @@ def maxrl(groups: Groups) -> Nested:
     return _map(groups, lambda r: r / r.mean() - 1)
 
 
+def reward(groups: Groups) -> Nested:
+    return [[[episode.reward] for episode in group] for group in groups]
+
+
 def remax(groups: Groups) -> Nested:
     return [[[e.reward - (e.baseline if e.baseline is not None else np.nan)] for e in group] for group in groups]
 
@@ -203,6 +207,7 @@ ADVANTAGES: dict[str, Callable[..., Nested]] = {
         grpo_task_std,
         gigpo,
         eapo,
+        reward,
     )
 }
 

@@ -29,6 +29,7 @@ from rlflow.batching import PackedBatch
 from rlflow.config import Config, Proximal
 from rlflow.roles import Mean
 from rlflow.runtime.derived import keeps_cache
+from rlflow.types import NO_VERSION
 
 KL_HORIZON = 10_000
 """An adaptive KL coefficient changes by at most about 20 % over this many episodes (arXiv:1909.08593)."""
@@ -46,6 +47,7 @@ _METRICS = (
     "sampling/older_cache_logp_difference_mean",
     "entropy/sequence_mean",
     "ratio/effective_share",
+    "given_share",
 )
 
 
@@ -105,10 +107,11 @@ class PolicyObjective(Objective):
     def __call__(self, outputs: tuple[Tensor, ...], packed: PackedBatch, version: int) -> Row:
         logprobs, entropies, *balance = outputs
         device = logprobs.device
-        behaviour = torch.from_numpy(packed.behaviour_logprobs).to(device)
+        versions = torch.from_numpy(packed.versions).to(device)
+        is_given = versions.eq(NO_VERSION)  # by a demonstration, whose ratio is 1, because nobody has sampled it
+        behaviour = torch.from_numpy(packed.behaviour_logprobs).to(device).where(~is_given, logprobs.detach())
         proximal = behaviour
         if self._algorithm.proximal is Proximal.interpolated:
-            versions = torch.from_numpy(packed.versions).to(device)
             proximal = interpolate_proximal(logprobs, behaviour, versions, version)
         tokens = Tokens(
             logprobs=logprobs,
@@ -143,10 +146,10 @@ class PolicyObjective(Objective):
         ratio = clamp_log_ratio(difference).exp()
         on_older = torch.from_numpy(packed.is_on_older_cache).to(device)
         gap = difference.abs()
-        is_current = torch.from_numpy(packed.versions).to(device).eq(version) & ~on_older
+        is_current = versions.eq(version) & ~on_older
         columns = [entropies, kl, is_clipped, weights, weights == 0, gap * ~on_older, ratio]
         columns += [is_current, gap * is_current, on_older, gap * on_older]
-        columns += [sequence_mean(entropies.detach(), tokens), ratio.double().square()]
+        columns += [sequence_mean(entropies.detach(), tokens), ratio.double().square(), is_given]
         sums = [column.detach().double().sum() for column in columns]
         counts = logprobs.new_tensor([tokens.num_sequences, len(logprobs)], dtype=torch.float64)
         return Row(
@@ -170,8 +173,9 @@ class PolicyObjective(Objective):
         *totals, loss, num_sequences, num_tokens = sums.tolist()
         num_older = totals[_METRICS.index("sampling/older_cache_share")]
         num_current = totals[_METRICS.index("sampling/current_share")]
+        num_sampled = num_tokens - totals[_METRICS.index("given_share")]
         counts = {
-            "sampling/logp_difference_mean": num_tokens - num_older,
+            "sampling/logp_difference_mean": num_sampled - num_older,
             "sampling/older_cache_logp_difference_mean": num_older,
             "sampling/current_logp_difference_mean": num_current,
             "entropy/sequence_mean": num_sequences,
@@ -182,6 +186,7 @@ class PolicyObjective(Objective):
         }
         ratios, squares = metrics["ratio/mean"].total, metrics["ratio/effective_share"].total
         metrics["ratio/effective_share"] = Mean(total=ratios**2, count=num_tokens * squares)
+        del metrics["given_share"]
         if not self._is_asynchronous:
             del metrics["sampling/current_share"], metrics["sampling/current_logp_difference_mean"]
         if not self._keeps_cache:
@@ -198,7 +203,7 @@ class PolicyObjective(Objective):
             del metrics["entropy/sequence_mean"]
         return metrics | {
             "loss": Mean(total=loss, count=self.divisor(sums)),
-            "sampling/logp_difference_max": Mean(total=largest.item(), count=1),
+            "sampling/logp_difference_max": Mean(total=largest.item(), count=min(1, num_sampled)),
             "num_tokens": Mean(total=num_tokens, count=num_tokens),
         }
 

@@ -1,0 +1,30 @@
+"""An episode whose replies are given: nothing is sampled, and no environment is asked.
+
+    Task.demonstration -> Chat, which records each reply as a turn of the policy -> PlayedEpisode
+
+No policy of this run has sampled these tokens, so their version is NO_VERSION: they are never too old, and nobody's
+log-probabilities are compared with the trainer's. What stands between two replies is context, as in every episode.
+"""
+
+from rlflow.errors import NoReply
+from rlflow.rollout.chat import Chat
+from rlflow.rollout.episode import PlayedEpisode, recorded
+from rlflow.types import EpisodeEnd, Message, Task
+
+
+async def show(task: Task, chat: Chat) -> PlayedEpisode:
+    """The episode of a task that has a demonstration; tools are those of its column `tools`."""
+    offered = task.data.get("tools")
+    tools = [each for each in offered if isinstance(each, dict)] if isinstance(offered, list) else []
+    prompt = await chat.taken_up(task.prompt)
+    told: list[Message] = []
+    try:
+        for message in await chat.taken_up(task.demonstration):
+            if message["role"] == "assistant":
+                reply = await chat.reply([*prompt, *told], tools, given=message)
+                message = reply.message  # with the calls as they are found in its tokens
+            told.append(message)
+    except NoReply:
+        assert chat.end is not None
+        return recorded(chat, task, prompt, told, EpisodeEnd.PROMPT_TOO_LONG, chat.end_detail)
+    return recorded(chat, task, prompt, told, EpisodeEnd.COMPLETED)

@@ -1,0 +1,54 @@
+"""Whether the tasks of a run and its settings agree on who gives the replies: the engines, or the data."""
+
+from collections.abc import Sequence
+
+from rlflow.algorithms.registry import Kind, advantage_of, needs_critic, resolve
+from rlflow.config import Config
+from rlflow.errors import ConfigError
+from rlflow.types import Task
+
+
+def check_demonstrations(config: Config, tasks: Sequence[Task]) -> None:
+    """Raise ConfigError where replies are neither given nor sampled, or are given to an algorithm that compares them
+    with what a policy would have sampled."""
+    count = sum(bool(task.demonstration) for task in tasks)
+    if not count:
+        if not config.rollout.engines:
+            raise ConfigError(
+                "rollout.engines=0 leaves nobody to reply; raise it, or give the replies with env.name=demonstrations"
+            )
+        return
+    if count < len(tasks):
+        raise ConfigError(
+            f"{count} of {len(tasks)} tasks have a demonstration; a run either learns from all of them or plays all"
+        )
+    _check_algorithm(config)
+    if config.eval.every and config.reward.function is None and config.reward.model is None:
+        raise ConfigError(
+            "eval.every needs a reward with demonstrations, which are worth 1 each and say nothing of other replies; "
+            "set reward.function, or eval.every=0"
+        )
+
+
+def _check_algorithm(config: Config) -> None:
+    algorithm = config.algorithm
+    if algorithm.group_size != 1:
+        raise ConfigError(
+            f"algorithm.group_size must be 1 with demonstrations, of which a task has one; got {algorithm.group_size}"
+        )
+    traits = advantage_of(algorithm).traits
+    if needs_critic(algorithm) or traits.needs_greedy:
+        raise ConfigError(
+            f"algorithm.advantage={algorithm.advantage} judges what a policy sampled; with demonstrations take reward"
+        )
+    if not resolve(Kind.loss, algorithm.loss).traits.has_no_ratio:
+        raise ConfigError(
+            f"algorithm.loss={algorithm.loss} compares with the policy that sampled, and nobody has sampled "
+            "demonstrations; take reinforce, which with algorithm.advantage=reward is their negative log-probability"
+        )
+    if algorithm.corrections or algorithm.kl_in_reward:
+        name = "corrections" if algorithm.corrections else "kl_in_reward"
+        raise ConfigError(
+            f"algorithm.{name} needs the log-probabilities of the policy that sampled, which demonstrations do not "
+            "have; leave it out"
+        )

@@ -1,0 +1,113 @@
+"""Rows that hold the replies, and the runs that they go with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.config import Config, EnvConfig, RewardConfig
+from rlflow.environments.find import load_environment
+from rlflow.errors import ConfigError
+from rlflow.settings.checks import check
+from rlflow.settings.demonstrations import check_demonstrations
+from rlflow.types import Message, Task
+
+
+def said(role: str, content: str) -> Message:
+    return Message(role=role, content=content)
+
+
+def load(path: Path, *rows: object, **arguments: Any) -> list[Task]:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    args = {"path": str(path), **arguments}
+    return list(load_environment(EnvConfig(name="demonstrations", args=args), RewardConfig()).tasks())
+
+
+def test_a_conversation_is_given_from_its_first_reply_on(tmp_path: Path) -> None:
+    talk = [said("user", "2 + 3?"), said("assistant", "5"), said("user", "And 1?"), said("assistant", "6")]
+    (task,) = load(tmp_path / "talks.jsonl", {"messages": talk, "level": 2}, system_prompt="Add.")
+    assert task.prompt == (said("system", "Add."), talk[0])
+    assert task.demonstration == tuple(talk[1:])
+    assert (task.id, task.data) == ("talks/1", {"level": 2})
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2 + 3?", "completion": "5"},
+        {"question": "2 + 3?", "response": "5"},
+        {"prompt": [said("user", "2 + 3?")], "completion": [said("assistant", "5")]},
+    ],
+)
+def test_a_reply_may_have_a_column_of_its_own(row: dict[str, Any], tmp_path: Path) -> None:
+    (task,) = load(tmp_path / "rows.jsonl", row)
+    assert task.prompt == (said("user", "2 + 3?"),)
+    assert task.demonstration == (said("assistant", "5"),)
+    assert not {"completion", "response"} & task.data.keys()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "2 + 3?"}, "has no reply; give it the column `messages`"),
+        ({"messages": [said("user", "2 + 3?")]}, "`messages` must end with a reply of the assistant"),
+        ({"messages": [said("assistant", "5")]}, "`messages` begins with the assistant, who replies to nothing"),
+        ({"prompt": "2?", "completion": [said("user", "5")]}, "`completion` must end with a reply"),
+    ],
+)
+def test_a_row_without_a_reply_is_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"rows\.jsonl.*{message}"):
+        load(tmp_path / "rows.jsonl", row)
+
+
+GIVEN = Task(id="a", prompt=(said("user", "2?"),), demonstration=(said("assistant", "2"),))
+PLAYED = Task(id="b", prompt=(said("user", "2?"),))
+
+
+def settings(**algorithm: Any) -> Config:
+    config = Config()
+    config.rollout.engines = 0
+    chosen = {"group_size": 1, "advantage": "reward", "loss": "reinforce", **algorithm}
+    for name, value in chosen.items():
+        setattr(config.algorithm, name, value)
+    return config
+
+
+def test_demonstrations_need_no_engine() -> None:
+    check(settings())
+    check_demonstrations(settings(), [GIVEN])
+    with_engines = settings()
+    with_engines.rollout.engines = 1
+    check_demonstrations(with_engines, [GIVEN])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"group_size": 8}, "algorithm.group_size must be 1 with demonstrations"),
+        ({"advantage": "gae"}, "algorithm.advantage=gae judges what a policy sampled"),
+        ({"advantage": "remax"}, "algorithm.advantage=remax judges what a policy sampled"),
+        ({"loss": "ppo_clip"}, "algorithm.loss=ppo_clip compares with the policy that sampled"),
+        ({"corrections": {"tis": {}}}, "algorithm.corrections needs the log-probabilities"),
+    ],
+)
+def test_an_algorithm_that_needs_a_sampler_is_refused(algorithm: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        check_demonstrations(settings(**algorithm), [GIVEN])
+
+
+def test_somebody_must_reply() -> None:
+    with pytest.raises(ConfigError, match="^rollout.engines=0 leaves nobody to reply"):
+        check_demonstrations(settings(), [PLAYED])
+    with pytest.raises(ConfigError, match="^1 of 2 tasks have a demonstration"):
+        check_demonstrations(settings(), [PLAYED, GIVEN])
+    config = settings()
+    config.eval.every = 5
+    with pytest.raises(ConfigError, match="^eval.every needs an engine that replies"):
+        check(config)
+    config.rollout.engines = 1
+    with pytest.raises(ConfigError, match="^eval.every needs a reward with demonstrations"):
+        check_demonstrations(config, [GIVEN])

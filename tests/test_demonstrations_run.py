@@ -1,0 +1,83 @@
+"""Whole runs that learn from given replies: Ray and FSDP2, no engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from children import TIMEOUT_S
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlflow.models.resolve import resolve_model
+from rlflow.telemetry import metrics
+
+pytestmark = pytest.mark.slow
+
+TALKS = [
+    ["What is 2 + 3?", "5", "And 4 + 4?", "8"],
+    ["What is 1 + 1?", "2"],
+    ["Say yes.", "yes"],
+    ["Say no, and why.", "no, because you said so"],
+]
+
+
+def write_talks(path: Path, *talks: Sequence[str]) -> str:
+    rows = [
+        {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(talk)]}
+        for talk in talks
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def train(run: Path, data: str, *overrides: str) -> str:
+    command = [sys.executable, "-m", "rlflow", "train", "recipe=sft", f"run.dir={run}", f"env.args.path={data}"]
+    command += ["model.path=tiny", "algorithm.groups_per_step=4", "trainer.warmup_steps=0", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def plain_loss(*talks: Sequence[str]) -> float:
+    """The mean over the replies' tokens of -log p, as transformers computes it talk by talk."""
+    folder = resolve_model("tiny")
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    total, count = 0.0, 0
+    for talk in talks:
+        ids: list[int] = []
+        learned: list[bool] = []
+        for question, reply in zip(talk[::2], talk[1::2], strict=True):
+            start = "\n" if ids else ""
+            context = f"{start}<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+            for text, is_reply in ((context, False), (f"{reply}<|im_end|>", True)):
+                added = tokenizer.encode(text, add_special_tokens=False)
+                ids, learned = ids + added, learned + [is_reply] * len(added)
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, :-1].double()
+        of_token = -logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+        total += float(of_token[torch.tensor(learned[1:])].sum())
+        count += sum(learned)
+    return total / count
+
+
+def test_the_loss_is_that_of_transformers_and_falls(tmp_path: Path) -> None:
+    data = write_talks(tmp_path / "talks.jsonl", *TALKS)
+    out = train(tmp_path / "run", data, "run.steps=12", "trainer.learning_rate=3e-3")
+    records = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    losses = [record["loss"] for record in records]
+    assert losses[0] == pytest.approx(plain_loss(*TALKS), abs=1e-5)
+    assert losses[-1] is not None and losses[0] is not None and losses[-1] < losses[0] - 1
+    assert [record["sampling/logp_difference_mean"] for record in records] == [None] * 12
+    assert "alarms: none" in out and "no step of this run carried a signal" not in out
+
+
+def test_a_talk_that_is_too_long_is_left_out_and_counted(tmp_path: Path) -> None:
+    data = write_talks(tmp_path / "talks.jsonl", *TALKS, ["Talk.", "and on " * 200])
+    train(tmp_path / "run", data, "run.steps=2", "model.max_length=256")
+    records = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert sum(record.get("episodes/prompt_too_long") or 0 for record in records) >= 1

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engines import sample, tiny_config, whole_reply
-from vision_models import IMAGE_TOKEN, album, picture, save_vision_model, written
+from vision_models import IMAGE_TOKEN, QWENS, album, picture, save_vision_model, written
 
 from rlflow.batching import pack
 from rlflow.errors import RunError
@@ -22,7 +22,7 @@ from rlflow.workers.engine.engine import RolloutEngine
 from rlflow.workers.engine.prompts import Prompts
 from rlflow.workers.trainer.policy import Policy, load_policy
 
-FIRST, SECOND = picture(1), picture(2, width=50, height=20)
+FIRST, SECOND = picture(1), picture(2, width=64, height=16)  # 2 x 2 and 1 x 4 pieces in the eyes of Qwen-VL
 ALBUM = album(FIRST, SECOND)
 
 
@@ -70,9 +70,10 @@ class Bench:
         )
 
 
-@pytest.fixture(scope="module", params=["whole", "in tiles"])
+@pytest.fixture(scope="module", params=["idefics3", "idefics3 in tiles", *QWENS])
 def bench(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Bench]:
-    folder = save_vision_model(tmp_path_factory.mktemp("vision"), tiles=request.param == "in tiles")
+    family, _, in_tiles = request.param.partition(" in ")
+    folder = save_vision_model(tmp_path_factory.mktemp("vision"), family=family, tiles=bool(in_tiles))
     config = tiny_config()
     policy = load_policy(config, folder)
     assert policy.vision is not None

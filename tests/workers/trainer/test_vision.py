@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from training import largest_relative_difference, tiny_config
 from transformers import AutoModelForImageTextToText
-from vision_models import IMAGE_TOKEN, album, picture, save_vision_model, written
+from vision_models import IMAGE_TOKEN, QWENS, album, picture, save_vision_model, written
 
 from rlflow.batching import pack
 from rlflow.models.images import ImageProcessor, open_image
@@ -23,14 +23,14 @@ from rlflow.workers.trainer.gate import gate_batch, settle_way
 from rlflow.workers.trainer.policy import Policy, load_policy
 from rlflow.workers.trainer.way import go_in_rows
 
-FIRST, SECOND = picture(1), picture(2, width=50, height=20)
+FIRST, SECOND = picture(1), picture(2, width=64, height=16)  # 2 x 2 and 1 x 4 pieces in the eyes of Qwen-VL
 ALBUM = album(FIRST, SECOND)
 TEMPERATURE = 0.7
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_vision_model(tmp_path_factory.mktemp("vision"))
+@pytest.fixture(scope="module", params=["idefics3", *QWENS])
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> str:
+    return save_vision_model(tmp_path_factory.mktemp("vision"), family=request.param)
 
 
 def policy_in(folder: str, dtype: torch.dtype = torch.float32) -> Policy:
@@ -73,9 +73,10 @@ def plain_logprobs(model: Any, processor: ImageProcessor, sample: Sample, dtype:
     ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.completion_ids]).astype(np.int64))
     pixels: dict[str, Tensor] = {}
     if sample.images:
-        found = [processor.pixels(open_image(ALBUM[image.key])) for image in sample.images]
-        pixels = {name: torch.cat([each[name] for each in found], dim=1) for name in found[0]}
+        pixels = processor.pixels([open_image(ALBUM[image.key]) for image in sample.images])
         pixels["pixel_values"] = pixels["pixel_values"].to(dtype)
+        if "image_grid_thw" in pixels:
+            pixels["mm_token_type_ids"] = (ids == IMAGE_TOKEN)[None].int()
     logits = model(input_ids=ids[None], **pixels).logits[0, :-1] / TEMPERATURE
     logits[:, IMAGE_TOKEN] = -torch.inf
     return logits.log_softmax(-1).gather(1, ids[1:, None])[len(sample.prompt_ids) - 1 :, 0]
@@ -100,7 +101,7 @@ def test_log_probabilities_and_gradients_are_those_of_transformers(folder: str, 
     assert (logprobs - torch.cat(expected)).abs().max() < 1e-5
     own = {name: each.grad for name, each in policy.model.named_parameters() if each.grad is not None}
     trained = {name: each.grad for name, each in plain.named_parameters() if name in own and each.grad is not None}
-    assert set(own) == {name for name, _ in plain.named_parameters() if "text_model" in name}
+    assert set(own) == {name for name, _ in plain.named_parameters() if "text_model" in name or "language_model" in name}
     assert largest_relative_difference(own, trained) < 1e-5
 
 
@@ -123,9 +124,9 @@ def test_features_are_kept_within_bounds(folder: str, monkeypatch: pytest.Monkey
     packed = pack(groups_of(policy.vision.processor))
     expected, _ = policy(packed)
     monkeypatch.setattr(vision, "CACHED_BYTES", 4 * 64 * 4)  # of one image
-    policy.vision._features.clear()
+    policy.vision._seen.clear()
     assert torch.equal(policy(packed)[0], expected)
-    assert list(policy.vision._features) == [packed.images[-1].key]
+    assert list(policy.vision._seen) == [packed.images[-1].key]
 
 
 def test_prompts_of_equal_tokens_and_other_images_are_not_shared(folder: str) -> None:

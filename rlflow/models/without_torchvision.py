@@ -7,11 +7,12 @@ for images has a form that does not (transformers 5.19).
 """
 
 import sys
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from itertools import accumulate
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 
 def register() -> None:
@@ -31,12 +32,14 @@ def leave_videos_out() -> None:
         return
     from transformers import processing_utils
     from transformers.image_processing_base import ImageProcessingMixin
-    from transformers.models.auto import video_processing_auto
 
     class NoVideos(ImageProcessingMixin):
         """A processor of videos that takes none."""
 
-        valid_kwargs = processing_utils.VideosKwargs  # vLLM asks for it, whether there are videos or not
+        # vLLM asks for these whether there are videos or not; it counts the tokens of the largest one (0.32).
+        valid_kwargs = processing_utils.VideosKwargs
+        size: ClassVar = {"shortest_edge": 1 << 17, "longest_edge": 1 << 20}
+        temporal_patch_size = 2
 
         @classmethod
         def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
@@ -44,5 +47,6 @@ def leave_videos_out() -> None:
             return cls()
 
     # By these names a processor finds the class that opens its part for videos, and that of what was opened.
-    vars(video_processing_auto)["AutoVideoProcessor"] = NoVideos
+    opening = import_module("transformers.models.auto.video_processing_auto")  # as a name of its package it may differ
+    vars(opening)["AutoVideoProcessor"] = NoVideos
     vars(processing_utils.transformers_module)["VideoProcessorMixin"] = NoVideos

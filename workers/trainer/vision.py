@@ -36,7 +36,7 @@ def policy_class(config: PreTrainedConfig) -> Any:
     known = AutoModelForCausalLM._model_mapping
     if type(config) not in known and type(config) in AutoModelForImageTextToText._model_mapping:
         raise ConfigError(
-            f"model.path names a {config.model_type} model; of models that take images, {' and '.join(FAMILIES)} can "
+            f"model.path names a {config.model_type} model; of models that take images, {', '.join(FAMILIES)} can "
             "be trained; choose one of them, or a model for text"
         )
     return AutoModelForCausalLM

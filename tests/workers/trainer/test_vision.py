@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText
 from vision_models import IMAGE_TOKEN, QWENS, album, picture, save_vision_model, written
 
 from rlflow.batching import pack
+from rlflow.errors import ConfigError
 from rlflow.models.images import ImageProcessor, open_image
 from rlflow.types import Sample, TrainSample
 from rlflow.workers.trainer import vision
@@ -101,7 +102,9 @@ def test_log_probabilities_and_gradients_are_those_of_transformers(folder: str, 
     assert (logprobs - torch.cat(expected)).abs().max() < 1e-5
     own = {name: each.grad for name, each in policy.model.named_parameters() if each.grad is not None}
     trained = {name: each.grad for name, each in plain.named_parameters() if name in own and each.grad is not None}
-    assert set(own) == {name for name, _ in plain.named_parameters() if "text_model" in name or "language_model" in name}
+    assert set(own) == {
+        name for name, _ in plain.named_parameters() if "text_model" in name or "language_model" in name
+    }
     assert largest_relative_difference(own, trained) < 1e-5
 
 
@@ -149,12 +152,15 @@ def test_the_token_of_a_piece_has_no_probability(folder: str) -> None:
     assert torch.isfinite(entropies).all()
 
 
-@pytest.mark.parametrize("tiles", [False, True])
-def test_the_gate_measures_an_image(tmp_path: Path, tiles: bool) -> None:
-    policy = policy_in(save_vision_model(tmp_path, tiles=tiles))
+@pytest.mark.parametrize(
+    ("family", "tiles", "num_tokens"),
+    [("idefics3", False, 7), ("idefics3", True, 34), *((each, False, 4) for each in QWENS)],
+)
+def test_the_gate_measures_an_image(tmp_path: Path, family: str, tiles: bool, num_tokens: int) -> None:
+    policy = policy_in(save_vision_model(tmp_path, family=family, tiles=tiles))
     assert policy.vision is not None
     images = policy.vision.processor
-    assert [image.num_tokens for image in gate_batch(policy.model, 128, images).images] == [34 if tiles else 7]
+    assert [image.num_tokens for image in gate_batch(policy.model, 128, images).images] == [num_tokens]
 
     def settled() -> Any:
         forward = partial(policy, has_plain=True)
@@ -162,3 +168,19 @@ def test_the_gate_measures_an_image(tmp_path: Path, tiles: bool) -> None:
 
     assert settled().is_packed
     assert settled().difference < 1e-5
+
+
+@pytest.mark.parametrize("family", QWENS)
+def test_the_gate_notices_positions_of_one_axis(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_in(save_vision_model(tmp_path, family=family))
+    assert policy.vision is not None
+    monkeypatch.setattr(vision, "axes_of", lambda packed, grids: np.stack([packed.position_ids] * 3))
+    with pytest.raises(ConfigError, match=f"a {family} model of which training computes something else"):
+        settle_way(
+            policy.model,
+            partial(policy, has_plain=True),
+            lambda each: each,
+            torch.float32,
+            128,
+            images=policy.vision.processor,
+        )

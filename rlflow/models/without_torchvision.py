@@ -1,4 +1,4 @@
-"""What stands for torchvision where none is installed: in vLLM's processes, as its plugin (pyproject.toml), and in ours.
+"""What stands for torchvision where none is installed, in vLLM's processes (its plugin, pyproject.toml) and in ours.
 
 Its wheels are built for CUDA, so that the CPU build has none. vLLM's modules of Qwen3.5 and others import the image
 processors of transformers, which import torchvision, also for a model that only reads text (0.32, module qwen3_vl).

@@ -76,7 +76,7 @@ class Shown:
         found: dict[str, Any] = {"inputs_embeds": F.embedding(torch.from_numpy(known).to(device), self.embeddings)}
         if self.axes is not None:
             found["position_ids"] = torch.from_numpy(self.axes[:, known]).to(device)
-        if len(self.deep) and len(self.places):
+        if len(self.deep):
             piece_of = np.full(self.embeddings.shape[0], -1)
             piece_of[self.places] = np.arange(len(self.places))
             pieces = np.where(token_of < 0, -1, piece_of[known])
@@ -97,7 +97,8 @@ class Vision:
         ids = torch.from_numpy(packed.input_ids).to(next(model.parameters()).device)
         embeddings: Tensor = model.get_input_embeddings()(ids)
         if not packed.images:
-            return Shown(embeddings=embeddings, axes=None, places=np.zeros(0, np.int64), deep=embeddings[None, :0])
+            nothing = embeddings.new_zeros((0, 0, embeddings.shape[1]))
+            return Shown(embeddings=embeddings, axes=None, places=np.zeros(0, np.int64), deep=nothing)
         seen = [self._see(model, image.key, packed.pictures) for image in packed.images]
         places: list[IndexArray] = []
         for image, one in zip(packed.images, seen, strict=True):

@@ -84,6 +84,19 @@ def plain_logprobs(model: Any, processor: ImageProcessor, sample: Sample, dtype:
 
 
 @pytest.mark.parametrize("in_rows", [False, True])
+def test_a_row_of_text_alone_needs_no_image(folder: str, in_rows: bool) -> None:
+    policy = policy_in(folder, torch.float64)
+    assert policy.vision is not None
+    processor = policy.vision.processor
+    texts = [sample_of(processor, ["no picture"], [size * "a"], seed=size) for size in (9, 4)]
+    plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    expected = [plain_logprobs(plain, processor, one.sample, torch.float64) for one in texts]
+    if in_rows:
+        go_in_rows(policy.model)
+    assert (policy(pack([texts]))[0] - torch.cat(expected)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("in_rows", [False, True])
 def test_log_probabilities_and_gradients_are_those_of_transformers(folder: str, in_rows: bool) -> None:
     policy = policy_in(folder, torch.float64)
     assert policy.vision is not None

@@ -97,7 +97,9 @@ def test_engine_and_trainer_agree(bench: Bench) -> None:
         bench.request("what ", SECOND, "?", seed=1),
     ]
     replies = bench.ask(*requests)
-    assert [bench.difference(*each) for each in zip(requests, replies, strict=True)] == pytest.approx([0] * 4, abs=1e-4)
+    found = [bench.difference(*each) for each in zip(requests, replies, strict=True)]
+    print(bench.policy.model.config.model_type, "engine - trainer, nats:", *map("{:.1g}".format, found))
+    assert found == pytest.approx([0] * 4, abs=1e-4)
     assert bench.difference(replace(requests[1], images=requests[3].images), replies[1]) > 0.05
 
 

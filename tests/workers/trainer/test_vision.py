@@ -112,13 +112,15 @@ def test_log_probabilities_and_gradients_are_those_of_transformers(folder: str, 
     packed = pack(groups)
     logprobs, _ = policy(packed)
     (logprobs * torch.from_numpy(packed.advantages)).sum().backward()
-    assert (logprobs - torch.cat(expected)).abs().max() < 1e-5
+    difference = (logprobs - torch.cat(expected)).abs().max()
     own = {name: each.grad for name, each in policy.model.named_parameters() if each.grad is not None}
     trained = {name: each.grad for name, each in plain.named_parameters() if name in own and each.grad is not None}
     assert set(own) == {
         name for name, _ in plain.named_parameters() if "text_model" in name or "language_model" in name
     }
-    assert largest_relative_difference(own, trained) < 1e-5
+    of_gradients = largest_relative_difference(own, trained)
+    print(policy.model.config.model_type, f"log-probabilities {difference:.1g}, gradients {of_gradients:.1g}")
+    assert max(difference, of_gradients) < 1e-5
 
 
 def test_an_image_goes_through_the_tower_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

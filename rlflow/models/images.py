@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig
 
-FAMILIES = ("idefics3", "smolvlm")
-"""Families whose images have been measured; their positions have one axis."""
+FAMILIES = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl")
+"""Families whose images have been measured."""
+_PIXELS = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
+"""What towers take, as processors call it; each family has two of them."""
 MAX_FILE_BYTES = 4 << 20
 """The largest file of an image: a step that shows two such fits into the frame of an environment's process."""
 MAX_PIXELS = 1 << 24
@@ -61,6 +63,7 @@ class ImageProcessor:
         """Raises ConfigError for a processor that cannot be opened, and one that does not do what images need."""
         config = open_config(folder, trust=trust)
         self._processor = open_processor(folder, trust=trust)
+        self._merged: int = getattr(config.vision_config, "spatial_merge_size", 1)
         self.token: int = config.image_token_id
         """What stands for a piece of an image, and in a rendered conversation for the image. It is never sampled."""
         self.text: str = self._processor.tokenizer.decode([self.token])
@@ -74,10 +77,23 @@ class ImageProcessor:
         """What is written for the image in the place of the one token."""
         return self._call(image, add_special_tokens=False)["input_ids"][0]
 
-    def pixels(self, image: Image) -> dict[str, Tensor]:
-        """What the model's tower takes, each [1, pieces, ...]."""
-        found = self._call(image, return_tensors="pt")
-        return {name: found[name] for name in ("pixel_values", "pixel_attention_mask")}
+    def pixels(self, images: Sequence[Image]) -> dict[str, Tensor]:
+        """What the model's tower takes: pixels [1, pieces, ...], or, with a grid [images, 3], [pieces, ...]."""
+        found = [self._call(image, return_tensors="pt") for image in images]
+        if not found:
+            return {}
+        import torch
+
+        names = [name for name in _PIXELS if name in found[0]]
+        axis = 0 if "image_grid_thw" in names else 1
+        return {name: torch.cat([each[name] for each in found], dim=axis) for name in names}
+
+    def grid(self, pixels: Mapping[str, Tensor]) -> tuple[int, int] | None:
+        """Rows and columns of the pieces of one image, if the model tells them apart by position."""
+        if "image_grid_thw" not in pixels:
+            return None
+        ((_, height, width),) = pixels["image_grid_thw"].tolist()
+        return height // self._merged, width // self._merged
 
     def _call(self, image: Image, **options: Any) -> Any:
         return self._processor(text=[self.text], images=[[image]], **options)

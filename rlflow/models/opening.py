@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlflow.errors import ConfigError, first_line
 from rlflow.models.chatml import CHATML, chatml_end
 from rlflow.models.resolve import POLICY
+from rlflow.models.without_torchvision import leave_videos_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -36,6 +37,7 @@ def open_processor(folder: str, *, trust: bool) -> Any:
     """What turns images into pixels and tokens. Raises ConfigError if a package of it is missing."""
     from transformers import AutoProcessor
 
+    leave_videos_out()
     try:
         return _opened(AutoProcessor.from_pretrained, folder, folder, trust, POLICY)
     except (ImportError, OSError) as error:

@@ -39,7 +39,8 @@ DECIDED = {
 RELIED_ON = frozenset(
     {
         *("config_format", "convert", "distributed_executor_backend", "disable_log_stats", "enable_prefix_caching"),
-        *("generation_config", "load_format", "logprobs_mode", "max_logprobs", "model_weights"),
+        *("generation_config", "load_format", "logprobs_mode", "max_logprobs", "mm_device_do_normalize"),
+        "model_weights",
         *("override_generation_config", "runner", "scheduler_cls", "skip_tokenizer_init", "stream_interval"),
         *("tokens_only", "use_tqdm_on_load", "weight_transfer_config", "worker_cls", "worker_extension_cls"),
     }

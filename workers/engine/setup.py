@@ -16,11 +16,12 @@ from typing import Any
 from rlflow.config import ADAPTER_RANKS, Config, Dtype, ModelPlacement, Placement, Quantization, Speculative, Transport
 from rlflow.errors import ConfigError
 from rlflow.models.chatml import chatml_end
+from rlflow.models.images import takes_images
 from rlflow.models.opening import build_model, open_config
 from rlflow.rollout.requests import PART_TOKENS
 from rlflow.runtime.derived import CPU_CACHE_GB, dtype_of, max_running, needs_reference, sends_adapters, transport_of
 from rlflow.runtime.environment import share_cpu
-from rlflow.settings.engine_args import vllm_source
+from rlflow.settings.engine_args import known_arguments, vllm_source
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of one cache block on a CPU: the smallest that its attention kernel takes."""
@@ -141,6 +142,7 @@ def engine_arguments(
         arguments["load_format"] = "dummy"
     if config.rollout.top_k is not None:
         arguments["return_sampling_mask"] = True
+    arguments |= image_arguments(open_config(model_path, trust=config.model.trust_remote_code))
     if says_routes:
         arguments["enable_return_routed_experts"] = True
     if config.rollout.speculative is not Speculative.off:
@@ -171,6 +173,19 @@ def engine_arguments(
         _check_float32_head()
         given = given | {"hf_overrides": given.get("hf_overrides", {}) | {"head_dtype": "float32"}}
     return {"max_num_batched_tokens": GPU_STEP_TOKENS, **arguments, **given}
+
+
+def image_arguments(model_config: Any) -> dict[str, Any]:
+    """What vLLM is told about a model that takes images; nothing for others."""
+    if not takes_images(model_config):
+        return {}
+    found: dict[str, Any] = {}
+    if hasattr(model_config, "video_token_id"):
+        found["limit_mm_per_prompt"] = {"video": 0}
+    if "mm_device_do_normalize" in (known_arguments() or ()):
+        # It would make a parameter of the processor's mean and deviation, which no weight update fills (0.32).
+        found["mm_device_do_normalize"] = False
+    return found
 
 
 def _check_float32_head() -> None:

@@ -21,7 +21,7 @@ def plain_logprobs(
     """[N], float32, the log-probabilities of the loss tokens by the model's own head; `vision` if it takes images."""
 
     def run(input_ids: Tensor, keys: Sequence[str]) -> Tensor:
-        pixels = {} if vision is None else vision.inputs(model, keys, packed.pictures)
+        pixels = {} if vision is None else vision.inputs(model, input_ids, keys, packed.pictures)
         return model(input_ids=input_ids, use_cache=False, **pixels).logits
 
     logits = _where_predicted(model, packed, run)

@@ -5,6 +5,7 @@ Shape letters: T tokens of the row, N loss tokens.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlflow.batching import PackedBatch
+from rlflow.batching import IndexArray, PackedBatch
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.models.images import ImageProcessor, open_images
@@ -133,33 +134,26 @@ def hidden_states(model: PreTrainedModel, packed: PackedBatch, vision: Vision | 
     device = next(model.parameters()).device
     # The decoder alone takes embeddings; what a model without images is called with stays as it was.
     run = backbone(model) if vision is None else model.get_decoder()
-    embeddings = None if vision is None else vision.embeddings(model, packed)
+    shown = None if vision is None else vision.shown(model, packed)
 
-    def inputs(input_ids: Tensor, token_of: Tensor) -> dict[str, Tensor]:
-        """The tokens, or the embeddings that stand for them; `token_of` is of their shape, -1 for padding."""
-        if embeddings is None:
-            return {"input_ids": input_ids}
-        return {"inputs_embeds": F.embedding(token_of.clamp(min=0), embeddings)}
+    def inputs(input_ids: IndexArray, token_of: IndexArray) -> dict[str, Any]:
+        """The tokens, or what stands for them; both are [R, L], and `token_of` is -1 for padding."""
+        return {"input_ids": torch.from_numpy(input_ids).to(device)} if shown is None else shown.inputs(token_of)
 
     if not is_packed(model):
         rows = rows_of(packed)
         lay_routes(model, packed.experts, rows.tokens.reshape(-1), rows.cells[packed.loss_positions])
-        input_ids, cells, tokens = (
-            torch.from_numpy(each).to(device) for each in (rows.input_ids, rows.cells, rows.tokens)
-        )
-        states: Tensor = run(**inputs(input_ids, tokens), use_cache=False).last_hidden_state
+        states: Tensor = run(**inputs(rows.input_ids, rows.tokens), use_cache=False).last_hidden_state
         # An embedding gathers, because its backward is deterministic on the CPU.
-        return F.embedding(cells, states.flatten(0, 1))
+        return F.embedding(torch.from_numpy(rows.cells).to(device), states.flatten(0, 1))
     windows = attention_windows(model)
     layout = attention_layout(packed, device, use_flex=device.type == "cuda", windows=windows)
-    input_ids, position_ids = (
-        F.pad(torch.from_numpy(row), (0, layout.num_padding))[None].to(device)
-        for row in (packed.input_ids, packed.position_ids)
-    )
-    token_of = np.pad(np.arange(len(packed.input_ids)), (0, layout.num_padding), constant_values=-1)
+    padding = (0, layout.num_padding)
+    input_ids, positions = (np.pad(row, padding)[None] for row in (packed.input_ids, packed.position_ids))
+    token_of = np.pad(np.arange(len(packed.input_ids)), padding, constant_values=-1)
     lay_routes(model, packed.experts, token_of, packed.loss_positions)
-    shown = inputs(input_ids, torch.from_numpy(token_of)[None].to(device))
-    output = run(**shown, position_ids=position_ids, use_cache=False, layout=layout)
+    told = {"position_ids": torch.from_numpy(positions).to(device)} | inputs(input_ids, token_of[None])
+    output = run(**told, use_cache=False, layout=layout)
     return output.last_hidden_state[0, : len(packed.input_ids)]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engines import sample, tiny_config, whole_reply
-from vision_models import IMAGE_TOKEN, album, picture, save_vision_model, written
+from vision_models import IMAGE_TOKEN, QWENS, album, picture, save_vision_model, written
 
 from rlflow.batching import pack
 from rlflow.errors import RunError
@@ -22,7 +22,7 @@ from rlflow.workers.engine.engine import RolloutEngine
 from rlflow.workers.engine.prompts import Prompts
 from rlflow.workers.trainer.policy import Policy, load_policy
 
-FIRST, SECOND = picture(1), picture(2, width=50, height=20)
+FIRST, SECOND = picture(1), picture(2, width=64, height=16)  # 2 x 2 and 1 x 4 pieces in the eyes of Qwen-VL
 ALBUM = album(FIRST, SECOND)
 
 
@@ -70,9 +70,10 @@ class Bench:
         )
 
 
-@pytest.fixture(scope="module", params=["whole", "in tiles"])
+@pytest.fixture(scope="module", params=["idefics3", "idefics3 in tiles", *QWENS])
 def bench(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Bench]:
-    folder = save_vision_model(tmp_path_factory.mktemp("vision"), tiles=request.param == "in tiles")
+    family, _, in_tiles = request.param.partition(" in ")
+    folder = save_vision_model(tmp_path_factory.mktemp("vision"), family=family, tiles=bool(in_tiles))
     config = tiny_config()
     policy = load_policy(config, folder)
     assert policy.vision is not None
@@ -96,7 +97,9 @@ def test_engine_and_trainer_agree(bench: Bench) -> None:
         bench.request("what ", SECOND, "?", seed=1),
     ]
     replies = bench.ask(*requests)
-    assert [bench.difference(*each) for each in zip(requests, replies, strict=True)] == pytest.approx([0] * 4, abs=1e-4)
+    found = [bench.difference(*each) for each in zip(requests, replies, strict=True)]
+    print(bench.policy.model.config.model_type, "engine - trainer, nats:", *map("{:.1g}".format, found))
+    assert found == pytest.approx([0] * 4, abs=1e-4)
     assert bench.difference(replace(requests[1], images=requests[3].images), replies[1]) > 0.05
 
 

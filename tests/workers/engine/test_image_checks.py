@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import LlavaConfig, Qwen3VLConfig
-from vision_models import picture, save_vision_model
+from transformers import LlavaConfig, PreTrainedConfig, Qwen3VLMoeConfig
+from vision_models import IMAGE_TOKEN, QWENS, picture, save_vision_model
 
 from rlflow.config import Backend, Config
 from rlflow.envs.images import with_images
 from rlflow.errors import ConfigError
+from rlflow.models.images import open_image, open_images
+from rlflow.models.opening import open_config
 from rlflow.models.resolve import resolve_model
 from rlflow.types import Task
+from rlflow.workers.engine.setup import image_arguments
 from rlflow.workers.engine.tokens import check_shown, check_tokens
 from rlflow.workers.trainer.vision import policy_class
 
@@ -78,7 +82,28 @@ def test_a_processor_that_cannot_be_opened_is_an_error_of_the_model(folder: str,
         check_tokens(Config(), str(tmp_path))
 
 
-@pytest.mark.parametrize("config", [Qwen3VLConfig(), LlavaConfig()], ids=["three axes", "not measured"])
-def test_other_families_of_images_are_refused_with_those_that_are_known(config: Qwen3VLConfig | LlavaConfig) -> None:
-    with pytest.raises(ConfigError, match=f"a {config.model_type} model; .* idefics3 and smolvlm can be trained"):
+@pytest.mark.parametrize("config", [Qwen3VLMoeConfig(), LlavaConfig()], ids=["a mixture", "another"])
+def test_other_families_of_images_are_refused_with_those_that_are_known(config: PreTrainedConfig) -> None:
+    known = "idefics3, smolvlm, qwen2_5_vl, qwen3_vl can be trained"
+    with pytest.raises(ConfigError, match=f"a {config.model_type} model; .* {known}"):
         policy_class(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "limits"), [("idefics3", {}), *((each, {"limit_mm_per_prompt": {"video": 0}}) for each in QWENS)]
+)
+def test_engines_take_pixels_as_the_processor_prepares_them(
+    tmp_path: Path, family: str, limits: dict[str, Any]
+) -> None:
+    config = open_config(save_vision_model(tmp_path, family=family), trust=False)
+    assert image_arguments(config) == {"mm_device_do_normalize": False, **limits}
+    assert image_arguments(open_config(resolve_model("tiny"), trust=False)) == {}
+
+
+@pytest.mark.parametrize("family", QWENS)
+def test_a_processor_of_images_and_videos_opens_without_torchvision(tmp_path: Path, family: str) -> None:
+    processor = open_images(save_vision_model(tmp_path, family=family), trust=False)
+    assert processor is not None
+    shown = open_image(picture(1, width=48, height=16))
+    assert processor.tokens(shown) == [IMAGE_TOKEN] * 3
+    assert processor.grid(processor.pixels([shown])) == (1, 3)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from training import largest_relative_difference, tiny_config
 from transformers import AutoModelForImageTextToText
-from vision_models import IMAGE_TOKEN, album, picture, save_vision_model, written
+from vision_models import IMAGE_TOKEN, QWENS, album, picture, save_vision_model, written
 
 from rlflow.batching import pack
+from rlflow.errors import ConfigError
 from rlflow.models.images import ImageProcessor, open_image
 from rlflow.types import Sample, TrainSample
 from rlflow.workers.trainer import vision
@@ -23,14 +24,14 @@ from rlflow.workers.trainer.gate import gate_batch, settle_way
 from rlflow.workers.trainer.policy import Policy, load_policy
 from rlflow.workers.trainer.way import go_in_rows
 
-FIRST, SECOND = picture(1), picture(2, width=50, height=20)
+FIRST, SECOND = picture(1), picture(2, width=64, height=16)  # 2 x 2 and 1 x 4 pieces in the eyes of Qwen-VL
 ALBUM = album(FIRST, SECOND)
 TEMPERATURE = 0.7
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_vision_model(tmp_path_factory.mktemp("vision"))
+@pytest.fixture(scope="module", params=["idefics3", *QWENS])
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> str:
+    return save_vision_model(tmp_path_factory.mktemp("vision"), family=request.param)
 
 
 def policy_in(folder: str, dtype: torch.dtype = torch.float32) -> Policy:
@@ -73,12 +74,26 @@ def plain_logprobs(model: Any, processor: ImageProcessor, sample: Sample, dtype:
     ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.completion_ids]).astype(np.int64))
     pixels: dict[str, Tensor] = {}
     if sample.images:
-        found = [processor.pixels(open_image(ALBUM[image.key])) for image in sample.images]
-        pixels = {name: torch.cat([each[name] for each in found], dim=1) for name in found[0]}
+        pixels = processor.pixels([open_image(ALBUM[image.key]) for image in sample.images])
         pixels["pixel_values"] = pixels["pixel_values"].to(dtype)
+        if "image_grid_thw" in pixels:
+            pixels["mm_token_type_ids"] = (ids == IMAGE_TOKEN)[None].int()
     logits = model(input_ids=ids[None], **pixels).logits[0, :-1] / TEMPERATURE
     logits[:, IMAGE_TOKEN] = -torch.inf
     return logits.log_softmax(-1).gather(1, ids[1:, None])[len(sample.prompt_ids) - 1 :, 0]
+
+
+@pytest.mark.parametrize("in_rows", [False, True])
+def test_a_row_of_text_alone_needs_no_image(folder: str, in_rows: bool) -> None:
+    policy = policy_in(folder, torch.float64)
+    assert policy.vision is not None
+    processor = policy.vision.processor
+    texts = [sample_of(processor, ["no picture"], [size * "a"], seed=size) for size in (9, 4)]
+    plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    expected = [plain_logprobs(plain, processor, one.sample, torch.float64) for one in texts]
+    if in_rows:
+        go_in_rows(policy.model)
+    assert (policy(pack([texts]))[0] - torch.cat(expected)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("in_rows", [False, True])
@@ -97,11 +112,15 @@ def test_log_probabilities_and_gradients_are_those_of_transformers(folder: str, 
     packed = pack(groups)
     logprobs, _ = policy(packed)
     (logprobs * torch.from_numpy(packed.advantages)).sum().backward()
-    assert (logprobs - torch.cat(expected)).abs().max() < 1e-5
+    difference = (logprobs - torch.cat(expected)).abs().max()
     own = {name: each.grad for name, each in policy.model.named_parameters() if each.grad is not None}
     trained = {name: each.grad for name, each in plain.named_parameters() if name in own and each.grad is not None}
-    assert set(own) == {name for name, _ in plain.named_parameters() if "text_model" in name}
-    assert largest_relative_difference(own, trained) < 1e-5
+    assert set(own) == {
+        name for name, _ in plain.named_parameters() if "text_model" in name or "language_model" in name
+    }
+    of_gradients = largest_relative_difference(own, trained)
+    print(policy.model.config.model_type, f"log-probabilities {difference:.1g}, gradients {of_gradients:.1g}")
+    assert max(difference, of_gradients) < 1e-5
 
 
 def test_an_image_goes_through_the_tower_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,9 +142,9 @@ def test_features_are_kept_within_bounds(folder: str, monkeypatch: pytest.Monkey
     packed = pack(groups_of(policy.vision.processor))
     expected, _ = policy(packed)
     monkeypatch.setattr(vision, "CACHED_BYTES", 4 * 64 * 4)  # of one image
-    policy.vision._features.clear()
+    policy.vision._seen.clear()
     assert torch.equal(policy(packed)[0], expected)
-    assert list(policy.vision._features) == [packed.images[-1].key]
+    assert list(policy.vision._seen) == [packed.images[-1].key]
 
 
 def test_prompts_of_equal_tokens_and_other_images_are_not_shared(folder: str) -> None:
@@ -148,12 +167,15 @@ def test_the_token_of_a_piece_has_no_probability(folder: str) -> None:
     assert torch.isfinite(entropies).all()
 
 
-@pytest.mark.parametrize("tiles", [False, True])
-def test_the_gate_measures_an_image(tmp_path: Path, tiles: bool) -> None:
-    policy = policy_in(save_vision_model(tmp_path, tiles=tiles))
+@pytest.mark.parametrize(
+    ("family", "tiles", "num_tokens"),
+    [("idefics3", False, 7), ("idefics3", True, 34), *((each, False, 4) for each in QWENS)],
+)
+def test_the_gate_measures_an_image(tmp_path: Path, family: str, tiles: bool, num_tokens: int) -> None:
+    policy = policy_in(save_vision_model(tmp_path, family=family, tiles=tiles))
     assert policy.vision is not None
     images = policy.vision.processor
-    assert [image.num_tokens for image in gate_batch(policy.model, 128, images).images] == [34 if tiles else 7]
+    assert [image.num_tokens for image in gate_batch(policy.model, 128, images).images] == [num_tokens]
 
     def settled() -> Any:
         forward = partial(policy, has_plain=True)
@@ -161,3 +183,19 @@ def test_the_gate_measures_an_image(tmp_path: Path, tiles: bool) -> None:
 
     assert settled().is_packed
     assert settled().difference < 1e-5
+
+
+@pytest.mark.parametrize("family", QWENS)
+def test_the_gate_notices_positions_of_one_axis(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_in(save_vision_model(tmp_path, family=family))
+    assert policy.vision is not None
+    monkeypatch.setattr(vision, "axes_of", lambda packed, grids: np.stack([packed.position_ids] * 3))
+    with pytest.raises(ConfigError, match=f"a {family} model of which training computes something else"):
+        settle_way(
+            policy.model,
+            partial(policy, has_plain=True),
+            lambda each: each,
+            torch.float32,
+            128,
+            images=policy.vision.processor,
+        )

@@ -57,7 +57,6 @@ class Grader:
             episodes=[summary for summary, _ in kept],
             payloads=[payload for _, payload in kept],
             advantages=[],
-            references=None,
             baseline=baseline,
             num_bytes=played.num_bytes,
             num_images=played.num_images,

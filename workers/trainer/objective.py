@@ -27,7 +27,7 @@ from rlflow.algorithms.registry import objective_of
 from rlflow.algorithms.tokens import Tokens, clamp_log_ratio, sequence_mean
 from rlflow.batching import PackedBatch
 from rlflow.config import Config, Proximal
-from rlflow.roles import Mean
+from rlflow.roles import REFERENCE, Mean
 from rlflow.runtime.derived import keeps_cache
 
 KL_HORIZON = 10_000
@@ -124,11 +124,11 @@ class PolicyObjective(Objective):
         kl = torch.zeros_like(loss)
         loss = loss * weights
         if self._algorithm.kl_coefficient > 0:
-            references = packed.reference_logprobs
+            references = packed.frozen_logprobs.get(REFERENCE)
             if references is None and packed.num_loss_tokens:
                 raise ValueError(
                     "algorithm.kl_coefficient is above 0, but the samples carry no reference log-probabilities; pass "
-                    "them in TrainSample.reference_logprobs"
+                    "them in TrainSample.frozen_logprobs"
                 )
             references = np.zeros(0, np.float32) if references is None else references
             kl = self._chosen.kl(logprobs, torch.from_numpy(references).to(device))

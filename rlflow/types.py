@@ -284,7 +284,7 @@ class Verdict:
 
     reward: float | None
     end: EpisodeEnd | None = None
-    """Set only when scoring failed: REWARD_ERROR, REWARD_TIMEOUT or REWARD_INVALID."""
+    """Set when scoring failed (REWARD_ERROR, _TIMEOUT or _INVALID); as the episode ended, when no reward is wanted."""
     detail: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     awaits_group: bool = False
@@ -326,7 +326,7 @@ class EpisodeSummary:
     """
 
     end: EpisodeEnd
-    reward: float | None
+    reward: float | None  # None: there is no verdict, or none is wanted
     num_prompt_tokens: int
     num_completion_tokens: int
     """Tokens after the prompt, observations included."""
@@ -343,7 +343,7 @@ class EpisodeSummary:
 
     @property
     def is_trainable(self) -> bool:
-        return self.reward is not None and not self.end.is_error
+        return not self.end.is_error
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

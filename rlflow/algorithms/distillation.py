@@ -37,9 +37,9 @@ def distilled(
     advantages: NDArray[np.floating],
     behaviour_logprobs: NDArray[np.floating],
     teacher_logprobs: NDArray[np.floating],
+    weight: float,
+    reward_weight: float,
     *,
-    weight: float = 1.0,
-    reward_weight: float = 1.0,
     clamp: float = 10.0,
 ) -> Distilled:
     """weight * clamp(log pi_T - log mu, -clamp, clamp) + reward_weight * advantage, for each token; all arrays are [N].
@@ -54,8 +54,10 @@ def distilled(
 
 def distillation_of(teacher: TeacherConfig) -> Distillation:
     """As the settings have it. Raises ConfigError for options in `teacher.args` that are unknown or out of range."""
-    reserved = {"weight": teacher.weight, "reward_weight": teacher.reward_weight}
-    chosen = bind(distilled, teacher.args | reserved, "teacher.args", "a teacher")
-    nothing = np.zeros(0, np.float32)
-    chosen(nothing, nothing, nothing)
+    function, nothing = bind(distilled, teacher.args, "teacher.args", "a teacher"), np.zeros(0, np.float32)
+
+    def chosen(advantages: FloatArray, behaviour_logprobs: FloatArray, teacher_logprobs: FloatArray) -> Distilled:
+        return function(advantages, behaviour_logprobs, teacher_logprobs, teacher.weight, teacher.reward_weight)
+
+    chosen(nothing, nothing, nothing)  # so that an option out of range is found at start
     return chosen

@@ -27,6 +27,10 @@ class GpuPlan:
             if kind is ProcessKind.trainer or kind not in self.sharing
         }
 
+    def on_a_gpu(self, kind: ProcessKind) -> int:
+        """Processes of a kind on the same GPU, at most: several if each of several teachers has a rank there."""
+        return -(-self.counts[kind] // self.counts[ProcessKind.trainer]) if kind in self.sharing else 1
+
     @property
     def total(self) -> int:
         return sum(self.own.values())

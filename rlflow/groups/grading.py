@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 
 from rlflow.algorithms.advantage.base import Scope, Scored, ScoredTurn, all_equal
 from rlflow.algorithms.overlong import overlong_penalty
-from rlflow.algorithms.registry import advantage_of
+from rlflow.algorithms.registry import chosen_advantage
 from rlflow.algorithms.turns import earned, in_time
 from rlflow.config import Config
 from rlflow.errors import ConfigError
+from rlflow.runtime.derived import learns_from_rewards
 from rlflow.types import EpisodeSummary, PlayedGroup, ReadyGroup, Task
 
 
@@ -23,7 +24,8 @@ class Grader:
         """Raises ConfigError for an advantage that cannot be found, or options that it does not take."""
         self._algorithm = config.algorithm
         self._max_new_tokens = config.rollout.max_new_tokens
-        self._advantage = advantage_of(config.algorithm)
+        self._has_rewards = learns_from_rewards(config)
+        self._advantage = chosen_advantage(config)
 
     @property
     def needs_batch(self) -> bool:
@@ -96,7 +98,9 @@ class Grader:
             self._set_advantages(groups)
 
     def _set_advantages(self, groups: Sequence[ReadyGroup]) -> None:
-        found = self._advantage.function([self._scored(group) for group in groups])
+        found = self._advantage.function(
+            [self._scored(group) if self._has_rewards else group.episodes for group in groups]
+        )
         for group, advantages in zip(groups, found, strict=True):
             masks = self._algorithm.mask_truncated
             group.advantages = [

@@ -36,8 +36,8 @@ from rlflow.tools.dry_run.memory import (
     activation_bytes,
     cached_sequences,
     engine_memory,
+    frozen_memory,
     logit_rows,
-    reference_memory,
     reward_model_memory,
     shard_size,
     trainer_memory,
@@ -378,13 +378,13 @@ def test_sequences_that_a_cache_holds(parallel: int, max_length: int, sequences:
 
 
 def test_memory_of_the_reference() -> None:
-    found = reference_memory(config(model__dtype=Dtype.bfloat16), SMALL, num_tokens=5, max_logits=20)
+    found = frozen_memory(config(model__dtype=Dtype.bfloat16), SMALL, num_tokens=5, max_logits=20, ranks=1)
     assert sizes(found) == {"parameters": 2 * 92, "one layer and the logits": 5 * 600 + 12 * 2 * 10}
 
 
 def test_memory_of_a_rank_of_the_reference() -> None:
-    asked = config(model__dtype=Dtype.bfloat16, algorithm__kl_coefficient=0.1, cluster__reference_ranks=4)
-    found = reference_memory(asked, SMALL, num_tokens=5, max_logits=20)
+    asked = config(model__dtype=Dtype.bfloat16)
+    found = frozen_memory(asked, SMALL, num_tokens=5, max_logits=20, ranks=4)
     # Of 10, 6, 6 and 4 rows the largest of 4 parts have 3, 2, 2 and 1; two layers of up to 28 are whole at a time.
     assert sizes(found) == {
         "parameters": 2 * (3 * 4 + 2 * 4 + 2 * 4 + 1),

@@ -28,7 +28,7 @@ def check_teachers(config: Config, folder: str) -> None:
         setting = f"{TEACHERS}.{kind}"
         its = open_tokenizer(its_folder, trust=trust, setting=setting).get_vocab()
         if its != own:
-            token, number = min(own.items() ^ its.items(), key=lambda item: item[1])
+            token, number = min(own.items() ^ its.items(), key=lambda item: (item[1], item[0]))
             has_it, other = (folder, its_folder) if own.get(token) == number else (its_folder, folder)
             raise ConfigError(
                 f"{setting}: the vocabulary of {its_folder} is not that of model.path ({folder}): token {number} is "

@@ -343,7 +343,7 @@ class EpisodeSummary:
 
     @property
     def is_trainable(self) -> bool:
-        return not self.end.is_error
+        return self.reward is not None and not self.end.is_error
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -49,7 +49,7 @@ class Grader:
             if not greedy.is_trainable:
                 return None
             baseline = self._shaped_reward(greedy)
-        kept = [(summary, payload) for summary, payload in pairs if summary.is_trainable]
+        kept = [(summary, payload) for summary, payload in pairs if self._counts(summary)]
         if len(kept) < 1 + self._advantage.traits.compares:
             return None
         ready = ReadyGroup(
@@ -67,6 +67,10 @@ class Grader:
         if not self.needs_batch:
             self._set_advantages([ready])
         return ready
+
+    def _counts(self, episode: EpisodeSummary) -> bool:
+        """Whether an episode is trained on. Without a reward it is if none is wanted and the episode did not fail."""
+        return episode.is_trainable or not (self._has_rewards or episode.end.is_error)
 
     def is_filtered(self, group: ReadyGroup) -> bool:
         """Whether there is nothing to learn from a group, so that another task is played instead.

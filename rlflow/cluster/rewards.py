@@ -52,11 +52,11 @@ def start_rewards(
 def scorer_of(config: Config, names: Sequence[str], *, is_silent: bool = False) -> Scorer:
     """What an episode runner has score its episodes, given the names of the actors.
 
-    `is_silent`: the environment is known to give no reward, which only a run that learns from none may have.
+    `is_silent`: the environment is known to give no reward.
     """
     if names:
         return RewardClient([RayReward(name) for name in names], patience_s=config.deadlines.start_s)
-    if is_silent:
+    if is_silent and not learns_from_rewards(config):
         return NoScorer()
     (weight,) = config.reward.weights or (1.0,)
     reward = ChosenReward(name=ENVIRONMENT, function=None, weight=weight)

@@ -209,7 +209,9 @@ async def test_a_reward_that_an_environment_gives_is_shown() -> None:
     unscored = await scorer.score(said(EpisodeEnd.COMPLETED))
     assert (unscored.reward, unscored.end) == (None, EpisodeEnd.COMPLETED)
     config.teacher.reward_weight = 1.0
-    assert (await scorer_of(config, []).score(said(EpisodeEnd.COMPLETED))).end is EpisodeEnd.NO_VERDICT
+    for is_known in (True, False):
+        verdict = await scorer_of(config, [], is_silent=is_known).score(said(EpisodeEnd.COMPLETED))
+        assert verdict.end is EpisodeEnd.NO_VERDICT
 
 
 # -- the driver

@@ -166,7 +166,6 @@ def _group(group_id: int, number: int, payload: object) -> ReadyGroup:
         episodes=episodes,
         payloads=[payload],
         advantages=[[-0.7], [0.7]],
-        references=None,
         num_bytes=PAYLOAD_BYTES,
     )
 

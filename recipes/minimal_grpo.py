@@ -70,6 +70,8 @@ class MinimalGrpo:
             raise ValueError(
                 "the minimal loop is GRPO with the clipped loss; leave the other settings of algorithm alone"
             )
+        if config.teacher.models:
+            raise ValueError("the minimal loop learns from rewards alone; leave teacher.models empty")
         if config.curriculum != CurriculumConfig():
             raise ValueError("the minimal loop plays each task once a pass; leave the settings of curriculum alone")
         self.config = config

@@ -13,7 +13,7 @@ episode 2; group 1, episode 0]. `PackedBatch` shows a row.
 Shape letters: T tokens of the row, N loss tokens, S prompt segments, C completion segments.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,7 +92,7 @@ class PackedBatch:
     versions: IndexArray  # [N], that sampled the target
     is_on_older_cache: BoolArray  # [N], whether an older version computed some of the target's context
     advantages: FloatArray  # [N]
-    reference_logprobs: FloatArray | None  # [N]
+    frozen_logprobs: Mapping[str, FloatArray]  # [N], by what a frozen model is to the row; see roles
     values: FloatArray | None  # [N], the critic's before the update; None unless the critic learns
     returns: FloatArray | None  # [N]
     sequence_of: IndexArray  # [N], the target's sample, counting samples with loss tokens only
@@ -221,7 +221,7 @@ def pack(groups: Sequence[Sequence[TrainSample]], share_prompts: bool = True) ->
     loss tokens, and a completion from its last loss token on. A row without loss tokens holds one token, so that an
     idle rank can still go through forward and backward; its gradient is zero.
 
-    Raises ValueError for an empty prompt, and if only some of the samples have reference log-probabilities.
+    Raises ValueError for an empty prompt, and if only some of the samples have log-probabilities of a frozen model.
     """
     row = _Row()
     prompts: dict[tuple[bytes, tuple[ImageSpan, ...]], int] = {}
@@ -362,12 +362,6 @@ class _Row:
         masks = [sample.sample.loss_mask for sample in samples]
         targets = [sample.critic for sample in samples if sample.critic is not None]
         assert len(targets) in (0, len(samples)), "all samples of a row have targets for a critic, or none has"
-        references = [sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None]
-        if len(references) not in (0, len(samples)):
-            raise ValueError(
-                "all samples of a batch have reference log-probabilities or none has; got "
-                f"{len(references)} of {len(samples)}"
-            )
 
         first = np.cumsum([0, *(mask.sum() for mask in masks)])
         supports = [_support(one.sample, start) for one, start in zip(samples, first, strict=False)]
@@ -391,7 +385,7 @@ class _Row:
             versions=versions,
             is_on_older_cache=_join(of_loss(one.sample.cache_versions for one in samples)) < versions,
             advantages=_join_floats(of_loss(advantages)),
-            reference_logprobs=_join_floats(of_loss(references)) if references else None,
+            frozen_logprobs=_frozen(samples),
             values=_join_floats(of_loss(target.values for target in targets)) if targets else None,
             returns=_join_floats(of_loss(target.returns for target in targets)) if targets else None,
             sequence_of=np.repeat(np.arange(len(samples)), [int(mask.sum()) for mask in masks]),
@@ -418,6 +412,19 @@ def _images_of(sample: Sample) -> tuple[tuple[ImageSpan, ...], tuple[ImageSpan, 
     before = tuple(image for image in sample.images if image.start < length)
     after = (replace(image, start=image.start - length) for image in sample.images if image.start >= length)
     return before, tuple(after)
+
+
+def _frozen(samples: Sequence[TrainSample]) -> dict[str, FloatArray]:
+    found: dict[str, FloatArray] = {}
+    for name in sorted({name for one in samples for name in one.frozen_logprobs}):
+        rows = [one.frozen_logprobs[name][one.sample.loss_mask] for one in samples if name in one.frozen_logprobs]
+        if len(rows) != len(samples):
+            raise ValueError(
+                f"all samples of a batch have log-probabilities of the {name}, or none has; got {len(rows)} of "
+                f"{len(samples)}"
+            )
+        found[name] = _join_floats(rows)
+    return found
 
 
 def _support(sample: Sample, first: int) -> tuple[IntArray, IndexArray]:

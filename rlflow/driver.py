@@ -7,7 +7,7 @@
        |                    |                                               |
        +-- put back ---- Grader: who counts, which advantage -> ReadyGroup  |
                             |                                               |
-                 Reference.logprobs, when KL is on                          |
+                 FrozenModel.logprobs: the reference and a teacher          |
                             v                                               |
                        ReadyQueue                                           |
                             | take                                          |

@@ -115,7 +115,7 @@ class DeadlineError(RunError):
 
 
 class WorkerHung(DeadlineError, WorkerLost):
-    """A rank of the trainer or the critic, or the reference, did not answer in time. Its process may live, but nothing
+    """A rank of the trainer, the critic or a frozen model did not answer in time. Its process may live, but nothing
     ends a collective that is stuck, so that it counts as lost."""
 
 

@@ -1,18 +1,21 @@
 """What the driver asks of its workers: Protocols that Ray actors implement in a run, and fakes in the tests.
 
-    GroupOrder -> Runners -> PlayedGroup          payloads -> Reference -> log-probabilities
+    GroupOrder -> Runners -> PlayedGroup          payloads -> FrozenModel -> log-probabilities
     ReadyGroups -> Trainer -> StagedWeights -> Engines, which sample under them
 
 The driver awaits every method under a named deadline. All arguments and results are metadata: tokens, gradients and
 weights stay with the workers, and what crosses here are handles to them.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from rlflow.types import GroupOrder, Message, PayloadRef, PlayedGroup, ReadyGroup, Sample, Span
+
+REFERENCE, TEACHER = "reference", "teacher"
+"""What a frozen model may be to a group: where the KL is measured from, or what the policy learns from."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -205,9 +208,11 @@ class Trainer(Protocol):
         ...
 
 
-class Reference(Protocol):
+class FrozenModel(Protocol):
+    """A policy that never changes: the reference, or a teacher."""
+
     async def logprobs(self, payloads: Sequence[PayloadRef]) -> list[object]:
-        """Handles to the frozen policy's log-probabilities [L] of each payload's samples."""
+        """Handles to its log-probabilities [L] of each payload's samples."""
         ...
 
 
@@ -238,7 +243,8 @@ class Workers:
     runners: Runners
     engines: Engines
     trainer: Trainer
-    reference: Reference | None
+    frozen: Mapping[str, FrozenModel] = field(default_factory=dict)
+    """By their names; `derived.frozen_models` says which of them a group asks."""
     probe: Probe | None = None
     """None if there is nothing to compare: without a trainer, for example."""
     open_calls: Callable[[], list[str]] = list

@@ -36,11 +36,12 @@ from rlflow.rundir.directory import RunDir, claim, rewound
 from rlflow.rundir.restarts import MAX_RESTARTS, Restarts, Setback, larger_setback
 from rlflow.rundir.store import RunState
 from rlflow.runtime.deadlines import within
-from rlflow.runtime.derived import by_device
+from rlflow.runtime.derived import by_device, learns_from_rewards
 from rlflow.runtime.signals import Stopper, run_until_done
 from rlflow.settings.checks import check
 from rlflow.settings.demonstrations import check_demonstrations
 from rlflow.settings.stop_when import StopRule
+from rlflow.settings.teacher_checks import check_kinds
 from rlflow.telemetry import about
 from rlflow.telemetry.metrics import check_metric
 from rlflow.telemetry.observer import RunObserver
@@ -48,6 +49,7 @@ from rlflow.telemetry.text import duration
 from rlflow.telemetry.trackers import check_trackers
 from rlflow.types import Task
 from rlflow.workers.engine.tokens import check_shown, check_tokens
+from rlflow.workers.teachers import check_teachers, with_folders
 
 ACCEPT_EDITED = "accept_edited_tasks"
 """A file of this name in run.dir says to go on although tasks were edited."""
@@ -81,7 +83,7 @@ def train(config: Config) -> tuple[Path, signal.Signals | None]:
     check_functions(config)
     if config.run.stop_when is not None:
         check_metric(StopRule.of(config.run.stop_when).metric)
-    spec = load_environment(config.env, config.reward)
+    spec = load_environment(config.env, config.reward, needs_reward=learns_from_rewards(config))
     # Before anything is started: a wrong row of the data set, or a curriculum that does not exist, fails here.
     tasks = spec.tasks()
     sampler = TaskSampler(tasks, config.run.seed, config.curriculum)
@@ -89,6 +91,9 @@ def train(config: Config) -> tuple[Path, signal.Signals | None]:
     model_path = resolve_model(config.model.path)
     check_demonstrations(config, tasks)
     check_tokens(config, model_path)
+    check_kinds(config, {task.kind for task in tasks})
+    taught = with_folders(config)
+    check_teachers(taught, model_path)
     check_shown(config, model_path, chain(tasks, evaluation_tasks))
     reward_model_path = resolve_reward_model(config.reward.model) if config.reward.model is not None else None
     with claim(config) as run_dir, _faults_kept_in(run_dir.path):
@@ -100,7 +105,7 @@ def train(config: Config) -> tuple[Path, signal.Signals | None]:
             _check_same_tasks(run_dir, sampler, state)
         run = _Run(
             # Workers write to it too.
-            config=replace(config, run=replace(config.run, dir=str(run_dir.path))),
+            config=replace(taught, run=replace(config.run, dir=str(run_dir.path))),
             spec=spec,
             tasks=tasks,
             rows=sampler.rows,

@@ -290,7 +290,7 @@ class Verdict:
 
     reward: float | None
     end: EpisodeEnd | None = None
-    """Set only when scoring failed: REWARD_ERROR, REWARD_TIMEOUT or REWARD_INVALID."""
+    """Set when scoring failed (REWARD_ERROR, _TIMEOUT or _INVALID); as the episode ended, when no reward is wanted."""
     detail: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     awaits_group: bool = False
@@ -328,7 +328,7 @@ class EpisodeSummary:
     """Metadata of one episode."""
 
     end: EpisodeEnd
-    reward: float | None
+    reward: float | None  # None: there is no verdict, or none is wanted
     num_prompt_tokens: int
     num_completion_tokens: int
     """Tokens after the prompt, observations included."""
@@ -398,9 +398,9 @@ class ReadyGroup:
     advantages: list[list[float] | None]
     """One value for each of `episodes`, or one for each turn, or None to keep it out of the gradient. Empty until all
     groups of the step are known, if the advantage depends on them."""
-    references: list[object] | None
-    """Handles to the reference policy's log-probabilities, one for each episode; None when KL is off."""
     num_bytes: int
+    frozen: dict[str, list[object]] = field(default_factory=dict)
+    """What a frozen model is to the group (see `roles`) -> handles to its log-probabilities, one for each episode."""
     values: list[object] | None = None
     """Handles to the critic's values, one for each episode; None without a critic, or before it was asked."""
     baseline: float | None = None
@@ -443,7 +443,7 @@ class TrainSample:
     sample: Sample
     advantage: float | FloatArray
     """One value for every token, or [L]."""
-    reference_logprobs: FloatArray | None = None  # [L]
+    frozen_logprobs: dict[str, FloatArray] = field(default_factory=dict)  # [L], by what a frozen model is to it
     critic: CriticTargets | None = None
     pictures: Pictures = field(default_factory=dict)
     """The images of its group."""

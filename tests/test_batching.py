@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlflow.batching import BatchPiece, MicroBatchPlan, pack, plan_micro_batches, spread_over_turns
+from rlflow.roles import REFERENCE
 from rlflow.types import EpisodeEnd, EpisodeSummary, Sample, TrainSample
 
 
@@ -37,8 +38,8 @@ def train_sample(
         versions=np.array([0 if bit else -1 for bit in mask], np.int32),
         cache_versions=np.array([0 if bit else -1 for bit in mask], np.int32),
     )
-    references = None if reference is None else np.array(reference, np.float32)
-    return TrainSample(sample=sample, advantage=advantage, reference_logprobs=references)
+    frozen = {} if reference is None else {REFERENCE: np.array(reference, np.float32)}
+    return TrainSample(sample=sample, advantage=advantage, frozen_logprobs=frozen)
 
 
 def plan(*pieces: tuple[int, tuple[int, ...]]) -> MicroBatchPlan:
@@ -147,7 +148,7 @@ def test_pack_shares_equal_prompts() -> None:
     assert packed.targets.tolist() == [7, 8, 2, 9, 7, 8]
     assert packed.behaviour_logprobs.tolist() == [-0.5, -1.0, -1.5, -0.5, -0.5, -1.5]
     assert packed.advantages.tolist() == [1.0, 1.0, 1.0, -1.0, 0.5, 0.5]
-    assert packed.reference_logprobs is None
+    assert packed.frozen_logprobs == {}
     assert packed.num_loss_tokens == 6
 
 
@@ -210,13 +211,13 @@ def test_pack_of_nothing_is_one_token_without_loss() -> None:
 
 def test_pack_takes_reference_logprobs_where_there_is_loss() -> None:
     packed = pack([[train_sample([5], [7, 4, 8], [1, 0, 1], 1.0, reference=[-1.0, 0.0, -2.0])]])
-    assert packed.reference_logprobs is not None
-    assert packed.reference_logprobs.tolist() == [-1.0, -2.0]
+    assert packed.frozen_logprobs.keys() == {REFERENCE}
+    assert packed.frozen_logprobs[REFERENCE].tolist() == [-1.0, -2.0]
 
 
 def test_pack_rejects_a_partial_reference() -> None:
     samples = [train_sample([5], [7], [1], 1.0, reference=[-1.0]), train_sample([5], [8], [1], 1.0)]
-    with pytest.raises(ValueError, match="got 1 of 2"):
+    with pytest.raises(ValueError, match="of the reference, or none has; got 1 of 2"):
         pack([samples])
 
 

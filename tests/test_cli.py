@@ -33,6 +33,7 @@ RECIPES = [
     "dapo_arithmetic",
     "decoupled_arithmetic_async",
     "dialogue",
+    "distil_arithmetic",
     "environment",
     "grpo_32b",
     "grpo_7b",

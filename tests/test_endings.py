@@ -13,6 +13,7 @@ from rlflow.config import Config, Placement
 from rlflow.driver import StepReport
 from rlflow.errors import DeadlineError, EngineLost, RunError, WorkerHung, WorkerLost
 from rlflow.groups.ledger import DropReason, GroupState, Ledger
+from rlflow.roles import REFERENCE
 from rlflow.run import resume_command
 from rlflow.rundir.store import read_state
 from rlflow.types import EpisodeEnd, GroupOrder, PayloadRef
@@ -215,8 +216,9 @@ class HungReference:
 
 def test_a_reference_that_hangs_is_lost(tmp_path: Path) -> None:
     world = make_world(tmp_path, steps=9, max_versions=1)
-    world.driver._workers.reference = HungReference(world, step=2)
-    with pytest.raises(WorkerHung, match="^the reference log-probabilities .* 1800 s; raise deadlines.train_s if it"):
+    world.config.algorithm.kl_coefficient = 0.1
+    world.driver._workers.frozen = {REFERENCE: HungReference(world, step=2)}
+    with pytest.raises(WorkerHung, match="^the reference's log-probabilities .* 1800 s; raise deadlines.train_s if it"):
         run_virtually(world.driver.run())
     assert world.trainer.ended.is_set()
     assert not [drop for drop in world.observer.drops if drop[1] is DropReason.FAILED], "no group is at fault"

@@ -16,10 +16,12 @@ import numpy as np
 from rlflow.algorithms.advantage.base import Advantages, Group, Scope
 from rlflow.algorithms.base import Traits
 from rlflow.algorithms.check_returns import checked_advantage, checked_correction, checked_loss
+from rlflow.algorithms.distillation import distillation_of
 from rlflow.config import AlgorithmConfig, Config, CriticConfig, Late, Proximal
 from rlflow.errors import ConfigError
 from rlflow.plugins.catalog import Catalog, modules_of
 from rlflow.plugins.options import bind
+from rlflow.runtime.derived import learns_from_rewards
 
 if TYPE_CHECKING:
     from rlflow.algorithms.correction.base import CorrectionFunction
@@ -106,6 +108,13 @@ def advantage_of(algorithm: AlgorithmConfig) -> Algorithm:
     return found._replace(function=checked_advantage(found.function, algorithm.advantage))
 
 
+def chosen_advantage(config: Config) -> Algorithm:
+    """`advantage_of` the settings; zeros for groups of any size, if nothing is learnt from rewards."""
+    if learns_from_rewards(config):
+        return advantage_of(config.algorithm)
+    return Algorithm(lambda groups: [[[0.0] for _ in group] for group in groups], Traits(compares=False))
+
+
 def needs_critic(algorithm: AlgorithmConfig) -> bool:
     return algorithm.advantage in CATALOGS[Kind.token_advantage].shipped
 
@@ -140,7 +149,9 @@ def objective_of(algorithm: AlgorithmConfig) -> ChosenObjective:
 def check_functions(config: Config) -> None:
     """Raise ConfigError for a function that cannot be found or called so, or for some that do not go together."""
     algorithm = config.algorithm
-    chosen = advantage_of(algorithm)
+    if config.teacher.models:
+        distillation_of(config.teacher)
+    chosen = chosen_advantage(config)
     if chosen.traits.compares and algorithm.group_size < 2:
         raise ConfigError(
             f"algorithm.group_size must be at least 2 with algorithm.advantage={algorithm.advantage}, which compares "

@@ -1,4 +1,4 @@
-"""Calls to Ray actors, and the trainer and the reference behind the driver's Protocols.
+"""Calls to Ray actors, and the trainer and frozen models behind the driver's Protocols.
 
     roles.Trainer -> one call for each rank -> answer -> the ranks' answers, or a WorkerError that names the rank
 
@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlflow.batching import in_order_of_training, plan_micro_batches
 from rlflow.config import TrainerConfig
 from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerError, WorkerLost, first_line
-from rlflow.roles import Mean, StagedWeights, StepOutcome
+from rlflow.roles import REFERENCE, Mean, StagedWeights, StepOutcome
 from rlflow.rollout.requests import ProbePrompt
 from rlflow.runtime.clock import as_seen_here, now
 from rlflow.runtime.concurrency import wait_until_all_ended
@@ -156,10 +156,10 @@ class RayTrainer:
 
     async def refer(self, groups: Sequence[ReadyGroup]) -> None:
         """If this trainer is the reference too: give the groups that lack them the reference's log-probabilities."""
-        lacking = [group for group in groups if group.references is None]
+        lacking = [group for group in groups if REFERENCE not in group.frozen]
         if self._policy_is_reference and lacking:
             for group, references in zip(lacking, await self.per_token("references", lacking), strict=True):
-                group.references = references
+                group.frozen[REFERENCE] = references
 
     async def per_token(self, method: str, groups: Sequence[ReadyGroup]) -> list[list[object]]:
         """What `method` of the ranks says of each episode: for each group, one handle an episode."""
@@ -280,10 +280,11 @@ class RayActorCritic:
         await asyncio.gather(self._policy.reload(), self._critic.reload())
 
 
-class RayReference:
-    """The ranks of the frozen reference, among which the payloads of a call are divided."""
+class RayFrozenModel:
+    """The ranks of a frozen model, among which the payloads of a call are divided."""
 
-    def __init__(self, actors: Sequence[Any]) -> None:
+    def __init__(self, name: str, actors: Sequence[Any]) -> None:
+        self._name = name
         self._actors = actors
 
     async def logprobs(self, payloads: Sequence[PayloadRef]) -> list[object]:
@@ -293,7 +294,7 @@ class RayReference:
             own = list(payloads[rank :: len(self._actors)])
             call = actor.logprobs.options(num_returns=len(own) + 1).remote(own)
             done, *found[rank :: len(self._actors)] = call if own else [call]
-            waiting.append(answer(f"reference rank {rank}", done, "log-probabilities"))
+            waiting.append(answer(f"{self._name} rank {rank}", done, "log-probabilities"))
         # A call that only some ranks have taken would leave these waiting for the others, so none is cancelled alone.
         await asyncio.shield(asyncio.ensure_future(wait_until_all_ended(waiting)))
         return found

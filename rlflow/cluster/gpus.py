@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from rlflow.algorithms.registry import needs_critic
 from rlflow.config import Config, ModelPlacement, Placement, ProcessKind, Speculative, Transport
 from rlflow.errors import ConfigError
-from rlflow.runtime.derived import reference_ranks, transport_of
+from rlflow.runtime.derived import reference_ranks, teacher_ranks, teachers, transport_of
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -13,7 +13,8 @@ class GpuPlan:
     counts: dict[ProcessKind, int]
     """Processes of each kind; a kind that the run does not have is left out."""
     sharing: tuple[ProcessKind, ...]
-    """The kinds on the trainer's GPUs, process i on that of rank i; the trainer is one of them."""
+    """The kinds on the trainer's GPUs, process i on that of rank i, of rank i - n if the trainer has n; the trainer is
+    one of them."""
     per_engine: int
     """GPUs of one engine."""
 
@@ -26,6 +27,10 @@ class GpuPlan:
             if kind is ProcessKind.trainer or kind not in self.sharing
         }
 
+    def on_a_gpu(self, kind: ProcessKind) -> int:
+        """Processes of a kind on the same GPU, at most: several if each of several teachers has a rank there."""
+        return -(-self.counts[kind] // self.counts[ProcessKind.trainer]) if kind in self.sharing else 1
+
     @property
     def total(self) -> int:
         return sum(self.own.values())
@@ -37,6 +42,7 @@ def gpu_plan(config: Config) -> GpuPlan:
         ProcessKind.trainer: config.trainer.ranks,
         ProcessKind.critic: config.trainer.ranks if needs_critic(config.algorithm) else 0,
         ProcessKind.reference: reference_ranks(config),
+        ProcessKind.teacher: len(teachers(config)) * teacher_ranks(config),
         ProcessKind.reward_model: config.reward.model_replicas if config.reward.model is not None else 0,
     }
     counts = {kind: count for kind, count in counts.items() if count}

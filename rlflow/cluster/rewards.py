@@ -13,8 +13,9 @@ from rlflow.envs.base import RewardFunction
 from rlflow.errors import RewardLost, first_line
 from rlflow.rewards.call import ChosenReward
 from rlflow.rewards.choose import ENVIRONMENT, choose_rewards, is_environment_alone
-from rlflow.rewards.client import EnvironmentScorer, RewardClient, Scorer
+from rlflow.rewards.client import EnvironmentScorer, NoScorer, RewardClient, Scorer
 from rlflow.rewards.pool import ScorerPool
+from rlflow.runtime.derived import learns_from_rewards
 from rlflow.types import Transcript, Verdict
 from rlflow.workers.reward_model import RewardModelWorker
 
@@ -48,12 +49,18 @@ def start_rewards(
     }
 
 
-def scorer_of(config: Config, names: Sequence[str]) -> Scorer:
-    """What an episode runner has score its episodes, given the names of the actors."""
+def scorer_of(config: Config, names: Sequence[str], *, is_silent: bool = False) -> Scorer:
+    """What an episode runner has score its episodes, given the names of the actors.
+
+    `is_silent`: the environment is known to give no reward.
+    """
     if names:
         return RewardClient([RayReward(name) for name in names], patience_s=config.deadlines.start_s)
+    if is_silent and not learns_from_rewards(config):
+        return NoScorer()
     (weight,) = config.reward.weights or (1.0,)
-    return EnvironmentScorer(ChosenReward(name=ENVIRONMENT, function=None, weight=weight))
+    reward = ChosenReward(name=ENVIRONMENT, function=None, weight=weight)
+    return EnvironmentScorer(reward, is_needed=learns_from_rewards(config))
 
 
 class RayReward:

@@ -20,6 +20,7 @@ from rlflow.cluster.pulse import watched
 from rlflow.cluster.rewards import scorer_of
 from rlflow.cluster.slots import num_runners
 from rlflow.config import Config, ProcessKind
+from rlflow.environments.find import is_silent
 from rlflow.environments.pool import EnvironmentPool
 from rlflow.envs.base import Environment, EnvironmentSpec, Program
 from rlflow.errors import DeadlineError, WorkerError, WorkerLost
@@ -80,7 +81,8 @@ class RunnerActor(EpisodeRunner):
         self._gateway = Gateway()
         self._starting = asyncio.Lock()
         self._is_started = False
-        super().__init__(config, model_path, self._pool, scorer_of(config, rewards), *found, gateway=self._gateway)
+        scorer = scorer_of(config, rewards, is_silent=is_silent(build))
+        super().__init__(config, model_path, self._pool, scorer, *found, gateway=self._gateway)
         # Also after a restart: it waits until it is told who serves now.
         self._client.set_serving(())
 

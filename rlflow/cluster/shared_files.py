@@ -10,6 +10,7 @@ from rlflow.cluster.calls import answer, call_on
 from rlflow.config import Config, ProcessKind, Transport
 from rlflow.errors import ConfigError
 from rlflow.runtime.deadlines import within
+from rlflow.runtime.derived import teachers
 
 LOOK_S = 120.0
 """Seconds for a machine to start a process that looks."""
@@ -27,7 +28,7 @@ async def check_shared_files(
     write = {ProcessKind.trainer, ProcessKind.critic, ProcessKind.runner}
     if config.weights.transport is Transport.disk:
         write.add(ProcessKind.engine)
-    read = machines.keys() - {ProcessKind.reward, ProcessKind.reward_model}
+    read = machines.keys() - {ProcessKind.reward, ProcessKind.reward_model, ProcessKind.teacher}
     token = run_dir / f".seen-{uuid.uuid4().hex}"
     looked_for = [
         (str(token), write, f"run.dir {run_dir}"),
@@ -36,6 +37,8 @@ async def check_shared_files(
     if reward_model_path is not None:
         reward_model = {ProcessKind.reward_model}
         looked_for.append((reward_model_path, reward_model, f"{reward_model_path}, the folder of reward.model"))
+    for name, path in teachers(config).items():
+        looked_for.append((path, {ProcessKind.teacher}, f"{path}, the folder of the {name}"))
     await asyncio.to_thread(token.write_text, "")
     try:
         for path, kinds, what in looked_for:

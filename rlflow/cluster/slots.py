@@ -67,7 +67,8 @@ def slots_of(config: Config, *, on_gpus: bool) -> list[Slot]:
         for index in range(count):
             processes = [(kind, index)]
             if kind is ProcessKind.trainer:
-                processes += [(other, index) for other in sharing if other is not kind and index < plan.counts[other]]
+                others = [other for other in sharing if other is not kind]
+                processes += [(other, each) for other in others for each in range(index, plan.counts[other], count)]
             pools = {each: pool_of(config.cluster.pools, each) for each, _ in processes}
             if len(set(pools.values())) > 1:
                 raise ConfigError(

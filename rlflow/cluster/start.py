@@ -2,8 +2,9 @@
 
     Devices reserves -> every actor is created -> all of them start at once -> Fleet
 
-Ray restarts an engine, a runner and a process that scores under the same handle. It restarts no rank and no reference:
-what these hold is in checkpoints only, so that `run_unless_lost` ends the fleet when one of them is lost.
+Ray restarts an engine, a runner and a process that scores under the same handle. It restarts no rank, of a frozen model
+either: the ranks of a model meet once, and what a trainer holds is in checkpoints only. So `run_unless_lost` ends the
+fleet when one of them is lost.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from rlflow.cluster.calls import (
     DISK,
     WATCH,
     RayActorCritic,
-    RayReference,
+    RayFrozenModel,
     RayTrainer,
     answer,
     open_calls,
@@ -41,15 +42,22 @@ from rlflow.cluster.shared_files import check_shared_files
 from rlflow.config import Config, Placement, ProcessKind
 from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerError, WorkerLost
-from rlflow.roles import StagedWeights, Workers
+from rlflow.roles import REFERENCE, StagedWeights, Workers
 from rlflow.rollout.fleet import EngineFleet
 from rlflow.runtime import scratch
 from rlflow.runtime.deadlines import or_hung
-from rlflow.runtime.derived import object_store_bytes, policy_is_reference, reference_ranks
+from rlflow.runtime.derived import (
+    needs_reference,
+    object_store_bytes,
+    policy_is_reference,
+    reference_ranks,
+    teacher_ranks,
+    teachers,
+)
 from rlflow.runtime.environment import ONE_ARENA
 from rlflow.runtime.signals import hang_ups_ignored
 from rlflow.telemetry.text import duration
-from rlflow.workers.reference import ReferenceWorker
+from rlflow.workers.frozen import FrozenWorker
 from rlflow.workers.trainer.actor import TrainerWorker
 
 T = TypeVar("T")
@@ -168,7 +176,7 @@ async def start_fleet(
     critics = _create_ranks(*common, ProcessKind.critic) if needs_critic(config.algorithm) else []
     rewards = start_rewards(config, spec.reward, reward_model_path, devices, threads, MANY_CALLS)
     runners = start_runners(config, model_path, spec, list(rewards), list(engines), devices, MANY_CALLS)
-    references = _create_references(*common)
+    frozen = _create_frozen(*common)
 
     membership = Membership(runners)
     processes = [RayEngine(engine, index, config.deadlines) for index, engine in enumerate(engines.values())]
@@ -177,13 +185,13 @@ async def start_fleet(
     critic = RayTrainer(critics, config.trainer, name="critic") if critics else None
     ranks = {f"trainer rank {rank}": actor for rank, actor in enumerate(trainers)}
     ranks |= {f"critic rank {rank}": actor for rank, actor in enumerate(critics)}
-    vital = ranks | {f"reference rank {rank}": actor for rank, actor in enumerate(references)}
+    vital = ranks | {f"{name} rank {rank}": actor for name, its in frozen.items() for rank, actor in enumerate(its)}
     is_joined = config.cluster.address is not None
     workers = Workers(
         runners=RayRunners(runners, on_one_machine=not is_joined, patience_s=config.deadlines.start_s),
         engines=engine_fleet,
         trainer=RayActorCritic(policy, critic) if critic else policy,
-        reference=RayReference(references) if references else None,
+        frozen={name: RayFrozenModel(name, actors) for name, actors in frozen.items()},
         probe=EngineProbe(policy, list(engines.values())) if trainers and engines else None,
         open_calls=open_calls,
         profile=partial(profile, ranks, list(engines.values())),
@@ -202,7 +210,7 @@ async def start_fleet(
     )
     workers.end = fleet.end
     try:
-        groups = {"trainer": trainers, "critic": critics, "reference": references}
+        groups = {"trainer": trainers, "critic": critics, **frozen}
         starting = _start_all(config, engine_fleet, groups, runners, list(rewards.values()), tell)
         await or_hung("starting the workers", config.deadlines, "start_s", starting)
         if not trainers:  # nobody will send them anything else
@@ -270,14 +278,26 @@ def _create_ranks(config: Config, model_path: str, devices: Devices, threads: in
     ]
 
 
-def _create_references(config: Config, model_path: str, devices: Devices, threads: int) -> list[Any]:
-    actor, count = watched(ReferenceWorker, config, concurrency_groups={WATCH: 1}), reference_ranks(config)
-    return [
-        actor.options(**devices.of(ProcessKind.reference, rank)).remote(
-            f"reference rank {rank}", config, model_path, rank, count, threads
-        )
-        for rank in range(count)
-    ]
+def _create_frozen(config: Config, model_path: str, devices: Devices, threads: int) -> dict[str, list[Any]]:
+    """Name -> ranks, of the reference and of each teacher."""
+    actor = watched(FrozenWorker, config, concurrency_groups={WATCH: 1})
+
+    def create(name: str, path: str, kind: ProcessKind, first: int, count: int) -> list[Any]:
+        """`count` ranks, which are the processes from `first` on of their kind."""
+        return [
+            actor.options(**devices.of(kind, first + rank)).remote(
+                f"{name} rank {rank}", config, path, rank, count, threads
+            )
+            for rank in range(count)
+        ]
+
+    found: dict[str, list[Any]] = {}
+    if needs_reference(config):
+        found[REFERENCE] = create(REFERENCE, model_path, ProcessKind.reference, 0, reference_ranks(config))
+    count = teacher_ranks(config)
+    for number, (name, path) in enumerate(teachers(config).items()):
+        found[name] = create(name, path, ProcessKind.teacher, number * count, count)
+    return found
 
 
 async def _start_all(

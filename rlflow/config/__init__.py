@@ -71,6 +71,7 @@ __all__ = [
     "Send",
     "Speculative",
     "StalenessConfig",
+    "TeacherConfig",
     "TrackersConfig",
     "TrainerConfig",
     "Transport",
@@ -124,8 +125,8 @@ class ModelConfig:
     max_length: int = 1024
     """Tokens of prompt and completion together."""
     trust_remote_code: bool = False
-    """Run the Python code that the folder of `path` or `reward.model` brings, with your rights, in every process that
-    opens it."""
+    """Run the Python code that the folder of `path`, of a teacher or of `reward.model` brings, with your rights, in
+    every process that opens it."""
 
 
 @dataclass
@@ -170,6 +171,26 @@ class RewardConfig:
     timeout_s: float = 10.0
     """The limit for all functions on one episode, or one batch through the model; waiting is not counted. Functions
     that see a group have as long for each of its episodes. A process that takes longer is killed and replaced."""
+
+
+@dataclass
+class TeacherConfig:
+    """On-policy distillation: frozen models whose log-probabilities of the policy's own replies are what it learns
+    from, beside the reward or instead of it; see docs/distillation.md."""
+
+    models: dict[str, str] = field(default_factory=dict)
+    """A kind of task (Task.kind), or `default` for all others -> its teacher, as `model.path`, with the same tokenizer.
+    Empty: none. Kinds with the same path share one."""
+    weight: float = 1.0
+    """What log(teacher / policy) of a token is multiplied by when it is added to the token's advantage."""
+    reward_weight: float = 1.0
+    """What the advantage that comes from rewards is multiplied by. 0: the teacher alone decides. Then no reward is
+    needed, and one that the environment gives is only shown."""
+    ranks: int = 1
+    """Processes, each with a GPU, over which each teacher is sharded. With `cluster.roles=shared` there are as many as
+    ranks of the trainer."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """`clamp` (10): the most that log(teacher / policy) of a token counts, in nats, up or down."""
 
 
 @dataclass
@@ -317,6 +338,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

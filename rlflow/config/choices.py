@@ -67,12 +67,13 @@ class Placement(StrEnum):
 
 
 class ProcessKind(StrEnum):
-    """The first five compute, on GPUs if there are any, and take them in this order."""
+    """The first six compute, on GPUs if there are any, and take them in this order."""
 
     engine = "engine"
     trainer = "trainer"
     critic = "critic"
     reference = "reference"
+    teacher = "teacher"
     reward_model = "reward_model"
     runner = "runner"
     reward = "reward"

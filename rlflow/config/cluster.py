@@ -65,8 +65,9 @@ class ClusterConfig:
     rollout.tensor_parallel + trainer.ranks GPUs. `colocated`: they take turns on the same devices, which is how one GPU
     is enough; the engines sleep while the trainer works, and a step is trained when its last group is ready."""
     roles: ModelPlacement = ModelPlacement.separate
-    """Where critic, reference and reward model are. `separate`: on GPUs of their own. `shared`: rank i of each, and
-    replica i of the reward model, on the GPU of the trainer's rank i; with `colocated` only the critic leaves too."""
+    """Where critic, reference, teachers and reward model are. `separate`: on GPUs of their own. `shared`: rank i of
+    each, and replica i of the reward model, on the GPU of the trainer's rank i; with `colocated` only the critic leaves
+    too."""
     reference_ranks: int = 1
     """Processes, each with a GPU, over which the reference is sharded, and which share its work. With `roles=shared`
     there are as many as ranks of the trainer."""

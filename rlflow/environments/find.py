@@ -36,16 +36,13 @@ ENVIRONMENTS = Catalog(
 )
 
 
-def load_environment(config: EnvConfig, reward: RewardConfig) -> EnvironmentSpec:
+def load_environment(config: EnvConfig, reward: RewardConfig, *, needs_reward: bool = True) -> EnvironmentSpec:
     """The environment of a run; its `tasks()` checks every task.
 
     Raises ConfigError for an unknown name, for arguments that nothing takes, and for a missing reward.
     """
     spec = environment_of(config)
-    made = spec.build.func if isinstance(spec.build, partial) else spec.build
-    # It is known to give no reward of its own.
-    is_silent = isinstance(made, type) and getattr(made, "step", None) in (SingleTurn.step, ToolEnvironment.step)
-    if reward.function is None and reward.model is None and spec.reward is None and is_silent:
+    if needs_reward and has_no_reward(spec, reward):
         raise ConfigError(
             f"reward.function is required with env.name={config.name}, which has no reward of its own; "
             "give package.module:function or file.py:function, or a reward.model"
@@ -60,6 +57,17 @@ def load_environment(config: EnvConfig, reward: RewardConfig) -> EnvironmentSpec
     )
 
 
+def has_no_reward(spec: EnvironmentSpec, reward: RewardConfig) -> bool:
+    """Whether it is known before anything is played that nothing gives a reward."""
+    return reward.function is None and reward.model is None and spec.reward is None and is_silent(spec.build)
+
+
+def is_silent(build: Callable[[], object]) -> bool:
+    """Whether what an EnvironmentSpec builds is known to give no reward in its steps."""
+    made = build.func if isinstance(build, partial) else build
+    return isinstance(made, type) and getattr(made, "step", None) in (SingleTurn.step, ToolEnvironment.step)
+
+
 def held_out_tasks(config: Config, spec: EnvironmentSpec) -> Sequence[Task]:
     """What `eval.every` plays, nothing when that is 0; ConfigError when the environment has nothing to play."""
     if not config.eval.every:
@@ -68,6 +76,11 @@ def held_out_tasks(config: Config, spec: EnvironmentSpec) -> Sequence[Task]:
         raise ConfigError(
             f"eval.every is {config.eval.every}, but env.name={config.env.name} with these env.args has no evaluation "
             "tasks; give it some (`evaluation_tasks` of its EnvironmentSpec), or set eval.every to 0"
+        )
+    if has_no_reward(spec, config.reward):
+        raise ConfigError(
+            f"eval.every is {config.eval.every}, but env.name={config.env.name} has no reward of its own to evaluate "
+            "with; give a reward.function, which is only shown, or set eval.every to 0"
         )
     return spec.evaluation_tasks()
 

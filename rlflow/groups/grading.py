@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 
 from rlflow.algorithms.advantage.base import Scope, Scored, ScoredTurn, all_equal
 from rlflow.algorithms.overlong import overlong_penalty
-from rlflow.algorithms.registry import advantage_of
+from rlflow.algorithms.registry import chosen_advantage
 from rlflow.algorithms.turns import earned, in_time
 from rlflow.config import Config
 from rlflow.errors import ConfigError
+from rlflow.runtime.derived import learns_from_rewards
 from rlflow.types import EpisodeSummary, PlayedGroup, ReadyGroup, Task
 
 
@@ -23,7 +24,8 @@ class Grader:
         """Raises ConfigError for an advantage that cannot be found, or options that it does not take."""
         self._algorithm = config.algorithm
         self._max_new_tokens = config.rollout.max_new_tokens
-        self._advantage = advantage_of(config.algorithm)
+        self._has_rewards = learns_from_rewards(config)
+        self._advantage = chosen_advantage(config)
 
     @property
     def needs_batch(self) -> bool:
@@ -47,7 +49,7 @@ class Grader:
             if not greedy.is_trainable:
                 return None
             baseline = self._shaped_reward(greedy)
-        kept = [(summary, payload) for summary, payload in pairs if summary.is_trainable]
+        kept = [(summary, payload) for summary, payload in pairs if self._counts(summary)]
         if len(kept) < 1 + self._advantage.traits.compares:
             return None
         ready = ReadyGroup(
@@ -57,7 +59,6 @@ class Grader:
             episodes=[summary for summary, _ in kept],
             payloads=[payload for _, payload in kept],
             advantages=[],
-            references=None,
             baseline=baseline,
             num_bytes=played.num_bytes,
             num_images=played.num_images,
@@ -66,6 +67,10 @@ class Grader:
         if not self.needs_batch:
             self._set_advantages([ready])
         return ready
+
+    def _counts(self, episode: EpisodeSummary) -> bool:
+        """Whether an episode is trained on. Without a reward it is if none is wanted and the episode did not fail."""
+        return episode.is_trainable or not (self._has_rewards or episode.end.is_error)
 
     def is_filtered(self, group: ReadyGroup) -> bool:
         """Whether there is nothing to learn from a group, so that another task is played instead.
@@ -97,7 +102,9 @@ class Grader:
             self._set_advantages(groups)
 
     def _set_advantages(self, groups: Sequence[ReadyGroup]) -> None:
-        found = self._advantage.function([self._scored(group) for group in groups])
+        found = self._advantage.function(
+            [self._scored(group) if self._has_rewards else group.episodes for group in groups]
+        )
         for group, advantages in zip(groups, found, strict=True):
             masks = self._algorithm.mask_truncated
             group.advantages = [

@@ -1,16 +1,16 @@
 """From the sampler to the trainer: each live group has an asyncio task that takes it through its life.
 
-    sampler -> admit -> play and score -> grade -> reference -> ready queue -> take
-                           |                |                       |
-                           +-> failed       +-> no verdict,         +-> stale: too old for the update, or played too
-                                                filtered                       long; failed: its machine was lost
+    sampler -> admit -> play and score -> grade -> frozen models -> ready queue -> take
+                           |                |                           |
+                           +-> failed       +-> no verdict,             +-> stale: too old for the update, or played
+                                                filtered                       too long; failed: its machine was lost
 
 Rules:
 - Every admitted group leaves through `take` or through `_drop`, exactly once.
 - No more groups start than `staleness.admission_budget` allows, and none while the ready ones hold too many bytes.
 - A group that is too old for the update is dropped here at the latest, by the rules of `staleness`.
 - A task whose group failed, or came too late, is played again. Many failures in a row end the run; any error but a lost
-  group ends it at once, as does a reference that hangs.
+  group ends it at once, as does a frozen model that hangs.
 
 The main loop of `driver.py` calls `admit` when there may be room and `take` when it can train. It meets the groups'
 tasks in the ledger, in the ready queue and in one event.
@@ -29,8 +29,10 @@ from rlflow.groups.ledger import DropReason, GroupState, Ledger
 from rlflow.groups.ready import ReadyQueue
 from rlflow.groups.sampler import TaskSampler
 from rlflow.roles import Workers
+from rlflow.runtime.concurrency import all_or_none
 from rlflow.runtime.deadlines import or_hung, within
-from rlflow.types import EpisodeSummary, GroupOrder, PayloadRef, ReadyGroup, Span, Task
+from rlflow.runtime.derived import frozen_models
+from rlflow.types import EpisodeSummary, GroupOrder, ReadyGroup, Span, Task
 
 MAX_TASK_FAILURES = 3
 """Groups of one task that may fail in one pass before the task is given up."""
@@ -219,7 +221,7 @@ class Intake:
         """Take up the ready groups of a checkpoint; the tasks of other live groups are played again."""
         kept = {group.group_id for group in groups}
         for group in groups:
-            group.references = await self._references(group.payloads)
+            await self._ask_frozen_models(group)
             task_id, task_pass = self._ledger.task_of(group.group_id)
             self.ready.expect(group.group_id, group.oldest_version, was_late=self._was_late(task_id, task_pass))
             self.ready.put(group)
@@ -320,16 +322,21 @@ class Intake:
                     )
                 )
             return
-        ready.references = await self._references(ready.payloads)
+        await self._ask_frozen_models(ready)
         self._ledger.advance(group_id, GroupState.READY)
         self.ready.put(ready)
         self._lost_in_a_row = self._filtered_in_a_row = 0
 
-    async def _references(self, payloads: Sequence[PayloadRef]) -> list[object] | None:
-        if self._workers.reference is None:
-            return None
-        computing = self._workers.reference.logprobs(payloads)
-        return await or_hung("the reference log-probabilities", self._config.deadlines, "train_s", computing)
+    async def _ask_frozen_models(self, group: ReadyGroup) -> None:
+        """Give the group what the reference and its teacher say of it, as far as the run has them."""
+
+        async def ask(name: str) -> list[object]:
+            computing = self._workers.frozen[name].logprobs(group.payloads)
+            return await or_hung(f"the {name}'s log-probabilities", self._config.deadlines, "train_s", computing)
+
+        asked = frozen_models(self._config, group.task_kind)
+        found = await all_or_none([ask(name) for name in asked.values()])
+        group.frozen = dict(zip(asked, found, strict=True))
 
     def _drop_if_late(self, group: ReadyGroup) -> bool:
         """The gate at consumption: what admission, order and cancelling have missed ends here."""

@@ -19,7 +19,7 @@ from rlflow.models.chatml import chatml_end, has_template
 from rlflow.plugins.names import did_you_mean
 
 BUILTIN = ("smollm2-135m", "tiny")
-POLICY, REWARD = "model.path", "reward.model"
+POLICY, REWARD, TEACHERS = "model.path", "reward.model", "teacher.models"
 LOCK_TIMEOUT_S = 600.0
 _CONVERSION_REVISION = 1  # counts changes of what the builders write, so that an older cached folder is not used
 _CODE = "*.py"  # runs only with model.trust_remote_code
@@ -27,15 +27,16 @@ _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", _CODE)
 _HUB_FILES = ("*.safetensors", *_SMALL_FILES)
 
 
-def resolve_model(path: str) -> str:
+def resolve_model(path: str, setting: str = POLICY) -> str:
     """The local folder of a model: a built-in name, a folder, or a hub id that is downloaded or in the hub's cache.
 
+    `setting` names it; the model of teacher.models.KIND needs no chat template.
     Raises ConfigError when there is no such model, or when the folder lacks something that a run needs.
     """
     if path in BUILTIN:
         return str(_cached(path))
-    folder = _find(path, _HUB_FILES, POLICY)
-    check_folder(folder)
+    folder = _find(path, _HUB_FILES, setting)
+    check_folder(folder, setting)
     return str(folder.resolve())
 
 
@@ -64,7 +65,7 @@ def resolve_reward_model(path: str) -> str:
 
 def resolve_config(path: str, setting: str = POLICY) -> str:
     """The folder with the config.json of a model, named as by `setting`; no weights are needed or downloaded."""
-    if setting == POLICY and path in BUILTIN:
+    if setting != REWARD and path in BUILTIN:
         return str(_cached(path))
     folder = _find(path, _SMALL_FILES, setting)
     _check_config(folder, setting)
@@ -96,7 +97,8 @@ def check_folder(folder: Path, setting: str = POLICY) -> None:
             f"{setting}: {folder} has no tokenizer (tokenizer.json); "
             "save it there with save_pretrained(folder) of the tokenizer"
         )
-    if not has_template(folder) and (setting != POLICY or chatml_end(folder) is None):
+    reads_tokens_only = setting.startswith(TEACHERS)
+    if not reads_tokens_only and not has_template(folder) and (setting != POLICY or chatml_end(folder) is None):
         raise ConfigError(
             f"{setting}: {folder} has no chat template, and prompts are conversations; use the instruct version of "
             "the model, or put a chat_template.jinja into the folder"
@@ -136,12 +138,12 @@ def _find(path: str, hub_files: Sequence[str], setting: str) -> Path:
     if folder.is_dir():
         return folder
     if path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or folder.exists():
-        choices = f"a folder, a hub id or one of {', '.join(BUILTIN)}" if setting == POLICY else "a folder or a hub id"
+        choices = "a folder or a hub id" if setting == REWARD else f"a folder, a hub id or one of {', '.join(BUILTIN)}"
         raise ConfigError(f"{setting}={path} is not a folder; give {choices}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    builtin = BUILTIN if setting == POLICY else ()
+    builtin = () if setting == REWARD else BUILTIN
     try:
         return Path(snapshot_download(path, allow_patterns=list(hub_files)))
     except (HFValidationError, HfHubHTTPError, OSError) as error:

@@ -43,11 +43,27 @@ async def with_group(scorer: Scorer, episodes: Sequence[tuple[Transcript, Verdic
 class EnvironmentScorer(Scorer):
     """Implements Scorer for runs in which only what the environment gave counts; that takes no process."""
 
-    def __init__(self, reward: ChosenReward) -> None:
+    def __init__(self, reward: ChosenReward, *, is_needed: bool = True) -> None:
+        """`is_needed`: whether an episode that was completed without a reward has failed."""
         self._reward = reward
+        self._is_needed = is_needed
 
     async def score(self, transcript: Transcript) -> Verdict:
+        has_none = transcript.environment_reward is None and not transcript.end.is_truncated
+        if has_none and not self._is_needed:
+            return _unscored(transcript)
         return combine([self._reward], [environment_verdict(transcript)])
+
+
+class NoScorer(Scorer):
+    """Implements Scorer for runs in which nothing gives a reward, because a teacher alone decides."""
+
+    async def score(self, transcript: Transcript) -> Verdict:
+        return _unscored(transcript)
+
+
+def _unscored(transcript: Transcript) -> Verdict:
+    return Verdict(reward=None, end=transcript.end)
 
 
 class RewardProcess(Protocol):

@@ -49,7 +49,7 @@ class RunState:
     """Updates applied: the version of the weights in this checkpoint."""
     sampler: SamplerState
     ready: list[ReadyGroup]
-    """Without handles after a load: `payloads` is empty and `references` is None."""
+    """Without handles after a load: `payloads` and `frozen` are empty."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -63,7 +63,7 @@ class Found:
 
 
 _STATE = TypeAdapter(RunState)
-_HANDLES = {"payloads", "references", "values", "pictures"}
+_HANDLES = {"payloads", "frozen", "values", "pictures"}
 
 
 class CheckpointStore:
@@ -202,7 +202,7 @@ def read_state(folder: Path) -> RunState:
     if damage := _damage(folder, content["files"]):
         more = f" and {len(damage) - _NAMED} more files" if len(damage) > _NAMED else ""
         raise CheckpointDamaged(folder, ", ".join(damage[:_NAMED]) + more)
-    ready = [{**group, "payloads": [], "references": None} for group in content["state"]["ready"]]
+    ready = [{**group, "payloads": []} for group in content["state"]["ready"]]
     return _STATE.validate_python({**content["state"], "ready": ready})
 
 

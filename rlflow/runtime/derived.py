@@ -4,7 +4,10 @@ import math
 from dataclasses import dataclass, replace
 
 from rlflow.config import Backend, Config, Dtype, LoraConfig, ModelPlacement, Placement, Send, TrainerConfig, Transport
+from rlflow.roles import REFERENCE, TEACHER
 
+DEFAULT_KIND = "default"
+"""The key of teacher.models for kinds of tasks that are no key themselves."""
 CPU_RUNNING, GPU_RUNNING = 64, 512
 """Default of rollout.max_running. A GPU reads its weights once a step, for however many requests: an H100 needs about
 300 until its arithmetic is the limit (989 TFLOP/s by 3.35 TB/s), and 512 is the largest step of which vLLM 0.32 keeps a
@@ -40,6 +43,7 @@ def without_training(config: Config) -> Config:
         algorithm=default.algorithm,
         critic=default.critic,
         lora=default.lora,
+        teacher=default.teacher,
         staleness=default.staleness,
         trainer=replace(default.trainer, ranks=0),
         # The only transport that asks for no neighbour.
@@ -109,6 +113,37 @@ def reference_ranks(config: Config) -> int:
         return 0
     is_shared = config.cluster.roles is ModelPlacement.shared
     return config.trainer.ranks if is_shared else config.cluster.reference_ranks
+
+
+def learns_from_rewards(config: Config) -> bool:
+    """False when a teacher alone decides what is learnt, so that a reward is only shown."""
+    return not config.teacher.models or config.teacher.reward_weight > 0
+
+
+def teachers(config: Config) -> dict[str, str]:
+    """Name -> path of each teacher; kinds with the same path share one, which is named after the first of them.
+
+    Example: teacher.models {sums: a, products: b, default: a} -> {"teacher sums": a, "teacher products": b}
+    """
+    names: dict[str, str] = {}
+    for kind, path in config.teacher.models.items():
+        names.setdefault(path, f"{TEACHER} {kind}")
+    return {name: path for path, name in names.items()}
+
+
+def teacher_ranks(config: Config) -> int:
+    """Processes that hold each teacher together."""
+    return config.trainer.ranks if config.cluster.roles is ModelPlacement.shared else config.teacher.ranks
+
+
+def frozen_models(config: Config, task_kind: str) -> dict[str, str]:
+    """What a frozen model is to a group of this kind -> its name in `Workers.frozen`."""
+    found = {REFERENCE: REFERENCE} if needs_reference(config) else {}
+    models = config.teacher.models
+    if models:
+        path = models[task_kind if task_kind in models else DEFAULT_KIND]
+        found[TEACHER] = next(name for name, its in teachers(config).items() if its == path)
+    return found
 
 
 def adapter_scale(lora: LoraConfig) -> float:

@@ -28,6 +28,7 @@ from rlflow.config import (
 from rlflow.curriculum.registry import check_curriculum
 from rlflow.errors import ConfigError
 from rlflow.runtime.derived import can_compile, needs_reference, samples_while_loading, sends_adapters
+from rlflow.settings import teacher_checks
 from rlflow.settings.cluster_checks import check_cluster
 from rlflow.settings.engine_args import check_engine_args
 from rlflow.settings.stop_when import check_stop
@@ -53,6 +54,7 @@ _POSITIVE = {
     "lora": ("alpha",),
     "critic": ("learning_rate",),
     "cluster": ("reference_ranks",),
+    "teacher": ("weight", "ranks"),
     "staleness": ("max_ready_mb",),
     "deadlines": ("start_s", "group_s", "train_s", "weights_s", "checkpoint_s", "heartbeat_s"),
 }
@@ -63,6 +65,7 @@ _NOT_NEGATIVE = {
     "critic": ("warmup_steps",),
     "trainer": ("warmup_steps", "weight_decay"),
     "staleness": ("max_versions",),
+    "teacher": ("reward_weight",),
     "eval": ("every",),
 }
 _SHARES = {"trainer": ("beta1", "beta2"), "rollout": ("min_p",), "lora": ("dropout",)}
@@ -87,9 +90,9 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     ),
     (
         "cluster.roles",
-        lambda c: c.reward.model is None and not needs_reference(c) and not needs_critic(c.algorithm),
-        "without a critic, a reference or a reward model (with lora.rank the policy is its own reference); set it to "
-        "separate",
+        lambda c: not (c.reward.model or c.teacher.models or needs_reference(c) or needs_critic(c.algorithm)),
+        "without a critic, a reference, a teacher or a reward model (with lora.rank the policy is its own reference); "
+        "set it to separate",
     ),
     (
         "cluster.reference_ranks",
@@ -223,7 +226,7 @@ def check(config: Config) -> None:
     _check_ranges(config)
     check_curriculum(config.curriculum)
     default = Config()
-    for key, has_none, why in _WITHOUT_EFFECT:
+    for key, has_none, why in (*_WITHOUT_EFFECT, *teacher_checks.WITHOUT_EFFECT):
         value = attrgetter(key)(config)
         if value == attrgetter(key)(default) or not has_none(config):
             continue

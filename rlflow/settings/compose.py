@@ -42,8 +42,8 @@ _MAX_NAME = 200
 """Characters of a folder's name; file systems take 255 bytes."""
 _GROUPS = ("algorithm", "cluster")
 """Sections whose name also chooses a file of settings: cluster=ray."""
-FREE_KEYS = tuple(key for key, kind in leaf_keys().items() if kind == dict[str, Any])
-"""Below these a key is an argument of something that the user chose."""
+FREE_KEYS = tuple(key for key, kind in leaf_keys().items() if kind in (dict[str, Any], dict[str, str]))
+"""Below these a key is an argument of something that the user chose, or a word of theirs."""
 
 _OPTIONS = (
     *("help", "hydra_help", "version", "cfg", "resolve", "package", "run", "multirun", "shell_completion"),

@@ -46,9 +46,13 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.loss={algorithm.loss} compares with the policy that sampled, and nobody has sampled "
             "demonstrations; take reinforce, which with algorithm.advantage=reward is their negative log-probability"
         )
-    if algorithm.corrections or algorithm.kl_in_reward:
-        name = "corrections" if algorithm.corrections else "kl_in_reward"
+    needing = {
+        "teacher.models": config.teacher.models,
+        "algorithm.corrections": algorithm.corrections,
+        "algorithm.kl_in_reward": algorithm.kl_in_reward,
+    }
+    for name in (name for name, value in needing.items() if value):
         raise ConfigError(
-            f"algorithm.{name} needs the log-probabilities of the policy that sampled, which demonstrations do not "
+            f"{name} needs the log-probabilities of the policy that sampled, which demonstrations do not "
             "have; leave it out"
         )

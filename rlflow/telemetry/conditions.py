@@ -83,7 +83,9 @@ class Seen:
             self.best_evaluation, self.reward_then = record, self.mean("reward") or 0.0
 
     def _is_dead(self, record: Record) -> bool:
-        """Whether no episode of a step was better than one that it is compared with."""
+        """Whether no episode of a step was better than one that it is compared with, and no teacher looked at them."""
+        if _has_teacher(record):
+            return False
         if (record.get("frac_reward_zero_std") or 0.0) < 1.0:
             return False
         return self._within_groups or not record.get("reward_std") or record.get("grad_norm") == 0
@@ -146,6 +148,10 @@ def constant_reward(seen: Seen) -> Finding | None:
     return _level_of(dead), len(dead), what
 
 
+def _has_teacher(record: Record) -> bool:
+    return record.get("distil/kl") is not None
+
+
 def _level_of(dead: Sequence[Record]) -> int:
     return 2 if len(dead) >= 4 * DEAD_STEPS else 1
 
@@ -193,6 +199,8 @@ def entropy_collapse(seen: Seen) -> Finding | None:
     same, spread = seen.mean("frac_reward_zero_std"), seen.mean("reward_std")
     if not first or now is None or now >= COLLAPSED * first or same is None or spread is None:
         return None
+    if _has_teacher(seen.records[-1]):
+        return None  # the teacher's is where it goes
     if same < SAME_REPLIES or spread < UNSOLVED * seen.widest_std or _gets_better(seen):
         return None
     what = (

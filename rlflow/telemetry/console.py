@@ -191,7 +191,9 @@ class Console:
         figures = [
             f"entropy {number(get('entropy'))}",
             f"length {number(get('completions/mean_length'))}, {percent(get('completions/clipped_ratio'))} cut",
-            f"no signal {percent(get('frac_reward_zero_std'))}",
+            f"no signal {percent(get('frac_reward_zero_std'))}"
+            if get("distil/kl") is None  # with a teacher every group has one
+            else f"from teacher {number(get('distil/kl'))} nats",
         ]
         if get("sampling/logp_difference_mean") is None:  # nothing was sampled: the loss says how it goes
             figures.insert(0, f"loss {number(get('loss'))}")

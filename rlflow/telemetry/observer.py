@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from rlflow.algorithms.advantage.base import Scope
-from rlflow.algorithms.registry import advantage_of
+from rlflow.algorithms.registry import chosen_advantage
 from rlflow.config import Config, Dtype
 from rlflow.driver import StepReport
 from rlflow.errors import RunError, describe_failure, first_error_stands
@@ -48,7 +48,7 @@ class RunObserver:
         metrics.truncate_after(run_dir.metrics, self.num_steps)
         before = metrics.read(run_dir.metrics) if run_dir.metrics.is_file() else []
         self._num_tokens = int(before[-1]["num_tokens"]) if before else 0
-        self._rewards: list[float] = [record["reward"] for record in before]
+        self._rewards: list[float | None] = [record["reward"] for record in before]
         self._since_s: float | None = None
         self._file = MetricsFile(run_dir.metrics)
         metrics.truncate_after(run_dir.evaluations, self.num_steps)
@@ -60,7 +60,7 @@ class RunObserver:
             self._evaluations = MetricsFile(run_dir.evaluations, required=metrics.EVALUATION)
         metrics.truncate_after(run_dir.health, self.num_steps)
         self._alarms = MetricsFile(run_dir.health, required=())
-        traits = advantage_of(config.algorithm).traits
+        traits = chosen_advantage(config).traits
         is_by_group, has_dropout = traits.compares and traits.scope is Scope.group, config.lora.dropout > 0
         self._health = Health(within_groups=is_by_group, dtype=dtype_of(config).value, has_dropout=has_dropout)
         self._health.replay(before, evaluated)  # what it found is in the file
@@ -137,7 +137,7 @@ class RunObserver:
             is_bfloat16=self._config.model.dtype is Dtype.bfloat16,
         )
         self._since_s, self._num_tokens = report.end_s, int(record["num_tokens"] or 0)
-        self._rewards.append(float(record["reward"] or 0.0))
+        self._rewards.append(record["reward"])
         self._file.append(record)
         self._trace.add(report.spans, step=report.step)
         self._tell_trackers(lambda tracker: tracker.log(report.step, record))
@@ -155,10 +155,18 @@ class RunObserver:
         if not self._rewards:
             return
         report = write_report(self._run_dir.path)
-        first, last = self._rewards[:5], self._rewards[-5:]
+        known = [reward for reward in self._rewards if reward is not None]
+        first, last = known[:5], known[-5:]
+        rewards = (
+            "none was asked for"
+            if not known
+            else (
+                f"first {len(first)} steps {sum(first) / len(first):.3f}, last {len(last)} steps "
+                f"{sum(last) / len(last):.3f}"
+            )
+        )
         self._console.message(
-            f"reward: first {len(first)} steps {sum(first) / len(first):.3f}, last {len(last)} steps "
-            f"{sum(last) / len(last):.3f}{f'; {self.held_out}' if str(self.held_out) else ''}"
+            f"reward: {rewards}{f'; {self.held_out}' if str(self.held_out) else ''}"
             f"{f'; ended early: {ended_early}' if ended_early else ''}\nreport: {report}"
         )
         told = ", ".join(f"{name} since step {since}" for name, since in self._health.told.items())

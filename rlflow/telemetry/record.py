@@ -34,8 +34,8 @@ def step_record(report: StepReport, *, since_s: float, num_tokens_before: int, i
     return {
         "step": report.step,
         "version": report.version,
-        **rewards_of(trained),
-        "frac_reward_zero_std": report.num_zero_std / len(report.groups),
+        **(rewards := rewards_of(trained)),
+        "frac_reward_zero_std": None if rewards["reward"] is None else report.num_zero_std / len(report.groups),
         "kl": None,
         **means,
         "grad_norm": report.outcome.grad_norm,
@@ -82,13 +82,17 @@ def busy_share(spans: Iterable[Span], start_s: float, end_s: float) -> float:
 
 
 def rewards_of(episodes: Sequence[EpisodeSummary]) -> StepRecord:
-    """The mean reward of episodes that all have one, that of each function (TRL's names), and their other metrics."""
+    """The mean reward of episodes, that of each function (TRL's names), and their other metrics.
+
+    All episodes have a reward, or none has, because a teacher alone decides and nothing gave one.
+    """
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
+    mean, spread = (float(np.mean(rewards)), float(np.std(rewards))) if rewards else (None, None)
     metrics: dict[str, list[float]] = {}
     for episode in episodes:
         for name, value in episode.metrics.items():
             metrics.setdefault(name, []).append(value)
-    record: StepRecord = {"reward": float(np.mean(rewards)), "reward_std": float(np.std(rewards))}
+    record: StepRecord = {"reward": mean, "reward_std": spread}
     for name, values in sorted(metrics.items()):
         if name.startswith("rewards/"):
             record |= {f"{name}/mean": float(np.mean(values)), f"{name}/std": float(np.std(values))}

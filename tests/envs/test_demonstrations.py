@@ -99,6 +99,13 @@ def test_an_algorithm_that_needs_a_sampler_is_refused(algorithm: dict[str, Any],
         check_demonstrations(settings(**algorithm), [GIVEN])
 
 
+def test_a_teacher_judges_what_was_sampled() -> None:
+    config = settings()
+    config.teacher.models = {"default": "tiny"}
+    with pytest.raises(ConfigError, match="^teacher.models needs the log-probabilities"):
+        check_demonstrations(config, [GIVEN])
+
+
 def test_somebody_must_reply() -> None:
     with pytest.raises(ConfigError, match="^rollout.engines=0 leaves nobody to reply"):
         check_demonstrations(settings(), [PLAYED])

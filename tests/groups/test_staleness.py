@@ -48,7 +48,6 @@ def make_group(group_id: int, *versions: tuple[int, int]) -> ReadyGroup:
         payloads=[],
         task_kind="",
         advantages=[],
-        references=None,
         num_bytes=10,
     )
 

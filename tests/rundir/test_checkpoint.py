@@ -21,6 +21,7 @@ from rlflow.config import Config, OnExists
 from rlflow.errors import ConfigError, RunError
 from rlflow.groups.ledger import Ledger
 from rlflow.groups.sampler import SamplerState
+from rlflow.roles import REFERENCE
 from rlflow.rundir.directory import claim
 from rlflow.rundir.store import CheckpointStore, RunState, read_state, state_to_json
 from rlflow.runtime.disk import disk_errors
@@ -35,7 +36,6 @@ def make_state(step: int) -> RunState:
         payloads=[],
         task_kind="sums",
         advantages=[[0.7], [-0.7, 0.1]],
-        references=None,
         num_bytes=10,
     )
     curriculum = {"pass": 1, "position": 5}
@@ -71,7 +71,7 @@ def test_what_a_killed_runner_left_half_written_is_not_in_the_checkpoint(tmp_pat
 
 def test_the_form_on_disk_stays_so_that_older_checkpoints_are_read() -> None:
     state = make_state(7)
-    state.ready[0].payloads, state.ready[0].references = [object()], [object()]
+    state.ready[0].payloads, state.ready[0].frozen = [object()], {REFERENCE: [object()]}
     state.ready[0].episodes[0].metrics["turns"] = 2.0
     written = json.loads(json.dumps(state_to_json(state)))
     first = {

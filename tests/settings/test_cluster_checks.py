@@ -53,7 +53,7 @@ def test_places_that_can_be(wanted: Config) -> None:
         ),
         (
             config({"a": PoolConfig(processes=[ENGINE, TRAINER])}, address="auto"),
-            "no pool of cluster.pools has critic, reference, reward_model, runner, reward; add them to one",
+            "no pool of cluster.pools has critic, reference, teacher, reward_model, runner, reward; add them to one",
         ),
         (
             config({"a": PoolConfig(processes=[]), "b": PoolConfig()}, address="auto"),

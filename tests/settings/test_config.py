@@ -280,8 +280,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"cluster.roles": ModelPlacement.shared},
-        "cluster.roles=shared has no effect without a critic, a reference or a reward model (with lora.rank the "
-        "policy is its own reference); set it to separate",
+        "cluster.roles=shared has no effect without a critic, a reference, a teacher or a reward model (with lora.rank "
+        "the policy is its own reference); set it to separate",
     ),
     (
         {

@@ -30,7 +30,7 @@ _TITLES = {
     "ray::EngineActor": "engine",
     "ray::RunnerActor": "runner",
     "ray::ScorerPool": "reward",
-    "ray::ReferenceWorker": "reference",
+    "ray::FrozenWorker": "reference",
     "ray::RewardModelWorker": "reward_model",
     "VLLM::EngineCore": "vllm",
 }

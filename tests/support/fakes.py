@@ -62,7 +62,6 @@ def make_ready(group_id: int, *versions: int) -> ReadyGroup:
         payloads=[],
         task_kind="",
         advantages=[],
-        references=None,
         num_bytes=100,
     )
 
@@ -368,7 +367,7 @@ def make_world(
 
     driver = Driver(
         config=config,
-        workers=Workers(runners=runners, engines=engines, trainer=trainer, reference=None, probe=probe, end=end),
+        workers=Workers(runners=runners, engines=engines, trainer=trainer, probe=probe, end=end),
         sampler=TaskSampler(make_tasks(num_tasks), seed, config.curriculum),
         ledger=opened,
         checkpoints=checkpoints,

@@ -24,6 +24,7 @@ from transformers import (
 from rlflow.batching import plan_micro_batches
 from rlflow.config import Config
 from rlflow.models.resolve import resolve_model
+from rlflow.roles import REFERENCE
 from rlflow.types import EpisodeEnd, EpisodeSummary, Message, Sample, TrainSample
 
 VOCABULARY = 67
@@ -132,8 +133,8 @@ def _sample(random: np.random.Generator, prompt: np.ndarray, with_reference: boo
         versions=np.where(mask, 0, -1).astype(np.int32),
         cache_versions=np.where(mask, 0, -1).astype(np.int32),
     )
-    reference = random.normal(-4, 0.3, length).astype(np.float32) if with_reference else None
-    return TrainSample(sample=sample, advantage=float(random.normal()), reference_logprobs=reference)
+    frozen = {REFERENCE: random.normal(-4, 0.3, length).astype(np.float32)} if with_reference else {}
+    return TrainSample(sample=sample, advantage=float(random.normal()), frozen_logprobs=frozen)
 
 
 def plain_logprobs(
@@ -173,8 +174,8 @@ def plain_gradients(
             ratio = torch.exp(logprobs[token] - float(sample.sample.logprobs[token]))
             clipped = ratio.clamp(1 - low, 1 + high)
             total = total + torch.maximum(-sample.advantage * ratio, -sample.advantage * clipped)
-            if sample.reference_logprobs is not None:
-                difference = float(sample.reference_logprobs[token]) - logprobs[token]
+            if REFERENCE in sample.frozen_logprobs:
+                difference = float(sample.frozen_logprobs[REFERENCE][token]) - logprobs[token]
                 total = total + config.algorithm.kl_coefficient * (difference.exp() - difference - 1).clamp(max=10)
     total.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

@@ -129,6 +129,15 @@ def test_a_policy_that_is_sure_of_wrong_answers() -> None:
 COLLAPSED = {"entropy": [1.8] * 20 + [0.1], "frac_reward_zero_std": [0.3] * 20 + [0.8], "reward_std": 0.45}
 
 
+def test_with_a_teacher_groups_of_equal_reward_and_a_sure_policy_are_no_alarm() -> None:
+    teacher = {"distil/kl": 0.2}
+    assert told(run(30, frac_reward_zero_std=1.0, **teacher)) == []
+    assert told(run(45, **COLLAPSED, **teacher)) == []
+    unscored = run(30, reward=[None], reward_std=[None], frac_reward_zero_std=[None], **teacher)
+    health = Health()
+    assert health.replay(unscored) == [] and health.has_signal
+
+
 def test_a_policy_that_is_sure_and_still_gets_better() -> None:
     rising = [0.02 * step for step in range(31)]
     assert told(run(31, reward=rising, **COLLAPSED)) == []

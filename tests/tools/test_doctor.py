@@ -64,6 +64,7 @@ from rlflow.tools.doctor.software import (
     check_reward_model,
     check_sandbox,
     check_size,
+    check_teacher_models,
     check_torch,
     check_vllm,
     describe_ray,
@@ -532,6 +533,17 @@ def test_a_reward_model_has_a_line() -> None:
         "warning",
         "/judge is not in the hub's cache: a run downloads it first; 50.00 GiB free in /data/hub",
     )
+
+
+def test_a_teacher_has_a_line() -> None:
+    config = Config()
+    config.model.path, config.teacher.models = "tiny", {"sums": "tiny"}
+    assert "teachers" in topics_of(config, is_run=True, computes=False)
+    [line] = attempt("teachers", HERE, replace(NEEDS, config=config), check_teacher_models)
+    assert (line.name, line.found) == ("teacher sums", "tiny, with the policy's vocabulary")
+    config.teacher.models = {"sums": "smollm2-135m"}
+    [fault] = faults(attempt("teachers", HERE, replace(NEEDS, config=config), check_teacher_models))
+    assert fault[0] == "error" and "teacher.models.sums: the vocabulary of" in fault[2]
 
 
 DIES = """

@@ -22,6 +22,7 @@ from rlflow.config import (
     Placement,
     Quantization,
     Send,
+    TeacherConfig,
     Transport,
 )
 from rlflow.errors import ConfigError
@@ -36,8 +37,8 @@ from rlflow.tools.dry_run.memory import (
     activation_bytes,
     cached_sequences,
     engine_memory,
+    frozen_memory,
     logit_rows,
-    reference_memory,
     reward_model_memory,
     shard_size,
     trainer_memory,
@@ -378,13 +379,13 @@ def test_sequences_that_a_cache_holds(parallel: int, max_length: int, sequences:
 
 
 def test_memory_of_the_reference() -> None:
-    found = reference_memory(config(model__dtype=Dtype.bfloat16), SMALL, num_tokens=5, max_logits=20)
+    found = frozen_memory(config(model__dtype=Dtype.bfloat16), SMALL, num_tokens=5, max_logits=20, ranks=1)
     assert sizes(found) == {"parameters": 2 * 92, "one layer and the logits": 5 * 600 + 12 * 2 * 10}
 
 
 def test_memory_of_a_rank_of_the_reference() -> None:
-    asked = config(model__dtype=Dtype.bfloat16, algorithm__kl_coefficient=0.1, cluster__reference_ranks=4)
-    found = reference_memory(asked, SMALL, num_tokens=5, max_logits=20)
+    asked = config(model__dtype=Dtype.bfloat16)
+    found = frozen_memory(asked, SMALL, num_tokens=5, max_logits=20, ranks=4)
     # Of 10, 6, 6 and 4 rows the largest of 4 parts have 3, 2, 2 and 1; two layers of up to 28 are whole at a time.
     assert sizes(found) == {
         "parameters": 2 * (3 * 4 + 2 * 4 + 2 * 4 + 1),
@@ -477,6 +478,30 @@ def test_what_shares_a_gpu_adds_up_there() -> None:
     names = "engines 0 to 1 and trainer ranks 0 to 1, critic ranks 0 to 1, in turn"
     assert found.gpus[0].holds == f"{names}; reference ranks 0 to 1; reward models 0 to 1"
     assert found.gpus[0].num_bytes == in_turn + beside
+
+
+def test_each_rank_of_each_teacher_counts_as_one_of_the_largest() -> None:
+    asked = config(rollout__kv_cache_gb=0.5, trainer__ranks=2)
+    asked.teacher = TeacherConfig(models={"sums": "a", "default": "b", "words": "a"}, ranks=3)
+    smaller = replace(SMALL, weights=SMALL.weights[1:])
+    found = estimate(asked, SMALL, max_logits=20, teachers=[smaller, SMALL])
+    expected = frozen_memory(asked, SMALL, found.micro_batch_tokens, 20, 3)
+    assert found.processes["teacher"] == expected
+    assert [(each.first, each.last, each.holds) for each in found.gpus] == [
+        (0, 0, "engine 0"),
+        (1, 2, "trainer ranks 0 to 1"),
+        (3, 8, "teacher ranks 0 to 5"),
+    ]
+    asked.teacher.ranks, asked.cluster.roles = 1, ModelPlacement.shared
+    found = estimate(asked, SMALL, max_logits=20, teachers=[smaller, SMALL])
+    memory = {name: each.total for name, each in found.processes.items()}
+    [_, shared] = found.gpus
+    assert (shared.first, shared.last, shared.holds) == (
+        1,
+        2,
+        "trainer ranks 0 to 1; teacher ranks 0 to 1 of 2 of them",
+    )
+    assert shared.num_bytes == memory["trainer"] + 2 * memory["teacher"]
 
 
 def test_replicas_of_a_reward_model_have_gpus_of_their_own() -> None:

@@ -203,7 +203,6 @@ def test_the_balanced_trainer_takes_as_long_as_the_fleet() -> None:
             payloads=[None] * 2,
             task_kind="",
             advantages=[[0.0]] * 2,
-            references=None,
             num_bytes=0,
         )
         await trainer.accumulate([group], None)

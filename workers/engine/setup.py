@@ -37,7 +37,7 @@ COLOCATED_FREE_SHARE = 0.1
 SEPARATE_SHARE, COLOCATED_SHARE, SHARED_SHARE = 0.9, 0.7, 0.5
 """Share of a GPU that an engine fills with weights, activations and as much cache as there is room for: alone; beside a
 trainer that has moved out, but keeps its context, its communicators and the copy that it sends (a whole one on a single
-GPU); and beside a reference or a reward model too, which stay. Of these vLLM knows nothing: it measures only itself
+GPU); and beside a frozen model too, which stays. Of these vLLM knows nothing: it measures only itself
 (0.32, `Worker.determine_available_memory`). The rest of a GPU alone is for CUDA graphs and for weights that arrive."""
 NGRAM_DRAFT, NGRAM_TOKENS = 5, (2, 4)
 """Tokens that `rollout.speculative=ngram` guesses, and how many last tokens (from, to) it looks for."""
@@ -211,7 +211,7 @@ def memory_share(config: Config) -> float:
     """The share of a GPU that an engine may take when rollout.kv_cache_gb does not say how large its cache is."""
     if config.cluster.placement is not Placement.colocated:
         return SEPARATE_SHARE
-    stays = needs_reference(config) or config.reward.model is not None
+    stays = needs_reference(config) or bool(config.teacher.models) or config.reward.model is not None
     return SHARED_SHARE if stays and config.cluster.roles is ModelPlacement.shared else COLOCATED_SHARE
 
 

@@ -61,12 +61,13 @@ def _check_images(config: Config, folder: str) -> None:
         "trainer.backend=fsdp": config.trainer.backend is not Backend.fsdp,
         "trainer.tensor_parallel=1": config.trainer.tensor_parallel > 1,
         "algorithm.kl_coefficient=0": config.algorithm.kl_coefficient > 0,
+        "teacher.models={}": bool(config.teacher.models),
         "algorithm.advantage=grpo": needs_critic(config.algorithm),
     }
     if needed := [cure for cure, is_needed in cures.items() if is_needed]:
         raise ConfigError(
-            f"the model in {folder} takes images, and its decoder is trained whole, by FSDP2, without reference or "
-            f"critic; set {' and '.join(needed)}"
+            f"the model in {folder} takes images, and its decoder is trained whole, by FSDP2, without reference, "
+            f"teacher or critic; set {' and '.join(needed)}"
         )
 
 

@@ -132,7 +132,7 @@ class TrainerWorker:
 
     def _has_no_gradient(self, group: ReadyGroup) -> bool:
         """True if every token's loss is zero for any policy: no episode was better than another, and no other term."""
-        if self._token_advantage is not None:
+        if self._token_advantage is not None or self._config.teacher.models:
             return False
         values = (value for advantages in group.advantages if advantages is not None for value in advantages)
         algorithm = self._config.algorithm

@@ -17,6 +17,7 @@ from rlflow.algorithms.token_advantage.gae import (
 from rlflow.algorithms.turns import earned, in_time
 from rlflow.batching import BatchPiece, spread_over_turns
 from rlflow.groups.staleness import without_old_tokens
+from rlflow.roles import REFERENCE
 from rlflow.types import (
     BoolArray,
     CriticTargets,
@@ -57,15 +58,13 @@ class Fetcher:
     def samples(self, piece: BatchPiece) -> list[TrainSample]:
         group = self._groups[piece.group]
         nothing: list[Any] = [None] * len(piece.episodes)
-        references = nothing if group.references is None else _get(group.references, piece)
+        frozen = {name: _get(handles, piece) for name, handles in group.frozen.items()}
         values = nothing if group.values is None else _get(group.values, piece)
         if group.pictures is not None and piece.group not in self._pictures:
             (self._pictures[piece.group],) = _fetched([group.pictures])
         pictures = self._pictures.get(piece.group, {})
         found: list[TrainSample] = []
-        for index, payload, reference, value in zip(
-            piece.episodes, self.payloads(piece), references, values, strict=True
-        ):
+        for place, (index, payload, value) in enumerate(zip(piece.episodes, self.payloads(piece), values, strict=True)):
             advantages, samples = group.advantages[index], payload.samples
             if advantages is None:
                 continue
@@ -75,6 +74,7 @@ class Fetcher:
                 assert value is not None, "the critic is asked before the trainer"
                 (reward,) = advantages
                 turns = group.episodes[index].turns
+                reference = frozen[REFERENCE][place] if REFERENCE in frozen else None
                 rewards = rewards_of_tokens(samples, turns, reward, reference, self._kl_coefficient)
                 rows, targets = token_level(samples, turns, rewards, value, self._token_advantage)
             elif len(advantages) > 1:
@@ -82,10 +82,10 @@ class Fetcher:
             kept = samples
             if self._oldest_version is not None:
                 kept = [without_old_tokens(sample, self._oldest_version) for sample in samples]
-            columns = (kept, rows, reference or [None] * len(samples), targets)
+            said = [{name: rows[place][number] for name, rows in frozen.items()} for number in range(len(samples))]
             found += [
-                TrainSample(sample=sample, advantage=row, reference_logprobs=logprobs, critic=target, pictures=pictures)
-                for sample, row, logprobs, target in zip(*columns, strict=True)
+                TrainSample(sample=sample, advantage=row, frozen_logprobs=logprobs, critic=target, pictures=pictures)
+                for sample, row, logprobs, target in zip(kept, rows, said, targets, strict=True)
             ]
         return found
 

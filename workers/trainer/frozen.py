@@ -1,4 +1,4 @@
-"""The frozen reference policy: whole in one process, or sharded over the ranks of a group in `model.dtype`.
+"""A frozen policy, such as the reference: whole in one process, or sharded over the ranks of a group in `model.dtype`.
 
 Every call of a group is collective. Each rank brings samples of its own, and ranks with fewer rows than another compute
 empty ones, because a layer is gathered by all ranks together.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms.aggregation import Denominator, denominator, token_weights
+from rlflow.algorithms.distillation import distillation_of
 from rlflow.algorithms.entropy import leaves_out_negatives, without_negatives
 from rlflow.algorithms.kl.base import next_coefficient
 from rlflow.algorithms.proximal import interpolate_proximal
@@ -27,9 +28,9 @@ from rlflow.algorithms.registry import objective_of
 from rlflow.algorithms.tokens import Tokens, clamp_log_ratio, sequence_mean
 from rlflow.batching import PackedBatch
 from rlflow.config import Config, Proximal
-from rlflow.roles import Mean
+from rlflow.roles import REFERENCE, TEACHER, Mean
 from rlflow.runtime.derived import keeps_cache
-from rlflow.types import NO_VERSION
+from rlflow.types import NO_VERSION, BoolArray, FloatArray
 
 KL_HORIZON = 10_000
 """An adaptive KL coefficient changes by at most about 20 % over this many episodes (arXiv:1909.08593)."""
@@ -48,6 +49,8 @@ _METRICS = (
     "entropy/sequence_mean",
     "ratio/effective_share",
     "given_share",
+    "distil/kl",
+    "distil/clamped",
 )
 
 
@@ -100,6 +103,7 @@ class PolicyObjective(Objective):
         self._algorithm = config.algorithm
         self._max_length = config.rollout.max_new_tokens
         self._chosen = objective_of(config.algorithm)
+        self._distil = distillation_of(config.teacher) if config.teacher.models else None
         self._kl_coefficient = config.algorithm.kl_coefficient
         self._leaves_out_negatives = False
         self._keeps_cache, self._is_asynchronous = keeps_cache(config), config.staleness.max_versions > 0
@@ -110,6 +114,7 @@ class PolicyObjective(Objective):
         versions = torch.from_numpy(packed.versions).to(device)
         is_given = versions.eq(NO_VERSION)  # by a demonstration, whose ratio is 1, because nobody has sampled it
         behaviour = torch.from_numpy(packed.behaviour_logprobs).to(device).where(~is_given, logprobs.detach())
+        advantages, distance, is_clamped = (torch.from_numpy(each).to(device) for each in self._advantages(packed))
         proximal = behaviour
         if self._algorithm.proximal is Proximal.interpolated:
             proximal = interpolate_proximal(logprobs, behaviour, versions, version)
@@ -117,7 +122,7 @@ class PolicyObjective(Objective):
             logprobs=logprobs,
             proximal=proximal,
             behaviour=behaviour,
-            advantages=torch.from_numpy(packed.advantages).to(device),
+            advantages=advantages,
             entropies=entropies,
             sequence_of=torch.from_numpy(packed.sequence_of).to(device),
             num_sequences=packed.num_sequences,
@@ -127,14 +132,7 @@ class PolicyObjective(Objective):
         kl = torch.zeros_like(loss)
         loss = loss * weights
         if self._algorithm.kl_coefficient > 0:
-            references = packed.reference_logprobs
-            if references is None and packed.num_loss_tokens:
-                raise ValueError(
-                    "algorithm.kl_coefficient is above 0, but the samples carry no reference log-probabilities; pass "
-                    "them in TrainSample.reference_logprobs"
-                )
-            references = np.zeros(0, np.float32) if references is None else references
-            kl = self._chosen.kl(logprobs, torch.from_numpy(references).to(device))
+            kl = self._chosen.kl(logprobs, torch.from_numpy(_said_by(REFERENCE, packed)).to(device))
             if not self._algorithm.kl_in_reward:
                 loss = loss + self._kl_coefficient * kl
         if self._algorithm.entropy_bonus:
@@ -150,6 +148,7 @@ class PolicyObjective(Objective):
         columns = [entropies, kl, is_clipped, weights, weights == 0, gap * ~on_older, ratio]
         columns += [is_current, gap * is_current, on_older, gap * on_older]
         columns += [sequence_mean(entropies.detach(), tokens), ratio.double().square(), is_given]
+        columns += [distance, is_clamped]
         sums = [column.detach().double().sum() for column in columns]
         counts = logprobs.new_tensor([tokens.num_sequences, len(logprobs)], dtype=torch.float64)
         return Row(
@@ -193,6 +192,8 @@ class PolicyObjective(Objective):
             del metrics["sampling/older_cache_share"], metrics["sampling/older_cache_logp_difference_mean"]
         if self._algorithm.kl_coefficient == 0:
             del metrics["kl"]
+        if self._distil is None:
+            del metrics["distil/kl"], metrics["distil/clamped"]
         if not self._algorithm.corrections:
             del metrics["correction/mean"], metrics["correction/rejected"]
         if self._algorithm.kl_target is not None:
@@ -229,6 +230,18 @@ class PolicyObjective(Objective):
             self._kl_coefficient = state.get("kl_coefficient", self._kl_coefficient)
         self._leaves_out_negatives = bool(state.get("leaves_out_negatives", 0.0))
 
+    def _advantages(self, packed: PackedBatch) -> tuple[FloatArray, FloatArray, BoolArray]:
+        """What the tokens are trained with, how far the policy was from its teacher, and where that was clamped; [N].
+
+        Without a teacher, zeros and nowhere.
+        """
+        if self._distil is None:
+            nowhere = np.zeros_like(packed.advantages)
+            return packed.advantages, nowhere, nowhere > 0
+        said = _said_by(TEACHER, packed)
+        found = self._distil(packed.advantages, packed.behaviour_logprobs, said)
+        return found.advantages, packed.behaviour_logprobs - said, found.is_clamped
+
     def _corrections(self, tokens: Tokens) -> Tensor:
         """The product of all corrections, [N].
 
@@ -241,3 +254,14 @@ class PolicyObjective(Objective):
         for correction in self._chosen.corrections:
             weights = weights * correction(tokens, target)
         return weights * without_negatives(tokens) if self._leaves_out_negatives else weights
+
+
+def _said_by(model: str, packed: PackedBatch) -> FloatArray:
+    """The log-probabilities [N] of what is the frozen `model` to the row. Raises ValueError if there are none."""
+    found = packed.frozen_logprobs.get(model)
+    if found is None and packed.num_loss_tokens:
+        raise ValueError(
+            f"the settings ask for a {model}, but the samples carry no {model} log-probabilities; pass them in "
+            "TrainSample.frozen_logprobs"
+        )
+    return np.zeros(0, np.float32) if found is None else found

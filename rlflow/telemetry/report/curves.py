@@ -56,6 +56,7 @@ CHARTS = (
     _one("Learning", "loss", "Loss"),
     _one("Learning", "grad_norm", "Gradient norm", "before clipping"),
     _one("Learning", "kl", "KL to the reference", "nats a token"),
+    _one("Learning", "distil/kl", "KL to the teacher", "nats a token"),
     Chart(
         section="Freshness",
         title="Staleness",

@@ -19,6 +19,7 @@ from rlflow.errors import ConfigError, DeadlineError, SandboxError
 from rlflow.models.resolve import resolve_config, resolve_model, resolve_reward_model
 from rlflow.processes.sandbox.run import describe
 from rlflow.runtime.deadlines import within
+from rlflow.runtime.derived import learns_from_rewards, teachers
 from rlflow.runtime.gpus import GPU_BUILD, driver_problem
 from rlflow.tools.doctor.findings import Finding, check_placement, error, of_config_error, ok, warning
 from rlflow.tools.doctor.here import Here, ModelSize
@@ -144,13 +145,13 @@ def check_vllm(here: Here, needs: Needs, load: Callable[[], tuple[str, str, int]
 def load_size(config: Config) -> ModelSize:
     """From config.json alone. Raises ConfigError."""
     from rlflow.config import Backend, Offload
-    from rlflow.tools.dry_run.model import read_model
+    from rlflow.tools.dry_run.model import read_model, read_teachers
     from rlflow.workers.trainer.token_logprobs import MAX_LOGITS
 
     facts = read_model(config, resolve_config(config.model.path))
     memory, fullest = dict[str, int](), 0
     if config.trainer.backend is Backend.fsdp and config.trainer.offload is Offload.none and not config.reward.model:
-        found = estimate(config, facts, MAX_LOGITS)
+        found = estimate(config, facts, MAX_LOGITS, teachers=read_teachers(config))
         memory = {name: each.total for name, each in found.processes.items()}
         fullest = max(each.num_bytes for each in found.gpus)
     return ModelSize(
@@ -221,6 +222,16 @@ def check_reward_model(
     yield ok("reward model", path)
 
 
+def check_teacher_models(here: Here, needs: Needs) -> Iterator[Finding]:
+    """Raises ConfigError for a teacher that is missing, or has other tokens than the policy."""
+    from rlflow.workers.teachers import check_teachers, with_folders
+
+    config = with_folders(needs.config)
+    check_teachers(config, resolve_model(config.model.path))
+    for name, path in teachers(needs.config).items():
+        yield ok(name, f"{path}, with the policy's vocabulary")
+
+
 def absent_model(name: str, path: str, here: Here) -> Finding:
     """A model of the hub that is not on this machine."""
     space = here.hub_dir
@@ -255,7 +266,7 @@ def check_tasks(here: Here, needs: Needs) -> Iterator[Finding]:
     """Raises ConfigError for an environment or a reward that cannot be loaded."""
     from rlflow.environments.find import load_environment
 
-    load_environment(needs.config.env, needs.config.reward)
+    load_environment(needs.config.env, needs.config.reward, needs_reward=learns_from_rewards(needs.config))
     yield ok("tasks", f"env.name={needs.config.env.name} and its reward load")
 
 

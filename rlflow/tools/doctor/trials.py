@@ -31,6 +31,7 @@ from rlflow.tools.doctor.software import (
     check_sandbox,
     check_size,
     check_tasks,
+    check_teacher_models,
     check_torch,
     check_vllm,
 )
@@ -45,6 +46,7 @@ TRIALS: dict[str, tuple[str, Check]] = {
     "size": ("model", check_size),
     "model": ("model", check_model),
     "reward_model": ("reward model", check_reward_model),
+    "teachers": ("teachers", check_teacher_models),
     "engine": ("engine", check_engine),
     "environment": ("tasks", check_tasks),
     "ray": ("Ray", check_ray),
@@ -94,6 +96,7 @@ def topics_of(config: Config, *, is_run: bool, computes: bool) -> list[str]:
         "size": is_run,
         "model": is_run,
         "reward_model": is_run and config.reward.model is not None,
+        "teachers": is_run and bool(config.teacher.models),
         "engine": is_run and computes,
         "environment": is_run,
     }

@@ -21,6 +21,7 @@ _TITLES = {
     "trainer": "Trainer rank, with micro-batches of up to {tokens:,} tokens",
     "critic": "Critic rank, with the same micro-batches",
     "reference": "Reference rank",
+    "teacher": "Teacher rank, of the largest teacher",
     "reward_model": "Reward model, of which each replica is whole",
 }
 _CURES = {
@@ -29,6 +30,7 @@ _CURES = {
     "raise trainer.tensor_parallel",
     "critic": "as for the trainer",
     "reference": "raise cluster.reference_ranks, take a smaller model or algorithm.kl_coefficient=0",
+    "teacher": "raise teacher.ranks, or take a smaller teacher",
     "reward_model": "take a smaller reward.model",
 }
 WAYS = {
@@ -48,7 +50,7 @@ def dry_run(config: Config, *, json_wanted: bool) -> int:
     """Print the estimate; returns the exit code, 0. Raises ConfigError for whatever the run would refuse."""
     from rlflow.algorithms.registry import check_functions
     from rlflow.models.resolve import REWARD, check_gives_score, has_tokenizer, resolve_config
-    from rlflow.tools.dry_run.model import read_model, read_reward_model  # imports torch and transformers
+    from rlflow.tools.dry_run.model import read_model, read_reward_model, read_teachers  # imports torch, transformers
     from rlflow.workers.engine.setup import check_engine
     from rlflow.workers.engine.tokens import check_tokens
     from rlflow.workers.trainer.token_logprobs import MAX_LOGITS
@@ -68,7 +70,7 @@ def dry_run(config: Config, *, json_wanted: bool) -> int:
         scorer_folder = resolve_config(config.reward.model, REWARD)
         check_gives_score(Path(scorer_folder))
         scorer = read_reward_model(config, scorer_folder)
-    found = estimate(config, facts, MAX_LOGITS, scorer)
+    found = estimate(config, facts, MAX_LOGITS, scorer, read_teachers(config))
     print(json.dumps(as_json(found)) if json_wanted else as_text(found, config, asked))
     return 0
 

@@ -14,7 +14,9 @@ from rlflow.runtime.derived import (
     dtype_of,
     max_running,
     num_shares,
+    reference_ranks,
     sends_adapters,
+    teacher_ranks,
     transport_of,
     transports_for,
 )
@@ -28,8 +30,8 @@ from rlflow.tools.dry_run.memory import (
     RewardModelFacts,
     cached_sequences,
     engine_memory,
+    frozen_memory,
     largest_shard,
-    reference_memory,
     reward_model_memory,
     trainer_memory,
 )
@@ -122,9 +124,14 @@ class Estimate:
 
 
 def estimate(
-    config: Config, facts: ModelFacts, max_logits: int, reward_model: RewardModelFacts | None = None
+    config: Config,
+    facts: ModelFacts,
+    max_logits: int,
+    reward_model: RewardModelFacts | None = None,
+    teachers: Sequence[ModelFacts] = (),
 ) -> Estimate:
-    """What the run needs of GPUs; `max_logits` is how many logits the trainer holds at once.
+    """What the run needs of GPUs; `max_logits` is how many logits the trainer holds at once. Each teacher counts as the
+    largest of them.
 
     Raises ConfigError when engines and ranks cannot be placed, when they do not fit into cluster.pools, and for a
     trainer that is not modelled.
@@ -154,7 +161,11 @@ def estimate(
         items = (item for item in processes[ProcessKind.trainer].items if item.name not in (OUTPUT_LAYER, STAGED))
         processes[ProcessKind.critic] = ProcessMemory(items=tuple(items))
     if ProcessKind.reference in plan.counts:
-        processes[ProcessKind.reference] = reference_memory(config, facts, num_tokens, max_logits)
+        processes[ProcessKind.reference] = frozen_memory(config, facts, num_tokens, max_logits, reference_ranks(config))
+    if teachers:
+        ranks = teacher_ranks(config)
+        found = [frozen_memory(config, each, num_tokens, max_logits, ranks) for each in teachers]
+        processes[ProcessKind.teacher] = max(found, key=lambda memory: memory.total)
     if reward_model is not None:
         processes[ProcessKind.reward_model] = reward_model_memory(config, reward_model)
     gpu = _gpu_of_run(config, plan, processes)
@@ -194,17 +205,17 @@ def _gpus(config: Config, plan: GpuPlan, processes: dict[ProcessKind, ProcessMem
     for kind, num_gpus in plan.own.items():
         if kind is ProcessKind.trainer:
             # There may be fewer of a kind than ranks; the first GPUs hold them.
-            edges = sorted({0, *(plan.counts[sharer] for sharer in plan.sharing)})
+            edges = sorted({0, *(min(plan.counts[sharer], num_gpus) for sharer in plan.sharing)})
         else:
             edges = [0, num_gpus]
         for start, stop in pairwise(edges):
             if kind is ProcessKind.trainer:
                 here = [sharer for sharer in plan.sharing if plan.counts[sharer] > start]
-                names = [_numbered(sharer, start, stop) for sharer in here]
+                names = [_numbered(sharer, start, stop, plan.on_a_gpu(sharer)) for sharer in here]
                 if config.cluster.placement is Placement.colocated:
                     num_in_turn = 3 if ProcessKind.critic in here else 2
                     names[:num_in_turn] = [f"{names[0]} and {', '.join(names[1:num_in_turn])}, in turn"]
-                holds, num_bytes = "; ".join(names), _most(here, processes)
+                holds, num_bytes = "; ".join(names), _most(here, processes, plan)
             else:
                 each = f" on {plan.per_engine} GPUs each" if kind is ProcessKind.engine and plan.per_engine > 1 else ""
                 holds, num_bytes = _numbered(kind, 0, plan.counts[kind]) + each, processes[kind].total
@@ -213,23 +224,26 @@ def _gpus(config: Config, plan: GpuPlan, processes: dict[ProcessKind, ProcessMem
             yield GpuRange(first=first, last=next_gpu - 1, holds=holds, num_bytes=num_bytes, gpu_size=size)
 
 
-def _most(kinds: Sequence[ProcessKind], processes: dict[ProcessKind, ProcessMemory]) -> int:
+def _most(kinds: Sequence[ProcessKind], processes: dict[ProcessKind, ProcessMemory], plan: GpuPlan) -> int:
     """Bytes of one GPU that these processes need together.
 
     An engine sleeps while trainer and critic work, and these leave the GPU while it works, except for what was staged;
     the others may work at any time.
     """
     trained = sum(processes[kind].total for kind in kinds if kind in (ProcessKind.trainer, ProcessKind.critic))
-    others = sum(processes[kind].total for kind in kinds if kind in (ProcessKind.reference, ProcessKind.reward_model))
+    stay = (ProcessKind.reference, ProcessKind.teacher, ProcessKind.reward_model)
+    others = sum(plan.on_a_gpu(kind) * processes[kind].total for kind in kinds if kind in stay)
     staged = sum(item.num_bytes for item in processes[ProcessKind.trainer].items if item.name == STAGED)
     engine = processes[ProcessKind.engine].total + staged if ProcessKind.engine in kinds else 0
     return max(engine, trained) + others
 
 
-def _numbered(kind: ProcessKind, first: int, stop: int) -> str:
-    is_rank = kind in (ProcessKind.trainer, ProcessKind.critic, ProcessKind.reference)
+def _numbered(kind: ProcessKind, first: int, stop: int, each: int = 1) -> str:
+    """`each`: how many models have such ranks."""
+    is_rank = kind in (ProcessKind.trainer, ProcessKind.critic, ProcessKind.reference, ProcessKind.teacher)
     name = f"{kind.value} rank" if is_rank else kind.value.replace("_", " ")
-    return f"{name} {first}" if stop - first == 1 else f"{name}s {first} to {stop - 1}"
+    of_all = f" of {each} of them" if each > 1 else ""
+    return f"{name} {first}{of_all}" if stop - first == 1 else f"{name}s {first} to {stop - 1}{of_all}"
 
 
 def _tokens_of_step(config: Config) -> int:

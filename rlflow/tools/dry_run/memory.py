@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.config import Checkpointing, Config, Dtype, Optimizer, Quantization, Transport
-from rlflow.runtime.derived import dtype_of, num_shards, reference_ranks, sends_adapters, transport_of
+from rlflow.runtime.derived import dtype_of, num_shards, sends_adapters, transport_of
 from rlflow.workers.engine.setup import (
     BYTES_PER_ELEMENT,
     CPU_BLOCK_TOKENS,
@@ -268,9 +268,9 @@ def logit_rows(facts: ModelFacts, num_tokens: int, max_logits: int) -> int:
     return min(num_tokens, max(1, max_logits // facts.vocabulary_size))
 
 
-def reference_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logits: int) -> ProcessMemory:
-    """One rank of the frozen model, which computes no gradients; a single rank holds it whole."""
-    rows, ranks = logit_rows(facts, num_tokens, max_logits), reference_ranks(config)
+def frozen_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logits: int, ranks: int) -> ProcessMemory:
+    """One of the ranks of a frozen model, which computes no gradients; a single rank holds it whole."""
+    rows = logit_rows(facts, num_tokens, max_logits)
     passing = num_tokens * facts.activations.largest_layer + LOGIT_BYTES * rows * facts.vocabulary_size
     if ranks <= 1:
         return _frozen(config, facts.num_parameters, "one layer and the logits", passing, num_tokens)

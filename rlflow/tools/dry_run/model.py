@@ -1,6 +1,7 @@
 """A model's facts from its config.json: the model is built on the meta device, where tensors have no memory."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rlflow.config import Config
+from rlflow.config import Config, LoraConfig
 from rlflow.errors import ConfigError, first_line
 from rlflow.models.opening import build_model, open_config
-from rlflow.models.resolve import POLICY, REWARD
+from rlflow.models.resolve import POLICY, REWARD, TEACHERS, resolve_config
+from rlflow.runtime.derived import teachers
 from rlflow.tools.dry_run.memory import FLOAT32, Activations, ModelFacts, RewardModelFacts, Weight
 from rlflow.workers.engine.setup import cache_shape
 from rlflow.workers.trainer.layers import backbone, decoder_layers, keeps
@@ -70,6 +72,12 @@ def read_model(config: Config, folder: str) -> ModelFacts:
         is_packed=attention_of(model) == _ATTENTION,
         converted=_converted(model, open_config(folder, trust=config.model.trust_remote_code)),
     )
+
+
+def read_teachers(config: Config) -> list[ModelFacts]:
+    """The facts of each teacher, from its config.json. Raises ConfigError as `read_model`."""
+    whole = replace(config, lora=LoraConfig(), trainer=replace(config.trainer, tensor_parallel=1))
+    return [read_model(whole, resolve_config(path, TEACHERS)) for path in teachers(config).values()]
 
 
 def read_reward_model(config: Config, folder: str) -> RewardModelFacts:

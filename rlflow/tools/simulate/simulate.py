@@ -139,7 +139,7 @@ async def _run(plan: Plan, folder: Path) -> tuple[_Watcher, ModelledRunners]:
     try:
         driver = Driver(
             config=_config(plan),
-            workers=Workers(runners=runners, engines=engines, trainer=trainer, reference=None),
+            workers=Workers(runners=runners, engines=engines, trainer=trainer),
             sampler=TaskSampler(
                 [Task(id=f"t{i}", prompt=()) for i in range(_PASS_STEPS * plan.step_groups)], plan.seed
             ),

@@ -9,11 +9,12 @@ from rlflow.config import Config
 from rlflow.environments.find import held_out_tasks, load_environment
 from rlflow.errors import ConfigError
 from rlflow.rundir.directory import plain
+from rlflow.runtime.derived import learns_from_rewards
 from rlflow.tools.submit.command_words import CLAIM
 
-_SECTIONS = ("model", "env", "reward", "curriculum", "algorithm")
+_SECTIONS = ("model", "env", "reward", "teacher", "curriculum", "algorithm")
 """Sections whose settings may name files."""
-_MODELS = ("model.path", "reward.model")
+_MODELS = ("model.path", "reward.model", "teacher.models")
 """Settings whose files are not read here."""
 MAX_PATH = 1000
 
@@ -38,11 +39,11 @@ def check_run(config: Config, packaged: Collection[str], config_folder: Path | N
                 )
     away = [(key, path) for key, path in files if not path.exists() and (on_kubernetes or path.is_absolute())]
     unchecked = [f"{key}: the job looks for {Path(CLAIM, path)}" for key, path in (files if on_kubernetes else away)]
-    if any(key not in _MODELS for key, _ in away):
+    if any(not key.startswith(_MODELS) for key, _ in away):
         return unchecked
     try:
         check_functions(config)
-        spec = load_environment(config.env, config.reward)
+        spec = load_environment(config.env, config.reward, needs_reward=learns_from_rewards(config))
         if any(key.startswith("env.args") for key, _ in files):  # tasks that no file names may have to be downloaded
             spec.tasks()
             held_out_tasks(config, spec)

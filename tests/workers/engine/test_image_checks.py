@@ -46,6 +46,10 @@ def with_reference(config: Config) -> None:
     config.algorithm.kl_coefficient = 0.1
 
 
+def with_teacher(config: Config) -> None:
+    config.teacher.models = {"default": "a"}
+
+
 def with_deepspeed(config: Config) -> None:
     config.trainer.backend = Backend.deepspeed
 
@@ -59,6 +63,7 @@ def with_slices(config: Config) -> None:
     [
         (with_lora, "lora.rank=null"),
         (with_reference, "algorithm.kl_coefficient=0"),
+        (with_teacher, "teacher.models={}"),
         (with_deepspeed, "trainer.backend=fsdp"),
         (with_slices, "trainer.tensor_parallel=1"),
     ],

@@ -51,7 +51,7 @@ def row(*groups: tuple[int, Sequence[int]]) -> PackedBatch:
         behaviour_logprobs=no_floats,
         versions=nothing,
         advantages=no_floats,
-        reference_logprobs=None,
+        frozen_logprobs={},
         values=None,
         returns=None,
         sequence_of=nothing,

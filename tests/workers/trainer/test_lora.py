@@ -34,6 +34,7 @@ from rlflow.cluster.calls import RayTrainer
 from rlflow.cluster.gpus import gpu_plan
 from rlflow.config import Checkpointing, Config, LoraConfig, ProcessKind, Send, TrainerConfig
 from rlflow.errors import ConfigError, RunError
+from rlflow.roles import REFERENCE
 from rlflow.runtime.derived import needs_reference, policy_is_reference
 from rlflow.tools.export import export
 from rlflow.types import CriticTargets, ReadyGroup, Span
@@ -324,7 +325,7 @@ class FakeMethod:
         return self
 
     def remote(self, groups: list[ReadyGroup], *_: object) -> Any:
-        self._log.append((self._name, self._rank, [group.references for group in groups]))
+        self._log.append((self._name, self._rank, [group.frozen.get(REFERENCE) for group in groups]))
         done: asyncio.Future[Span] = asyncio.get_running_loop().create_future()
         done.set_result(Span(actor=f"trainer {self._rank}", name=self._name, start_s=0.0, end_s=1.0))
         if self._num_returns == 1:

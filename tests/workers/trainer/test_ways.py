@@ -252,7 +252,7 @@ def test_rows_hold_a_prompt_and_a_completion_each() -> None:
         **dict.fromkeys(("behaviour_logprobs", "advantages"), np.zeros(0, np.float32)),
         **dict.fromkeys(("support_ids", "support_of"), np.zeros(0, np.int64)),
         is_on_older_cache=np.zeros(0, np.bool_),
-        reference_logprobs=None,
+        frozen_logprobs={},
         values=None,
         returns=None,
         num_sequences=0,

@@ -1,4 +1,4 @@
-"""One rank of the frozen reference policy as a Ray actor: the trainer's code without the optimiser's step."""
+"""One rank of a frozen policy as a Ray actor: the trainer's code without the optimiser's step."""
 
 import ray
 
@@ -7,8 +7,8 @@ from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.types import EpisodePayload, PayloadRef, TrainSample
 
 
-class ReferenceWorker:
-    """Wrapped by `ray.remote`; `start` loads the model that the run began with."""
+class FrozenWorker:
+    """Wrapped by `ray.remote`; `start` loads the model of `model_path`."""
 
     def __init__(self, config: Config, model_path: str, rank: int, num_ranks: int, threads: int) -> None:
         share_cpu(threads)

@@ -93,6 +93,7 @@ class PackedBatch:
     is_on_older_cache: BoolArray  # [N], whether an older version computed some of the target's context
     advantages: FloatArray  # [N]
     reference_logprobs: FloatArray | None  # [N]
+    proximal_logprobs: FloatArray | None = None  # [N], of the policy that the step began with
     values: FloatArray | None  # [N], the critic's before the update; None unless the critic learns
     returns: FloatArray | None  # [N]
     sequence_of: IndexArray  # [N], the target's sample, counting samples with loss tokens only
@@ -363,11 +364,13 @@ class _Row:
         targets = [sample.critic for sample in samples if sample.critic is not None]
         assert len(targets) in (0, len(samples)), "all samples of a row have targets for a critic, or none has"
         references = [sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None]
-        if len(references) not in (0, len(samples)):
-            raise ValueError(
-                "all samples of a batch have reference log-probabilities or none has; got "
-                f"{len(references)} of {len(samples)}"
-            )
+        proximal = [sample.proximal_logprobs for sample in samples if sample.proximal_logprobs is not None]
+        for name, found in (("reference", references), ("proximal", proximal)):
+            if len(found) not in (0, len(samples)):
+                raise ValueError(
+                    f"all samples of a batch have {name} log-probabilities or none has; got {len(found)} of "
+                    f"{len(samples)}"
+                )
 
         first = np.cumsum([0, *(mask.sum() for mask in masks)])
         supports = [_support(one.sample, start) for one, start in zip(samples, first, strict=False)]
@@ -392,6 +395,7 @@ class _Row:
             is_on_older_cache=_join(of_loss(one.sample.cache_versions for one in samples)) < versions,
             advantages=_join_floats(of_loss(advantages)),
             reference_logprobs=_join_floats(of_loss(references)) if references else None,
+            proximal_logprobs=_join_floats(of_loss(proximal)) if proximal else None,
             values=_join_floats(of_loss(target.values for target in targets)) if targets else None,
             returns=_join_floats(of_loss(target.returns for target in targets)) if targets else None,
             sequence_of=np.repeat(np.arange(len(samples)), [int(mask.sum()) for mask in masks]),

@@ -29,8 +29,7 @@ experts. The largest value of the dtype is no expert: a token without a route ha
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 PayloadRef: TypeAlias = object
-"""A handle to an EpisodePayload or to Pictures: a Ray ObjectRef in a run, anything in a test. The driver never opens
-it."""
+"""A handle to an EpisodePayload or to Pictures: a Ray ObjectRef in a run, anything in a test. The driver opens none."""
 
 
 def no_route(experts: ExpertArray) -> int:
@@ -173,8 +172,7 @@ class Turn:
     logprobs: list[float]  # [num_output_tokens], behaviour policy, temperature applied
     versions: list[int]  # [num_output_tokens], policy version that sampled each token
     cache_versions: list[int]  # [num_output_tokens], the oldest version that computed any of its context
-    finish_reason: str
-    """"stop" or "length"."""
+    finish_reason: str  # "stop" or "length"
     support: list[list[int]] | None = None  # [num_output_tokens], the tokens that each one was chosen among; None: all
     experts: ExpertArray | None = None
     """[R, layers, k], of the tokens of prompt and output from `first_routed` on. The last token has no route, because
@@ -185,8 +183,7 @@ class Turn:
     """Index of the earlier turn whose prompt and output `prompt_ids` begins with; None when there is none."""
     anchor: str = ""
     """Names what the policy was told since `continues`; see TurnSummary."""
-    reward: float = 0.0
-    """What the environment gave for it."""
+    reward: float = 0.0  # what the environment gave for it
     images: tuple[ImageSpan, ...] = ()  # those in prompt_ids, in their order
 
 
@@ -404,6 +401,8 @@ class ReadyGroup:
     num_bytes: int
     values: list[object] | None = None
     """Handles to the critic's values, one for each episode; None without a critic, or before it was asked."""
+    proximal: list[object] | None = None
+    """Handles to the log-probabilities under the policy that the step began with, if that is asked for; as `values`."""
     baseline: float | None = None
     """Reward of the greedy episode, if the advantage needs one."""
     num_images: int = 0
@@ -445,6 +444,7 @@ class TrainSample:
     advantage: float | FloatArray
     """One value for every token, or [L]."""
     reference_logprobs: FloatArray | None = None  # [L]
+    proximal_logprobs: FloatArray | None = None  # [L], under the policy that the step began with
     critic: CriticTargets | None = None
     pictures: Pictures = field(default_factory=dict)
     """The images of its group."""

@@ -126,25 +126,32 @@ class RayTrainer:
         *,
         name: str = "trainer",
         policy_is_reference: bool = False,
+        recomputes: bool = False,
     ) -> None:
-        """`policy_is_reference`: the policy with its adapters off is the reference."""
+        """`policy_is_reference`: the policy with its adapters off is the reference. `recomputes`: see `derived`."""
         self._actors = actors
         self._config = config
         self._name = name
         self._policy_is_reference = policy_is_reference
+        self._recomputes = recomputes
 
-    async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
-        await self.refer(groups)
-        asked_s = now()
-        spans = await self._all("accumulate", list(groups), oldest_version)
-        return [each for span in spans for each in as_seen_here([span], asked_s)]
-
-    async def refer(self, groups: Sequence[ReadyGroup]) -> None:
-        """If this trainer is the reference too: give the groups that lack them the reference's log-probabilities."""
+    async def prepare(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> None:
         lacking = [group for group in groups if group.references is None]
         if self._policy_is_reference and lacking:
             for group, references in zip(lacking, await self.per_token("references", lacking), strict=True):
                 group.references = references
+        if self._recomputes:
+            for group, logprobs in zip(groups, await self.per_token("logprobs", groups), strict=True):
+                group.proximal = logprobs
+
+    async def measure(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> None:
+        """Tell the ranks the groups of a step, because the advantages of all of its tokens are whitened together."""
+        await self._all("measure", list(groups), oldest_version)
+
+    async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
+        asked_s = now()
+        spans = await self._all("accumulate", list(groups), oldest_version)
+        return [each for span in spans for each in as_seen_here([span], asked_s)]
 
     async def per_token(self, method: str, groups: Sequence[ReadyGroup]) -> list[list[object]]:
         """What `method` of the ranks says of each episode: for each group, one handle an episode."""
@@ -174,9 +181,9 @@ class RayTrainer:
         found: list[list[FloatArray]] = await self._all("score", list(samples))
         return found[0]
 
-    async def step(self) -> StepOutcome:
+    async def step(self, *, is_last: bool) -> StepOutcome:
         asked_s = now()
-        outcomes = await self._all("step")
+        outcomes = await self._all("step", is_last)
         first: StepOutcome = outcomes[0]
         first.spans = [span for outcome in outcomes for span in as_seen_here(outcome.spans, asked_s)]
         first.memory_peaks = [peak for outcome in outcomes for peak in outcome.memory_peaks]
@@ -223,21 +230,23 @@ class RayActorCritic:
         self._policy = policy
         self._critic = critic
 
-    async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
-        # Before either learns: the critic, too, may learn from rewards that hold the distance to the reference.
-        found, _ = await asyncio.gather(self._critic.per_token("values", groups), self._policy.refer(groups))
+    async def prepare(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> None:
+        # Both, because advantages come from rewards that may hold the distance to the reference.
+        preparing = self._policy.prepare(groups, oldest_version)
+        found, _ = await asyncio.gather(self._critic.per_token("values", groups), preparing)
         for group, values in zip(groups, found, strict=True):
             group.values = values
+        await self._policy.measure(groups, oldest_version)
+
+    async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
         spans = await asyncio.gather(
             self._policy.accumulate(groups, oldest_version), self._critic.accumulate(groups, oldest_version)
         )
-        for group in groups:
-            group.values = None
         return [span for part in spans for span in part]
 
-    async def step(self) -> StepOutcome:
+    async def step(self, *, is_last: bool) -> StepOutcome:
         """The policy's, with the critic's metrics; the critic may skip an update of its own."""
-        outcome, critic = await asyncio.gather(self._policy.step(), self._critic.step())
+        outcome, critic = await asyncio.gather(self._policy.step(is_last=is_last), self._critic.step(is_last=is_last))
         outcome.metrics |= critic.metrics
         outcome.spans += critic.spans
         outcome.metrics["critic/update_skipped"] = Mean(total=float(not critic.applied), count=1)

@@ -45,7 +45,7 @@ from rlflow.roles import StagedWeights, Workers
 from rlflow.rollout.fleet import EngineFleet
 from rlflow.runtime import scratch
 from rlflow.runtime.deadlines import or_hung
-from rlflow.runtime.derived import object_store_bytes, policy_is_reference, reference_ranks
+from rlflow.runtime.derived import object_store_bytes, policy_is_reference, recomputes, reference_ranks
 from rlflow.runtime.environment import ONE_ARENA
 from rlflow.runtime.signals import hang_ups_ignored
 from rlflow.telemetry.text import duration
@@ -173,7 +173,8 @@ async def start_fleet(
     membership = Membership(runners)
     processes = [RayEngine(engine, index, config.deadlines) for index, engine in enumerate(engines.values())]
     engine_fleet = EngineFleet(config, processes, membership.tell, alarm)
-    policy = RayTrainer(trainers, config.trainer, policy_is_reference=policy_is_reference(config))
+    is_reference, recomputing = policy_is_reference(config), recomputes(config.algorithm)
+    policy = RayTrainer(trainers, config.trainer, policy_is_reference=is_reference, recomputes=recomputing)
     critic = RayTrainer(critics, config.trainer, name="critic") if critics else None
     ranks = {f"trainer rank {rank}": actor for rank, actor in enumerate(trainers)}
     ranks |= {f"critic rank {rank}": actor for rank, actor in enumerate(critics)}

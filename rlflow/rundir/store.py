@@ -63,7 +63,7 @@ class Found:
 
 
 _STATE = TypeAdapter(RunState)
-_HANDLES = {"payloads", "references", "values", "pictures"}
+_HANDLES = {"payloads", "references", "values", "proximal", "pictures"}
 
 
 class CheckpointStore:

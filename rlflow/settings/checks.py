@@ -21,13 +21,14 @@ from rlflow.config import (
     Optimizer,
     Order,
     Placement,
+    Proximal,
     Schedule,
     Send,
     Transport,
 )
 from rlflow.curriculum.registry import check_curriculum
 from rlflow.errors import ConfigError
-from rlflow.runtime.derived import can_compile, needs_reference, samples_while_loading, sends_adapters
+from rlflow.runtime.derived import can_compile, needs_reference, num_updates, samples_while_loading, sends_adapters
 from rlflow.settings.cluster_checks import check_cluster
 from rlflow.settings.engine_args import check_engine_args
 from rlflow.settings.stop_when import check_stop
@@ -46,7 +47,7 @@ _POSITIVE = {
         "episode_timeout_s",
     ),
     "reward": ("model_replicas", "workers", "timeout_s"),
-    "algorithm": ("groups_per_step",),
+    "algorithm": ("groups_per_step", "epochs", "minibatches"),
     "rollout": ("engines", "tensor_parallel", "max_new_tokens", "temperature", "max_running", "kv_cache_gb"),
     "eval": ("episodes",),
     "trainer": ("ranks", "tensor_parallel", "replicas", "learning_rate", "max_grad_norm", "micro_batch_tokens"),
@@ -127,7 +128,7 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     ),
     (
         "algorithm.proximal",
-        lambda c: c.staleness.max_versions < 2,
+        lambda c: c.algorithm.proximal is Proximal.interpolated and c.staleness.max_versions < 2,
         "where no token is older than one version; got staleness.max_versions={staleness.max_versions}; raise it to 2 "
         "or more, or take behaviour",
     ),
@@ -151,6 +152,12 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         "trainer.streaming",
         lambda c: c.cluster.placement is Placement.colocated,
         "with cluster.placement=colocated, which trains a step when its last group is ready; leave it true",
+    ),
+    (
+        "trainer.streaming",
+        lambda c: num_updates(c.algorithm) > 1,
+        "with several updates a step (algorithm.epochs, algorithm.minibatches), which wait for its groups anyway; "
+        "leave it true",
     ),
     (
         "rollout.update",
@@ -372,6 +379,16 @@ def _check_reward(config: Config) -> None:
 
 def _check_algorithm(config: Config) -> None:
     algorithm, max_new_tokens = config.algorithm, config.rollout.max_new_tokens
+    if algorithm.groups_per_step % algorithm.minibatches:
+        raise ConfigError(
+            f"algorithm.minibatches must divide algorithm.groups_per_step ({algorithm.groups_per_step}), because each "
+            f"has equally many whole groups; got {algorithm.minibatches}"
+        )
+    if algorithm.proximal is Proximal.interpolated and num_updates(algorithm) > 1:
+        raise ConfigError(
+            "algorithm.proximal=interpolated estimates the policy before the only update of a step, and here a step "
+            f"makes {num_updates(algorithm)} (algorithm.epochs, algorithm.minibatches); take recomputed"
+        )
     if algorithm.kl_target is not None and (algorithm.kl_target <= 0 or not algorithm.kl_coefficient):
         raise ConfigError(
             "algorithm.kl_target must be positive, with an algorithm.kl_coefficient to begin with; got "

@@ -59,12 +59,11 @@ class Fetcher:
         nothing: list[Any] = [None] * len(piece.episodes)
         references = nothing if group.references is None else _get(group.references, piece)
         values = nothing if group.values is None else _get(group.values, piece)
-        if group.pictures is not None and piece.group not in self._pictures:
-            (self._pictures[piece.group],) = _fetched([group.pictures])
-        pictures = self._pictures.get(piece.group, {})
+        proximal = nothing if group.proximal is None else _get(group.proximal, piece)
+        pictures = self._pictures_of(piece)
         found: list[TrainSample] = []
-        for index, payload, reference, value in zip(
-            piece.episodes, self.payloads(piece), references, values, strict=True
+        for index, payload, reference, value, before in zip(
+            piece.episodes, self.payloads(piece), references, values, proximal, strict=True
         ):
             advantages, samples = group.advantages[index], payload.samples
             if advantages is None:
@@ -82,12 +81,34 @@ class Fetcher:
             kept = samples
             if self._oldest_version is not None:
                 kept = [without_old_tokens(sample, self._oldest_version) for sample in samples]
-            columns = (kept, rows, reference or [None] * len(samples), targets)
+            none = [None] * len(samples)
+            columns = (kept, rows, reference or none, before or none, targets)
             found += [
-                TrainSample(sample=sample, advantage=row, reference_logprobs=logprobs, critic=target, pictures=pictures)
-                for sample, row, logprobs, target in zip(*columns, strict=True)
+                TrainSample(
+                    sample=sample,
+                    advantage=row,
+                    reference_logprobs=logprobs,
+                    proximal_logprobs=proximal_logprobs,
+                    critic=target,
+                    pictures=pictures,
+                )
+                for sample, row, logprobs, proximal_logprobs, target in zip(*columns, strict=True)
             ]
         return found
+
+    def bare(self, piece: BatchPiece) -> list[list[TrainSample]]:
+        """The samples of each episode, to be read by the model and not to be trained on."""
+        pictures = self._pictures_of(piece)
+        return [
+            [TrainSample(sample=one, advantage=0.0, pictures=pictures) for one in payload.samples]
+            for payload in self.payloads(piece)
+        ]
+
+    def _pictures_of(self, piece: BatchPiece) -> Pictures:
+        pictures = self._groups[piece.group].pictures
+        if pictures is not None and piece.group not in self._pictures:
+            (self._pictures[piece.group],) = _fetched([pictures])
+        return self._pictures.get(piece.group, {})
 
 
 def rewards_of_tokens(

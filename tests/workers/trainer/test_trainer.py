@@ -371,7 +371,7 @@ def test_missing_elements_are_named(model_path: str, tmp_path: Path) -> None:
 def test_a_checkpoint_of_two_versions_is_refused(tmp_path: Path) -> None:
     shards = [Shard(name="w", shape=(2,), start=rank, tensors={PARAMETER: torch.zeros(1)}) for rank in range(2)]
     for rank, updates in ((0, 3), (1, 4)):
-        Snapshot(rank=rank, num_ranks=2, shards=[shards[rank]], updates=updates).write(tmp_path)
+        Snapshot(rank=rank, num_ranks=2, shards=[shards[rank]], updates=updates, steps=updates).write(tmp_path)
     with pytest.raises(RunError, match="mixes versions: its ranks have 3, 4 updates, and should have 3; remove it"):
         ShardReader(tmp_path)
 

@@ -12,7 +12,7 @@
                        ReadyQueue                                           |
                             | take                                          |
                             v                                               |   here: the main task
-       Trainer.accumulate -> Trainer.step: version + 1                      |   updates.py: the updates of a step
+       Trainer.accumulate -> Trainer.step: version + 1                      |   groups/updates.py: the updates of a step
                             |                                               |
                             +--> Trainer.stage_weights -> Engines.load -----+   publisher.py: beside the next step
                             +--> Trainer.snapshot -> checkpoint                 saver.py: beside the next steps
@@ -38,6 +38,7 @@ from rlflow.groups.evaluation import Evaluation, HeldOut, evaluate
 from rlflow.groups.intake import Intake, Listener, Progress
 from rlflow.groups.ledger import GroupState, Ledger
 from rlflow.groups.sampler import TaskSampler
+from rlflow.groups.updates import UpdateListener, Updates
 from rlflow.publisher import Publisher, PublishListener
 from rlflow.roles import StepOutcome, Workers
 from rlflow.rundir.store import CheckpointStore, RunState
@@ -46,7 +47,6 @@ from rlflow.runtime.deadlines import or_hung, within
 from rlflow.saver import SaveListener, Saver
 from rlflow.settings.stop_when import StopRule
 from rlflow.types import EpisodeSummary, PayloadRef, ReadyGroup, Span, Task
-from rlflow.updates import UpdateListener, Updates
 
 ANSWER_S = 120.0
 """Seconds for a trainer to copy its state after a call to one of its ranks has failed. The other ranks may wait for

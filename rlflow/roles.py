@@ -50,7 +50,7 @@ class TrainWork:
 
 @dataclass(kw_only=True, slots=True)
 class StepOutcome:
-    """What one update did, or all updates of a step together (see `updates.of_step`)."""
+    """What one update did, or all updates of a step together (see `groups.updates.of_step`)."""
 
     applied: bool
     """False when the gradient was not finite and the update was skipped."""

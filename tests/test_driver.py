@@ -409,6 +409,9 @@ def settings_of_runs(draw: st.DrawFn) -> Config:
     if config.trainer.streaming:
         config.cluster.placement = draw(st.sampled_from(Placement))
         config.algorithm.advantage = draw(st.sampled_from(["grpo", "reinforce_pp_baseline"]))
+        config.algorithm.groups_per_step = 3  # as in the worlds
+        config.algorithm.epochs = draw(st.sampled_from([1, 1, 2]))
+        config.algorithm.minibatches = draw(st.sampled_from([1, 1, 3]))
     config.algorithm.dynamic_sampling = draw(st.booleans())
     config.curriculum.kind = draw(st.sampled_from(["uniform", "uniform", "difficulty"]))
     check(config)

@@ -21,7 +21,7 @@ FLOORS = (
     "workers",
     "telemetry",
     "driver",
-    "publisher saver updates",
+    "publisher saver",
     "rundir settings",
     "rollout groups",
     "curriculum",
@@ -36,20 +36,7 @@ FLOORS = (
 """From the roof to the ground. A module imports from its own room and from lower floors, also inside functions and for
 types alone; the rooms of a floor do not know each other. Modules of the ground floor may import each other."""
 
-FRONT_DOOR = (
-    "types",
-    "roles",
-    "config",
-    "errors",
-    "batching",
-    "driver",
-    "publisher",
-    "saver",
-    "updates",
-    "run",
-    "cli",
-    "library",
-)
+FRONT_DOOR = ("types", "roles", "config", "errors", "batching", "driver", "publisher", "saver", "run", "cli", "library")
 RUN = ("run", "workers", "processes", "algorithms", "curriculum")
 """Where a run begins: what they load, at once or by name, is what a run can reach."""
 

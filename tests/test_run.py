@@ -24,7 +24,7 @@ from rounding import allowed_difference
 from safetensors.torch import load_file
 from training import largest_relative_difference, plain_score, save_reward_model
 
-from rlflow.config import Config
+from rlflow.config import AlgorithmConfig, Config
 from rlflow.groups.ledger import counts_by_state
 from rlflow.recipes.minimal_grpo import Group, MinimalGrpo, Update
 from rlflow.runtime import scratch
@@ -215,6 +215,7 @@ def replayed(
         orders = [random.permutation(len(group.rewards)) for group in groups]
         shuffled = [
             Group(
+                group_id=group.group_id,
                 prompt_ids=group.prompt_ids,
                 completions=[group.completions[i] for i in order],
                 rewards=[group.rewards[i] for i in order],
@@ -225,15 +226,19 @@ def replayed(
     return {name: parameter.detach() for name, parameter in twin.model.named_parameters()}, norms
 
 
-def test_the_driver_makes_the_updates_of_the_twin(tmp_path: Path) -> None:
-    """Synchronous training with one engine is the single-file loop, update for update."""
+@pytest.mark.parametrize(("groups_per_step", "epochs", "minibatches"), [(2, 1, 1), (4, 4, 4)])
+def test_the_driver_makes_the_updates_of_the_twin(
+    groups_per_step: int, epochs: int, minibatches: int, tmp_path: Path
+) -> None:
+    """Synchronous training with one engine is the single-file loop, update for update; several a step too."""
     run = tmp_path / "run"
-    train(run, "run.steps=3", "run.seed=7")
+    settings = {"groups_per_step": groups_per_step, "epochs": epochs, "minibatches": minibatches}
+    train(run, "run.steps=3", "run.seed=7", *(f"algorithm.{name}={value}" for name, value in settings.items()))
     config = Config()
     config.run.steps, config.run.seed = 3, 7
     config.model.path, config.model.max_length = "tiny", 256
     config.reward.function = "rlflow.envs.arithmetic.reward:share_of_digits"
-    config.algorithm.groups_per_step, config.algorithm.group_size = 2, 4
+    config.algorithm = AlgorithmConfig(group_size=4, **settings)
     config.rollout.max_new_tokens, config.rollout.kv_cache_gb = 8, 0.1
     config.trainer.learning_rate = 1e-3
     twin = RecordingTwin(config)
@@ -253,7 +258,7 @@ def test_the_driver_makes_the_updates_of_the_twin(tmp_path: Path) -> None:
     found = largest_relative_difference({name: trained[name] for name in exact}, exact)
     allowed = allowed_difference(largest_relative_difference(other, exact) for other, _ in others)
     moved = largest_relative_difference(before, exact)
-    print(f"parameters after 3 updates: difference {found:.2e}, allowed {allowed:.2e}, moved {moved:.2e}")
+    print(f"parameters after 3 steps: difference {found:.2e}, allowed {allowed:.2e}, moved {moved:.2e}")
     assert moved > 10 * allowed
     assert found <= allowed
 

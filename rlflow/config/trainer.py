@@ -96,6 +96,6 @@ class CriticConfig:
     learning_rate: float = 1e-5
     """Larger than the policy's, because the critic must follow the policy."""
     warmup_steps: int = 0
-    """Updates at the beginning that change the critic alone, so that the policy follows none that knows nothing."""
+    """Steps at the beginning that change the critic alone, so that the policy follows none that knows nothing."""
     value_clip: float | None = 0.2
-    """How far a value may move in one update before its loss stops falling; null: no bound."""
+    """How far a value may move in one step before its loss stops falling; null: no bound."""

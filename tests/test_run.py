@@ -309,6 +309,55 @@ def test_a_killed_run_resumes_and_outlives_its_trainer_and_trains_every_task_onc
     assert "already has 8 of 8 steps" in train(run, *settings)
 
 
+KILLING_LOSS = """
+import os
+import signal
+from pathlib import Path
+
+from rlflow.algorithms.loss.ppo_clip import ppo_clip
+
+calls = 0
+
+
+def killing(tokens, *, driver: str):
+    global calls
+    calls += len(tokens.logprobs) > 0
+    if calls == 11 and Path(driver).exists():
+        pid = int(Path(driver).read_text())
+        Path(driver).unlink()
+        os.kill(pid, signal.SIGKILL)
+    return ppo_clip(tokens)
+"""
+"""Kills the process whose number is in a file at its eleventh micro-batch; once, because the file goes."""
+
+
+def test_a_run_that_is_killed_between_two_updates_resumes_and_trains_every_task_once(tmp_path: Path) -> None:
+    """In the second epoch of its third step. Each step of four groups makes four updates of one micro-batch."""
+    run, driver, loss = tmp_path / "run", tmp_path / "driver", tmp_path / "killing.py"
+    loss.write_text(KILLING_LOSS)
+    settings = [
+        "run.steps=4", "run.checkpoint_every=1", "env.args.size=16", "algorithm.groups_per_step=4",
+        "algorithm.epochs=2", "algorithm.minibatches=2", "algorithm.proximal=recomputed",
+        "algorithm.entropy_bonus=1e-6",  # so that groups of equal rewards have a gradient too
+        f"algorithm.loss={loss}:killing", f"algorithm.loss_args.driver={driver}", "trainer.micro_batch_tokens=4096",
+    ]  # fmt: skip
+    with running(run, *settings) as process:
+        driver.write_text(str(process.pid))
+        assert process.wait(timeout=TIMEOUT_S) == -signal.SIGKILL
+    assert not driver.exists()
+    assert [record["step"] for record in metrics.read(run / "metrics.jsonl")] == [1, 2]
+    out = train(run, *settings)
+    assert "resumed at step " in out
+    counts = counts_by_state(run / "ledger.db")
+    print("ledger after the killed run has gone on:", {state: count for state, count in counts.items() if count})
+    assert (counts["trained"], counts["training"], counts["ready"], counts["running"]) == (16, 0, 0, 0)
+    assert sorted(trained_tasks(run)) == sorted(f"chain_sum/0/{index}" for index in range(16))
+    records = metrics.read(run / "metrics.jsonl")
+    assert [(record["step"], record["version"]) for record in records] == [(step, step) for step in range(1, 5)]
+    assert ShardReader(run / "checkpoints" / "step_4" / "trainer").updates == 16
+    assert max(record["sampling/logp_difference_mean"] for record in records) < 1e-4
+
+
 @pytest.mark.proof
 def test_a_rank_that_hangs_is_lost_after_one_deadline_and_the_run_goes_on(tmp_path: Path) -> None:
     """Its deadline is shorter than what it takes to notice by itself that a process is stopped."""

@@ -15,3 +15,4 @@ resolve requirements/cpu.lock pyproject.toml --extra cpu --extra deepspeed --ext
     --extra gymnasium --extra textarena --extra datasets --extra dev
 resolve requirements/trl.lock requirements/trl.in
 resolve requirements/transfer_queue.lock requirements/transfer_queue.in
+resolve requirements/verl.lock requirements/verl.in

@@ -54,12 +54,14 @@ def test_what_a_caller_must_know() -> None:
         "geometric",
         "veto",
         "opsm",
+        "divergence",
         "uncertain_negatives",
     }
     assert {name for name in CATALOGS[Kind.loss].shipped if resolve(Kind.loss, name).traits.is_corrected} == {
         "aipo",
         "dppo_tv",
         "dppo_kl",
+        "vespo",
     }
 
 
@@ -68,7 +70,7 @@ def test_an_unknown_name_gets_the_nearest() -> None:
         resolve(Kind.loss, "gsop")
     assert str(error.value) == (
         "algorithm.loss=gsop is not a loss; did you mean gspo? There are aipo, cispo, dppo_kl, dppo_tv, gmpo, gspo, "
-        "ppo_clip, reinforce, sapo; your own is package.module:Name or file.py:Name"
+        "ppo_clip, reinforce, sapo, vespo; your own is package.module:Name or file.py:Name"
     )
 
 

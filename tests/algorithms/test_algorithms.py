@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms.aggregation import Aggregation, Denominator, denominator, token_weights
+from rlflow.algorithms.correction.divergence import divergence
 from rlflow.algorithms.correction.geometric import geometric
 from rlflow.algorithms.correction.icepop import icepop
 from rlflow.algorithms.correction.mis import mis
@@ -36,6 +37,7 @@ from rlflow.algorithms.loss.gspo import gspo
 from rlflow.algorithms.loss.ppo_clip import ppo_clip
 from rlflow.algorithms.loss.reinforce import reinforce
 from rlflow.algorithms.loss.sapo import sapo
+from rlflow.algorithms.loss.vespo import vespo
 from rlflow.algorithms.overlong import overlong_penalty
 from rlflow.algorithms.proximal import interpolate_proximal
 from rlflow.algorithms.tokens import Tokens, no_tokens, sequence_mean, sequence_sum, spread
@@ -161,6 +163,18 @@ def test_sapo_has_the_plain_gradient_on_policy() -> None:
     check(sapo, tokens, [-2.0, 2 / 1.05], [-1.0, 1.0], [False, False])
 
 
+def test_vespo_weighs_a_sequence_most_where_it_has_moved_least() -> None:
+    tokens = from_ratios([2.0, 0.25, 1.0], [1.0, 1.0, -1.0], [0, 0, 1])
+    weight = 0.25 * math.exp(1.5)  # of w = 0.5, with power 2 and decay 3
+    values = [-weight * math.log(2), -weight * math.log(0.25), 0.0]
+    check(vespo, tokens, values, [-weight, -weight, 1.0], [False] * 3)
+
+
+def test_vespo_stays_finite_for_absurd_ratios() -> None:
+    found = vespo(make_tokens([-1.0, -1.0], [-500.0, 500.0], [1.0, 1.0])).loss
+    torch.testing.assert_close(found, torch.tensor([0.0, 1e-16 * math.exp(3)]), rtol=1e-3, atol=0.0)
+
+
 def test_dppo_tv_looks_at_how_far_the_probability_moved() -> None:
     tokens = make_tokens([math.log(0.5)] * 3, [math.log(0.3), math.log(0.3), math.log(0.4)], [1.0, -1.0, 1.0])
     values = [0.0, 5 / 3 * math.log(0.5), -1.25 * math.log(0.5)]
@@ -202,9 +216,14 @@ def test_value_loss_is_clipped_around_the_old_value() -> None:
         (geometric, {"low": 0.4, "high": 2.0}, [0.0, 0.0, 1.0]),
         (veto, {"low": 0.6}, [1.0, 1.0, 0.0]),
         (opsm, {}, [1.0, 1.0, 0.0]),
+        (divergence, {"threshold": 0.31}, [0.0, 0.0, 1.0]),  # k3: 0.307 and 1.614, 0.193
+        (divergence, {"threshold": 0.31, "of": "token"}, [1.0, 0.0, 1.0]),
+        (divergence, {"threshold": 1.62, "of": "max"}, [1.0, 1.0, 1.0]),
+        (divergence, {"threshold": 1.9, "of": "sum"}, [0.0, 0.0, 1.0]),
+        (divergence, {"threshold": 0.3, "of": "token", "estimate": "k2"}, [1.0, 0.0, 1.0]),  # 0.240, 0.961, 0.240
     ],
 )
-def test_corrections(correction: Any, options: dict[str, float], weights: list[float]) -> None:
+def test_corrections(correction: Any, options: dict[str, Any], weights: list[float]) -> None:
     # ratios 2 and 4 in one sequence, 0.5 in the other; the target is no policy of the loss
     tokens = make_tokens([-9.0] * 3, [0.0] * 3, [-1.0] * 3, [0, 0, 1])
     target = torch.tensor([2.0, 4.0, 0.5]).log().requires_grad_()
@@ -313,6 +332,7 @@ def test_the_proximal_policy_lies_between_behaviour_and_current_policy() -> None
         (cispo, {"clip_high": 0.0}, "clip_high must be above 0, or null for no clip; got 0.0"),
         (aipo, {"cap": 0.0}, "cap must be above 0 and finite; got 0.0"),
         (sapo, {"temperature_negative": 0.0}, "temperature_negative must be above 0 and finite; got 0.0"),
+        (vespo, {"decay_negative": 0.0}, "decay_negative must be above 0 and finite; got 0.0"),
         (dppo_tv, {"clip_high": 2.0}, "clip_high must be above 0 and at most 1; got 2.0"),
         (dppo_kl, {"threshold": 0.0}, "threshold must be above 0 and finite; got 0.0"),
     ],
@@ -335,9 +355,12 @@ def test_a_loss_refuses_options_out_of_range(function: Any, options: dict[str, f
         (geometric, {"low": 1.0, "high": 1.0}),
         (veto, {"low": 1.0}),
         (opsm, {"delta": 0.0}),
+        (divergence, {"threshold": 0.0}),
+        (divergence, {"of": "sequence"}),
+        (divergence, {"estimate": "k1"}),
     ],
 )
-def test_a_correction_refuses_options_out_of_range(function: Any, options: dict[str, float]) -> None:
+def test_a_correction_refuses_options_out_of_range(function: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="must be"):
         function(no_tokens(), torch.zeros(0), **options)
 

@@ -22,7 +22,7 @@ from rlflow.algorithms.tokens import Tokens
 from rlflow.plugins.options import bind
 
 SEEDS = range(8)
-DRIFTS = {"geometric": 0.01, "veto": 4.0}
+DRIFTS = {"geometric": 0.01, "veto": 4.0, "divergence": 0.3}
 """How far the policies lie apart, where the usual distance would leave nothing to see."""
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "ppo_clip": [
@@ -39,6 +39,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "sapo": [{"temperature_positive": 2.0}, {"temperature_negative": 0.5}],
     "dppo_tv": [{"clip_low": 0.05}, {"clip_high": 0.05}, {"cap": 0.9}],
     "dppo_kl": [{"threshold": 0.2}, {"cap": 0.9}],
+    "vespo": [{"power_positive": 1.0}, {"decay_positive": 1.5}, {"power_negative": 1.0}, {"decay_negative": 0.5}],
     "tis": [{"cap": 1.1}],
     "tis_sequence": [{"cap": 1.1}],
     "tis_geometric": [{"cap": 1.1}],
@@ -48,6 +49,12 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "geometric": [{"low": 0.99}, {"high": 1.01}],
     "veto": [{"low": 0.1}],
     "opsm": [{"delta": 0.01}],
+    "divergence": [
+        {"of": "token"},
+        {"of": "sum", "threshold": 0.3},
+        {"of": "max", "threshold": 0.1, "estimate": "k2"},
+        {"estimate": "k2"},
+    ],
     "uncertain_negatives": [{"threshold": 0.2}, {"of": "sequence"}],
     "passk": [{"normalise": True}],
     "gdpo": [{"weights": {"right": 1.0, "short": 0.1}}, {"weights": {"short": 1.0}}],

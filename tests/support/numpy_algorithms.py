@@ -189,6 +189,25 @@ def dppo_kl(p: Padded, threshold: float = 0.05, cap: float = 20.0) -> LossOracle
     return _each(p, of_token)
 
 
+def vespo(
+    p: Padded,
+    power_positive: float = 2.0,
+    decay_positive: float = 3.0,
+    power_negative: float = 3.0,
+    decay_negative: float = 2.0,
+) -> LossOracle:
+    def of_token(i: int, t: int) -> tuple[float, bool, float]:
+        advantage = p.advantages[i, t]
+        is_positive = advantage >= 0
+        power = power_positive if is_positive else power_negative
+        decay = decay_positive if is_positive else decay_negative
+        w = math.prod(math.exp(p.logprobs[i, u] - p.behaviour[i, u]) for u in p.places_of(i))
+        weight = w**power * math.exp(decay * (1 - w))
+        return -weight * advantage * p.logprobs[i, t], False, -weight * advantage
+
+    return _each(p, of_token)
+
+
 def _token_ratio(p: Padded, i: int, t: int) -> float:
     return math.exp(p.target[i, t]) / math.exp(p.behaviour[i, t])
 
@@ -251,6 +270,18 @@ def opsm(p: Padded, delta: float = 0.5) -> Array:
     return _weights(p, of_token)
 
 
+def divergence(p: Padded, threshold: float = 0.05, of: str = "mean", estimate: str = "k3") -> Array:
+    def of_place(i: int, t: int) -> float:
+        ratio = _token_ratio(p, i, t)
+        return ratio - 1 - math.log(ratio) if estimate == "k3" else math.log(ratio) ** 2 / 2
+
+    def of_token(i: int, t: int) -> float:
+        values = [of_place(i, u) for u in ([t] if of == "token" else p.places_of(i))]
+        return float({"sum": sum(values), "max": max(values)}.get(of, sum(values) / len(values)) <= threshold)
+
+    return _weights(p, of_token)
+
+
 def uncertain_negatives(p: Padded, threshold: float = 1.0, of: str = "token") -> Array:
     def of_token(i: int, t: int) -> float:
         entropy = p.entropies[i, t] if of == "token" else np.mean([p.entropies[i, s] for s in p.places_of(i)])
@@ -260,7 +291,8 @@ def uncertain_negatives(p: Padded, threshold: float = 1.0, of: str = "token") ->
 
 
 LOSSES: dict[str, Callable[..., LossOracle]] = {
-    function.__name__: function for function in (reinforce, ppo_clip, gspo, gmpo, cispo, aipo, sapo, dppo_tv, dppo_kl)
+    function.__name__: function
+    for function in (reinforce, ppo_clip, gspo, gmpo, cispo, aipo, sapo, dppo_tv, dppo_kl, vespo)
 }
 CORRECTIONS: dict[str, Callable[..., Array]] = {
     function.__name__: function
@@ -274,6 +306,7 @@ CORRECTIONS: dict[str, Callable[..., Array]] = {
         geometric,
         veto,
         opsm,
+        divergence,
         uncertain_negatives,
     )
 }

@@ -41,11 +41,11 @@ RUN = ("run", "workers", "processes", "algorithms", "curriculum")
 """Where a run begins: what they load, at once or by name, is what a run can reach."""
 
 BUDGETS = {
-    "front door, driver and groups": 4_930,
-    "what a run can reach": 36_350,
+    "front door, driver and groups": 5_080,
+    "what a run can reach": 36_660,
     "tools": 8_800,
     "envs": 5_500,
-    "all product Python": 49_110,
+    "all product Python": 49_450,
 }
 MAX_FILE, MAX_FUNCTION, MAX_LOOSE_FILES = 450, 80, 12
 

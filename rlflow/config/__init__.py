@@ -283,7 +283,7 @@ class DeadlinesConfig:
     group_s: float = 900.0
     """To play and score one group; more than env.episode_timeout_s, because its episodes run side by side."""
     train_s: float = 1800.0
-    """One accumulation of gradients, or the optimiser's step."""
+    """One accumulation of gradients, what is computed before the first of a step, or one update."""
     weights_s: float = 600.0
     """To stage a version of the weights, and for an engine to load it."""
     checkpoint_s: float = 1800.0

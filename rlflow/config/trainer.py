@@ -30,7 +30,7 @@ class TrainerConfig:
     learning_rate: float = 1e-6
     """About 1e-6 for the whole model and 1e-5 to 1e-4 with lora.rank. Lower it when KL or entropy runs away."""
     warmup_steps: int = 0
-    """Updates over which the learning rate rises linearly to `learning_rate`."""
+    """Steps over which the learning rate rises linearly to `learning_rate`."""
     schedule: Schedule = Schedule.constant
     """How it goes on after the warm-up. `linear`, `cosine`: it falls until `run.steps`."""
     schedule_args: dict[str, Any] = field(default_factory=dict)

@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import World, make_world, run_virtually
@@ -75,7 +76,7 @@ def test_a_step_without_an_update_has_no_norm() -> None:
     assert found.num_skipped == 2
 
 
-def several(folder: Path, epochs: int = 2, minibatches: int = 3, **options: int) -> World:
+def several(folder: Path, epochs: int = 2, minibatches: int = 3, **options: Any) -> World:
     """A world in which a step of three groups makes so many updates."""
     config = Config()
     config.algorithm.epochs, config.algorithm.minibatches = epochs, minibatches

@@ -24,6 +24,7 @@ from rlflow.config import AlgorithmConfig, Config, CurriculumConfig, RewardConfi
 from rlflow.environments.find import load_environment
 from rlflow.envs.base import EnvironmentSpec, RewardFunction
 from rlflow.groups.intake import group_seed
+from rlflow.groups.minibatches import minibatches
 from rlflow.groups.sampler import TaskSampler
 from rlflow.models.opening import open_tokenizer
 from rlflow.models.resolve import resolve_model
@@ -42,6 +43,7 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 class Group:
     """One task, its G sampled replies and what they were worth."""
 
+    group_id: int
     prompt_ids: list[int]
     completions: list[Completion]
     rewards: list[float]
@@ -49,13 +51,15 @@ class Group:
 
 @dataclass(kw_only=True, slots=True)
 class Update:
-    """What one step did."""
+    """What all optimiser steps of one step of the run did."""
 
     step: int
     reward: float
     """Mean over the episodes of the step."""
     loss: float
+    """Mean over the sampled tokens, each as often as there are epochs."""
     grad_norm: float
+    """Mean over the updates."""
 
 
 class MinimalGrpo:
@@ -65,7 +69,12 @@ class MinimalGrpo:
         """Raises ConfigError as `rlflow train` would; ValueError for what this page leaves out."""
         check(config)
         algorithm = config.algorithm
-        plain = AlgorithmConfig(groups_per_step=algorithm.groups_per_step, group_size=algorithm.group_size)
+        plain = AlgorithmConfig(
+            groups_per_step=algorithm.groups_per_step,
+            group_size=algorithm.group_size,
+            epochs=algorithm.epochs,
+            minibatches=algorithm.minibatches,
+        )
         if algorithm != plain:
             raise ValueError(
                 "the minimal loop is GRPO with the clipped loss; leave the other settings of algorithm alone"
@@ -135,7 +144,7 @@ class MinimalGrpo:
         texts = [str(self.tokenizer.decode(each.ids, skip_special_tokens=True)) for each in completions]
         rewards = [cast(float, self.reward(task=task, completion=text)) for text in texts]
         assert all(reward is not None for reward in rewards), "the minimal loop needs a reward for every reply"
-        return Group(prompt_ids=prompt_ids, completions=completions, rewards=rewards)
+        return Group(group_id=group_id, prompt_ids=prompt_ids, completions=completions, rewards=rewards)
 
     async def reply(self, request: GenerateRequest) -> Completion:
         """A whole reply, which the engine returns in parts."""
@@ -145,7 +154,29 @@ class MinimalGrpo:
         return reply
 
     def update(self, step: int, groups: Sequence[Group]) -> Update:
-        """One optimiser step on the mean over all sampled tokens of the clipped policy-gradient loss."""
+        """Train on the groups of a step: in each epoch they are divided anew, with an optimiser step for each part."""
+        by_id = {group.group_id: group for group in groups}
+        losses: list[tuple[float, int]] = []
+        grad_norms: list[float] = []
+        algorithm, seed = self.config.algorithm, self.config.run.seed
+        for epoch in range(algorithm.epochs):
+            for part in minibatches(list(by_id), algorithm.minibatches, seed=seed, step=step, epoch=epoch):
+                loss, num_tokens, grad_norm = self.optimise(step, [by_id[group_id] for group_id in part])
+                losses.append((loss, num_tokens))
+                grad_norms.append(grad_norm)
+        rewards = [reward for group in groups for reward in group.rewards]
+        return Update(
+            step=step + 1,
+            reward=sum(rewards) / len(rewards),
+            loss=sum(loss * count for loss, count in losses) / sum(count for _, count in losses),
+            grad_norm=sum(grad_norms) / len(grad_norms),
+        )
+
+    def optimise(self, step: int, groups: Sequence[Group]) -> tuple[float, int, float]:
+        """One optimiser step on the mean over all sampled tokens of the clipped policy-gradient loss.
+
+        Returns the loss, the number of tokens and the norm of the gradient.
+        """
         num_tokens = sum(len(completion.ids) for group in groups for completion in group.completions)
         loss = torch.zeros(())
         for group in groups:
@@ -160,8 +191,7 @@ class MinimalGrpo:
             parameters["lr"] = learning_rate(trainer, step, self.config.run.steps)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        rewards = [reward for group in groups for reward in group.rewards]
-        return Update(step=step + 1, reward=sum(rewards) / len(rewards), loss=float(loss), grad_norm=float(grad_norm))
+        return float(loss), num_tokens, float(grad_norm)
 
     def group_loss(self, group: Group, advantages: torch.Tensor) -> torch.Tensor:
         """Sum over the tokens of a group of max(-A r, -A clip(r)), r = policy / behaviour policy (PPO, 1707.06347)."""

@@ -12,7 +12,7 @@
                        ReadyQueue                                           |
                             | take                                          |
                             v                                               |   here: the main task
-       Trainer.accumulate -> Trainer.step: one update, version + 1          |
+       Trainer.accumulate -> Trainer.step: version + 1                      |   groups/updates.py: the updates of a step
                             |                                               |
                             +--> Trainer.stage_weights -> Engines.load -----+   publisher.py: beside the next step
                             +--> Trainer.snapshot -> checkpoint                 saver.py: beside the next steps
@@ -32,24 +32,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rlflow.config import Config, Late, Placement
-from rlflow.errors import DeadlineError, RunError, WorkerError, WorkerLost, first_error_stands
+from rlflow.config import Config, Placement
+from rlflow.errors import DeadlineError, WorkerError, WorkerLost, first_error_stands
 from rlflow.groups.evaluation import Evaluation, HeldOut, evaluate
 from rlflow.groups.intake import Intake, Listener, Progress
 from rlflow.groups.ledger import GroupState, Ledger
 from rlflow.groups.sampler import TaskSampler
+from rlflow.groups.updates import UpdateListener, Updates
 from rlflow.publisher import Publisher, PublishListener
 from rlflow.roles import StepOutcome, Workers
 from rlflow.rundir.store import CheckpointStore, RunState
 from rlflow.runtime import clock
 from rlflow.runtime.deadlines import or_hung, within
-from rlflow.runtime.derived import least_streamed_tokens
 from rlflow.saver import SaveListener, Saver
 from rlflow.settings.stop_when import StopRule
 from rlflow.types import EpisodeSummary, PayloadRef, ReadyGroup, Span, Task
 
-MAX_SKIPPED_UPDATES = 3
-"""Updates in a row that may be skipped for a gradient that is not finite."""
 ANSWER_S = 120.0
 """Seconds for a trainer to copy its state after a call to one of its ranks has failed. The other ranks may wait for
 that rank in a collective, up to a deadline that costs more than the steps since the last checkpoint."""
@@ -95,7 +93,7 @@ class StepReport:
     """Groups of the step whose episodes all had the same reward."""
 
 
-class Observer(Listener, PublishListener, SaveListener, Protocol):
+class Observer(Listener, PublishListener, SaveListener, UpdateListener, Protocol):
     """Told what happens; `step` returns the step's metrics."""
 
     async def step(self, report: StepReport) -> Mapping[str, float | int | None]: ...
@@ -136,10 +134,10 @@ class Driver:
         self._evaluating: asyncio.Task[Evaluation] | None = None
         self._spans: list[Span] = []
         """Since the last report."""
-        self._skipped_in_a_row = 0
         self._is_profiled = False
-        self._is_updating = False
-        """True from the order to update until the step is counted."""
+        self._updates = Updates(
+            config=config, workers=workers, intake=self._intake, progress=self._progress, listener=observer
+        )
         self._publisher = Publisher(
             config=config, workers=workers, intake=self._intake, progress=self._progress, listener=observer, now=now
         )
@@ -211,17 +209,12 @@ class Driver:
         await self._profile(first <= self._progress.step + 1 <= last)
         start_s, trained_version = self._now(), self._progress.version
         began_s = asyncio.get_running_loop().time()
-        groups = await self._accumulate_step()
-        self._is_updating = True
-        stepping = self._workers.trainer.step()
-        outcome = await or_hung("the optimiser step", self._config.deadlines, "train_s", stepping)
-        self._is_updating = outcome.applied
+        groups, outcome = await self._updates.make()
         self._spans += outcome.spans
-        self._count_update(outcome)
         for group in groups:
             self._ledger.advance(group.group_id, GroupState.TRAINED, version=trained_version)
         self._progress.step += 1
-        self._is_updating = False
+        self._updates.is_under_way = False
         await self._flush_ledger()
         staged = await self._publisher.stage() if outcome.applied or self._is_colocated else None
         await self._saver.take_if_due()
@@ -237,54 +230,6 @@ class Driver:
         self._saver.write()  # not earlier: a resumed run takes the reports of its steps for written
         if not self._progress.stop_requested:
             self._intake.admit()
-
-    async def _accumulate_step(self) -> list[ReadyGroup]:
-        """One step's groups, with their gradients accumulated: as enough of them come, or all at the end."""
-        grader = self._intake.grader
-        together = self._is_colocated or not self._config.trainer.streaming or grader.needs_batch
-        size = self._config.algorithm.groups_per_step
-        groups: list[ReadyGroup] = []
-        waiting: list[ReadyGroup] = []
-        while len(groups) < size:
-            self._observer.phase("waiting for episodes" if not len(self._intake.ready) else "training")
-            taken = await self._intake.take(size - len(groups))
-            groups += taken
-            waiting += taken
-            is_worth_it = sum(group.num_tokens for group in waiting) >= least_streamed_tokens(self._config.trainer)
-            if not together and (is_worth_it or len(groups) == size):
-                await self._accumulate(waiting)
-                waiting = []
-        await self._wake_trainer()
-        if together:
-            grader.assign(groups)
-            await self._accumulate(groups)
-        return groups
-
-    async def _accumulate(self, groups: list[ReadyGroup]) -> None:
-        self._observer.phase("training")
-        masks = self._config.staleness.late is Late.mask
-        accumulating = self._workers.trainer.accumulate(groups, self._intake.oldest_allowed if masks else None)
-        self._spans += await or_hung("accumulating gradients", self._config.deadlines, "train_s", accumulating)
-
-    def _count_update(self, outcome: StepOutcome) -> None:
-        if outcome.applied:
-            self._progress.version += 1
-            self._skipped_in_a_row = 0
-            self._intake.drop_late()
-            return
-        self._skipped_in_a_row += 1
-        if self._skipped_in_a_row >= MAX_SKIPPED_UPDATES:
-            raise RunError(
-                f"the gradient was not finite {MAX_SKIPPED_UPDATES} times in a row (last norm {outcome.grad_norm}); "
-                "lower trainer.learning_rate, or resume from an earlier checkpoint"
-            )
-
-    async def _wake_trainer(self) -> None:
-        """Give shared devices to the trainer; the engines get them back with the next version."""
-        if self._is_colocated:
-            engines, reloading = self._workers.engines, self._workers.trainer.reload
-            await within("putting the engines to sleep", engines.patience_s, engines.sleep())
-            await or_hung("bringing the trainer back to its devices", self._config.deadlines, "weights_s", reloading())
 
     async def _profile(self, is_on: bool) -> None:
         """Begin or end the profile of run.profile_steps, unless that was done before."""
@@ -402,7 +347,7 @@ class Driver:
         await self._saver.wait_until_ended()
         if self._saver.saved_step == self._progress.step:
             return
-        await self._wake_trainer()
+        await self._updates.wake_trainer()
         for _ in range(2):
             await self._saver.take(deadline_s)
             self._saver.write()
@@ -421,7 +366,7 @@ class Driver:
         why = "the steps since the last checkpoint could not be saved"
         try:
             await self._cancel_unfinished()
-            if self._is_updating:
+            if self._updates.is_under_way:
                 error.add_note(f"{why}: the update may have been done in part, or not counted")
             else:
                 await self._save(ANSWER_S if isinstance(error, WorkerError) else None)

@@ -14,8 +14,9 @@ from typing import Protocol
 
 from rlflow.types import GroupOrder, Message, PayloadRef, PlayedGroup, ReadyGroup, Sample, Span
 
-REFERENCE, TEACHER = "reference", "teacher"
-"""What a frozen model may be to a group: where the KL is measured from, or what the policy learns from."""
+REFERENCE, TEACHER, PROXIMAL = "reference", "teacher", "proximal"
+"""What a frozen model may be to a group: where the KL is measured from; what the policy learns from; the policy itself
+as it was when the step began."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -53,18 +54,20 @@ class TrainWork:
 
 @dataclass(kw_only=True, slots=True)
 class StepOutcome:
-    """What an optimiser step did."""
+    """What one update did, or all updates of a step together (see `groups.updates.of_step`)."""
 
     applied: bool
     """False when the gradient was not finite and the update was skipped."""
+    num_skipped: int = 0
+    """Updates that were skipped."""
     grad_norm: float
     learning_rate: float
     metrics: dict[str, Mean]
-    """Means over everything accumulated since the last step: loss, entropy, kl, sampling/logp_difference_mean, ..."""
+    """Means over everything accumulated since the last update: loss, entropy, kl, sampling/logp_difference_mean, ..."""
     spans: list[Span] = field(default_factory=list)
     work: TrainWork | None = None
     memory_peaks: list[int] = field(default_factory=list)
-    """By rank: the most bytes of its GPU that were allocated at once since the last step; empty without GPUs."""
+    """By rank: the most bytes of its GPU that were allocated at once since the last update; empty without GPUs."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -169,15 +172,20 @@ class Engines(Protocol):
 
 
 class Trainer(Protocol):
+    async def prepare(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> None:
+        """Before these groups are accumulated: compute what all updates of the step take from the weights before the
+        first, and leave the handles with the groups. `oldest_version` is that of `accumulate`."""
+        ...
+
     async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
-        """Add these groups' gradients (sums) to what the next step divides.
+        """Add the gradients (sums) of these groups, which are prepared, to what the next update divides.
 
         Tokens sampled before `oldest_version` are masked; None masks nothing.
         """
         ...
 
-    async def step(self) -> StepOutcome:
-        """Divide by the global counts, clip, update, clear."""
+    async def step(self, *, is_last: bool) -> StepOutcome:
+        """Divide by the global counts, clip, update, clear. `is_last`: the last update of the step."""
         ...
 
     async def stage_weights(self, version: int) -> StagedWeights: ...

@@ -29,8 +29,7 @@ experts. The largest value of the dtype is no expert: a token without a route ha
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 PayloadRef: TypeAlias = object
-"""A handle to an EpisodePayload or to Pictures: a Ray ObjectRef in a run, anything in a test. The driver never opens
-it."""
+"""A handle to an EpisodePayload or to Pictures: a Ray ObjectRef in a run, anything in a test. The driver opens none."""
 
 
 NO_VERSION = -1
@@ -179,8 +178,7 @@ class Turn:
     logprobs: list[float]  # [num_output_tokens], behaviour policy, temperature applied
     versions: list[int]  # [num_output_tokens], policy version that sampled each token
     cache_versions: list[int]  # [num_output_tokens], the oldest version that computed any of its context
-    finish_reason: str
-    """"stop" or "length"."""
+    finish_reason: str  # "stop" or "length"
     support: list[list[int]] | None = None  # [num_output_tokens], the tokens that each one was chosen among; None: all
     experts: ExpertArray | None = None
     """[R, layers, k], of the tokens of prompt and output from `first_routed` on. The last token has no route, because
@@ -191,8 +189,7 @@ class Turn:
     """Index of the earlier turn whose prompt and output `prompt_ids` begins with; None when there is none."""
     anchor: str = ""
     """Names what the policy was told since `continues`; see TurnSummary."""
-    reward: float = 0.0
-    """What the environment gave for it."""
+    reward: float = 0.0  # what the environment gave for it
     images: tuple[ImageSpan, ...] = ()  # those in prompt_ids, in their order
 
 

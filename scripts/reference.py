@@ -45,9 +45,9 @@ def coming_from_page() -> str:
         "Each name with what it is called here; an unknown key on the command line gets the same answer. Reward "
         "functions written for TRL and verl are recognised ([rewards.md](rewards.md)), and so are TRL's environments, "
         "and data sets in the columns of TRL and verl ([environments.md](environments.md)).",
-        "A step here makes one update from `algorithm.groups_per_step` groups of `algorithm.group_size` episodes. "
-        "How much goes through the model at once (`trainer.micro_batch_tokens`) changes memory and speed, never the "
-        "gradient.",
+        "A step here plays `algorithm.groups_per_step` groups of `algorithm.group_size` episodes and makes one update, "
+        "or `algorithm.epochs` times `algorithm.minibatches`. How much goes through the model at once "
+        "(`trainer.micro_batch_tokens`) changes memory and speed, never the gradient.",
     ]
     for library, names in other_names().items():
         table = [f"| {library} | Here | Note |", "| --- | --- | --- |"]

@@ -264,7 +264,7 @@ def write_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             elements = {PARAMETER: weight[start:stop].flatten()}
             first = start * weight[0].numel()
             shards.append(Shard(name=name, shape=tuple(weight.shape), start=first, tensors=elements))
-        Snapshot(rank=rank, num_ranks=2, shards=shards, updates=2).write(partial / "trainer")
+        Snapshot(rank=rank, num_ranks=2, shards=shards, updates=2, steps=2).write(partial / "trainer")
     commit(store, partial, RunState(step=2, version=2, sampler=SAMPLER, ready=[]))
     (folder / "run" / "config.yaml").write_text("run:\n  name: smoke\n  steps: 2\nmodel:\n  path: tiny\n")
     return model

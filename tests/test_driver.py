@@ -246,11 +246,11 @@ def test_a_lost_group_is_in_no_checkpoint(tmp_path: Path) -> None:
     world.config.run.checkpoint_every = 1
     step, lost = world.trainer.step, list[int]()
 
-    async def lose_and_step() -> StepOutcome:
+    async def lose_and_step(*, is_last: bool) -> StepOutcome:
         for group in world.driver._intake.ready.groups:
             world.runners.lost.update(group.payloads)
             lost.append(group.group_id)
-        return await step()
+        return await step(is_last=is_last)
 
     world.trainer.step = lose_and_step
     run_virtually(world.driver.run())
@@ -409,6 +409,9 @@ def settings_of_runs(draw: st.DrawFn) -> Config:
     if config.trainer.streaming:
         config.cluster.placement = draw(st.sampled_from(Placement))
         config.algorithm.advantage = draw(st.sampled_from(["grpo", "reinforce_pp_baseline"]))
+        config.algorithm.groups_per_step = 3  # as in the worlds
+        config.algorithm.epochs = draw(st.sampled_from([1, 1, 2]))
+        config.algorithm.minibatches = draw(st.sampled_from([1, 1, 3]))
     config.algorithm.dynamic_sampling = draw(st.booleans())
     config.curriculum.kind = draw(st.sampled_from(["uniform", "uniform", "difficulty"]))
     check(config)
@@ -732,7 +735,7 @@ def test_colocated_engines_sleep_while_the_trainer_works(tmp_path: Path) -> None
     run_virtually(world.driver.run())
     assert awake == [False] * 4
     assert world.engines.loaded == [0, 1, 1, 2, 3]  # they wake by loading, also after an update that was skipped
-    work, give_back = ["sleep", "reload", "accumulate", "step", "stage"], ["offload", "load"]
+    work, give_back = ["sleep", "reload", "prepare", "accumulate", "step", "stage"], ["offload", "load"]
     third = [*work, "snapshot", *give_back, "write"]
     last_save = ["sleep", "reload", "snapshot", "write"]
     step = [*work, *give_back]
@@ -782,7 +785,7 @@ def test_a_colocated_trainer_that_is_awake_is_saved_after_a_failure(tmp_path: Pa
     world.trainer.dies_at = 2
     with pytest.raises(RunError, match="the trainer died"):
         run_virtually(world.driver.run())
-    assert world.trainer.log[-6:] == ["reload", "accumulate", "sleep", "reload", "snapshot", "write"]
+    assert world.trainer.log[-7:] == ["reload", "prepare", "accumulate", "sleep", "reload", "snapshot", "write"]
     assert world.checkpoints.steps() == [1]
 
 
@@ -898,8 +901,8 @@ def test_an_update_that_was_not_finished_is_not_saved(tmp_path: Path) -> None:
     world.config.run.checkpoint_every = 1
     step = world.trainer.step
 
-    async def breaks() -> StepOutcome:
-        outcome = await step()
+    async def breaks(*, is_last: bool) -> StepOutcome:
+        outcome = await step(is_last=is_last)
         if world.trainer.steps == 3:
             raise WorkerError("one rank of several failed")
         return outcome

@@ -145,6 +145,7 @@ def test_an_update_that_the_ledger_has_not_counted_is_not_saved(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("call", "stage", "deadline_s"),
     [
+        ("prepare", "preparing groups for training", 1800),
         ("accumulate", "accumulating gradients", 1800),
         ("step", "the optimiser step", 1800),
         ("stage", "staging the weights", 600),

@@ -180,10 +180,10 @@ def check_functions(config: Config) -> None:
     weights = [name for name in algorithm.corrections if not resolve(Kind.correction, name).traits.is_mask]
     # The ratio to the behaviour policy must be in the gradient once, not twice.
     uses_proximal = not (loss.is_corrected or loss.has_no_ratio)
-    if algorithm.proximal is Proximal.interpolated and not uses_proximal:
+    if algorithm.proximal is not Proximal.behaviour and not uses_proximal:
         raise ConfigError(
-            f"algorithm.proximal=interpolated has no effect with algorithm.loss={algorithm.loss}, which does not "
-            "compare with the proximal policy; set it to behaviour"
+            f"algorithm.proximal={algorithm.proximal} has no effect with algorithm.loss={algorithm.loss}, which does "
+            "not compare with the proximal policy; set it to behaviour"
         )
     has_ratio = loss.is_corrected or (uses_proximal and algorithm.proximal is Proximal.behaviour)
     # What another author's function does is not known for certain.
@@ -191,7 +191,7 @@ def check_functions(config: Config) -> None:
         raise ConfigError(
             f"algorithm.corrections.{weights[0]} weighs by the ratio to the policy that sampled, which "
             f"algorithm.loss={algorithm.loss} does already; take algorithm.loss=reinforce, or "
-            "algorithm.proximal=interpolated, or leave the correction out"
+            "algorithm.proximal=recomputed or interpolated, or leave the correction out"
         )
     if config.rollout.quantization is not None and not (weights or has_ratio):
         raise ConfigError(

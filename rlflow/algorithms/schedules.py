@@ -1,4 +1,4 @@
-"""The learning rate of each update: a warm-up, then a schedule that ends at the last step of the run. Pure."""
+"""The learning rate of each step: a warm-up, then a schedule that ends at the last step of the run. Pure."""
 
 import math
 
@@ -6,23 +6,23 @@ from rlflow.config import Schedule, TrainerConfig
 from rlflow.errors import ConfigError
 
 
-def learning_rate(trainer: TrainerConfig, update: int, num_steps: int) -> float:
-    """The rate of the update after `update` others, in a run of `num_steps` steps.
+def learning_rate(trainer: TrainerConfig, step: int, num_steps: int) -> float:
+    """The rate of every update of the step after `step` others, in a run of `num_steps` steps.
 
     It depends on nothing else, so a resumed run goes on exactly. With another run.steps, what is left of the schedule
-    changes. A step whose gradient is not finite is no update, so the schedule may end before the floor.
+    changes. A step of which no update was applied does not count, so the schedule may end before the floor.
 
     Example: learning_rate=1, warmup_steps=2, schedule=linear, floor=0.2 and 6 steps: 0.5, 1, 1, 0.8, 0.6, 0.4
     """
-    if update < trainer.warmup_steps:
-        return trainer.learning_rate * ((update + 1) / trainer.warmup_steps)
+    if step < trainer.warmup_steps:
+        return trainer.learning_rate * ((step + 1) / trainer.warmup_steps)
     decay_steps = max(1, num_steps - trainer.warmup_steps)
-    progress = min(1.0, (update - trainer.warmup_steps) / decay_steps)
+    progress = min(1.0, (step - trainer.warmup_steps) / decay_steps)
     return trainer.learning_rate * _share_at(trainer.schedule, progress, **trainer.schedule_args)
 
 
 def _share_at(schedule: Schedule, progress: float, *, floor: float = 0.0) -> float:
-    """The share of the full rate when `progress` [0, 1] of the updates after the warm-up are done."""
+    """The share of the full rate when `progress` [0, 1] of the steps after the warm-up are done."""
     match schedule:
         case Schedule.constant:
             return 1.0

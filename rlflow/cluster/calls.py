@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlflow.batching import in_order_of_training, plan_micro_batches
 from rlflow.config import TrainerConfig
 from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerError, WorkerLost, first_line
-from rlflow.roles import REFERENCE, Mean, StagedWeights, StepOutcome
+from rlflow.roles import PROXIMAL, REFERENCE, Mean, StagedWeights, StepOutcome
 from rlflow.rollout.requests import ProbePrompt
 from rlflow.runtime.clock import as_seen_here, now
 from rlflow.runtime.concurrency import wait_until_all_ended
@@ -141,25 +141,34 @@ class RayTrainer:
         *,
         name: str = "trainer",
         policy_is_reference: bool = False,
+        recomputes: bool = False,
     ) -> None:
-        """`policy_is_reference`: the policy with its adapters off is the reference."""
+        """`policy_is_reference`: the policy with its adapters off is the reference. `recomputes`: see `derived`."""
         self._actors = actors
         self._config = config
         self._name = name
         self._policy_is_reference = policy_is_reference
+        self._recomputes = recomputes
+
+    async def prepare(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> None:
+        lacking = [group for group in groups if REFERENCE not in group.frozen]
+        if self._policy_is_reference and lacking:
+            await self._ask("references", lacking, REFERENCE)
+        if self._recomputes:
+            await self._ask("logprobs", groups, PROXIMAL)
+
+    async def _ask(self, method: str, groups: Sequence[ReadyGroup], name: str) -> None:
+        for group, logprobs in zip(groups, await self.per_token(method, groups), strict=True):
+            group.frozen[name] = logprobs
+
+    async def measure(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> None:
+        """Tell the ranks the groups of a step, because the advantages of all of its tokens are whitened together."""
+        await self._all("measure", list(groups), oldest_version)
 
     async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
-        await self.refer(groups)
         asked_s = now()
         spans = await self._all("accumulate", list(groups), oldest_version)
         return [each for span in spans for each in as_seen_here([span], asked_s)]
-
-    async def refer(self, groups: Sequence[ReadyGroup]) -> None:
-        """If this trainer is the reference too: give the groups that lack them the reference's log-probabilities."""
-        lacking = [group for group in groups if REFERENCE not in group.frozen]
-        if self._policy_is_reference and lacking:
-            for group, references in zip(lacking, await self.per_token("references", lacking), strict=True):
-                group.frozen[REFERENCE] = references
 
     async def per_token(self, method: str, groups: Sequence[ReadyGroup]) -> list[list[object]]:
         """What `method` of the ranks says of each episode: for each group, one handle an episode."""
@@ -189,9 +198,9 @@ class RayTrainer:
         found: list[list[FloatArray]] = await self._all("score", list(samples))
         return found[0]
 
-    async def step(self) -> StepOutcome:
+    async def step(self, *, is_last: bool) -> StepOutcome:
         asked_s = now()
-        outcomes = await self._all("step")
+        outcomes = await self._all("step", is_last)
         first: StepOutcome = outcomes[0]
         first.spans = [span for outcome in outcomes for span in as_seen_here(outcome.spans, asked_s)]
         first.memory_peaks = [peak for outcome in outcomes for peak in outcome.memory_peaks]
@@ -238,21 +247,23 @@ class RayActorCritic:
         self._policy = policy
         self._critic = critic
 
-    async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
-        # Before either learns: the critic, too, may learn from rewards that hold the distance to the reference.
-        found, _ = await asyncio.gather(self._critic.per_token("values", groups), self._policy.refer(groups))
+    async def prepare(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> None:
+        # Both, because advantages come from rewards that may hold the distance to the reference.
+        preparing = self._policy.prepare(groups, oldest_version)
+        found, _ = await asyncio.gather(self._critic.per_token("values", groups), preparing)
         for group, values in zip(groups, found, strict=True):
             group.values = values
+        await self._policy.measure(groups, oldest_version)
+
+    async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
         spans = await asyncio.gather(
             self._policy.accumulate(groups, oldest_version), self._critic.accumulate(groups, oldest_version)
         )
-        for group in groups:
-            group.values = None
         return [span for part in spans for span in part]
 
-    async def step(self) -> StepOutcome:
+    async def step(self, *, is_last: bool) -> StepOutcome:
         """The policy's, with the critic's metrics; the critic may skip an update of its own."""
-        outcome, critic = await asyncio.gather(self._policy.step(), self._critic.step())
+        outcome, critic = await asyncio.gather(self._policy.step(is_last=is_last), self._critic.step(is_last=is_last))
         outcome.metrics |= critic.metrics
         outcome.spans += critic.spans
         outcome.metrics["critic/update_skipped"] = Mean(total=float(not critic.applied), count=1)

@@ -50,6 +50,7 @@ from rlflow.runtime.derived import (
     needs_reference,
     object_store_bytes,
     policy_is_reference,
+    recomputes,
     reference_ranks,
     teacher_ranks,
     teachers,
@@ -181,7 +182,8 @@ async def start_fleet(
     membership = Membership(runners)
     processes = [RayEngine(engine, index, config.deadlines) for index, engine in enumerate(engines.values())]
     engine_fleet = EngineFleet(config, processes, membership.tell, alarm)
-    policy = RayTrainer(trainers, config.trainer, policy_is_reference=policy_is_reference(config))
+    is_reference, recomputing = policy_is_reference(config), recomputes(config.algorithm)
+    policy = RayTrainer(trainers, config.trainer, policy_is_reference=is_reference, recomputes=recomputing)
     critic = RayTrainer(critics, config.trainer, name="critic") if critics else None
     ranks = {f"trainer rank {rank}": actor for rank, actor in enumerate(trainers)}
     ranks |= {f"critic rank {rank}": actor for rank, actor in enumerate(critics)}

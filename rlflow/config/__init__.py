@@ -209,7 +209,13 @@ class AlgorithmConfig:
     """How rewards become a gradient."""
 
     groups_per_step: int = 8
-    """Tasks in one update, each played by a group. More make the gradient less noisy, and a step longer."""
+    """Tasks in one step, each played by a group. More make the gradient less noisy, and a step longer."""
+    epochs: int = 1
+    """How often a step trains on each of its groups. More than 1 get more out of each episode and go further from the
+    policy that played it, which the clip of the loss bounds; 4 is usual with PPO."""
+    minibatches: int = 1
+    """Updates in an epoch: the groups of a step are shuffled and divided into so many equal parts, with an update for
+    each. Engines get the weights after the last one."""
     group_size: int = 8
     """Episodes of one task, which are compared with each other. 1 does for `gae`, `reinforce_pp` and `remax`."""
     advantage: str = "grpo"
@@ -226,7 +232,8 @@ class AlgorithmConfig:
     """Name -> options of a correction for tokens that an older policy or other arithmetic sampled. Weights multiply."""
     proximal: Proximal = Proximal.behaviour
     """The policy that a loss compares the current one with. `behaviour`: the one that sampled the token.
-    `interpolated`: between that and the current one, by version (decoupled PPO, arXiv:2505.24298)."""
+    `interpolated`: between that and the current one, by version (decoupled PPO, arXiv:2505.24298). `recomputed`: the
+    one that the step began with, whose log-probabilities the trainer computes before its first update."""
     kl: str = "k3"
     """The estimate of the KL to the reference, as `advantage`."""
     kl_coefficient: float = 0.0
@@ -297,7 +304,7 @@ class DeadlinesConfig:
     group_s: float = 900.0
     """To play and score one group; more than env.episode_timeout_s, because its episodes run side by side."""
     train_s: float = 1800.0
-    """One accumulation of gradients, or the optimiser's step."""
+    """One accumulation of gradients, what is computed before the first of a step, or one update."""
     weights_s: float = 600.0
     """To stage a version of the weights, and for an engine to load it."""
     checkpoint_s: float = 1800.0

@@ -33,6 +33,7 @@ class Aggregation(StrEnum):
 class Proximal(StrEnum):
     behaviour = "behaviour"
     interpolated = "interpolated"
+    recomputed = "recomputed"
 
 
 class Order(StrEnum):

@@ -30,7 +30,7 @@ class TrainerConfig:
     learning_rate: float = 1e-6
     """About 1e-6 for the whole model and 1e-5 to 1e-4 with lora.rank. Lower it when KL or entropy runs away."""
     warmup_steps: int = 0
-    """Updates over which the learning rate rises linearly to `learning_rate`."""
+    """Steps over which the learning rate rises linearly to `learning_rate`."""
     schedule: Schedule = Schedule.constant
     """How it goes on after the warm-up. `linear`, `cosine`: it falls until `run.steps`."""
     schedule_args: dict[str, Any] = field(default_factory=dict)
@@ -96,6 +96,6 @@ class CriticConfig:
     learning_rate: float = 1e-5
     """Larger than the policy's, because the critic must follow the policy."""
     warmup_steps: int = 0
-    """Updates at the beginning that change the critic alone, so that the policy follows none that knows nothing."""
+    """Steps at the beginning that change the critic alone, so that the policy follows none that knows nothing."""
     value_clip: float | None = 0.2
-    """How far a value may move in one update before its loss stops falling; null: no bound."""
+    """How far a value may move in one step before its loss stops falling; null: no bound."""

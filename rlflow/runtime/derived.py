@@ -3,7 +3,19 @@
 import math
 from dataclasses import dataclass, replace
 
-from rlflow.config import Backend, Config, Dtype, LoraConfig, ModelPlacement, Placement, Send, TrainerConfig, Transport
+from rlflow.config import (
+    AlgorithmConfig,
+    Backend,
+    Config,
+    Dtype,
+    LoraConfig,
+    ModelPlacement,
+    Placement,
+    Proximal,
+    Send,
+    TrainerConfig,
+    Transport,
+)
 from rlflow.roles import REFERENCE, TEACHER
 
 DEFAULT_KIND = "default"
@@ -69,6 +81,16 @@ def is_seeded(config: Config) -> bool:
 class TransportChoice:
     transport: Transport
     reason: str
+
+
+def num_updates(algorithm: AlgorithmConfig) -> int:
+    """Updates in a step."""
+    return algorithm.epochs * algorithm.minibatches
+
+
+def recomputes(algorithm: AlgorithmConfig) -> bool:
+    """Whether log-probabilities are computed before the first update of a step; its only update needs none."""
+    return algorithm.proximal is Proximal.recomputed and num_updates(algorithm) > 1
 
 
 def num_shares(trainer: TrainerConfig) -> int:

@@ -9,29 +9,27 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from rlflow.algorithms.registry import needs_critic
-from rlflow.algorithms.schedules import check_schedule
 from rlflow.config import (
     ADAPTER_RANKS,
     Backend,
-    Checkpointing,
     Config,
     Dtype,
     ModelPlacement,
-    Offload,
-    Optimizer,
     Order,
     Placement,
+    Proximal,
     Schedule,
     Send,
     Transport,
 )
 from rlflow.curriculum.registry import check_curriculum
 from rlflow.errors import ConfigError
-from rlflow.runtime.derived import can_compile, needs_reference, samples_while_loading, sends_adapters
+from rlflow.runtime.derived import can_compile, needs_reference, num_updates, samples_while_loading, sends_adapters
 from rlflow.settings import teacher_checks
 from rlflow.settings.cluster_checks import check_cluster
 from rlflow.settings.engine_args import check_engine_args
 from rlflow.settings.stop_when import check_stop
+from rlflow.settings.trainer_checks import check_trainer
 
 MAX_PROFILED = 5
 """Steps; the profile of a step of a large model is some hundred MB on each rank."""
@@ -47,7 +45,7 @@ _POSITIVE = {
         "episode_timeout_s",
     ),
     "reward": ("model_replicas", "workers", "timeout_s"),
-    "algorithm": ("groups_per_step",),
+    "algorithm": ("groups_per_step", "epochs", "minibatches"),
     "rollout": ("tensor_parallel", "max_new_tokens", "temperature", "max_running", "kv_cache_gb"),
     "eval": ("episodes",),
     "trainer": ("ranks", "tensor_parallel", "replicas", "learning_rate", "max_grad_norm", "micro_batch_tokens"),
@@ -131,7 +129,7 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     ),
     (
         "algorithm.proximal",
-        lambda c: c.staleness.max_versions < 2,
+        lambda c: c.algorithm.proximal is Proximal.interpolated and c.staleness.max_versions < 2,
         "where no token is older than one version; got staleness.max_versions={staleness.max_versions}; raise it to 2 "
         "or more, or take behaviour",
     ),
@@ -155,6 +153,12 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         "trainer.streaming",
         lambda c: c.cluster.placement is Placement.colocated,
         "with cluster.placement=colocated, which trains a step when its last group is ready; leave it true",
+    ),
+    (
+        "trainer.streaming",
+        lambda c: num_updates(c.algorithm) > 1,
+        "with several updates a step (algorithm.epochs, algorithm.minibatches), which wait for its groups anyway; "
+        "leave it true",
     ),
     (
         "rollout.update",
@@ -237,7 +241,7 @@ def check(config: Config) -> None:
     _check_contradictions(config)
     _check_reward(config)
     _check_algorithm(config)
-    _check_trainer(config)
+    check_trainer(config)
     _check_rollout(config)
     check_cluster(config)
 
@@ -378,6 +382,16 @@ def _check_reward(config: Config) -> None:
 
 def _check_algorithm(config: Config) -> None:
     algorithm, max_new_tokens = config.algorithm, config.rollout.max_new_tokens
+    if algorithm.groups_per_step % algorithm.minibatches:
+        raise ConfigError(
+            f"algorithm.minibatches must divide algorithm.groups_per_step ({algorithm.groups_per_step}), because each "
+            f"has equally many whole groups; got {algorithm.minibatches}"
+        )
+    if algorithm.proximal is Proximal.interpolated and num_updates(algorithm) > 1:
+        raise ConfigError(
+            "algorithm.proximal=interpolated estimates the policy before the only update of a step, and here a step "
+            f"makes {num_updates(algorithm)} (algorithm.epochs, algorithm.minibatches); take recomputed"
+        )
     if algorithm.kl_target is not None and (algorithm.kl_target <= 0 or not algorithm.kl_coefficient):
         raise ConfigError(
             "algorithm.kl_target must be positive, with an algorithm.kl_coefficient to begin with; got "
@@ -393,47 +407,4 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(
             f"algorithm.overlong_tokens must be from 1 to rollout.max_new_tokens ({max_new_tokens}), or null; got "
             f"{overlong}"
-        )
-
-
-def _check_trainer(config: Config) -> None:
-    trainer = config.trainer
-    check_schedule(trainer, config.run.steps)
-    if trainer.backend is Backend.deepspeed and trainer.zero_stage not in (1, 2, 3):
-        found = "null" if trainer.zero_stage is None else trainer.zero_stage
-        raise ConfigError(f"trainer.zero_stage must be 1, 2 or 3 with trainer.backend=deepspeed; got {found}")
-    if trainer.ranks % trainer.tensor_parallel:
-        raise ConfigError(
-            f"trainer.tensor_parallel must divide trainer.ranks ({trainer.ranks}); got {trainer.tensor_parallel}"
-        )
-    if trainer.ranks % (trainer.replicas * trainer.tensor_parallel):
-        raise ConfigError(
-            f"trainer.replicas times trainer.tensor_parallel must divide trainer.ranks ({trainer.ranks}); got "
-            f"{trainer.replicas} x {trainer.tensor_parallel}"
-        )
-    if trainer.optimizer is not Optimizer.adamw and trainer.backend is Backend.deepspeed:
-        raise ConfigError(
-            f"trainer.optimizer={trainer.optimizer} does not go with trainer.backend=deepspeed, whose flat buffers "
-            "hold neither whole matrices nor moments of a byte; set trainer.optimizer=adamw, or trainer.backend=fsdp"
-        )
-    if trainer.gradient_checkpointing is Checkpointing.selective and trainer.backend is Backend.deepspeed:
-        raise ConfigError(
-            "trainer.gradient_checkpointing=selective does not go with trainer.backend=deepspeed, which gathers "
-            "parameters within a layer; set it to full, or trainer.backend=fsdp"
-        )
-    if trainer.optimizer is Optimizer.muon and trainer.tensor_parallel > 1:
-        raise ConfigError(
-            f"trainer.optimizer=muon does not go with trainer.tensor_parallel={trainer.tensor_parallel}, which cuts "
-            "the matrices that Muon needs whole; set one of them back"
-        )
-    if trainer.zero_stage == 1 and config.model.dtype is Dtype.bfloat16:
-        raise ConfigError(
-            "trainer.zero_stage=1 with model.dtype=bfloat16 would add gradients up in bfloat16, and to add them up in "
-            "float32 DeepSpeed takes another class of optimiser there, BF16_Optimizer, which rlflow cannot save; set "
-            "trainer.zero_stage to 2, which adds them up in float32 and takes less memory"
-        )
-    if trainer.nvme_path is not None and trainer.offload is Offload.cpu:
-        raise ConfigError(
-            f"trainer.offload=cpu contradicts trainer.nvme_path={trainer.nvme_path}, where everything goes; set one of "
-            "them only"
         )

@@ -39,7 +39,7 @@ def step_record(report: StepReport, *, since_s: float, num_tokens_before: int, i
         "kl": None,
         **means,
         "grad_norm": report.outcome.grad_norm,
-        "update_skipped": int(not report.outcome.applied),
+        "update_skipped": report.outcome.num_skipped,
         "lr": report.outcome.learning_rate,
         "completions/mean_length": float(np.mean([episode.num_completion_tokens for episode in trained])),
         "completions/clipped_ratio": float(np.mean([episode.end.is_truncated for episode in trained])),

@@ -56,7 +56,7 @@ class Rank:
     def snapshot(self) -> None:
         self._stepped.clear()
 
-    def step(self) -> StepOutcome:
+    def step(self, is_last: bool) -> StepOutcome:
         self._stepped.set()
         return StepOutcome(applied=True, grad_norm=1.0, learning_rate=0.1, metrics={})
 
@@ -185,7 +185,7 @@ async def test_a_trainer_steps_while_it_writes(cluster: None) -> None:
         await trainer.snapshot()
         writing = asyncio.create_task(trainer.write_snapshot(Path(name)))
         await asyncio.sleep(0)
-        assert (await trainer.step()).applied
+        assert (await trainer.step(is_last=True)).applied
         await asyncio.wait([writing])
         if outcome is None:
             assert list(writing.result().values()) == ["e3b0", "e3b0"]

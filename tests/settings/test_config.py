@@ -227,6 +227,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "staleness.max_versions=1; raise it to 2 or more, or take behaviour",
     ),
     (
+        {"algorithm.minibatches": 3},
+        "algorithm.minibatches must divide algorithm.groups_per_step (8), because each has equally many whole groups; "
+        "got 3",
+    ),
+    ({"algorithm.epochs": 0}, "algorithm.epochs must be positive; got 0"),
+    (
+        {"algorithm.proximal": Proximal.interpolated, "algorithm.epochs": 2, "staleness.max_versions": 2},
+        "algorithm.proximal=interpolated estimates the policy before the only update of a step, and here a step makes "
+        "2 (algorithm.epochs, algorithm.minibatches); take recomputed",
+    ),
+    (
+        {"trainer.streaming": False, "algorithm.minibatches": 2},
+        "trainer.streaming=false has no effect with several updates a step (algorithm.epochs, algorithm.minibatches), "
+        "which wait for its groups anyway; leave it true",
+    ),
+    (
         {"algorithm.overlong_tokens": 512},
         "algorithm.overlong_tokens must be from 1 to rollout.max_new_tokens (256), or null; got 512",
     ),
@@ -398,6 +414,10 @@ WRONG_FUNCTIONS: list[tuple[dict[str, Any], str]] = [
         "algorithm.corrections.icepop weighs by the ratio to the policy that sampled, which algorithm.loss=aipo does",
     ),
     (
+        {"algorithm.loss": "reinforce", "algorithm.proximal": Proximal.recomputed, "algorithm.epochs": 2},
+        "algorithm.proximal=recomputed has no effect with algorithm.loss=reinforce, which does not compare",
+    ),
+    (
         {"algorithm.loss": "aipo", "algorithm.proximal": Proximal.interpolated, "staleness.max_versions": 4},
         "algorithm.proximal=interpolated has no effect with algorithm.loss=aipo, which does not compare",
     ),
@@ -437,6 +457,8 @@ def test_functions_that_do_not_exist_or_do_not_go_together(settings: dict[str, A
     [
         {"algorithm.loss": "reinforce", "algorithm.corrections": {"tis": {"cap": 3.0}, "veto": None}},
         {"algorithm.loss": "ppo_clip", "algorithm.corrections": {"veto": {}}},
+        {"algorithm.proximal": Proximal.recomputed, "algorithm.corrections": {"tis": {}}, "algorithm.epochs": 2},
+        {"algorithm.proximal": Proximal.recomputed, "algorithm.advantage": "gae", "algorithm.minibatches": 8},
         {
             "algorithm.proximal": Proximal.interpolated,
             "staleness.max_versions": 4,

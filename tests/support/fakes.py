@@ -17,7 +17,7 @@ from rlflow.errors import StaleGroup, WorkerError, WorkerLost
 from rlflow.groups.evaluation import Evaluation
 from rlflow.groups.ledger import DropReason, Ledger
 from rlflow.groups.sampler import TaskSampler
-from rlflow.roles import LoadOutcome, Mean, Probe, StagedWeights, StepOutcome, Workers
+from rlflow.roles import PROXIMAL, LoadOutcome, Mean, Probe, StagedWeights, StepOutcome, Workers
 from rlflow.rundir.store import CheckpointStore
 from rlflow.runtime.disk import write_digested
 from rlflow.tools.simulate.clock import run_virtually as run_virtually
@@ -188,9 +188,14 @@ class FakeTrainer:
     pending: list[ReadyGroup] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     not_finite: set[int] = field(default_factory=set)
-    """Numbers of the steps (from 0) whose gradient is not finite."""
+    """Numbers of the updates (from 0) whose gradient is not finite."""
+    in_step: dict[int, str] = field(default_factory=dict)
+    """Group -> task of what the updates of the step so far were of."""
+    has_applied: bool = False
+    """Whether the step has an update that was applied."""
     dies_at: int | None = None
     steps: int = 0
+    """Updates, those that were not applied too."""
     calls: int = 0
     train_s: float = 0.2
     write_s: float = 0.0
@@ -210,8 +215,14 @@ class FakeTrainer:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the processes are ended: calls under way fail."""
 
+    async def prepare(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> None:
+        await self._begin("prepare")
+        for group in groups:
+            group.values = group.frozen[PROXIMAL] = list(group.payloads)
+
     async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
         await self._begin("accumulate")
+        assert all(group.values for group in groups), "groups are prepared before they are accumulated"
         self.calls += 1
         if self.calls == self.dies_at:
             raise WorkerError("the trainer died")
@@ -222,15 +233,20 @@ class FakeTrainer:
         self.staleness += [self.version - max(oldest, group.oldest_version) for group in groups]
         return []
 
-    async def step(self) -> StepOutcome:
+    async def step(self, *, is_last: bool) -> StepOutcome:
         await self._begin("step")
         applied = self.steps not in self.not_finite
         self.steps += 1
-        self.version += applied
-        self.trained += [group.task_id for group in self.pending]
+        self.has_applied |= applied
+        self.in_step |= {group.group_id: group.task_id for group in self.pending}
         self.pending = []
+        if is_last:
+            self.version += self.has_applied
+            self.trained += self.in_step.values()
+            self.in_step, self.has_applied = {}, False
         return StepOutcome(
             applied=applied,
+            num_skipped=int(not applied),
             grad_norm=1.0 if applied else float("nan"),
             learning_rate=0.1,
             metrics={"loss": Mean(total=1.0, count=2.0)},

@@ -537,6 +537,17 @@ def test_no_more_live_groups_than_the_run_trains() -> None:
 
 def test_groups_that_come_together_only() -> None:
     assert small_estimate(trainer__streaming=False).batch.micro_batches_one_by_one is None
+    several = small_estimate(
+        algorithm__groups_per_step=6,
+        algorithm__group_size=4,
+        algorithm__epochs=2,
+        algorithm__minibatches=3,
+        model__max_length=100,
+        trainer__micro_batch_tokens=250,
+        trainer__ranks=4,
+    ).batch
+    # Two groups in each of six updates: four pieces for four ranks.
+    assert (several.updates, several.micro_batches, several.micro_batches_one_by_one) == (6, 6, None)
 
 
 def test_bytes_of_new_weights() -> None:

@@ -50,6 +50,8 @@ class TrainerWorker:
         self._world_size = world_size
         self._snapshot: Snapshot | None = None
         self._num_silent = 0
+        self._moments: Moments | None = None
+        """Of the advantages of the step's tokens, if a critic gives each its own."""
         self._profile: RankProfile | None = None
 
     def rendezvous(self) -> str:
@@ -71,6 +73,10 @@ class TrainerWorker:
             self._sender = build_sender(self._config, self._backend, self._rank, self._world_size, rendezvous)
         return str(agreement)
 
+    def measure(self, groups: list[ReadyGroup], oldest_version: int | None) -> None:
+        """Take the moments of all tokens' advantages in the groups of a step, with which they will be whitened."""
+        self._moments = Moments(*self._backend.add_up(moments_of(_flat(self._share(groups, oldest_version)))))
+
     def accumulate(self, groups: list[ReadyGroup], oldest_version: int | None) -> Span:
         """Add the gradients of this rank's share of `groups`. Every rank plans the same shares from the metadata."""
         start_s = now()
@@ -79,8 +85,8 @@ class TrainerWorker:
             (silent if self._has_no_gradient(group) else loud).append(group)
         share = self._share(loud, oldest_version)
         if self._token_advantage is not None and not self._is_critic:
-            samples = [sample for batch in share for piece in batch for sample in piece]
-            whiten_all(samples, Moments(*self._backend.add_up(moments_of(samples))))
+            assert self._moments is not None, "the advantages of a step are measured before it is trained"
+            whiten_all(_flat(share), self._moments)
         self._backend.accumulate(share)
         observed, passed_over = by_turns(silent, self._num_silent)
         self._num_silent += len(silent)
@@ -112,23 +118,20 @@ class TrainerWorker:
         """Like `values`, from a policy with adapters: log-probabilities [L] under the model that the run began with."""
         return self._per_token(groups, self._backend.reference_logprobs)
 
+    def logprobs(self, groups: list[ReadyGroup]) -> tuple[bool | list[FloatArray], ...]:
+        """Like `values`, from a policy: log-probabilities [L] under the current weights."""
+        return self._per_token(groups, self._backend.per_token)
+
     def _per_token(
         self, groups: list[ReadyGroup], ask: Callable[[Sequence[MicroBatch]], list[list[FloatArray]]]
     ) -> tuple[bool | list[FloatArray], ...]:
         fetch = Fetcher(groups, None, None)
-        payloads = [[fetch.payloads(piece) for piece in plan.pieces] for plan in self._plans(groups)]
-        micro_batches = [
-            [
-                [TrainSample(sample=one, advantage=0.0) for payload in piece for one in payload.samples]
-                for piece in batch
-            ]
-            for batch in payloads
-        ]
+        pieces = [[fetch.bare(piece) for piece in plan.pieces] for plan in self._plans(groups)]
+        micro_batches = [[[one for episode in piece for one in episode] for piece in batch] for batch in pieces]
         rows = iter(row for found in ask(micro_batches) for row in found)
         if self._rank % self._config.trainer.tensor_parallel:
             return (True,)
-        found = [[next(rows) for _ in payload.samples] for batch in payloads for piece in batch for payload in piece]
-        return (True, *found)
+        return (True, *([next(rows) for _ in episode] for batch in pieces for piece in batch for episode in piece))
 
     def _has_no_gradient(self, group: ReadyGroup) -> bool:
         """True if every token's loss is zero for any policy: no episode was better than another, and no other term."""
@@ -154,9 +157,10 @@ class TrainerWorker:
         plans = plan_micro_batches(episodes, num_shares(trainer), trainer.micro_batch_tokens)
         return plans[self._rank // trainer.tensor_parallel]
 
-    def step(self) -> StepOutcome:
+    def step(self, is_last: bool) -> StepOutcome:
+        """See `TrainerBackend.step`."""
         start_s = now()
-        outcome = self._backend.step()
+        outcome = self._backend.step(is_last=is_last)
         self._num_silent = 0
         outcome.spans.append(self._span("train", start_s, outcome="updated" if outcome.applied else "skipped"))
         return outcome
@@ -220,8 +224,13 @@ class TrainerWorker:
         return Span(actor=f"trainer {self._rank}", name=name, start_s=start_s, end_s=now(), facts=facts)
 
 
+def _flat(share: Sequence[MicroBatch]) -> list[TrainSample]:
+    return [sample for batch in share for piece in batch for sample in piece]
+
+
 def by_turns(silent: Sequence[ReadyGroup], num_before: int) -> tuple[list[ReadyGroup], list[ReadyGroup]]:
-    """The groups to observe, and those to pass over: the first of a step, which has had `num_before`, and every 8th."""
+    """The groups to observe, and those to pass over: the first of an update, which has had `num_before`, and every
+    8th."""
     observed, passed_over = [], []
     for number, group in enumerate(silent, num_before):
         (passed_over if number % SILENT_RUN else observed).append(group)

@@ -60,9 +60,7 @@ class Fetcher:
         nothing: list[Any] = [None] * len(piece.episodes)
         frozen = {name: _get(handles, piece) for name, handles in group.frozen.items()}
         values = nothing if group.values is None else _get(group.values, piece)
-        if group.pictures is not None and piece.group not in self._pictures:
-            (self._pictures[piece.group],) = _fetched([group.pictures])
-        pictures = self._pictures.get(piece.group, {})
+        pictures = self._pictures_of(piece)
         found: list[TrainSample] = []
         for place, (index, payload, value) in enumerate(zip(piece.episodes, self.payloads(piece), values, strict=True)):
             advantages, samples = group.advantages[index], payload.samples
@@ -88,6 +86,20 @@ class Fetcher:
                 for sample, row, logprobs, target in zip(kept, rows, said, targets, strict=True)
             ]
         return found
+
+    def bare(self, piece: BatchPiece) -> list[list[TrainSample]]:
+        """The samples of each episode, to be read by the model and not to be trained on."""
+        pictures = self._pictures_of(piece)
+        return [
+            [TrainSample(sample=one, advantage=0.0, pictures=pictures) for one in payload.samples]
+            for payload in self.payloads(piece)
+        ]
+
+    def _pictures_of(self, piece: BatchPiece) -> Pictures:
+        pictures = self._groups[piece.group].pictures
+        if pictures is not None and piece.group not in self._pictures:
+            (self._pictures[piece.group],) = _fetched([pictures])
+        return self._pictures.get(piece.group, {})
 
 
 def rewards_of_tokens(

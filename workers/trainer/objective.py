@@ -28,8 +28,8 @@ from rlflow.algorithms.registry import objective_of
 from rlflow.algorithms.tokens import Tokens, clamp_log_ratio, sequence_mean
 from rlflow.batching import PackedBatch
 from rlflow.config import Config, Proximal
-from rlflow.roles import REFERENCE, TEACHER, Mean
-from rlflow.runtime.derived import keeps_cache
+from rlflow.roles import PROXIMAL, REFERENCE, TEACHER, Mean
+from rlflow.runtime.derived import keeps_cache, num_updates
 from rlflow.types import NO_VERSION, BoolArray, FloatArray
 
 KL_HORIZON = 10_000
@@ -83,7 +83,11 @@ class Objective(ABC):
         """The metrics of a step from the sums [num_sums] over all rows and ranks."""
 
     def end_step(self, sums: Tensor) -> None:  # noqa: B027  optional: most objectives do not adapt
-        """Adapt to the figures of an update; called on every rank with the same sums."""
+        """Adapt to the figures of a step; called on every rank with the same sums."""
+
+    def adapted(self) -> dict[str, Mean]:
+        """The metrics of what adapts, as it is now."""
+        return {}
 
     def state(self) -> dict[str, float]:
         """What a resumed run must remember of earlier steps."""
@@ -115,12 +119,9 @@ class PolicyObjective(Objective):
         is_given = versions.eq(NO_VERSION)  # by a demonstration, whose ratio is 1, because nobody has sampled it
         behaviour = torch.from_numpy(packed.behaviour_logprobs).to(device).where(~is_given, logprobs.detach())
         advantages, distance, is_clamped = (torch.from_numpy(each).to(device) for each in self._advantages(packed))
-        proximal = behaviour
-        if self._algorithm.proximal is Proximal.interpolated:
-            proximal = interpolate_proximal(logprobs, behaviour, versions, version)
         tokens = Tokens(
             logprobs=logprobs,
-            proximal=proximal,
+            proximal=self._proximal(logprobs, behaviour, packed, version),
             behaviour=behaviour,
             advantages=advantages,
             entropies=entropies,
@@ -196,11 +197,7 @@ class PolicyObjective(Objective):
             del metrics["distil/kl"], metrics["distil/clamped"]
         if not self._algorithm.corrections:
             del metrics["correction/mean"], metrics["correction/rejected"]
-        if self._algorithm.kl_target is not None:
-            metrics["kl_coefficient"] = Mean(total=self._kl_coefficient, count=1)
-        if self._algorithm.entropy_high is not None:
-            metrics["entropy_control"] = Mean(total=float(self._leaves_out_negatives), count=1)
-        else:
+        if self._algorithm.entropy_high is None:
             del metrics["entropy/sequence_mean"]
         return metrics | {
             "loss": Mean(total=loss, count=self.divisor(sums)),
@@ -222,6 +219,14 @@ class PolicyObjective(Objective):
                 self._leaves_out_negatives, entropy, low=algorithm.entropy_low, high=algorithm.entropy_high
             )
 
+    def adapted(self) -> dict[str, Mean]:
+        metrics: dict[str, Mean] = {}
+        if self._algorithm.kl_target is not None:
+            metrics["kl_coefficient"] = Mean(total=self._kl_coefficient, count=1)
+        if self._algorithm.entropy_high is not None:
+            metrics["entropy_control"] = Mean(total=float(self._leaves_out_negatives), count=1)
+        return metrics
+
     def state(self) -> dict[str, float]:
         return {"kl_coefficient": self._kl_coefficient, "leaves_out_negatives": float(self._leaves_out_negatives)}
 
@@ -242,15 +247,29 @@ class PolicyObjective(Objective):
         found = self._distil(packed.advantages, packed.behaviour_logprobs, said)
         return found.advantages, packed.behaviour_logprobs - said, found.is_clamped
 
+    def _proximal(self, logprobs: Tensor, behaviour: Tensor, packed: PackedBatch, version: int) -> Tensor:
+        """The policy that the loss compares with, [N] without gradient."""
+        match self._algorithm.proximal:
+            case Proximal.behaviour:
+                return behaviour
+            case Proximal.interpolated:
+                versions = torch.from_numpy(packed.versions).to(logprobs.device)
+                return interpolate_proximal(logprobs, behaviour, versions, version)
+            case Proximal.recomputed if num_updates(self._algorithm) == 1:
+                return logprobs.detach()  # the only update of a step begins where the step does
+        recomputed = packed.frozen_logprobs.get(PROXIMAL)
+        assert recomputed is not None or not packed.num_loss_tokens, "they are computed before the first update"
+        return behaviour if recomputed is None else torch.from_numpy(recomputed).to(logprobs.device)
+
     def _corrections(self, tokens: Tokens) -> Tensor:
         """The product of all corrections, [N].
 
-        They compare with the proximal policy if there is one, otherwise with the current policy, because with one
-        update for each batch the gradient is taken at the policy that the step starts from.
+        They compare with the proximal policy if that is not the behaviour policy, otherwise with the current policy,
+        at which the gradient is taken.
         """
         weights = torch.ones_like(tokens.advantages)
-        is_interpolated = self._algorithm.proximal is Proximal.interpolated
-        target = tokens.proximal if is_interpolated else tokens.logprobs.detach()
+        has_own = self._algorithm.proximal is not Proximal.behaviour
+        target = tokens.proximal if has_own else tokens.logprobs.detach()
         for correction in self._chosen.corrections:
             weights = weights * correction(tokens, target)
         return weights * without_negatives(tokens) if self._leaves_out_negatives else weights

@@ -9,6 +9,9 @@ outside sees whole parameters by their Hugging Face names; how they lie on the r
 
 Example: two ranks accumulate losses with 30 and 50 loss tokens. `step` adds up both gradients, divides them by 80, and
 scales them down if their norm exceeds `trainer.max_grad_norm`.
+
+A step of the run makes one such update, or several (algorithm.epochs, algorithm.minibatches). The learning rate, the
+critic's head start and what adapts follow steps, not updates.
 """
 
 import math
@@ -29,11 +32,12 @@ from rlflow.config import Checkpointing, Config
 from rlflow.errors import RunError
 from rlflow.roles import Mean, StepOutcome, TrainWork
 from rlflow.rollout.requests import ProbePrompt
-from rlflow.runtime.derived import dtype_of
+from rlflow.runtime.derived import dtype_of, num_updates
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import Layout, mesh_layout
 from rlflow.weights.source import Specs
-from rlflow.workers.trainer.flops import flops, packed_sizes, padded_sizes, sizes_of
+from rlflow.workers.trainer.figures import Figures
+from rlflow.workers.trainer.flops import packed_sizes, padded_sizes, sizes_of
 from rlflow.workers.trainer.gate import Agreement, probe_prompts, settle_way
 from rlflow.workers.trainer.layers import VALUE_HEAD, decoder_layers, wrap_as_asked
 from rlflow.workers.trainer.lora import (
@@ -114,14 +118,12 @@ class TrainerBackend(ABC):
         self._specs: Specs = [(name, dtype, tuple(named[parts[0]].shape)) for name, parts in self._parts.items()]
         self._specs += [(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in self._constants().items()]
         self._model_sizes = sizes_of(self._policy.model)
-        self._work = torch.zeros(3, dtype=torch.float64)
-        """Tokens, operations and operations of a padded batch, since the last step."""
         self._parking = ParkingSpace(self._device)
-        self._updates = 0
-        self._sums = torch.zeros(self._objective.num_sums, dtype=torch.float64, device=self._device)
-        self._largest = torch.zeros((), dtype=torch.float64, device=self._device)
-        # Groups without a gradient: the figures of those that were observed; sequences and tokens of all of them.
-        self._observed, self._silent = torch.zeros_like(self._sums), torch.zeros_like(self._sums[-2:])
+        self._updates = self._steps = 0
+        """Updates that were applied, and steps that had any."""
+        self._figures = Figures(self._objective.num_sums, self._model_sizes, self._device)
+        self._applied: list[Tensor] = []
+        """The sums of each update of the step that was applied."""
 
     # -- what a subclass does
 
@@ -206,79 +208,61 @@ class TrainerBackend(ABC):
         """Count micro-batches whose gradient is known to be zero: like `accumulate`, without the backward pass."""
         with torch.no_grad():
             for micro_batch in self._in_pieces(groups):
-                self._loss(micro_batch, self._observed)
+                self._loss(micro_batch, is_silent=True)
         self.pass_over(groups)
 
     def pass_over(self, groups: Sequence[MicroBatch]) -> None:
         """Like `observe`, without the forward pass: their figures are taken to be those of the observed ones."""
         for micro_batch in groups:
-            num_tokens = [int(sample.sample.loss_mask.sum()) for group in micro_batch for sample in group]
-            counts = [sum(number > 0 for number in num_tokens), sum(num_tokens)]
-            self._silent += self._silent.new_tensor(counts)
+            self._figures.pass_over([sample for group in micro_batch for sample in group])
 
-    def _add_up_sums(self) -> Tensor:
-        """The figures of the step over all ranks, in which what was passed over weighs as much as its tokens."""
-        size = len(self._sums)
-        found = self._add_up_data(torch.cat([self._sums, self._observed, self._silent]))
-        sums, observed, silent = found[:size], found[size:-2], found[-2:]
-        if observed[-1] > 0:
-            observed *= silent[-1] / observed[-1]
-        return sums + torch.cat([observed[:-2], silent])
-
-    def _loss(self, micro_batch: MicroBatch, counted: Tensor | None = None) -> Tensor:
-        """A micro-batch's weighted sum over its loss tokens; adds its figures to those of the step, or to `counted`."""
+    def _loss(self, micro_batch: MicroBatch, *, is_silent: bool = False) -> Tensor:
+        """A micro-batch's weighted sum over its loss tokens; adds up its figures."""
         if self._config.lora.dropout and torch.is_grad_enabled():
-            seed_dropout(self._config.run.seed, self._updates, self._rank, int(self._work[0]))
+            seed_dropout(self._config.run.seed, self._updates, self._rank, int(self._figures.work[0]))
         packed = self._lay_out(micro_batch)
-        self._count_work(packed, [sample for group in micro_batch for sample in group])
+        padded = padded_sizes([sample for group in micro_batch for sample in group])
+        self._figures.add_work(packed_sizes(packed) if is_packed(self._policy.model) else padded, padded)
         row = self._objective(self._forward(packed), packed, self.version)
-        into = self._sums if counted is None else counted
-        into += row.sums
-        self._largest = torch.maximum(self._largest, row.largest)
+        self._figures.add(row, is_silent=is_silent)
         return row.loss
-
-    def _count_work(self, packed: PackedBatch, samples: Sequence[TrainSample]) -> None:
-        padded = padded_sizes(samples)
-        own = packed_sizes(packed) if is_packed(self._policy.model) else padded
-        costs = [flops(self._model_sizes, sizes, with_backward=torch.is_grad_enabled()) for sizes in (own, padded)]
-        self._work += torch.tensor([own.tokens, *costs], dtype=torch.float64)
 
     def _lay_out(self, micro_batch: MicroBatch) -> PackedBatch:
         """One row; the benchmark of the layout puts another in its place."""
         return pack(micro_batch)
 
-    def step(self) -> StepOutcome:
+    def step(self, *, is_last: bool = True) -> StepOutcome:
         """Divide by the number of loss tokens or of sequences of all ranks, clip, update, clear.
 
-        A gradient that is not finite updates nothing and is cleared. Raises ValueError if nothing was accumulated.
+        A gradient that is not finite updates nothing and is cleared. `is_last`: the last update of the step of the run.
+        Raises ValueError if nothing was accumulated, unless there are other updates in the step.
         """
         self._finish_gradients()
-        sums = self._add_up_sums()
+        sums = self._figures.totals(self._add_up_data)
         count = self._objective.divisor(sums)
-        if count == 0:
+        if count == 0 and num_updates(self._config.algorithm) == 1:
             raise ValueError("a step needs at least one accumulated loss token; got none")
+        count = count or 1.0  # one of several parts may hold nothing but tokens that are too old; its gradient is zero
         grad_norm = self._gradient_norm() / count
         trainer = self._config.trainer
-        rate = learning_rate(trainer, self._updates, self._config.run.steps)
+        rate = learning_rate(trainer, self._steps, self._config.run.steps)
         clip, is_finite = min(1.0, trainer.max_grad_norm / (grad_norm + 1e-6)), math.isfinite(grad_norm)
-        if not self._is_critic and self._updates < self._config.critic.warmup_steps:
+        if not self._is_critic and self._steps < self._config.critic.warmup_steps:
             clip = rate = 0.0
         if is_finite:
             self._update(clip / count, rate)
             self._updates += 1
-            self._objective.end_step(sums)
+            self._applied.append(sums)
         else:
             self._discard_gradients()
-        metrics = self._objective.metrics(sums, self._all_reduce(self._largest, dist.ReduceOp.MAX))
-        if self._balance is not None:
-            load = self._balance.end_step(self._add_up_data(self._balance.counts))
-            metrics["experts/max_load"] = Mean(total=load, count=1)
-        for counted in (self._sums, self._observed, self._silent, self._largest):
-            counted.zero_()
-        tokens, *costs = self._add_up_data(self._work).tolist()
-        self._work.zero_()
+        metrics = self._objective.metrics(sums, self._all_reduce(self._figures.largest, dist.ReduceOp.MAX))
+        if is_last:
+            metrics |= self._end_step()
+        tokens, *costs = self._add_up_data(self._figures.work).tolist()
+        self._figures.clear()
         return StepOutcome(
             applied=is_finite,
+            num_skipped=int(not is_finite),
             grad_norm=grad_norm,
             learning_rate=rate,
             metrics=metrics,
@@ -292,8 +276,21 @@ class TrainerBackend(ABC):
             memory_peaks=self._memory_peaks(),
         )
 
+    def _end_step(self) -> dict[str, Mean]:
+        """After the last update of a step: adapt what adapts; returns what that is now."""
+        if self._applied:
+            # Each group was counted once an epoch.
+            self._objective.end_step(torch.stack(self._applied).sum(0) / self._config.algorithm.epochs)
+            self._steps += 1
+        self._applied.clear()
+        metrics = self._objective.adapted()
+        if self._balance is not None:
+            load = self._balance.end_step(self._add_up_data(self._balance.counts))
+            metrics["experts/max_load"] = Mean(total=load, count=1)
+        return metrics
+
     def _memory_peaks(self) -> list[int]:
-        """This rank's peak since the last step; nothing on a CPU."""
+        """This rank's peak since the last update; nothing on a CPU."""
         if self._device.type != "cuda":
             return []
         peak = torch.cuda.max_memory_allocated(self._device)
@@ -305,16 +302,17 @@ class TrainerBackend(ABC):
         return self._add_up_data(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def per_token(self, groups: Sequence[MicroBatch]) -> list[list[FloatArray]]:
-        """One [L] for each sample, in the order of the micro-batches, in lists of any length; 0 where there is no loss.
+        """For each micro-batch one [L] for each of its samples, in their order; 0 where there is no loss.
 
         Log-probabilities under the current policy, or values of the current critic.
         """
-        found: list[list[FloatArray]] = []
-        for micro_batch in self._in_pieces(groups):
+        found: dict[int, FloatArray] = {}
+        for micro_batch in self._in_pieces(groups):  # which may order the samples anew
+            samples = [sample for group in micro_batch for sample in group]
             with torch.no_grad():
                 first, *_ = self._forward(self._lay_out(micro_batch))
-            found.append(split_logprobs(first, [sample for group in micro_batch for sample in group]))
-        return found
+            found |= {id(one): row for one, row in zip(samples, split_logprobs(first, samples), strict=True)}
+        return [[found[id(one)] for group in micro_batch for one in group] for micro_batch in groups]
 
     def reference_logprobs(self, groups: Sequence[MicroBatch]) -> list[list[FloatArray]]:
         """`per_token` of a policy with its adapters switched off, which is the model that the run began with."""
@@ -386,6 +384,7 @@ class TrainerBackend(ABC):
             num_ranks=self._world_size,
             shards=list(self._shards()),
             updates=self._updates,
+            steps=self._steps,
             objective=self._objective.state(),
             expert_loads=[] if self._balance is None else self._balance.before.tolist(),
             lora=self._config.lora,
@@ -406,7 +405,7 @@ class TrainerBackend(ABC):
                 f"checkpoint {folder} belongs to another model than model.path: they differ in {wrong[0]} {wrong[1]}; "
                 "set model.path to the model that the run began with"
             )
-        self._updates = reader.updates
+        self._updates, self._steps = reader.updates, reader.steps
         self._objective.load_state(reader.objective)
         if self._balance is not None and reader.expert_loads:
             self._balance.before = torch.tensor(reader.expert_loads, dtype=torch.float64, device=self._device)

@@ -50,7 +50,9 @@ class Snapshot:
     shards: Sequence[Shard]
     """Every trained parameter in the order of the model, even those of which this rank holds nothing."""
     updates: int
-    """Steps of the optimiser so far."""
+    """Updates by the optimiser so far."""
+    steps: int
+    """Steps of the run that these belong to: fewer, if a step makes several."""
     objective: Mapping[str, float] = field(default_factory=dict)
     """The state that the objective must remember."""
     expert_loads: Sequence[Sequence[float]] = ()
@@ -77,6 +79,7 @@ class Snapshot:
             manifest = {
                 "num_ranks": self.num_ranks,
                 "updates": self.updates,
+                "steps": self.steps,
                 "kinds": sorted({kind for shard in self.shards for kind in shard.tensors}),
                 "optimizer": self.optimizer.value,
                 "objective": dict(self.objective),
@@ -97,6 +100,7 @@ class ShardReader:
         self._folder = folder
         manifest = self._read_json("manifest.json")
         self.updates: int = manifest["updates"]
+        self.steps: int = manifest.get("steps", self.updates)  # checkpoints without it made one update a step
         self.objective: dict[str, float] = manifest["objective"]
         self.expert_loads: list[list[float]] = manifest.get("expert_loads", [])
         self.kinds: list[str] = manifest["kinds"]

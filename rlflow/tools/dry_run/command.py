@@ -150,6 +150,8 @@ def _process(name: str, memory: ProcessMemory, num_tokens: int) -> list[str]:
 def _step(found: Estimate, config: Config) -> list[str]:
     batch, bound = found.batch, config.staleness.max_versions
     micro_batches = f"  at most {_count(batch.micro_batches, 'micro-batch', 'micro-batches')} a rank"
+    if batch.updates > 1:
+        micro_batches += f" in {batch.updates} updates"
     if batch.micro_batches_one_by_one is not None:
         micro_batches += f" when its groups come together, {batch.micro_batches_one_by_one:,} when one by one"
     return [

@@ -14,6 +14,7 @@ from rlflow.runtime.derived import (
     dtype_of,
     max_running,
     num_shares,
+    num_updates,
     reference_ranks,
     sends_adapters,
     teacher_ranks,
@@ -72,8 +73,9 @@ class Batch:
     """Requests that all engines together decode at the same time."""
     cached_sequences: int
     """Sequences of model.max_length in one engine's cache."""
+    updates: int
     micro_batches: int
-    """Those of one rank in a step whose groups come to the trainer together."""
+    """Those of one rank in all updates of a step whose groups come to the trainer together."""
     micro_batches_one_by_one: int | None
     """The same when they come one by one; None when they cannot."""
 
@@ -151,7 +153,7 @@ def estimate(
         config = replace(config, weights=replace(config.weights, transport=way.transport))
     plan = gpu_plan(config)
     check_gpus(config, plan.total)
-    num_tokens = min(config.trainer.micro_batch_tokens, _tokens_of_step(config))
+    num_tokens = min(config.trainer.micro_batch_tokens, _tokens_of_step(config) // config.algorithm.minibatches)
     processes = {
         ProcessKind.engine: engine_memory(config, facts),
         ProcessKind.trainer: trainer_memory(config, facts, num_tokens, max_logits),
@@ -263,10 +265,10 @@ def _batch(config: Config, facts: ModelFacts, cache: int) -> Batch:
         oldest_version=0,
         newest_version=0,
     )
-    group = [longest] * size
+    group, part = [longest] * size, groups // config.algorithm.minibatches
     shares, max_tokens = num_shares(config.trainer), config.trainer.micro_batch_tokens
-    one_by_one = None
-    if config.trainer.streaming and config.cluster.placement is Placement.separate:
+    one_by_one, updates = None, num_updates(config.algorithm)
+    if config.trainer.streaming and config.cluster.placement is Placement.separate and updates == 1:
         one_by_one = groups * len(plan_micro_batches([group], shares, max_tokens)[0])
     return Batch(
         groups=groups,
@@ -276,7 +278,8 @@ def _batch(config: Config, facts: ModelFacts, cache: int) -> Batch:
         live_episodes=live_groups * size,
         decoding=config.rollout.engines * max_running(config),
         cached_sequences=cached_sequences(config, facts, cache),
-        micro_batches=len(plan_micro_batches([group] * groups, shares, max_tokens)[0]),
+        updates=updates,
+        micro_batches=updates * len(plan_micro_batches([group] * part, shares, max_tokens)[0]),
         micro_batches_one_by_one=one_by_one,
     )
 

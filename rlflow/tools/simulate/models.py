@@ -297,6 +297,9 @@ class ModelledTrainer:
         self.occupancy = Occupancy()
         self.num_tokens = 0
 
+    async def prepare(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> None:
+        """Nothing: the model has neither critic nor adapters."""
+
     async def accumulate(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> list[Span]:
         loop = asyncio.get_running_loop()
         with self._meter:
@@ -307,7 +310,7 @@ class ModelledTrainer:
         self.num_tokens += tokens
         return []
 
-    async def step(self) -> StepOutcome:
+    async def step(self, *, is_last: bool) -> StepOutcome:
         return StepOutcome(applied=True, grad_norm=1.0, learning_rate=1.0, metrics={"loss": Mean(total=0.0, count=1.0)})
 
     async def stage_weights(self, version: int) -> StagedWeights:

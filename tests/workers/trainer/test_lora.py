@@ -349,6 +349,7 @@ async def test_a_policy_that_is_its_own_reference_is_asked_before_it_learns(num_
         policy_is_reference=True,
     )
     groups = [make_ready(number, *[0] * count) for number, count in enumerate(num_episodes)]
+    await trainer.prepare(groups, None)
     await trainer.accumulate(groups, None)
     nothing = [None] * len(groups)
     handles = [[(number, index) for index in range(count)] for number, count in enumerate(num_episodes)]

@@ -19,7 +19,7 @@ from rlflow.batching import pack
 from rlflow.cluster.gpus import check_gpus
 from rlflow.config import Config
 from rlflow.errors import ConfigError
-from rlflow.models.resolve import resolve_model
+from rlflow.models.resolve import resolve_config, resolve_model
 from rlflow.rollout.payloads import payload_bytes, save_payloads
 from rlflow.rollout.samples import sample_of
 from rlflow.settings.checks import check
@@ -182,7 +182,7 @@ def test_an_engine_is_asked_for_what_it_chose_among() -> None:
     config.rollout.top_k, config.rollout.top_p, config.rollout.min_p = 50, 0.9, 0.05
     assert sampling_arguments(config, is_greedy=False) == {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.05}
     assert sampling_arguments(config, is_greedy=True)["top_k"] == 1
-    assert engine_arguments(config, "no model", 0, on_gpu=True)["return_sampling_mask"] is True
+    assert engine_arguments(config, resolve_config("tiny"), 0, on_gpu=True)["return_sampling_mask"] is True
 
 
 def test_a_cpu_cannot_say_what_it_chose_among() -> None:

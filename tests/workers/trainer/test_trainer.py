@@ -25,6 +25,7 @@ from training import (
     exact_and_allowed,
     largest_relative_difference,
     plain_gradients,
+    plain_logprobs,
     save_model,
     share,
     shuffled,
@@ -45,6 +46,7 @@ from rlflow.workers.trainer.flops import flops, packed_sizes
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.process_group import join
 from rlflow.workers.trainer.shards import MOMENTS, PARAMETER, Shard, ShardReader, Snapshot, read_full
+from rlflow.workers.trainer.way import go_in_rows
 
 
 @pytest.fixture
@@ -94,6 +96,73 @@ def test_a_step_divides_clips_and_updates(model_path: str) -> None:
     assert outcome.learning_rate == 1e-2
     found = {"norm": torch.tensor(outcome.grad_norm), **parameters(trainer)}
     assert largest_relative_difference(found, expected) <= allowed
+
+
+def test_log_probabilities_of_padded_rows_come_in_the_order_that_was_asked(model_path: str) -> None:
+    """Rows are padded together with others of their length."""
+    trainer, groups = one_rank(tiny_config(), model_path), tiny_groups()
+    go_in_rows(trainer._policy.model)
+    rows = [row for found in trainer.per_token([groups[:2], groups[2:]]) for row in found]
+    _, expected = plain_logprobs(model_path, groups, 0.7)
+    samples = [sample for group in groups for sample in group]
+    for sample, row, plain in zip(samples, rows, expected, strict=True):
+        mask = sample.sample.loss_mask
+        np.testing.assert_allclose(row, np.where(mask, plain.detach().numpy(), 0), atol=1e-5)
+
+
+def test_steps_and_not_updates_move_the_schedule(model_path: str, tmp_path: Path) -> None:
+    """Through a checkpoint too. A step of which no update was applied is none."""
+    config = tiny_config()
+    config.algorithm.epochs, config.trainer.warmup_steps, config.run.steps = 2, 4, 8
+    trainer = one_rank(config, model_path)
+    broken = tiny_groups(num_groups=1)
+    broken[0][0].advantage = math.nan
+
+    def rates(trainer: FsdpTrainer, *steps: list[list[list[TrainSample]]]) -> list[list[float]]:
+        found = []
+        for parts in steps:
+            found.append([])
+            for number, groups in enumerate(parts, 1):
+                trainer.accumulate([groups])
+                found[-1].append(trainer.step(is_last=number == len(parts)).learning_rate)
+        return found
+
+    good = [tiny_groups(), tiny_groups()]
+    assert rates(trainer, good, [broken, broken], [broken, tiny_groups()]) == [[0.0025] * 2, [0.005] * 2, [0.005] * 2]
+    trainer.snapshot().write(tmp_path)
+    resumed = one_rank(config, model_path)
+    resumed.load(tmp_path)
+    assert rates(resumed, good, good) == [[0.0075] * 2, [0.01] * 2]
+
+
+def test_what_adapts_does_so_once_a_step(model_path: str) -> None:
+    """As with one update: each group counts once, in whatever epochs it was."""
+    coefficients = []
+    for epochs in (1, 2):
+        config = tiny_config()
+        config.algorithm.epochs, config.trainer.learning_rate = epochs, 1e-30
+        config.algorithm.kl_coefficient, config.algorithm.kl_target = 0.1, 1e-4
+        trainer = one_rank(config, model_path)
+        outcomes = []
+        for epoch in range(epochs):
+            trainer.accumulate([tiny_groups(with_reference=True)])
+            outcomes.append(trainer.step(is_last=epoch == epochs - 1))
+        assert all("kl_coefficient" not in each.metrics for each in outcomes[:-1])
+        coefficients.append(outcomes[-1].metrics["kl_coefficient"].value)
+    assert coefficients[0] == coefficients[1] > 0.1
+
+
+def test_a_part_without_tokens_to_learn_from_is_an_update_of_zero(model_path: str) -> None:
+    config = tiny_config()
+    config.algorithm.minibatches, config.algorithm.groups_per_step = 2, 2
+    trainer = one_rank(config, model_path)
+    before = parameters(trainer)
+    trainer.accumulate([[]])
+    outcome = trainer.step(is_last=False)
+    assert (outcome.applied, outcome.grad_norm, outcome.metrics["loss"].value) == (True, 0.0, None)
+    assert largest_relative_difference(parameters(trainer), before) == 0
+    trainer.accumulate([tiny_groups()])
+    assert trainer.step().grad_norm > 0
 
 
 def test_metrics_are_means_over_loss_tokens(model_path: str) -> None:
@@ -371,7 +440,7 @@ def test_missing_elements_are_named(model_path: str, tmp_path: Path) -> None:
 def test_a_checkpoint_of_two_versions_is_refused(tmp_path: Path) -> None:
     shards = [Shard(name="w", shape=(2,), start=rank, tensors={PARAMETER: torch.zeros(1)}) for rank in range(2)]
     for rank, updates in ((0, 3), (1, 4)):
-        Snapshot(rank=rank, num_ranks=2, shards=[shards[rank]], updates=updates).write(tmp_path)
+        Snapshot(rank=rank, num_ranks=2, shards=[shards[rank]], updates=updates, steps=updates).write(tmp_path)
     with pytest.raises(RunError, match="mixes versions: its ranks have 3, 4 updates, and should have 3; remove it"):
         ShardReader(tmp_path)
 

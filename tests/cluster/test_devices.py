@@ -16,7 +16,8 @@ from rlflow.cluster.slots import Machine
 from rlflow.config import Config, ModelPlacement, Placement, ProcessKind, Quantization, Speculative, Transport
 from rlflow.errors import ConfigError
 
-ENGINE, TRAINER, CRITIC, REFERENCE, REWARD_MODEL, *_ = ProcessKind
+ENGINE, TRAINER, CRITIC = ProcessKind.engine, ProcessKind.trainer, ProcessKind.critic
+REFERENCE, REWARD_MODEL = ProcessKind.reference, ProcessKind.reward_model
 
 
 def config(

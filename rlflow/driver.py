@@ -46,7 +46,7 @@ from rlflow.runtime import clock
 from rlflow.runtime.deadlines import or_hung, within
 from rlflow.saver import SaveListener, Saver
 from rlflow.settings.stop_when import StopRule
-from rlflow.types import EpisodeSummary, PayloadRef, ReadyGroup, Span, Task
+from rlflow.types import NO_VERSION, EpisodeSummary, PayloadRef, ReadyGroup, Span, Task
 
 ANSWER_S = 120.0
 """Seconds for a trainer to copy its state after a call to one of its ranks has failed. The other ranks may wait for
@@ -136,7 +136,7 @@ class Driver:
         """Since the last report."""
         self._is_profiled = False
         self._updates = Updates(
-            config=config, workers=workers, intake=self._intake, progress=self._progress, listener=observer
+            config=config, workers=workers, intake=self._intake, progress=self._progress, listener=observer, now=now
         )
         self._publisher = Publisher(
             config=config, workers=workers, intake=self._intake, progress=self._progress, listener=observer, now=now
@@ -388,4 +388,5 @@ class Driver:
 
 
 def _has_equal_rewards(group: ReadyGroup) -> bool:
-    return len(group.episodes) > 1 and len({episode.reward for episode in group.episodes}) == 1
+    """Whether there is nothing to compare, as nobody does in demonstrations."""
+    return group.newest_version != NO_VERSION and len({episode.reward for episode in group.episodes}) == 1

@@ -57,7 +57,7 @@ class StepOutcome:
     """What one update did, or all updates of a step together (see `groups.updates.of_step`)."""
 
     applied: bool
-    """False when the gradient was not finite and the update was skipped."""
+    """False when the gradient was not finite, so that the update was skipped, or when no token had a loss."""
     num_skipped: int = 0
     """Updates that were skipped."""
     grad_norm: float

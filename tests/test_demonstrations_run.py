@@ -73,7 +73,22 @@ def test_the_loss_is_that_of_transformers_and_falls(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(plain_loss(*TALKS), abs=1e-5)
     assert losses[-1] is not None and losses[0] is not None and losses[-1] < losses[0] - 1
     assert [record["sampling/logp_difference_mean"] for record in records] == [None] * 12
+    assert [record["frac_reward_zero_std"] for record in records] == [0.0] * 12
     assert "alarms: none" in out and "no step of this run carried a signal" not in out
+
+
+def test_what_was_learned_from_demonstrations_is_evaluated(tmp_path: Path) -> None:
+    data = write_talks(tmp_path / "talks.jsonl", *TALKS)
+    train(tmp_path / "run", data, "run.steps=1")
+    command = [sys.executable, "-m", "rlflow", "eval", str(tmp_path / "run"), "rollout.max_new_tokens=8"]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert refused.returncode == 2 and "give a reward.function" in refused.stderr
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text("def short(completion):\n    return float(len(completion) < 100)\n")
+    command.append(f"reward.function={rewards}:short")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 tasks of demonstrations" in done.stdout + done.stderr
 
 
 def test_a_talk_that_is_too_long_is_left_out_and_counted(tmp_path: Path) -> None:

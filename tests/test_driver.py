@@ -1018,6 +1018,7 @@ def test_a_clock_that_is_set_changes_no_duration(tmp_path: Path) -> None:
         "weights",
         "checkpoint",
         "write",
+        "train",
     }
 
 

@@ -211,10 +211,12 @@ class EpisodeRunner:
         )
         if order.task.demonstration:
             played = await show(order.task, chat)
-        else:
-            played = await play_episode(
-                self._environments, order.task, chat, self._config, seed=order.seed, gateway=self._gateway
-            )
+            verdict = None if played.end.is_error else Verdict(reward=played.transcript.environment_reward)
+            group.played_at_s = now()
+            return played, verdict
+        played = await play_episode(
+            self._environments, order.task, chat, self._config, seed=order.seed, gateway=self._gateway
+        )
         limits = self._config.env
         limit_s = limits.setup_timeout_s if played.end is EpisodeEnd.SETUP_TIMEOUT else limits.episode_timeout_s
         if played.end.is_error and silence_s > limit_s / 2:

@@ -11,7 +11,7 @@ MATH, AIME      problem, answer
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,15 +49,18 @@ def load(path: str, system_prompt: str = "", evaluation_path: str | None = None)
     return EnvironmentSpec(tasks=tasks, build=SingleTurn, evaluation_tasks=evaluation)
 
 
-def read_tasks(source: Source, system_prompt: str) -> list[Task]:
-    """One Task for each row. Raises ConfigError, which names the file and the row, for a row that cannot be used."""
+def read_tasks(source: Source, system_prompt: str, make: Callable[[Row, str, Path], Task] | None = None) -> list[Task]:
+    """One Task for each row, which `make` turns into one as `task_of` does; None: as `task_of`.
+
+    Raises ConfigError, which names the file and the row, for a row that cannot be used.
+    """
     tasks: list[Task] = []
     num_bytes, folder = 0, Path(source.path).parent
     for row in rows_of(source):
-        tasks.append(task_of(row, system_prompt, folder))
-        shown = [
-            part["image"] for each in tasks[-1].prompt for part in each.get("parts", ()) if part["type"] == "image"
-        ]
+        task = (make or task_of)(row, system_prompt, folder)
+        tasks.append(task)
+        messages = (*task.prompt, *task.demonstration)
+        shown = [part["image"] for each in messages for part in each.get("parts", ()) if part["type"] == "image"]
         num_bytes += sum(len(image) for image in shown if image.startswith("data:"))
         if num_bytes > MAX_INLINE_BYTES:
             raise ConfigError(

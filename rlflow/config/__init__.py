@@ -217,7 +217,8 @@ class AlgorithmConfig:
     """Updates in an epoch: the groups of a step are shuffled and divided into so many equal parts, with an update for
     each. Engines get the weights after the last one."""
     group_size: int = 8
-    """Episodes of one task, which are compared with each other. 1 does for `gae`, `reinforce_pp` and `remax`."""
+    """Episodes of one task, which are compared with each other. 1 does for `gae`, `reinforce_pp`, `remax` and `reward`,
+    and with a teacher alone."""
     advantage: str = "grpo"
     """A name that `rlflow algorithms` lists, or your own function: `package.module:name` or `file.py:name`."""
     advantage_args: dict[str, Any] = field(default_factory=dict)

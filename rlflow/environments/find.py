@@ -42,7 +42,7 @@ def load_environment(config: EnvConfig, reward: RewardConfig, *, needs_reward: b
     Raises ConfigError for an unknown name, for arguments that nothing takes, and for a missing reward.
     """
     spec = environment_of(config)
-    if needs_reward and has_no_reward(spec, reward):
+    if needs_reward and not spec.gives_replies and has_no_reward(spec, reward):
         raise ConfigError(
             f"reward.function is required with env.name={config.name}, which has no reward of its own; "
             "give package.module:function or file.py:function, or a reward.model"

@@ -14,7 +14,10 @@ from rlflow.algorithms.turns import earned, in_time
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.runtime.derived import learns_from_rewards
-from rlflow.types import EpisodeSummary, PlayedGroup, ReadyGroup, Task
+from rlflow.types import EpisodeEnd, EpisodeSummary, PlayedGroup, ReadyGroup, Task
+
+_UNSCORED = {EpisodeEnd.REWARD_ERROR, EpisodeEnd.REWARD_TIMEOUT, EpisodeEnd.REWARD_INVALID, EpisodeEnd.NO_VERDICT}
+"""Ends of episodes that were played and could not be scored."""
 
 
 class Grader:
@@ -69,8 +72,9 @@ class Grader:
         return ready
 
     def _counts(self, episode: EpisodeSummary) -> bool:
-        """Whether an episode is trained on. Without a reward it is if none is wanted and the episode did not fail."""
-        return episode.is_trainable or not (self._has_rewards or episode.end.is_error)
+        """Whether an episode is trained on. Without a reward it is if none is wanted and it was played to its end."""
+        was_played = not episode.end.is_error or episode.end in _UNSCORED
+        return episode.is_trainable or (was_played and not self._has_rewards)
 
     def is_filtered(self, group: ReadyGroup) -> bool:
         """Whether there is nothing to learn from a group, so that another task is played instead.

@@ -8,7 +8,7 @@ depends on the weights before its first update (recomputed log-probabilities, a 
 update only, gradients are added up while its groups come.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Protocol
@@ -38,7 +38,14 @@ class Updates:
     """Takes a step's groups and trains on them."""
 
     def __init__(
-        self, *, config: Config, workers: Workers, intake: Intake, progress: Progress, listener: UpdateListener
+        self,
+        *,
+        config: Config,
+        workers: Workers,
+        intake: Intake,
+        progress: Progress,
+        listener: UpdateListener,
+        now: Callable[[], float],
     ) -> None:
         self.is_under_way = False
         """True from the order to update until the caller, who counts the step, sets it back; False again if no update
@@ -50,6 +57,9 @@ class Updates:
         self._progress = progress
         self._listener = listener
         self._skipped_in_a_row = 0
+        self._now = now
+        self._prepared: list[Span] = []
+        """Since the last step."""
 
     async def make(self) -> tuple[list[ReadyGroup], StepOutcome]:
         """The groups of a step, after its last update, and what all of its updates did; the version is raised."""
@@ -65,7 +75,8 @@ class Updates:
             group.values = None
             group.frozen.pop(PROXIMAL, None)
         outcome = of_step(outcomes)
-        outcome.spans += spans
+        outcome.spans += [*self._prepared, *spans]
+        self._prepared = []
         if outcome.applied:
             self._progress.version += 1
             self._intake.drop_late()
@@ -112,8 +123,10 @@ class Updates:
     async def _prepare(self, groups: Sequence[ReadyGroup]) -> None:
         if groups:
             self._listener.phase("training")
+            start_s = self._now()
             preparing = self._workers.trainer.prepare(groups, self._oldest_trained)
             await or_hung("preparing groups for training", self._config.deadlines, "train_s", preparing)
+            self._prepared.append(Span(actor="trainer", name="train", start_s=start_s, end_s=self._now()))
 
     async def _accumulate(self, groups: Sequence[ReadyGroup]) -> list[Span]:
         if not groups:
@@ -127,7 +140,7 @@ class Updates:
         stepping = self._workers.trainer.step(is_last=is_last)
         outcome = await or_hung("the optimiser step", self._config.deadlines, "train_s", stepping)
         self.is_under_way = has_applied or outcome.applied
-        self._skipped_in_a_row = 0 if outcome.applied else self._skipped_in_a_row + 1
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if outcome.num_skipped else 0
         if self._skipped_in_a_row >= MAX_SKIPPED_UPDATES:
             raise RunError(
                 f"the gradient was not finite {MAX_SKIPPED_UPDATES} times in a row (last norm {outcome.grad_norm}); "

@@ -119,7 +119,7 @@ class Chat:
         EnvironmentFailure for a text that spells an image's token, and whatever the engine raises (`failure` keeps it).
         """
         assert messages, "a conversation has at least one message"
-        number = self._begin(agent, trainable)
+        number = self._begin(agent, trainable, is_given=given is not None)
         try:
             keys = _keys([agent, trainable, list(tools)], messages)
             parent = next((self._said[key] for key in reversed(keys) if key in self._said), None)
@@ -158,11 +158,11 @@ class Chat:
             return list(messages)
         return await self._aside(self._album.taken_up, messages)
 
-    def _begin(self, agent: str, trainable: bool) -> int:
-        """Count a reply, within the limits; returns its number in the episode."""
+    def _begin(self, agent: str, trainable: bool, *, is_given: bool) -> int:
+        """Count a reply, within the limits of what may be sampled; returns its number in the episode."""
         max_turns = self._config.env.max_turns
         if trainable:
-            if self._num_asked_policy >= max_turns:
+            if self._num_asked_policy >= max_turns and not is_given:
                 raise self._refuse(EpisodeEnd.MAX_TURNS, f"{max_turns} replies (env.max_turns)")
             self._num_asked_policy += 1
             self.phase = f"generation of reply {self._num_asked_policy}"

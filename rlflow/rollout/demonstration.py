@@ -25,6 +25,10 @@ async def show(task: Task, chat: Chat) -> PlayedEpisode:
                 message = reply.message  # with the calls as they are found in its tokens
             told.append(message)
     except NoReply:
-        assert chat.end is not None
-        return recorded(chat, task, prompt, told, EpisodeEnd.PROMPT_TOO_LONG, chat.end_detail)
-    return recorded(chat, task, prompt, told, EpisodeEnd.COMPLETED)
+        is_empty = chat.end is EpisodeEnd.EMPTY_COMPLETION
+        end = EpisodeEnd.EMPTY_COMPLETION if is_empty else EpisodeEnd.PROMPT_TOO_LONG
+        return recorded(chat, task, prompt, told, end, chat.end_detail)
+    weight = task.data.get("weight")
+    return recorded(
+        chat, task, prompt, told, EpisodeEnd.COMPLETED, reward=1.0 if weight is None else float(str(weight))
+    )

@@ -6,6 +6,7 @@ text does not start with the held tokens (the template rewrote history, or the t
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 ToolSchemas = Sequence[dict[str, Json]]
 
 _PROBE, _NEXT = "zq_probe_zq", "zq_next_zq"
+_THOUGHT = "<think>"
 _REFUSALS = (TemplateError, TypeError, KeyError, ValueError)
 _PROBE_TOOL: dict[str, Json] = {
     "type": "function",
@@ -127,10 +129,16 @@ class Renderer:
     def given(self, messages: Sequence[Message], reply: Message, tools: ToolSchemas = ()) -> list[int]:
         before = self._text(messages, tools)
         whole = self._text([*messages, reply], tools, is_over=True)
-        if not whole.startswith(before):  # as templates that begin a reply for the model do
-            return self.as_sampled(reply["content"])
-        ids, ends = self._encode(whole[len(before) :]), set(self.ends())
-        last = next((place for place, id_ in enumerate(ids) if id_ in ends), len(ids))
+        if not whole.startswith(before):  # as with templates that begin a reply for the model
+            if "tool_calls" in reply:
+                raise TemplateRefused(
+                    "the model's chat template begins replies itself, so that a given reply cannot be taken out of it, "
+                    "and this one has tool calls; write them into its content as the model does, without tool_calls"
+                )
+            has_begun = before.rstrip().endswith(_THOUGHT) and reply["content"].startswith(_THOUGHT)
+            return self.as_sampled(reply["content"].removeprefix(_THOUGHT).lstrip() if has_begun else reply["content"])
+        ids = self._encode(whole[len(before) :])
+        last = next((place for place, id_ in enumerate(ids) if id_ in self._ending), len(ids))
         return ids[: last + 1]
 
     def as_sampled(self, text: str) -> list[int]:
@@ -148,6 +156,10 @@ class Renderer:
                 found += self._encode(written[written.rfind(_PROBE) + len(_PROBE) :].partition(_NEXT)[0])
         special = {id_ for id_, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         return [id_ for id_ in found if id_ in special]
+
+    @cached_property
+    def _ending(self) -> frozenset[int]:
+        return frozenset(self.ends())
 
     def _native_style(self) -> CallStyle | None:
         """Tries it out: the template must show tools, calls in a known style, and the answers of tools."""

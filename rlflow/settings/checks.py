@@ -68,6 +68,12 @@ _NOT_NEGATIVE = {
 }
 _SHARES = {"trainer": ("beta1", "beta2"), "rollout": ("min_p",), "lora": ("dropout",)}
 
+_OF_ENGINES = (
+    *("rollout.stop", "rollout.speculative", "rollout.quantization", "rollout.tensor_parallel", "rollout.engine_args"),
+    *("rollout.drain", "rollout.keep_cache", "rollout.update", "weights.transport", "weights.verify", "lora.send"),
+    *("cluster.placement", "algorithm.mask_truncated"),
+)
+
 _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     (
         "reward.model_replicas",
@@ -159,6 +165,10 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         lambda c: num_updates(c.algorithm) > 1,
         "with several updates a step (algorithm.epochs, algorithm.minibatches), which wait for its groups anyway; "
         "leave it true",
+    ),
+    *(
+        (key, lambda c: not c.rollout.engines, "with rollout.engines=0, where nothing is sampled; leave it out")
+        for key in _OF_ENGINES
     ),
     (
         "rollout.update",
@@ -341,8 +351,6 @@ def _check_contradictions(config: Config) -> None:
 
 def _check_rollout(config: Config) -> None:
     rollout, lora = config.rollout, config.lora
-    if not rollout.engines and config.eval.every:
-        raise ConfigError("eval.every needs an engine that replies; set rollout.engines=1, or eval.every=0")
     if rollout.engine_args:
         check_engine_args(config)
     if "" in rollout.stop:

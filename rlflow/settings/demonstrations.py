@@ -23,11 +23,8 @@ def check_demonstrations(config: Config, tasks: Sequence[Task]) -> None:
             f"{count} of {len(tasks)} tasks have a demonstration; a run either learns from all of them or plays all"
         )
     _check_algorithm(config)
-    if config.eval.every and config.reward.function is None and config.reward.model is None:
-        raise ConfigError(
-            "eval.every needs a reward with demonstrations, which are worth 1 each and say nothing of other replies; "
-            "set reward.function, or eval.every=0"
-        )
+    if config.eval.every and not config.rollout.engines:
+        raise ConfigError("eval.every needs an engine that replies; set rollout.engines=1, or eval.every=0")
 
 
 def _check_algorithm(config: Config) -> None:

@@ -84,7 +84,7 @@ def busy_share(spans: Iterable[Span], start_s: float, end_s: float) -> float:
 def rewards_of(episodes: Sequence[EpisodeSummary]) -> StepRecord:
     """The mean reward of episodes, that of each function (TRL's names), and their other metrics.
 
-    All episodes have a reward, or none has, because a teacher alone decides and nothing gave one.
+    Those without a reward are left out, because a teacher alone decides and nothing gave one.
     """
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
     mean, spread = (float(np.mean(rewards)), float(np.std(rewards))) if rewards else (None, None)

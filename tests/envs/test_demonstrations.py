@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from rlflow.config import Config, EnvConfig, RewardConfig
-from rlflow.environments.find import load_environment
+from rlflow.environments.find import held_out_tasks, load_environment
 from rlflow.errors import ConfigError
 from rlflow.settings.checks import check
+from rlflow.settings.compose import composed_config
 from rlflow.settings.demonstrations import check_demonstrations
 from rlflow.types import Message, Task
 
@@ -56,11 +57,20 @@ def test_a_reply_may_have_a_column_of_its_own(row: dict[str, Any], tmp_path: Pat
         ({"messages": [said("user", "2 + 3?")]}, "`messages` must end with a reply of the assistant"),
         ({"messages": [said("assistant", "5")]}, "`messages` begins with the assistant, who replies to nothing"),
         ({"prompt": "2?", "completion": [said("user", "5")]}, "`completion` must end with a reply"),
+        ({"prompt": "2?", "completion": "2", "tools": "add"}, "`tools` must be a list of schemas"),
+        ({"prompt": "2?", "completion": "2", "tools": ["add"]}, "`tools` must be a list of schemas"),
+        ({"prompt": "2?", "completion": "2", "weight": -1}, "`weight` must be a number from 0 on; got -1"),
     ],
 )
 def test_a_row_without_a_reply_is_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"rows\.jsonl.*{message}"):
         load(tmp_path / "rows.jsonl", row)
+
+
+def test_tools_may_be_json(tmp_path: Path) -> None:
+    schema = {"type": "function", "function": {"name": "add"}}
+    (task,) = load(tmp_path / "rows.jsonl", {"prompt": "2?", "completion": "2", "tools": json.dumps([schema])})
+    assert task.data == {"tools": [schema]}
 
 
 GIVEN = Task(id="a", prompt=(said("user", "2?"),), demonstration=(said("assistant", "2"),))
@@ -114,7 +124,22 @@ def test_somebody_must_reply() -> None:
     config = settings()
     config.eval.every = 5
     with pytest.raises(ConfigError, match="^eval.every needs an engine that replies"):
-        check(config)
-    config.rollout.engines = 1
-    with pytest.raises(ConfigError, match="^eval.every needs a reward with demonstrations"):
         check_demonstrations(config, [GIVEN])
+
+
+def test_evaluations_need_a_reward(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "2?", "completion": "2"}))
+    config = settings()
+    config.env.name, config.env.args = "demonstrations", {"path": str(path), "evaluation_path": str(path)}
+    config.rollout.engines, config.eval.every = 1, 5
+    with pytest.raises(ConfigError, match="has no reward of its own to evaluate with; give a reward.function"):
+        held_out_tasks(config, load_environment(config.env, config.reward))
+    config.reward.function = "exact_match"
+    assert [task.demonstration for task in held_out_tasks(config, load_environment(config.env, config.reward))] == [()]
+
+
+@pytest.mark.parametrize("key", ["stop=[x]", "update=all", "tensor_parallel=2"])
+def test_what_engines_would_do_has_no_effect_without_them(key: str) -> None:
+    with pytest.raises(ConfigError, match="has no effect with rollout.engines=0, where nothing is sampled"):
+        check(composed_config(["recipe=sft", "env.args.path=x.jsonl", f"rollout.{key}"]))

@@ -76,6 +76,15 @@ def test_a_step_without_an_update_has_no_norm() -> None:
     assert found.num_skipped == 2
 
 
+def test_a_group_of_one_episode_has_equal_rewards(tmp_path: Path) -> None:
+    config = Config()
+    config.algorithm.advantage = "reinforce_pp"
+    world = make_world(tmp_path, config=config)
+    config.algorithm.group_size = 1
+    run_virtually(world.driver.run())
+    assert {report.num_zero_std for report in world.observer.reports} == {config.algorithm.groups_per_step}
+
+
 def several(folder: Path, epochs: int = 2, minibatches: int = 3, **options: Any) -> World:
     """A world in which a step of three groups makes so many updates."""
     config = Config()

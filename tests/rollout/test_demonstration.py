@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from letters import LetterRenderer, ids_of, limits
 
 from rlflow.rollout.chat import Chat
@@ -38,6 +40,13 @@ async def test_every_reply_is_learned_and_what_stands_between_is_context() -> No
     assert set(sample.versions.tolist()) == set(sample.cache_versions.tolist()) == {NO_VERSION}
     assert sample.logprobs.tolist() == [0.0] * 10
     assert [message["content"] for message in played.payload.messages] == ["x", "yes", "q", "no"]
+
+
+async def test_a_row_may_weigh_more_and_talk_longer_than_a_policy_might() -> None:
+    config = limits(max_turns=1)
+    played = await show(replace(TALK, data={"weight": 2.5}), Chat(nobody, LetterRenderer(), config))
+    assert (played.end, played.transcript.environment_reward) == (EpisodeEnd.COMPLETED, 2.5)
+    assert (await show(TALK, Chat(nobody, LetterRenderer(), config))).transcript.environment_reward == 1.0
 
 
 async def test_a_demonstration_that_is_too_long_is_an_error_of_its_own() -> None:

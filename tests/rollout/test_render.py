@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, TemplateRefused
 from rlflow.rollout.render import Renderer
-from rlflow.types import Message
+from rlflow.types import FunctionCall, Message, ToolCall
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -78,6 +78,19 @@ def test_a_given_reply_has_the_tokens_of_a_sampled_one() -> None:
 def test_a_given_reply_may_think_where_the_template_begins_with_empty_thoughts() -> None:
     renderer = Renderer(build(THINKS), {"enable_thinking": False})
     assert renderer.given([user("2+2")], assistant("4")) == [*ids_of("4"), END]
+
+
+BEGINS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+"""As templates of models that always think: the prompt holds the beginning of the reply."""
+
+
+def test_a_given_reply_goes_on_where_the_template_has_begun_it() -> None:
+    renderer = Renderer(build(BEGINS))
+    thought = assistant("<think>\nhm</think>4")
+    assert renderer.given([user("2+2")], thought) == [*ids_of("hm</think>4"), END]
+    call = ToolCall(id="1", type="function", function=FunctionCall(name="add", arguments="{}"))
+    with pytest.raises(TemplateRefused, match="and this one has tool calls"):
+        renderer.given([user("2+2")], Message(role="assistant", content="", tool_calls=[call]))
 
 
 def test_the_next_prompt_keeps_the_sampled_tokens() -> None:

@@ -732,3 +732,12 @@ def test_nothing_heavy_is_started() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert json.loads(done.stdout.splitlines()[0])["num_gpus"] == 8
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_run_without_engines_has_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, shown, _ = dry_run(
+        "recipe=sft", "model.path=tiny", "env.args.path=x.jsonl", capsys=capsys, monkeypatch=monkeypatch
+    )
+    assert code == 0
+    assert "Trainer rank" in shown
+    assert "engine 0" not in shown and "the engines decode" not in shown and "A new version of the weights" not in shown

@@ -258,7 +258,8 @@ def test_episodes_without_a_reward_are_trained_and_failed_ones_are_not(tmp_path:
     world = driver_with_teachers(tmp_path, config)
 
     def outcome(order: GroupOrder, index: int) -> tuple[float | None, EpisodeEnd]:
-        return None, (EpisodeEnd.COMPLETED, EpisodeEnd.TRUNCATED_LENGTH, EpisodeEnd.SETUP_ERROR)[index % 3]
+        ends = (EpisodeEnd.COMPLETED, EpisodeEnd.TRUNCATED_LENGTH, EpisodeEnd.SETUP_ERROR, EpisodeEnd.NO_VERDICT)
+        return None, ends[index % 4]
 
     world.runners.outcome = outcome
     run_virtually(world.driver.run())

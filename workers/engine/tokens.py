@@ -44,7 +44,8 @@ def check_shown(config: Config, folder: str, tasks: Iterable[Task]) -> None:
     """Raise ConfigError if a task shows an image to a model that takes none."""
     if takes_images(open_config(folder, trust=config.model.trust_remote_code)):
         return
-    shown = next((task.id for task in tasks for message in task.prompt if "parts" in message), None)
+    talks = ((task.id, (*task.prompt, *task.demonstration)) for task in tasks)
+    shown = next((name for name, talk in talks for message in talk if "parts" in message), None)
     if shown is not None:
         raise ConfigError(
             f"task {shown} shows an image, and the model in {folder} takes none; rlflow gives images to models of the "

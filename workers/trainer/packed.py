@@ -242,14 +242,14 @@ class TrainerBackend(ABC):
         count = self._objective.divisor(sums)
         if count == 0 and num_updates(self._config.algorithm) == 1:
             raise ValueError("a step needs at least one accumulated loss token; got none")
-        count = count or 1.0  # one of several parts may hold nothing but tokens that are too old; its gradient is zero
-        grad_norm = self._gradient_norm() / count
+        grad_norm = self._gradient_norm() / (count or 1.0)
         trainer = self._config.trainer
         rate = learning_rate(trainer, self._steps, self._config.run.steps)
         clip, is_finite = min(1.0, trainer.max_grad_norm / (grad_norm + 1e-6)), math.isfinite(grad_norm)
         if not self._is_critic and self._steps < self._config.critic.warmup_steps:
             clip = rate = 0.0
-        if is_finite:
+        is_applied = is_finite and count > 0  # one of several parts may hold nothing but tokens that are too old
+        if is_applied:
             self._update(clip / count, rate)
             self._updates += 1
             self._applied.append(sums)
@@ -261,7 +261,7 @@ class TrainerBackend(ABC):
         tokens, *costs = self._add_up_data(self._figures.work).tolist()
         self._figures.clear()
         return StepOutcome(
-            applied=is_finite,
+            applied=is_applied,
             num_skipped=int(not is_finite),
             grad_norm=grad_norm,
             learning_rate=rate,

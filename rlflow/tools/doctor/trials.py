@@ -92,12 +92,12 @@ def topics_of(config: Config, *, is_run: bool, computes: bool) -> list[str]:
         return []
     topics = {
         "torch": computes,
-        "vllm": computes,
+        "vllm": computes and config.rollout.engines > 0,
         "size": is_run,
         "model": is_run,
         "reward_model": is_run and config.reward.model is not None,
         "teachers": is_run and bool(config.teacher.models),
-        "engine": is_run and computes,
+        "engine": is_run and computes and config.rollout.engines > 0,
         "environment": is_run,
     }
     return [topic for topic, is_wanted in topics.items() if is_wanted]

@@ -62,7 +62,8 @@ def dry_run(config: Config, *, json_wanted: bool) -> int:
     check(config)  # what null has become may be refused
     folder = resolve_config(config.model.path)
     facts = read_model(config, folder)
-    check_engine(config, facts.cache, folder, on_gpu=on_gpus)
+    if config.rollout.engines:
+        check_engine(config, facts.cache, folder, on_gpu=on_gpus)
     if has_tokenizer(Path(folder)):
         check_tokens(config, folder)
     scorer = None
@@ -85,6 +86,12 @@ def as_text(found: Estimate, config: Config, asked: Config) -> str:
     """`asked` is the settings as they were given, with null where the machines decide."""
     model = f"{found.model_type}, {found.num_layers} layers, {found.num_parameters:,} parameters, {found.dtype}"
     weights, largest = found.weights, f"the largest tensor {size(found.weights.largest)} in float32"
+    sent = [
+        "A new version of the weights",
+        f"  {size(weights.staged):>10}  {_WHERE[weights.transport]}",
+        *([f"  weights.transport={weights.transport.value}: {weights.reason}"] if weights.reason else []),
+        *([f"  {size(weights.gathered):>10}  gathered by the ranks; {largest}"] if weights.gathered else []),
+    ]
     sections = [
         [
             f"{found.recipe}: {model}",
@@ -96,12 +103,7 @@ def as_text(found: Estimate, config: Config, asked: Config) -> str:
         *([["Machines", *(f"  {line}" for line in found.machines)]] if found.machines else []),
         *(_process(name, memory, found.micro_batch_tokens) for name, memory in found.processes.items()),
         _step(found, config),
-        [
-            "A new version of the weights",
-            f"  {size(weights.staged):>10}  {_WHERE[weights.transport]}",
-            *([f"  weights.transport={weights.transport.value}: {weights.reason}"] if weights.reason else []),
-            *([f"  {size(weights.gathered):>10}  gathered by the ranks; {largest}"] if weights.gathered else []),
-        ],
+        *([sent] if config.rollout.engines else []),
         _start(found),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections)
@@ -154,16 +156,23 @@ def _step(found: Estimate, config: Config) -> list[str]:
         micro_batches += f" in {batch.updates} updates"
     if batch.micro_batches_one_by_one is not None:
         micro_batches += f" when its groups come together, {batch.micro_batches_one_by_one:,} when one by one"
-    return [
+    live = (
+        f"  at most {_count(batch.live_groups, 'group')} ({_count(batch.live_episodes, 'episode')}) live under "
+        f"staleness.max_versions={bound}"
+    )
+    lines = [
         "A step",
         f"  {_count(batch.groups, 'group')} of {config.algorithm.group_size}: "
         f"{_count(batch.episodes, 'episode')}, at most {batch.tokens:,} tokens",
         micro_batches,
-        f"  at most {_count(batch.live_groups, 'group')} ({_count(batch.live_episodes, 'episode')}) live under "
-        f"staleness.max_versions={bound}; the engines decode at most {batch.decoding:,} at once",
+    ]
+    if not config.rollout.engines:
+        return [*lines, live]
+    return [
+        *lines,
+        f"{live}; the engines decode at most {batch.decoding:,} at once",
         f"  an engine's cache holds {_count(batch.cached_sequences, 'sequence')} of "
-        f"{config.model.max_length:,} tokens, and more of shorter ones; rollout.max_running="
-        f"{max_running(config)}",
+        f"{config.model.max_length:,} tokens, and more of shorter ones; rollout.max_running={max_running(config)}",
     ]
 
 

@@ -173,6 +173,10 @@ def estimate(
     gpu = _gpu_of_run(config, plan, processes)
     engine = processes[ProcessKind.engine] = engine_memory(config, facts, gpu)
     cache = next(item.num_bytes for item in engine.items if item.name == CACHE)
+    if not config.rollout.engines:  # nothing is sampled, and no weights are sent
+        del processes[ProcessKind.engine]
+        items = (item for item in processes[ProcessKind.trainer].items if item.name != STAGED)
+        processes[ProcessKind.trainer] = ProcessMemory(items=tuple(items))
     return Estimate(
         recipe=config.run.name,
         model_type=facts.model_type,

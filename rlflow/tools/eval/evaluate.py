@@ -18,7 +18,7 @@ from typing import Any
 from rlflow.cluster.devices import has_gpus
 from rlflow.cluster.start import ray_cluster, start_fleet
 from rlflow.config import Config
-from rlflow.environments.find import load_environment
+from rlflow.environments.find import has_no_reward, load_environment
 from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import ConfigError, RunError, first_error_stands
 from rlflow.groups.evaluation import Evaluation, evaluate
@@ -100,6 +100,12 @@ def evaluate_target(
     if num_tasks is not None and num_tasks < 1:
         raise ConfigError(f"the number of tasks must be at least 1; got {num_tasks}")
     spec = load_environment(config.env, config.reward)
+    if has_no_reward(spec, config.reward):
+        raise ConfigError(
+            f"env.name={config.env.name} has no reward of its own to evaluate with; give a reward.function"
+        )
+    # What the run did without, because its replies were given.
+    config = replace(config, rollout=replace(config.rollout, engines=max(1, config.rollout.engines)))
     tasks = _tasks(spec, config.env.name, num_tasks)
     if (limit := config.rollout.max_new_tokens) < (needed := spec.reply_tokens):
         _tell(
@@ -152,7 +158,7 @@ def _evaluate_model(
 def _tasks(spec: EnvironmentSpec, environment: str, num_tasks: int | None) -> Sequence[Task]:
     if spec.evaluation_tasks is not None:
         return spec.evaluation_tasks()[:num_tasks]
-    found = spec.tasks()[: num_tasks or FEW]
+    found = [replace(task, demonstration=()) for task in spec.tasks()[: num_tasks or FEW]]
     _tell(f"warning: env.name={environment} holds no tasks out; the first {len(found)} to train on are played instead")
     return found
 

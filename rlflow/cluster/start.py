@@ -346,8 +346,10 @@ def _threads(config: Config) -> int:
     cores = len(os.sched_getaffinity(0))
     ranks = config.trainer.ranks * (1 + needs_critic(config.algorithm))
     is_colocated = config.cluster.placement is Placement.colocated
-    if is_colocated or (config.staleness.max_versions == 0 and not config.algorithm.dynamic_sampling):
+    computes_meanwhile = config.algorithm.dynamic_sampling or needs_reference(config) or teachers(config)
+    if is_colocated or (config.staleness.max_versions == 0 and not computes_meanwhile):
         # Engines and trainer take turns, so that each side may have all cores. With dynamic sampling groups are trained
-        # while others are played in place of those that were filtered.
+        # while others are played in place of those that were filtered, and frozen models score while others are played.
+        # With more threads than two cores, a step of distil_arithmetic takes 80 s instead of 30.
         return max(1, cores // max(config.rollout.engines, ranks))
     return max(1, cores // (config.rollout.engines + ranks))

@@ -54,103 +54,86 @@ class Formula:
 
 
 CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
-THEIR_CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
+VERL_CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
 TRL_CLIPS = {"epsilon_low": 0.2, "epsilon_high": 0.28}
-BY_SEQUENCE = Aggregation.seq_mean_token_mean
+AGGREGATIONS = {
+    Aggregation.token_mean: ("token-mean", "dapo"),
+    Aggregation.seq_mean_token_mean: ("seq-mean-token-mean", "grpo"),
+    Aggregation.seq_mean_token_sum: ("seq-mean-token-sum", "luspo"),
+    Aggregation.seq_mean_token_sum_norm: ("seq-mean-token-sum-norm", "dr_grpo"),
+}
+"""What verl calls them, and the clipped loss of TRL that has them."""
 DIVISOR = "verl whitens with the divisor n - 1, OpenRLHF and rlflow with n"
 EQUAL = "verl whitens a group of equal rewards too, rlflow leaves it at 0"
 
 
-def _formulas() -> list[Formula]:
+def formulas() -> list[Formula]:
     """All of them, with options at which clips, caps and bounds act on some tokens and not on others."""
-    dual = {**CLIPS, "dual_clip": 3.0}
-    by_aggregation = {
-        Aggregation.token_mean: ("token-mean", {"loss_type": "dapo", "delta": 3.0}),
-        Aggregation.seq_mean_token_mean: ("seq-mean-token-mean", {"loss_type": "grpo", "delta": 3.0}),
-        Aggregation.seq_mean_token_sum: ("seq-mean-token-sum", {"loss_type": "luspo", "delta": 3.0}),
-        Aggregation.seq_mean_token_sum_norm: ("seq-mean-token-sum-norm", {"loss_type": "dr_grpo", "delta": 3.0}),
-    }
-    wide = {"clip_low": 0.4, "clip_high": 0.4}
-    their_wide = {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4}
-    cispo_clips = {"clip_ratio_low": 1.0, "clip_ratio_high": 0.5}
-    close = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05, "clip_ratio_c": 20.0}
-    as_trl_grpo = {**TRL_CLIPS, "loss_type": "grpo"}
-    losses = [
-        *(
-            Formula(
-                kind="loss",
-                name="ppo_clip",
-                options=dual,
-                aggregation=aggregation,
-                verl={"mode": "vanilla", "aggregation": theirs, **THEIR_CLIPS},
-                trl={**TRL_CLIPS, **trl},
-            )
-            for aggregation, (theirs, trl) in by_aggregation.items()
-        ),
-        Formula(
-            kind="loss",
-            name="gspo",
-            options=CLIPS,
-            aggregation=BY_SEQUENCE,
-            verl={"mode": "gspo", "aggregation": "seq-mean-token-mean", **THEIR_CLIPS},
-            trl={**as_trl_grpo, "importance_sampling_level": "sequence"},
-        ),
-        Formula(
-            kind="loss",
-            name="cispo",
-            options={"clip_high": 0.5},
-            verl={"mode": "cispo", "aggregation": "token-mean", **cispo_clips},
-            trl={"loss_type": "cispo", "epsilon_high": 1.5},
-        ),
-        Formula(
-            kind="loss",
-            name="sapo",
-            aggregation=BY_SEQUENCE,
-            verl={"mode": "sapo", "aggregation": "seq-mean-token-mean"},
-            trl={"loss_type": "sapo"},
-        ),
-        Formula(
-            kind="loss",
-            name="gmpo",
-            options=wide,
-            aggregation=BY_SEQUENCE,
-            verl={"mode": "geo_mean", "aggregation": "seq-mean-token-mean", **their_wide},
-        ),
-        Formula(
-            kind="loss",
-            name="dppo_tv",
-            options={"clip_low": 0.05, "clip_high": 0.05},
-            verl={"mode": "dppo_tv", "aggregation": "token-mean", **close},
-        ),
-        Formula(
-            kind="loss",
-            name="dppo_kl",
-            options={"threshold": 0.05},
-            verl={"mode": "dppo_kl", "aggregation": "token-mean", **close},
-        ),
-        Formula(kind="loss", name="reinforce", verl={"mode": "gpg", "aggregation": "token-mean"}),
-        Formula(kind="loss", name="vespo", trl={"loss_type": "vespo"}),
-    ]
     estimates = [
         Formula(kind="kl", name="k1", verl={"name": "k1"}),
         Formula(kind="kl", name="k2", verl={"name": "k2"}),
         Formula(kind="kl", name="k3", verl={"name": "k3"}, trl={"loss_type": "dapo", "kl": True}),
         Formula(kind="kl", name="k3_straight_through", verl={"name": "k3+"}),
     ]
-    corrections = [
-        Formula(kind="correction", name="tis", options={"cap": 1.2}, verl={"level": "token", "threshold": 1.2}),
-        Formula(
-            kind="correction", name="tis_sequence", options={"cap": 1.5}, verl={"level": "sequence", "threshold": 1.5}
-        ),
+    critic = Formula(kind="value", name="value_loss", options={"clip": 0.2}, verl={"clip": 0.2})
+    return [*_losses(), *estimates, *_corrections(), *_advantages(), critic]
+
+
+def _losses() -> list[Formula]:
+    by_token, by_sequence = Aggregation.token_mean, Aggregation.seq_mean_token_mean
+    wide, their_wide = {"clip_low": 0.4, "clip_high": 0.4}, {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4}
+    close = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05, "clip_ratio_c": 20.0}
+    whole = {**TRL_CLIPS, "loss_type": "grpo", "importance_sampling_level": "sequence"}
+
+    def loss(
+        name: str,
+        aggregation: Aggregation,
+        options: Mapping[str, Any],
+        mode: str,
+        clips: Mapping[str, float],
+        trl: Mapping[str, Any] | None = None,
+    ) -> Formula:
+        verl = {"mode": mode, "aggregation": AGGREGATIONS[aggregation][0], **clips}
+        return Formula(kind="loss", name=name, aggregation=aggregation, options=options, verl=verl, trl=trl)
+
+    clipped = [
+        loss("ppo_clip", aggregation, {**CLIPS, "dual_clip": 3.0}, "vanilla", VERL_CLIPS, trl)
+        for aggregation, (_, loss_type) in AGGREGATIONS.items()
+        for trl in [{**TRL_CLIPS, "loss_type": loss_type, "delta": 3.0}]
+    ]
+    cispo_clips = {"clip_ratio_low": 1.0, "clip_ratio_high": 0.5}
+    return [
+        *clipped,
+        loss("gspo", by_sequence, CLIPS, "gspo", VERL_CLIPS, whole),
+        loss("cispo", by_token, {"clip_high": 0.5}, "cispo", cispo_clips, {"loss_type": "cispo", "epsilon_high": 1.5}),
+        loss("sapo", by_sequence, {}, "sapo", {}, {"loss_type": "sapo"}),
+        loss("gmpo", by_sequence, wide, "geo_mean", their_wide),
+        loss("dppo_tv", by_token, {"clip_low": 0.05, "clip_high": 0.05}, "dppo_tv", close),
+        loss("dppo_kl", by_token, {"threshold": 0.05}, "dppo_kl", close),
+        loss("reinforce", by_token, {}, "gpg", {}),
+        Formula(kind="loss", name="vespo", trl={"loss_type": "vespo"}),
+    ]
+
+
+def _corrections() -> list[Formula]:
+    near, far = {"low": 0.8, "high": 1.2}, {"low": 0.5, "high": 2.0}
+    weights = [
+        ("tis", {"cap": 1.2}, "token", 1.2),
+        ("tis_sequence", {"cap": 1.5}, "sequence", 1.5),
+        ("mis", near, "token", "0.8_1.2"),
+        ("icepop", near, "token", "0.8_1.2"),
+        ("mis_sequence", far, "sequence", "0.5_2.0"),
+    ]
+    rejections = [
+        ("token", "k2", 0.05, "token_k2"),
+        ("sum", "k3", 0.9, "seq_sum_k3"),
+        ("mean", "k3", 0.04, "seq_mean_k3"),
+        ("max", "k2", 0.2, "seq_max_k2"),
+    ]
+    return [
         *(
-            Formula(kind="correction", name=name, options=bounds, verl={"level": "token", "threshold": "0.8_1.2"})
-            for name, bounds in (("mis", {"low": 0.8, "high": 1.2}), ("icepop", {"low": 0.8, "high": 1.2}))
-        ),
-        Formula(
-            kind="correction",
-            name="mis_sequence",
-            options={"low": 0.5, "high": 2.0},
-            verl={"level": "sequence", "threshold": "0.5_2.0"},
+            Formula(kind="correction", name=name, options=options, verl={"level": level, "threshold": threshold})
+            for name, options, level, threshold in weights
         ),
         *(
             Formula(
@@ -159,16 +142,14 @@ def _formulas() -> list[Formula]:
                 options={"of": of, "estimate": estimate, "threshold": threshold},
                 verl={"rejection": rejection, "threshold": threshold},
             )
-            for of, estimate, threshold, rejection in (
-                ("token", "k2", 0.05, "token_k2"),
-                ("sum", "k3", 0.9, "seq_sum_k3"),
-                ("mean", "k3", 0.04, "seq_mean_k3"),
-                ("max", "k2", 0.2, "seq_max_k2"),
-            )
+            for of, estimate, threshold, rejection in rejections
         ),
         Formula(kind="correction", name="opsm", options={"delta": 0.02}, trl={"off_policy_mask_threshold": 0.02}),
     ]
-    advantages = [
+
+
+def _advantages() -> list[Formula]:
+    return [
         Formula(kind="advantage", name=ours, options=options, verl={"name": theirs, "options": their_options}, why=why)
         for ours, options, theirs, their_options, why in (
             ("grpo", {}, "grpo", {}, ""),
@@ -182,8 +163,6 @@ def _formulas() -> list[Formula]:
             ("gae", {"discount": 0.99, "trace": 0.95}, "gae", {"gamma": 0.99, "lam": 0.95}, DIVISOR),
         )
     ]
-    critic = Formula(kind="value", name="value_loss", options={"clip": 0.2}, verl={"clip": 0.2})
-    return [*losses, *estimates, *corrections, *advantages, critic]
 
 
 def random_batch(seed: int) -> dict[str, np.ndarray]:
@@ -297,9 +276,9 @@ def last_tokens(mask: np.ndarray) -> np.ndarray:
     return mask.shape[1] - 1 - mask[:, ::-1].argmax(axis=1)
 
 
-def their_results(name: str, batch: Path, formulas: list[Formula]) -> dict[str, np.ndarray]:
+def their_results(name: str, batch: Path, compared: list[Formula]) -> dict[str, np.ndarray]:
     """What the worker of `name` computes for the formulas that it has: "<key>/value" and "<key>/gradient"."""
-    asked = {each.key: {"kind": each.kind, **getattr(each, name)} for each in formulas if getattr(each, name)}
+    asked = {each.key: {"kind": each.kind, **getattr(each, name)} for each in compared if getattr(each, name)}
     found = batch.with_name(f"{name}.npz")
     python, worker = other_python(name, f"{name}.lock"), worker_script(f"formulas_{name}.py")
     figures_of(name, [str(python), str(worker), str(batch), json.dumps(asked), str(found)], TIMEOUT_S)
@@ -312,16 +291,16 @@ def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 
 def main() -> None:
-    formulas = _formulas()
+    compared = formulas()
     batch = random_batch(seed=0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "batch.npz"
         np.savez(path, allow_pickle=False, **batch, last_tokens=last_tokens(batch["mask"]))
-        others = {name: their_results(name, path, formulas) for name in ("verl", "trl")}
+        others = {name: their_results(name, path, compared) for name in ("verl", "trl")}
     ours = Ours(batch)
     print(f"{'formula':<46} {'verl value':>11} {'gradient':>9} {'TRL value':>11} {'gradient':>9}")
     table: dict[str, dict[str, float]] = {}
-    for formula in formulas:
+    for formula in compared:
         found = ours(formula)
         differences = {
             f"{name} {part}": difference(number, others[name][f"{formula.key}/{part}"])

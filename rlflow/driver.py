@@ -38,8 +38,8 @@ from rlflow.groups.evaluation import Evaluation, HeldOut, evaluate
 from rlflow.groups.intake import Intake, Listener, Progress
 from rlflow.groups.ledger import GroupState, Ledger
 from rlflow.groups.sampler import TaskSampler
-from rlflow.groups.updates import UpdateListener, Updates
-from rlflow.publisher import Publisher, PublishListener
+from rlflow.groups.updates import Updates, wake_trainer
+from rlflow.publisher import Publisher
 from rlflow.roles import StepOutcome, Workers
 from rlflow.rundir.store import CheckpointStore, RunState
 from rlflow.runtime import clock
@@ -93,7 +93,7 @@ class StepReport:
     """Groups of the step whose episodes all had the same reward."""
 
 
-class Observer(Listener, PublishListener, SaveListener, UpdateListener, Protocol):
+class Observer(Listener, SaveListener, Protocol):
     """Told what happens; `step` returns the step's metrics."""
 
     async def step(self, report: StepReport) -> Mapping[str, float | int | None]: ...
@@ -347,7 +347,7 @@ class Driver:
         await self._saver.wait_until_ended()
         if self._saver.saved_step == self._progress.step:
             return
-        await self._updates.wake_trainer()
+        await wake_trainer(self._config, self._workers)
         for _ in range(2):
             await self._saver.take(deadline_s)
             self._saver.write()

@@ -8,21 +8,15 @@ shared devices, training waits for the load. A load that fails ends the run thro
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
 
 from rlflow.config import Config, Late, Placement
 from rlflow.errors import RunError
-from rlflow.groups.intake import Intake, Progress
+from rlflow.groups.intake import Intake, PhaseListener, Progress
+from rlflow.groups.updates import wake_trainer
 from rlflow.roles import StagedWeights, Workers
 from rlflow.runtime.deadlines import or_hung, within
 from rlflow.runtime.derived import MISMATCH, dtype_of
 from rlflow.types import Span
-
-
-class PublishListener(Protocol):
-    """Told when training stands still for the weights."""
-
-    def phase(self, name: str) -> None: ...
 
 
 class Publisher:
@@ -35,7 +29,7 @@ class Publisher:
         workers: Workers,
         intake: Intake,
         progress: Progress,
-        listener: PublishListener,
+        listener: PhaseListener,
         now: Callable[[], float],
     ) -> None:
         self.spans: list[Span] = []
@@ -83,10 +77,7 @@ class Publisher:
             return
         self._listener.phase("comparing engines and trainer")
         replies = await or_hung("asking the engines what they compute", deadlines, "start_s", probe.replies())
-        if self._is_colocated:
-            engines, reload = self._workers.engines, self._workers.trainer.reload
-            await within("putting the engines to sleep", engines.patience_s, engines.sleep())
-            await or_hung("bringing the trainer back to its devices", deadlines, "weights_s", reload())
+        await wake_trainer(self._config, self._workers)
         comparing = probe.difference(replies)
         difference = await or_hung("comparing engines and trainer", deadlines, "train_s", comparing)
         dtype = dtype_of(self._config).value

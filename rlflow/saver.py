@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from rlflow.config import Config
 from rlflow.errors import DeadlineError, PayloadLost, WorkerLost
-from rlflow.groups.intake import Intake, Progress
+from rlflow.groups.intake import Intake, PhaseListener, Progress
 from rlflow.groups.ledger import Ledger
 from rlflow.roles import Workers
 from rlflow.rundir.store import CheckpointStore, RunState, state_to_json
@@ -35,10 +35,8 @@ class _Taken:
     """Those of the groups in `state`, in order; what they refer to never changes."""
 
 
-class SaveListener(Protocol):
+class SaveListener(PhaseListener, Protocol):
     """Told when training waits for a checkpoint, when one is complete, and when one is given up."""
-
-    def phase(self, name: str) -> None: ...
 
     def saved(self, folder: Path) -> None: ...
 

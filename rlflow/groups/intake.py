@@ -49,7 +49,7 @@ class Progress:
     step: int = 0
     """Steps done."""
     version: int = 0
-    """The trainer's version: updates applied."""
+    """The trainer's version: steps of which an update was applied."""
     served_step: int = 0
     """Steps that were done when the engines' version was made."""
     served_version: int = 0
@@ -69,6 +69,12 @@ class Collected:
         taken = Collected(episodes=self.episodes, spans=self.spans)
         self.episodes, self.spans = [], []
         return taken
+
+
+class PhaseListener(Protocol):
+    """Told what the run is at."""
+
+    def phase(self, name: str) -> None: ...
 
 
 class Listener(Protocol):

@@ -11,11 +11,10 @@ update only, gradients are added up while its groups come.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Protocol
 
 from rlflow.config import Config, Late, Placement
 from rlflow.errors import RunError
-from rlflow.groups.intake import Intake, Progress
+from rlflow.groups.intake import Intake, PhaseListener, Progress
 from rlflow.groups.minibatches import minibatches
 from rlflow.roles import PROXIMAL, Mean, StepOutcome, TrainWork, Workers
 from rlflow.runtime.deadlines import or_hung, within
@@ -28,12 +27,6 @@ AT_FIRST = "sampling/"
 """Metrics that compare engines and trainer: those of the first update count, because it changes the weights."""
 
 
-class UpdateListener(Protocol):
-    """Told what training waits for."""
-
-    def phase(self, name: str) -> None: ...
-
-
 class Updates:
     """Takes a step's groups and trains on them."""
 
@@ -44,7 +37,7 @@ class Updates:
         workers: Workers,
         intake: Intake,
         progress: Progress,
-        listener: UpdateListener,
+        listener: PhaseListener,
         now: Callable[[], float],
     ) -> None:
         self.is_under_way = False
@@ -82,13 +75,6 @@ class Updates:
             self._intake.drop_late()
         return groups, outcome
 
-    async def wake_trainer(self) -> None:
-        """Give shared devices to the trainer; the engines get them back with the next version."""
-        if self._is_colocated:
-            engines, reloading = self._workers.engines, self._workers.trainer.reload
-            await within("putting the engines to sleep", engines.patience_s, engines.sleep())
-            await or_hung("bringing the trainer back to its devices", self._config.deadlines, "weights_s", reloading())
-
     async def _gather(self, spans: list[Span]) -> tuple[list[ReadyGroup], list[ReadyGroup]]:
         """A step's groups, and those of them whose gradients are not accumulated yet."""
         grader, config = self._intake.grader, self._config
@@ -107,7 +93,7 @@ class Updates:
                 await self._prepare(waiting)
                 spans += await self._accumulate(waiting)
                 waiting = []
-        await self.wake_trainer()
+        await wake_trainer(config, self._workers)
         if together:
             grader.assign(groups)
         return groups, waiting
@@ -152,6 +138,14 @@ class Updates:
     def _oldest_trained(self) -> int | None:
         """Tokens of older versions are masked; None masks nothing."""
         return self._intake.oldest_allowed if self._config.staleness.late is Late.mask else None
+
+
+async def wake_trainer(config: Config, workers: Workers) -> None:
+    """Give devices to the trainer that it shares with engines, if it does; they get them back with the next version."""
+    if config.cluster.placement is Placement.colocated:
+        engines, reloading = workers.engines, workers.trainer.reload
+        await within("putting the engines to sleep", engines.patience_s, engines.sleep())
+        await or_hung("bringing the trainer back to its devices", config.deadlines, "weights_s", reloading())
 
 
 def of_step(outcomes: Sequence[StepOutcome]) -> StepOutcome:

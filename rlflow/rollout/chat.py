@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TypeAlias, TypeVar
 
@@ -25,6 +25,7 @@ from rlflow.errors import EnvironmentFailure, NoReply, TemplateRefused
 from rlflow.rollout.images import Album
 from rlflow.rollout.render import ChatRenderer
 from rlflow.rollout.requests import Completion, GenerateRequest
+from rlflow.rollout.samples import turn_of
 from rlflow.types import NO_VERSION, EpisodeEnd, ImageSpan, Message, ToolCall, Turn
 
 Value = TypeVar("Value")
@@ -141,10 +142,9 @@ class Chat:
             if given is None:
                 completion = await self._generate(request)
             else:
-                completion = self._demonstrated(
-                    await self._aside(self._renderer.given, messages, given, tools), request
-                )
-            return await self._record(number, messages, prompt_ids, images, parent, keys[-1], completion, trainable)
+                ids = await self._aside(self._renderer.given, messages, given, tools)
+                completion = self._demonstrated(ids, request)
+            return await self._record(number, messages, request, parent, keys[-1], completion, trainable)
         except (NoReply, TemplateRefused, EnvironmentFailure):
             raise
         except Exception as error:
@@ -212,8 +212,7 @@ class Chat:
         self,
         number: int,
         messages: Sequence[Message],
-        prompt_ids: list[int],
-        images: tuple[ImageSpan, ...],
+        request: GenerateRequest,
         parent: _Said | None,
         key: bytes,
         completion: Completion,
@@ -233,28 +232,18 @@ class Chat:
         message = Message(role="assistant", content=text)
         if calls:
             message["tool_calls"] = calls
-        num_routed = 0 if parent is None else parent.num_routed
-        turn = Turn(
-            prompt_ids=prompt_ids,
-            output_ids=completion.ids,
-            logprobs=completion.logprobs,
-            versions=completion.versions,
-            cache_versions=completion.cache_versions,
-            support=completion.support,
-            experts=completion.experts,
-            first_routed=num_routed,
-            finish_reason=completion.finish_reason,
+        turn = replace(
+            turn_of(request, completion),
             continues=parent.index if parent is not None and trainable else None,
             anchor=anchor_of(messages[len(parent.messages) :] if parent is not None else messages),
-            images=images,
         )
         index = len(self.turns) if trainable else -1
         said = _Said(
             index=index,
             messages=(*messages, message),
-            held_ids=prompt_ids + completion.ids,
-            num_routed=num_routed + completion.num_routes,
-            images=images,
+            held_ids=request.prompt_ids + completion.ids,
+            num_routed=request.num_routed + completion.num_routes,
+            images=request.images,
         )
         if trainable:
             self.turns.append(turn)

@@ -6,16 +6,17 @@ No policy of this run has sampled these tokens, so their version is NO_VERSION: 
 log-probabilities are compared with the trainer's. What stands between two replies is context, as in every episode.
 """
 
+from typing import cast
+
 from rlflow.errors import NoReply
 from rlflow.rollout.chat import Chat
 from rlflow.rollout.episode import PlayedEpisode, recorded
-from rlflow.types import EpisodeEnd, Message, Task
+from rlflow.types import EpisodeEnd, Json, Message, Task
 
 
 async def show(task: Task, chat: Chat) -> PlayedEpisode:
     """The episode of a task that has a demonstration; tools are those of its column `tools`."""
-    offered = task.data.get("tools")
-    tools = [each for each in offered if isinstance(each, dict)] if isinstance(offered, list) else []
+    tools = cast(list[dict[str, Json]], task.data.get("tools") or [])
     prompt = await chat.taken_up(task.prompt)
     told: list[Message] = []
     try:
@@ -29,6 +30,5 @@ async def show(task: Task, chat: Chat) -> PlayedEpisode:
         end = EpisodeEnd.EMPTY_COMPLETION if is_empty else EpisodeEnd.PROMPT_TOO_LONG
         return recorded(chat, task, prompt, told, end, chat.end_detail)
     weight = task.data.get("weight")
-    return recorded(
-        chat, task, prompt, told, EpisodeEnd.COMPLETED, reward=1.0 if weight is None else float(str(weight))
-    )
+    reward = 1.0 if weight is None else float(cast(float, weight))
+    return recorded(chat, task, prompt, told, EpisodeEnd.COMPLETED, reward=reward)

@@ -9,6 +9,7 @@ Example: turns 0, 1 (continues 0) and 2 (continues 0 too) are two samples: [0, 1
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -81,7 +82,12 @@ def sample_of(chain: Sequence[Turn], before: Sequence[Turn] = ()) -> Sample:
 
 def sample_of_reply(request: GenerateRequest, reply: Completion) -> Sample:
     """A reply by itself, without the experts that the engine chose for it."""
-    turn = Turn(
+    return sample_of([replace(turn_of(request, reply), experts=None)])
+
+
+def turn_of(request: GenerateRequest, reply: Completion) -> Turn:
+    """A reply to a request, which continues no earlier one."""
+    return Turn(
         prompt_ids=request.prompt_ids,
         output_ids=reply.ids,
         logprobs=reply.logprobs,
@@ -89,9 +95,10 @@ def sample_of_reply(request: GenerateRequest, reply: Completion) -> Sample:
         cache_versions=reply.cache_versions,
         finish_reason=reply.finish_reason,
         support=reply.support,
+        experts=reply.experts,
+        first_routed=request.num_routed,
         images=request.images,
     )
-    return sample_of([turn])
 
 
 def experts_of(turns: Sequence[Turn], num_tokens: int) -> ExpertArray | None:

@@ -42,7 +42,7 @@ WATCH = "watch"
 _open: dict[int, tuple[str, float]] = {}
 """Number of an open call -> what it is, and since when."""
 _numbers = count()
-_ENDED = (RayActorError, OutOfMemoryError)
+ENDED = (RayActorError, OutOfMemoryError)
 """What Ray raises when an actor's process has ended."""
 
 
@@ -79,7 +79,7 @@ async def answer(who: str, reference: Any, what: str = "") -> Any:
         if isinstance(cause, ObjectLostError):
             raise PayloadLost(f"what the {who} was to read was stored on a machine that is lost") from error
         raise WorkerError(f"the {who} failed: {type(cause).__name__}: {cause}") from error
-    except _ENDED as error:
+    except ENDED as error:
         raise _lost(who, error) from error
     except ObjectLostError as error:
         raise PayloadLost(f"what the {who} answered was stored on a machine that is lost") from error
@@ -103,7 +103,7 @@ def _lost(who: str, error: RayError) -> WorkerLost:
 
 def has_ended(error: BaseException) -> bool:
     """Whether an error that `answer` raised says that the actor's process ended, and not only a worker behind it."""
-    return isinstance(error.__cause__, _ENDED)
+    return isinstance(error.__cause__, ENDED)
 
 
 async def wait_until_ended(who: str, actor: Any) -> NoReturn:
@@ -111,7 +111,7 @@ async def wait_until_ended(who: str, actor: Any) -> NoReturn:
     call = actor.__ray_call__.options(concurrency_group=WATCH).remote(lambda _: threading.Event().wait())
     try:
         await call  # when the wait is cancelled, the call goes on: it cannot be cancelled
-    except _ENDED as error:
+    except ENDED as error:
         raise _lost(who, error) from error
     raise AssertionError("this call never returns")
 

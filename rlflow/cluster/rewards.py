@@ -4,8 +4,8 @@ from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError
 
+from rlflow.cluster.calls import ENDED
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.pulse import watched
 from rlflow.config import Config, ProcessKind
@@ -83,5 +83,5 @@ class RayReward:
     async def _unless_dead(self, answer: Awaitable[Any]) -> Any:
         try:
             return await answer
-        except (RayActorError, OutOfMemoryError) as error:
+        except ENDED as error:
             raise RewardLost(f"the {self._name} died: {first_line(error)}") from error

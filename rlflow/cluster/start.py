@@ -350,6 +350,6 @@ def _threads(config: Config) -> int:
     if is_colocated or (config.staleness.max_versions == 0 and not computes_meanwhile):
         # Engines and trainer take turns, so that each side may have all cores. With dynamic sampling groups are trained
         # while others are played in place of those that were filtered, and frozen models score while others are played.
-        # With more threads than two cores, a step of distil_arithmetic takes 80 s instead of 30.
+        # With more threads than cores, a step of distil_arithmetic takes 80 s on two of them instead of 30.
         return max(1, cores // max(config.rollout.engines, ranks))
     return max(1, cores // (config.rollout.engines + ranks))

@@ -51,7 +51,7 @@ class TrainerWorker:
         self._snapshot: Snapshot | None = None
         self._num_silent = 0
         self._moments: Moments | None = None
-        """Of the advantages of the step's tokens, if a critic gives each its own."""
+        """The moments of the advantages of the step's tokens, if a critic gives each its own."""
         self._profile: RankProfile | None = None
 
     def rendezvous(self) -> str:

@@ -30,7 +30,7 @@ from rlflow.batching import PackedBatch
 from rlflow.config import Config, Proximal
 from rlflow.roles import PROXIMAL, REFERENCE, TEACHER, Mean
 from rlflow.runtime.derived import keeps_cache, num_updates
-from rlflow.types import NO_VERSION, BoolArray, FloatArray
+from rlflow.types import NO_VERSION, FloatArray
 
 KL_HORIZON = 10_000
 """An adaptive KL coefficient changes by at most about 20 % over this many episodes (arXiv:1909.08593)."""
@@ -118,10 +118,10 @@ class PolicyObjective(Objective):
         versions = torch.from_numpy(packed.versions).to(device)
         is_given = versions.eq(NO_VERSION)  # by a demonstration, whose ratio is 1, because nobody has sampled it
         behaviour = torch.from_numpy(packed.behaviour_logprobs).to(device).where(~is_given, logprobs.detach())
-        advantages, distance, is_clamped = (torch.from_numpy(each).to(device) for each in self._advantages(packed))
+        advantages, distance, is_clamped = self._advantages(packed, device)
         tokens = Tokens(
             logprobs=logprobs,
-            proximal=self._proximal(logprobs, behaviour, packed, version),
+            proximal=self._proximal(logprobs, behaviour, versions, packed, version),
             behaviour=behaviour,
             advantages=advantages,
             entropies=entropies,
@@ -235,25 +235,28 @@ class PolicyObjective(Objective):
             self._kl_coefficient = state.get("kl_coefficient", self._kl_coefficient)
         self._leaves_out_negatives = bool(state.get("leaves_out_negatives", 0.0))
 
-    def _advantages(self, packed: PackedBatch) -> tuple[FloatArray, FloatArray, BoolArray]:
+    def _advantages(self, packed: PackedBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """What the tokens are trained with, how far the policy was from its teacher, and where that was clamped; [N].
 
         Without a teacher, zeros and nowhere.
         """
         if self._distil is None:
-            nowhere = np.zeros_like(packed.advantages)
-            return packed.advantages, nowhere, nowhere > 0
+            advantages = torch.from_numpy(packed.advantages).to(device)
+            return advantages, (nothing := torch.zeros_like(advantages)), nothing
         said = _said_by(TEACHER, packed)
         found = self._distil(packed.advantages, packed.behaviour_logprobs, said)
-        return found.advantages, packed.behaviour_logprobs - said, found.is_clamped
+        columns = (found.advantages, packed.behaviour_logprobs - said, found.is_clamped)
+        advantages, distance, is_clamped = (torch.from_numpy(each).to(device) for each in columns)
+        return advantages, distance, is_clamped
 
-    def _proximal(self, logprobs: Tensor, behaviour: Tensor, packed: PackedBatch, version: int) -> Tensor:
+    def _proximal(
+        self, logprobs: Tensor, behaviour: Tensor, versions: Tensor, packed: PackedBatch, version: int
+    ) -> Tensor:
         """The policy that the loss compares with, [N] without gradient."""
         match self._algorithm.proximal:
             case Proximal.behaviour:
                 return behaviour
             case Proximal.interpolated:
-                versions = torch.from_numpy(packed.versions).to(logprobs.device)
                 return interpolate_proximal(logprobs, behaviour, versions, version)
             case Proximal.recomputed if num_updates(self._algorithm) == 1:
                 return logprobs.detach()  # the only update of a step begins where the step does

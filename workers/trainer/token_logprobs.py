@@ -91,8 +91,10 @@ class TokenLogprobs(torch.autograd.Function):
         hidden, weight, bias, row_of, targets, denominators, entropies, kept = ctx.saved_tensors
         rule: LogitRule = ctx.rule
         of_logprobs, of_entropies = gradients
-        nothing = torch.zeros_like(targets, dtype=torch.float32)
-        scaled = nothing if of_logprobs is None else of_logprobs / rule.temperature
+        if of_logprobs is None:
+            scaled = torch.zeros_like(targets, dtype=torch.float32)
+        else:
+            scaled = of_logprobs / rule.temperature
         of_row = scaled.new_zeros(len(hidden)).index_add_(0, row_of, scaled)
         entropy_of_row = None
         if of_entropies is not None:

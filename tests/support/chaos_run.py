@@ -52,13 +52,18 @@ from rlflow.algorithms.loss.ppo_clip import ppo_clip
 
 def sometimes_nan(tokens, *, marker: str) -> TokenLoss:
     loss = ppo_clip(tokens)
+    if not loss.loss.requires_grad:
+        return loss
     try:
         os.unlink(marker)
     except FileNotFoundError:
         return loss
     return loss._replace(loss=loss.loss * float("nan"))
 """
-"""A loss that is not a number once for each time that the file `marker` is made."""
+"""A loss that is not a number once for each time that the file `marker` is made.
+
+Groups without a gradient are only observed, and what is not a number there skips no update.
+"""
 
 
 class Ended(Exception):

@@ -31,6 +31,7 @@ from rlflow.workers.trainer.layers import decoder_layers, has_experts
 from rlflow.workers.trainer.lora import add_adapters
 from rlflow.workers.trainer.policy import Policy, load_policy
 from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
+from rlflow.workers.trainer.way import Way
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 _WRITTEN = "<!-- written by scripts/models.py -->"
@@ -238,7 +239,7 @@ def measured(family: str) -> Found:
         is_right = gradient <= max(1e-5, 8 * noise)
         return Found(
             family=family,
-            way=("packed" if agreement.is_packed else "padded") if is_right else "wrong",
+            way=agreement.way.value if is_right else "wrong",
             logprobs=agreement.difference,
             gradient=gradient,
             facts=_facts(model, load_policy(config, folder).model),
@@ -293,7 +294,7 @@ def served() -> frozenset[str]:
 def page(rows: Iterable[Found]) -> str:
     rows = list(rows)
     counts = Counter(row.way for row in rows)
-    equal = counts["packed"] + counts["padded"]
+    equal = sum(counts[way] for way in Way)
     table = [
         "| Family | Way | Log-probabilities | Gradient | Tensor parallel | LoRA | Experts | vLLM |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",

@@ -4,7 +4,7 @@ Every call of a group is collective. Each rank brings samples of its own, and ra
 empty ones, because a layer is gathered by all ranks together.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlflow.batching import pack, padded_runs
+from rlflow.batching import pack, runs_of
 from rlflow.config import Config
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import chunk_of
@@ -22,7 +22,7 @@ from rlflow.workers.trainer.layers import decoder_layers
 from rlflow.workers.trainer.policy import Policy, empty_policy, load_policy, split_logprobs, torch_dtype
 from rlflow.workers.trainer.pretrained import with_memory
 from rlflow.workers.trainer.process_group import choose_device, join
-from rlflow.workers.trainer.way import is_packed
+from rlflow.workers.trainer.way import Way, way_of
 
 
 class FrozenPolicy:
@@ -57,7 +57,8 @@ class FrozenPolicy:
     @torch.no_grad()
     def logprobs(self, groups: Sequence[Sequence[TrainSample]]) -> list[FloatArray]:
         """[L] for each sample of this rank, groups laid end to end; 0 where there is no loss."""
-        rows = list(self._rows([sample for group in groups for sample in group]))
+        samples = [sample for group in groups for sample in group]
+        rows = runs_of(samples, self._max_tokens, padded=way_of(self._policy.model) is Way.padded)
         found: list[FloatArray] = []
         for samples in rows + [[]] * (int(self._most(len(rows))) - len(rows)):
             logprobs, _ = self._policy(pack([samples]))
@@ -71,22 +72,6 @@ class FrozenPolicy:
         most = torch.tensor(number, device=self._device, dtype=torch.float64)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return float(most)
-
-    def _rows(self, samples: Sequence[TrainSample]) -> Iterator[list[TrainSample]]:
-        """Runs of at most `trainer.micro_batch_tokens` tokens, padding included, or of one sample."""
-        if not is_packed(self._policy.model):
-            yield from padded_runs(samples, self._max_tokens)
-            return
-        run: list[TrainSample] = []
-        room = self._max_tokens
-        for sample in samples:
-            if run and sample.sample.num_tokens > room:
-                yield run
-                run, room = [], self._max_tokens
-            run.append(sample)
-            room -= sample.sample.num_tokens
-        if run:
-            yield run
 
 
 def _sharded(config: Config, model_path: str, rank: int, num_ranks: int, device: torch.device) -> Policy:

@@ -22,7 +22,7 @@ from rlflow.types import Sample, TrainSample
 from rlflow.workers.trainer import vision
 from rlflow.workers.trainer.gate import gate_batch, settle_way
 from rlflow.workers.trainer.policy import Policy, load_policy
-from rlflow.workers.trainer.way import go_in_rows
+from rlflow.workers.trainer.way import Way, go_in_rows
 
 FIRST, SECOND = picture(1), picture(2, width=64, height=16)  # 2 x 2 and 1 x 4 pieces in the eyes of Qwen-VL
 ALBUM = album(FIRST, SECOND)
@@ -181,7 +181,7 @@ def test_the_gate_measures_an_image(tmp_path: Path, family: str, tiles: bool, nu
         forward = partial(policy, has_plain=True)
         return settle_way(policy.model, forward, lambda each: each, torch.float32, 128, images=images)
 
-    assert settled().is_packed
+    assert settled().way is Way.packed
     assert settled().difference < 1e-5
 
 

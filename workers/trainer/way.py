@@ -58,7 +58,8 @@ def _heeds_boundaries(model: PreTrainedModel) -> bool:
 
 
 def _has_kernels(layer: nn.Module) -> bool:
-    names = [type(module).__name__ for module in layer.modules()]
+    kinds = [type(module) for module in layer.modules()]
+    names = [kind.__name__ for kind in kinds if kind.__module__.startswith("transformers.")]
     kernels = [each for ending, found in _KERNELS.items() if any(n.endswith(ending) for n in names) for each in found]
     return bool(kernels) and all(_is_imported(*kernel) for kernel in kernels)
 

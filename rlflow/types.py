@@ -112,8 +112,9 @@ class Task:
     """What the reward compares with, of the type that the data has; None when the environment needs no answer."""
     kind: str = ""
     """Tasks of one kind have rewards on one scale; algorithm.advantage=grpo_task_std normalises by kind."""
-    demonstration: tuple[Message, ...] = ()
-    """What follows the prompt, replies included, if that is given and not sampled."""
+    demonstrations: tuple[tuple[Message, ...], ...] = ()
+    """What follows the prompt, replies included, if that is given and not sampled: one for each episode of the task's
+    group, the best one first."""
     data: dict[str, Json] = field(default_factory=dict)
     """Any further columns of the row."""
 
@@ -402,6 +403,8 @@ class ReadyGroup:
     """Handles to the critic's values, one for each episode; None without a critic, or before it was asked."""
     baseline: float | None = None
     """Reward of the greedy episode, if the advantage needs one."""
+    log_ratios: list[float] = field(default_factory=list)
+    """log(policy / reference) of each of `episodes` before the step's update, in nats, if the advantage needs them."""
     num_images: int = 0
     pictures: PayloadRef | None = None  # as in PlayedGroup
 

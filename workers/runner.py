@@ -209,8 +209,8 @@ class EpisodeRunner:
             executor=self._rendering,
             album=group.album,
         )
-        if order.task.demonstration:
-            played = await show(order.task, chat)
+        if order.task.demonstrations:
+            played = await show(order.task, index, chat)
             verdict = None if played.end.is_error else Verdict(reward=played.transcript.environment_reward)
             group.played_at_s = now()
             return played, verdict

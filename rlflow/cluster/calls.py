@@ -142,13 +142,16 @@ class RayTrainer:
         name: str = "trainer",
         policy_is_reference: bool = False,
         recomputes: bool = False,
+        needs_log_ratios: bool = False,
     ) -> None:
-        """`policy_is_reference`: the policy with its adapters off is the reference. `recomputes`: see `derived`."""
+        """`policy_is_reference`: the policy with its adapters off is the reference. `recomputes`: see `derived`.
+        `needs_log_ratios`: see `Traits`."""
         self._actors = actors
         self._config = config
         self._name = name
         self._policy_is_reference = policy_is_reference
-        self._recomputes = recomputes
+        self._recomputes = recomputes or needs_log_ratios
+        self._needs_log_ratios = needs_log_ratios
 
     async def prepare(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> None:
         lacking = [group for group in groups if REFERENCE not in group.frozen]
@@ -156,6 +159,10 @@ class RayTrainer:
             await self._ask("references", lacking, REFERENCE)
         if self._recomputes:
             await self._ask("logprobs", groups, PROXIMAL)
+        if self._needs_log_ratios:
+            found = await self._all("log_ratios", list(groups))
+            for index, group in enumerate(groups):
+                group.log_ratios = found[index % len(found)][index // len(found)]
 
     async def _ask(self, method: str, groups: Sequence[ReadyGroup], name: str) -> None:
         for group, logprobs in zip(groups, await self.per_token(method, groups), strict=True):

@@ -238,11 +238,13 @@ class AlgorithmConfig:
     kl: str = "k3"
     """The estimate of the KL to the reference, as `advantage`."""
     kl_coefficient: float = 0.0
-    """Weight of KL(policy || reference). The reference is frozen; with lora.rank it is the policy without adapters."""
+    """Weight of KL(policy || reference), and the beta of dpo and ipo. The reference is frozen; with lora.rank it is the
+    policy without adapters."""
     kl_target: float | None = None
     """The KL, in nats a token, that the coefficient is adapted to reach; null: the coefficient stays."""
     kl_in_reward: bool = False
-    """Take the penalty (k1, at the time of sampling) off each token's reward instead, as PPO does; with gae only."""
+    """Take the penalty (k1, at the time of sampling) off each token's reward instead, as PPO does: with gae. True with
+    dpo and ipo, whose loss holds it."""
     entropy_bonus: float = 0.0
     """What a nat of entropy is worth for each token: the loss falls by so much. Keeps replies varied; 0.001 is usual,
     more makes them random."""

@@ -48,8 +48,7 @@ def digests_of_rows(tasks: Sequence[Task]) -> str:
 
 
 def _columns(task: Task) -> list[Any]:
-    told = [task.demonstration] if task.demonstration else []
-    return [task.prompt, task.answer, task.kind, task.data, *told]
+    return [task.prompt, task.answer, task.kind, task.data, *task.demonstrations]
 
 
 class TaskSampler:

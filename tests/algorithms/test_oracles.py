@@ -60,6 +60,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "gdpo": [{"weights": {"right": 1.0, "short": 0.1}}, {"weights": {"short": 1.0}}],
     "gigpo": [{"step_weight": 0.5}, {"discount": 0.5}, {"normalise": False}],
     "eapo": [{"discount": 0.5}],
+    "dpo": [{"beta": 0.5}, {"label_smoothing": 0.2}],
+    "ipo": [{"beta": 0.5}],
 }
 
 

@@ -1,6 +1,7 @@
 """Whether tokenizer, model and engines agree on ids, before anything is started. Reads no weights."""
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from rlflow.algorithms.registry import needs_critic
@@ -44,7 +45,7 @@ def check_shown(config: Config, folder: str, tasks: Iterable[Task]) -> None:
     """Raise ConfigError if a task shows an image to a model that takes none."""
     if takes_images(open_config(folder, trust=config.model.trust_remote_code)):
         return
-    talks = ((task.id, (*task.prompt, *task.demonstration)) for task in tasks)
+    talks = ((task.id, (*task.prompt, *chain(*task.demonstrations))) for task in tasks)
     shown = next((name for name, talk in talks for message in talk if "parts" in message), None)
     if shown is not None:
         raise ConfigError(

@@ -20,7 +20,7 @@ from rlflow.runtime.disk import disk_errors
 from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.runtime.gpus import has_gpu
 from rlflow.types import FloatArray, ReadyGroup, Sample, Span, TrainSample
-from rlflow.workers.trainer.fetch import Fetcher, moments_of, whiten_all
+from rlflow.workers.trainer.fetch import Fetcher, log_ratios, moments_of, whiten_all
 
 if TYPE_CHECKING:
     from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend
@@ -121,6 +121,10 @@ class TrainerWorker:
     def logprobs(self, groups: list[ReadyGroup]) -> tuple[bool | list[FloatArray], ...]:
         """Like `values`, from a policy: log-probabilities [L] under the current weights."""
         return self._per_token(groups, self._backend.per_token)
+
+    def log_ratios(self, groups: list[ReadyGroup]) -> list[list[float]]:
+        """`fetch.log_ratios` of each group whose turn is this rank's, which is every `world_size`-th."""
+        return [log_ratios(group) for group in groups[self._rank :: self._world_size]]
 
     def _per_token(
         self, groups: list[ReadyGroup], ask: Callable[[Sequence[MicroBatch]], list[list[FloatArray]]]

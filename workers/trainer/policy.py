@@ -25,9 +25,9 @@ from rlflow.workers.trainer.balance import Balance
 from rlflow.workers.trainer.layers import backbone
 from rlflow.workers.trainer.plain import plain_logprobs
 from rlflow.workers.trainer.pretrained import CPU, FirstValues, empty_model, load_whole
+from rlflow.workers.trainer.rank_group import RankGroup
 from rlflow.workers.trainer.routing import lay_routes, replay_routes
 from rlflow.workers.trainer.rows import rows_of
-from rlflow.workers.trainer.tensor_parallel import TensorGroup
 from rlflow.workers.trainer.token_logprobs import MAX_LOGITS, TokenLogprobs, among_support, logit_rule
 from rlflow.workers.trainer.vision import Vision, freeze_tower, policy_class
 from rlflow.workers.trainer.way import is_packed
@@ -58,7 +58,7 @@ class Policy(nn.Module):
             self._rule = replace(self._rule, forbidden=images.token)
             freeze_tower(model)
         self._max_logits = max_logits
-        self._group = TensorGroup()
+        self._group = RankGroup()
         self.balance: Balance | None = None
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
@@ -67,7 +67,7 @@ class Policy(nn.Module):
                 f"{head}; choose another model"
             )
 
-    def share_head(self, group: TensorGroup) -> None:
+    def share_head(self, group: RankGroup) -> None:
         """Divide the tokens whose logits are computed among the ranks of `group`, which have the same hidden states."""
         self._group = group
 

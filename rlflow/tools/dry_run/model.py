@@ -28,7 +28,8 @@ from rlflow.workers.trainer.layers import backbone, decoder_layers, keeps
 from rlflow.workers.trainer.lora import add_adapters, is_adapter
 from rlflow.workers.trainer.policy import Policy, torch_dtype
 from rlflow.workers.trainer.pretrained import converted_patterns
-from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
+from rlflow.workers.trainer.rank_group import RankGroup
+from rlflow.workers.trainer.tensor_parallel import cut_layers
 from rlflow.workers.trainer.vision import policy_class
 from rlflow.workers.trainer.way import attention_of, choose_way, is_packed, set_attention
 
@@ -54,7 +55,7 @@ def read_model(config: Config, folder: str) -> ModelFacts:
     activations = trainer_activations = _activations(model)
     if config.trainer.tensor_parallel > 1:
         one_rank = _build(config, folder)
-        cut = cut_layers(one_rank, TensorGroup(size=config.trainer.tensor_parallel))
+        cut = cut_layers(one_rank, RankGroup(size=config.trainer.tensor_parallel))
         trainer_activations = _activations(one_rank)
     weights = [
         Weight(name=name, shape=tuple(parameter.shape), layer=layer_of.get(id(parameter)), cut=cut.get(name))

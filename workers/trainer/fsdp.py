@@ -118,7 +118,7 @@ class FsdpTrainer(TrainerBackend):
 
     def accumulate(self, groups: Sequence[MicroBatch]) -> None:
         for micro_batch in self._in_pieces(groups):
-            (self._loss(micro_batch) / self._group.size).backward()
+            self._loss(micro_batch).backward()
 
     def _finish_gradients(self) -> None:
         """Give parameters without a gradient a zero one, because the optimiser's momentum must still act.

@@ -43,6 +43,9 @@ class RankGroup:
         return whole.chunk(self.size, dim)[self.rank]
 
 
+ALONE = RankGroup()
+
+
 class _Sum(torch.autograd.Function):
     """Backward is the same sum as forward: each rank's result depends on all parts, and each loss on all results."""
 

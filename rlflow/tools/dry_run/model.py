@@ -31,7 +31,7 @@ from rlflow.workers.trainer.pretrained import converted_patterns
 from rlflow.workers.trainer.rank_group import RankGroup
 from rlflow.workers.trainer.tensor_parallel import cut_layers
 from rlflow.workers.trainer.vision import policy_class
-from rlflow.workers.trainer.way import attention_of, choose_way, is_packed, set_attention
+from rlflow.workers.trainer.way import attention_of, check_packed, choose_way, is_packed, set_attention
 
 _ATTENTION = "rlflow_dry_run"
 _NUM_TOKENS = 64
@@ -77,7 +77,8 @@ def read_model(config: Config, folder: str) -> ModelFacts:
 
 def read_teachers(config: Config) -> list[ModelFacts]:
     """The facts of each teacher, from its config.json. Raises ConfigError as `read_model`."""
-    whole = replace(config, lora=LoraConfig(), trainer=replace(config.trainer, tensor_parallel=1))
+    trainer = replace(config.trainer, tensor_parallel=1, sequence_parallel=1)
+    whole = replace(config, lora=LoraConfig(), trainer=trainer)
     return [read_model(whole, resolve_config(path, TEACHERS)) for path in teachers(config).values()]
 
 
@@ -92,12 +93,12 @@ def read_reward_model(config: Config, folder: str) -> RewardModelFacts:
 
 def _build(config: Config, folder: str) -> PreTrainedModel:
     """The model on the meta device. Raises ConfigError if the trainer would refuse it."""
-    model = _on_meta(None, config, folder, POLICY)
+    model = _on_meta(None, config, folder, POLICY, config.trainer.sequence_parallel)
     Policy(model, config.rollout.temperature)  # refuses an output layer that it cannot take
     return model
 
 
-def _on_meta(auto_class: Any, config: Config, folder: str, setting: str) -> PreTrainedModel:
+def _on_meta(auto_class: Any, config: Config, folder: str, setting: str, sequence_parallel: int = 1) -> PreTrainedModel:
     """`auto_class` None for a policy's."""
     trust = config.model.trust_remote_code
     try:
@@ -113,6 +114,7 @@ def _on_meta(auto_class: Any, config: Config, folder: str, setting: str) -> PreT
             "take the config.json that came with the model"
         ) from error
     choose_way(model)
+    check_packed(model, sequence_parallel)
     if is_packed(model):
         set_attention(model, _ATTENTION)
     return model

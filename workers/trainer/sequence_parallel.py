@@ -1,0 +1,122 @@
+"""Sequence parallelism as in Ulysses (arXiv:2309.14509): a group of ranks shares the tokens of each row.
+
+    row of T tokens -> P = T / S on each of S ranks -> layers -> log-probabilities of the loss tokens that a rank's own
+    states predict -> summed over the group, so that every rank has those of the whole row -> Objective
+
+Everything is computed token by token, on P tokens, but attention. For that the ranks exchange: each gives the others
+the heads that they compute, and gets all tokens of its own heads (all-to-all); afterwards they exchange the outputs
+back. So attention sees whole rows, with the masks that it has without sequence parallelism.
+
+    queries [P, H, D] on each rank -> [T, H / S, D] -> attention -> [T, H / S, D] -> [P, H, D]
+
+The row is padded at its end so that S divides it. A gradient goes the same way back, to the rank that has the token.
+Every rank computes the objective of the whole row, because a loss may need all tokens of a sequence, and takes 1 / S of
+it (rank_group.py).
+Shape letters: T tokens of the row with padding, P tokens of a rank, S ranks, H heads, D head dimension, N loss tokens.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlflow.batching import IndexArray
+from rlflow.config import TrainerConfig
+from rlflow.workers.trainer.process_group import join_subgroup
+from rlflow.workers.trainer.rank_group import ALONE, RankGroup
+
+
+def join_sequence_group(trainer: TrainerConfig, rank: int, timeout_s: float) -> RankGroup:
+    """The neighbours with which this rank shares rows; collective. The ranks have met."""
+    size = trainer.sequence_parallel
+    if size == 1:
+        return ALONE
+    groups = [range(first, first + size) for first in range(0, trainer.ranks, size)]
+    return RankGroup(rank=rank % size, size=size, process_group=join_subgroup(groups, timeout_s))
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RowPart:
+    """The tokens of a row that a rank computes."""
+
+    group: RankGroup
+    num_tokens: int
+    """Of the row as attention takes it, which may have padding of its own."""
+
+    @property
+    def size(self) -> int:
+        """P: what each rank has."""
+        return -(-self.num_tokens // self.group.size)
+
+    def of(self, row: IndexArray, padding: int = 0) -> IndexArray:
+        """This rank's part [P] of a row [up to T], which `padding` fills up."""
+        whole = np.pad(row, (0, self.size * self.group.size - len(row)), constant_values=padding)
+        return whole[own_tokens(self.group, self.size)]
+
+    def to_heads(self, states: Tensor) -> Tensor:
+        """[1, H, P, D] of this rank's tokens -> [1, H / S, num_tokens, D] of its heads.
+
+        Heads of keys and values that S does not divide are repeated until it does: 2 twice for 4 ranks, and 6 too.
+        """
+        heads = states.shape[1]
+        states = states[0].transpose(0, 1).repeat_interleave(math.lcm(heads, self.group.size) // heads, dim=1)
+        whole = _exchange(states, self.group, to_heads=True)
+        return whole[: self.num_tokens].transpose(0, 1)[None]
+
+    def to_tokens(self, states: Tensor) -> Tensor:
+        """[1, num_tokens, H / S, D] of this rank's heads -> [1, P, H, D] of its tokens."""
+        padding = self.size * self.group.size - self.num_tokens
+        return _exchange(F.pad(states[0], (0, 0, 0, 0, 0, padding)), self.group, to_heads=False)[None]
+
+
+def own_tokens(group: RankGroup, size: int) -> slice:
+    """The place of this rank's P = `size` tokens in the row."""
+    return slice(group.rank * size, (group.rank + 1) * size)
+
+
+def places_in(tokens: slice, positions: IndexArray) -> IndexArray:
+    """Which of these tokens of the row, each given by its position in it, are among `tokens`."""
+    return np.flatnonzero((positions >= tokens.start) & (positions < tokens.stop))
+
+
+def gather(own: Tensor, places: Tensor, size: int, group: RankGroup) -> Tensor:
+    """What the ranks have computed, each for its `places` of N = `size`, as [N, ...] on every rank."""
+    return group.add_up(own.new_zeros(size, *own.shape[1:]).index_copy(0, places, own))
+
+
+def _exchange(states: Tensor, group: RankGroup, *, to_heads: bool) -> Tensor:
+    if group.process_group is None:
+        return states
+    found: Tensor = _AllToAll.apply(states, group, to_heads)  # pyright: ignore[reportAssignmentType]
+    return found
+
+
+class _AllToAll(torch.autograd.Function):
+    """Backward is the exchange in the other direction."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, group: RankGroup, to_heads: bool) -> Tensor:
+        ctx.group, ctx.to_heads = group, to_heads
+        return _all_to_all(states, group, to_heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _all_to_all(gradients[0], ctx.group, not ctx.to_heads), None, None
+
+
+def _all_to_all(states: Tensor, group: RankGroup, to_heads: bool) -> Tensor:
+    """[P, H, D] -> [T, H / S, D], or back. One copy beside what is sent and received."""
+    if to_heads:
+        sent = states.unflatten(1, (group.size, -1)).transpose(0, 1).contiguous()  # [S, P, H / S, D]
+    else:
+        sent = states.unflatten(0, (group.size, -1)).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group.process_group)
+    return received.flatten(0, 1) if to_heads else received.transpose(0, 1).flatten(1, 2)

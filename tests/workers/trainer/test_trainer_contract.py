@@ -59,12 +59,18 @@ TENSOR_2 = Layout(name="fsdp_1x2", backend=Backend.fsdp, ranks=2, tensor_paralle
 DATA_2_TENSOR_2 = Layout(name="fsdp_2x2", backend=Backend.fsdp, ranks=4, tensor_parallel=2)
 REPLICAS_2 = Layout(name="hsdp_2x2", backend=Backend.fsdp, ranks=4, replicas=2)
 REPLICAS_2_TENSOR_2 = Layout(name="hsdp_2x1x2", backend=Backend.fsdp, ranks=4, replicas=2, tensor_parallel=2)
+SEQUENCE_4 = Layout(name="ulysses_1x4", backend=Backend.fsdp, ranks=4, sequence_parallel=4)
 OTHERS = (
     Layout(name="fsdp_2", backend=Backend.fsdp),
     REPLICAS_2,
     REPLICAS_2_TENSOR_2,
     TENSOR_2,
     DATA_2_TENSOR_2,
+    Layout(name="ulysses_1x2", backend=Backend.fsdp, ranks=2, sequence_parallel=2),
+    SEQUENCE_4,
+    Layout(name="ulysses_hsdp_2x1x2", backend=Backend.fsdp, ranks=4, replicas=2, sequence_parallel=2),
+    Layout(name="ulysses_zero2_2x2", backend=Backend.deepspeed, zero_stage=2, ranks=4, sequence_parallel=2),
+    Layout(name="ulysses_zero3_1x2", backend=Backend.deepspeed, zero_stage=3, ranks=2, sequence_parallel=2),
     *(Layout(name=f"zero{stage}_2", backend=Backend.deepspeed, zero_stage=stage) for stage in (1, 2, 3)),
 )
 IN_PROOF = ("fsdp_1x2", "zero1_2", "hsdp_2x1x2")

@@ -1,5 +1,6 @@
 """A model's facts from its config.json: the model is built on the meta device, where tensors have no memory."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -21,9 +22,9 @@ from rlflow.config import Config, LoraConfig
 from rlflow.errors import ConfigError, first_line
 from rlflow.models.opening import build_model, open_config
 from rlflow.models.resolve import POLICY, REWARD, TEACHERS, resolve_config
-from rlflow.runtime.derived import teachers
+from rlflow.runtime.derived import dtype_of, teachers
 from rlflow.tools.dry_run.memory import FLOAT32, Activations, ModelFacts, RewardModelFacts, Weight
-from rlflow.workers.engine.setup import cache_shape
+from rlflow.workers.engine.setup import BYTES_PER_ELEMENT, CacheShape, cache_shape
 from rlflow.workers.trainer.layers import backbone, decoder_layers, keeps
 from rlflow.workers.trainer.lora import add_adapters, is_adapter
 from rlflow.workers.trainer.policy import Policy, torch_dtype
@@ -57,6 +58,9 @@ def read_model(config: Config, folder: str) -> ModelFacts:
         one_rank = _build(config, folder)
         cut = cut_layers(one_rank, RankGroup(size=config.trainer.tensor_parallel))
         trainer_activations = _activations(one_rank)
+    cache = cache_shape(config, folder)
+    if config.trainer.sequence_parallel > 1:
+        trainer_activations = _with_repeated_heads(activations, cache, config)
     weights = [
         Weight(name=name, shape=tuple(parameter.shape), layer=layer_of.get(id(parameter)), cut=cut.get(name))
         for name, parameter in model.named_parameters()
@@ -67,12 +71,20 @@ def read_model(config: Config, folder: str) -> ModelFacts:
         adapters=tuple(weight for weight in weights if is_adapter(weight.name)),
         activations=activations,
         trainer_activations=trainer_activations,
-        cache=cache_shape(config, folder),
+        cache=cache,
         hidden_size=model.config.get_text_config().hidden_size,
         vocabulary_size=len(head.weight),
         is_packed=attention_of(model) == _ATTENTION,
         converted=_converted(model, open_config(folder, trust=config.model.trust_remote_code)),
     )
+
+
+def _with_repeated_heads(alone: Activations, cache: CacheShape, config: Config) -> Activations:
+    """What a rank that shares rows needs of each of its tokens: attention repeats keys and values for more ranks."""
+    heads = cache.num_key_value_heads
+    repeated = math.lcm(heads, config.trainer.sequence_parallel) - heads
+    more = 2 * repeated * cache.head_dim * BYTES_PER_ELEMENT[dtype_of(config)]
+    return replace(alone, layers=alone.layers + cache.num_layers * more, largest_layer=alone.largest_layer + more)
 
 
 def read_teachers(config: Config) -> list[ModelFacts]:

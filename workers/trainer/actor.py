@@ -15,7 +15,7 @@ from rlflow.errors import ConfigError
 from rlflow.roles import StagedWeights, StepOutcome
 from rlflow.rollout.requests import ProbePrompt
 from rlflow.runtime.clock import now
-from rlflow.runtime.derived import group_size, num_shares
+from rlflow.runtime.derived import num_shares, ranks_per_share
 from rlflow.runtime.disk import disk_errors
 from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.runtime.gpus import has_gpu
@@ -129,7 +129,7 @@ class TrainerWorker:
         pieces = [[fetch.bare(piece) for piece in plan.pieces] for plan in self._plans(groups)]
         micro_batches = [[[one for episode in piece for one in episode] for piece in batch] for batch in pieces]
         rows = iter(row for found in ask(micro_batches) for row in found)
-        if self._rank % group_size(self._config.trainer):
+        if self._rank % ranks_per_share(self._config.trainer):
             return (True,)
         return (True, *([next(rows) for _ in episode] for batch in pieces for piece in batch for episode in piece))
 
@@ -155,7 +155,7 @@ class TrainerWorker:
         episodes = [group.episodes for group in groups]
         trainer = self._config.trainer
         plans = plan_micro_batches(episodes, num_shares(trainer), trainer.micro_batch_tokens)
-        return plans[self._rank // group_size(trainer)]
+        return plans[self._rank // ranks_per_share(trainer)]
 
     def step(self, is_last: bool) -> StepOutcome:
         """See `TrainerBackend.step`."""

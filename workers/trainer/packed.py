@@ -32,7 +32,7 @@ from rlflow.config import Checkpointing, Config
 from rlflow.errors import RunError
 from rlflow.roles import Mean, StepOutcome, TrainWork
 from rlflow.rollout.requests import ProbePrompt
-from rlflow.runtime.derived import dtype_of, group_size, num_updates
+from rlflow.runtime.derived import dtype_of, num_updates, ranks_per_share
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import Layout, mesh_layout
 from rlflow.weights.source import Specs
@@ -97,7 +97,7 @@ class TrainerBackend(ABC):
         self._is_critic = is_critic
         build = empty_value_model if is_critic else empty_policy
         self._policy, self._first = build(config, model_path)
-        self._group_size = group_size(config.trainer)
+        self._ranks_per_share = ranks_per_share(config.trainer)
         check_packed(self._policy.model, config.trainer.sequence_parallel)
         self._policy.share_rows(join_sequence_group(config.trainer, rank, config.deadlines.train_s))
         self._objective: Objective = ValueObjective(config) if is_critic else PolicyObjective(config)
@@ -230,7 +230,7 @@ class TrainerBackend(ABC):
         self._figures.add_work(packed_sizes(packed) if is_packed(self._policy.model) else padded, padded)
         row = self._objective(self._forward(packed), packed, self.version)
         self._figures.add(row, is_silent=is_silent)
-        return row.loss / self._group_size
+        return row.loss / self._ranks_per_share
 
     def _lay_out(self, micro_batch: MicroBatch) -> PackedBatch:
         """One row; the benchmark of the layout puts another in its place."""
@@ -437,7 +437,7 @@ class TrainerBackend(ABC):
 
     def _add_up_data(self, values: Tensor) -> Tensor:
         """The sum over the ranks; what all ranks of a group have counts once."""
-        return self._all_reduce(values) / self._group_size
+        return self._all_reduce(values) / self._ranks_per_share
 
     def _all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         total = values.to(self._device, copy=True)

@@ -64,15 +64,19 @@ class RowPart:
 
         Heads of keys and values that S does not divide are repeated until it does: 2 twice for 4 ranks, and 6 too.
         """
-        heads = states.shape[1]
-        states = states[0].transpose(0, 1).repeat_interleave(math.lcm(heads, self.group.size) // heads, dim=1)
+        repeats = math.lcm(states.shape[1], self.group.size) // states.shape[1]
+        states = states[0].transpose(0, 1)
+        if repeats > 1:
+            states = states.repeat_interleave(repeats, dim=1)
         whole = _exchange(states, self.group, to_heads=True)
         return whole[: self.num_tokens].transpose(0, 1)[None]
 
     def to_tokens(self, states: Tensor) -> Tensor:
         """[1, num_tokens, H / S, D] of this rank's heads -> [1, P, H, D] of its tokens."""
-        padding = self.size * self.group.size - self.num_tokens
-        return _exchange(F.pad(states[0], (0, 0, 0, 0, 0, padding)), self.group, to_heads=False)[None]
+        whole = states[0]
+        if padding := self.size * self.group.size - self.num_tokens:
+            whole = F.pad(whole, (0, 0, 0, 0, 0, padding))
+        return _exchange(whole, self.group, to_heads=False)[None]
 
 
 def own_tokens(group: RankGroup, size: int) -> slice:

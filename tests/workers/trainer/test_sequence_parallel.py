@@ -129,6 +129,7 @@ def train(rank: int, layout: Layout, config: Config, folder: Path, rendezvous: s
         found[f"{step}/per token"] = torch.from_numpy(np.concatenate(rows))
         trainer.accumulate(share(groups, layout.share_of(rank), layout.num_shares, 128))
         outcome = trainer.step()
+        assert outcome.work is not None
         numbers = [mean.value for _, mean in sorted(outcome.metrics.items()) if mean.value is not None]
         found[f"{step}/figures"] = torch.tensor([outcome.grad_norm, outcome.work.tokens, *numbers])
         found |= {f"{step}/{name}": tensor.float().clone() for name, tensor in trainer.full_parameters()}

@@ -1,6 +1,6 @@
 """Attention over packed rows: a completion attends to its prompt, which may be shared, and to itself.
 
-    PackedBatch -> attention_layout (once a row) -> packed_attention (once a layer)
+    PackedBatch -> attention_layout (once a row) -> packed_attention (once a layer; sequence_parallel.py registers it)
 
 On the CPU the segments are gathered into a few padded blocks, with one SDPA call each. On CUDA one flex_attention call
 skips the tiles that are masked out.
@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlflow.batching import IndexArray, PackedBatch
 from rlflow.errors import ConfigError
-from rlflow.workers.trainer.sequence_parallel import RowPart
 
 ATTENTION = "rlflow_packed"
 """The `attn_implementation` to load a transformers model with."""
@@ -415,31 +414,3 @@ def _flash_release() -> str | None:
         return version("flash-attn-4")
     except PackageNotFoundError:
         return None
-
-
-def shared_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    part: RowPart | None = None,
-    s_aux: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """`packed_attention`; with `part`, of the tokens of a rank that shares rows with others: [1, heads, P, D] each."""
-    if part is None:
-        return packed_attention(module, query, key, value, attention_mask, s_aux=s_aux, **others)
-    if query.shape[1] % part.group.size:
-        raise ConfigError(
-            f"trainer.sequence_parallel={part.group.size} does not divide the {query.shape[1]} attention heads of "
-            f"{type(module).__name__}"
-        )
-    sinks = None if s_aux is None else part.group.slice(s_aux, 0)
-    query, key, value = (part.to_heads(states) for states in (query, key, value))
-    output, _ = packed_attention(module, query, key, value, attention_mask, s_aux=sinks, **others)
-    return part.to_tokens(output), None
-
-
-AttentionInterface.register(ATTENTION, shared_attention)

@@ -23,11 +23,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers import AttentionInterface
 
 from rlflow.batching import IndexArray
 from rlflow.config import TrainerConfig
+from rlflow.errors import ConfigError
+from rlflow.workers.trainer.attention import ATTENTION, packed_attention
 from rlflow.workers.trainer.process_group import join_subgroup
 from rlflow.workers.trainer.rank_group import ALONE, RankGroup
 
@@ -79,6 +82,34 @@ class RowPart:
         return _exchange(whole, self.group, to_heads=False)[None]
 
 
+def shared_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    part: RowPart | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """`packed_attention`; with `part`, of the tokens of a rank that shares rows with others: [1, heads, P, D] each."""
+    if part is None:
+        return packed_attention(module, query, key, value, attention_mask, s_aux=s_aux, **others)
+    if query.shape[1] % part.group.size:
+        raise ConfigError(
+            f"trainer.sequence_parallel={part.group.size} does not divide the {query.shape[1]} attention heads of "
+            f"{type(module).__name__}"
+        )
+    sinks = None if s_aux is None else part.group.slice(s_aux, 0)
+    query, key, value = (part.to_heads(states) for states in (query, key, value))
+    output, _ = packed_attention(module, query, key, value, attention_mask, s_aux=sinks, **others)
+    return part.to_tokens(output), None
+
+
+AttentionInterface.register(ATTENTION, shared_attention)
+
+
 def own_tokens(group: RankGroup, size: int) -> slice:
     """The place of this rank's P = `size` tokens in the row."""
     return slice(group.rank * size, (group.rank + 1) * size)
@@ -95,8 +126,6 @@ def gather(own: Tensor, places: Tensor, size: int, group: RankGroup) -> Tensor:
 
 
 def _exchange(states: Tensor, group: RankGroup, *, to_heads: bool) -> Tensor:
-    if group.process_group is None:
-        return states
     found: Tensor = _AllToAll.apply(states, group, to_heads)  # pyright: ignore[reportAssignmentType]
     return found
 

@@ -44,13 +44,12 @@ from rlflow.errors import ConfigError
 from rlflow.tools.dry_run.model import read_model
 from rlflow.types import CriticTargets, Sample, TrainSample, no_route
 from rlflow.workers.trainer.actor import build_backend
-from rlflow.workers.trainer.attention import shared_attention
 from rlflow.workers.trainer.gate import settle_way
 from rlflow.workers.trainer.heads import check_heads
 from rlflow.workers.trainer.policy import empty_policy, load_policy
 from rlflow.workers.trainer.rank_group import ALONE as ALONE_GROUP
 from rlflow.workers.trainer.rank_group import RankGroup
-from rlflow.workers.trainer.sequence_parallel import RowPart
+from rlflow.workers.trainer.sequence_parallel import RowPart, shared_attention
 from rlflow.workers.trainer.way import check_packed, is_packed
 
 ALONE = Layout(name="alone", backend=Backend.fsdp, ranks=1)

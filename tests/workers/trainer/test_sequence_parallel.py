@@ -43,7 +43,9 @@ from rlflow.config import Aggregation, Backend, Checkpointing, Config
 from rlflow.errors import ConfigError
 from rlflow.tools.dry_run.model import read_model
 from rlflow.types import CriticTargets, Sample, TrainSample, no_route
+from rlflow.workers.trainer import policy as policy_module
 from rlflow.workers.trainer.actor import build_backend
+from rlflow.workers.trainer.attention import attention_layout
 from rlflow.workers.trainer.gate import settle_way
 from rlflow.workers.trainer.heads import check_heads
 from rlflow.workers.trainer.policy import empty_policy, load_policy
@@ -196,7 +198,11 @@ def test_ranks_that_share_rows_compute_what_one_computes(
     assert not torch.equal(expected["1/per token"], expected["0/per token"])
 
 
-def gradients_of_families(rank: int, folders: list[Path], rendezvous: str) -> None:
+def gradients_of_families(rank: int, folders: list[Path], rendezvous: str, use_flex: bool) -> None:
+    """With flex attention, as on a GPU, log-probabilities alone, because on a CPU it has no backward."""
+    if use_flex:
+        policy_module.attention_layout = lambda *args, **given: attention_layout(*args, **given | {"use_flex": True})
+        torch.set_grad_enabled(False)
     policies = [load_policy(tiny_config(), str(folder)) for folder in folders]  # each rank by itself
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
     group = RankGroup(rank=rank, size=2, process_group=dist.group.WORLD)
@@ -209,23 +215,27 @@ def gradients_of_families(rank: int, folders: list[Path], rendezvous: str) -> No
             policy.zero_grad()
             logprobs, entropies = policy(packed)
             weights = torch.linspace(-1, 1, len(logprobs))
-            ((logprobs * weights).sum() + entropies.sum()).div(shared.size).backward()
+            total = ((logprobs * weights).sum() + entropies.sum()).div(shared.size)
+            if not use_flex:
+                total.backward()
             parts = {name: each.grad for name, each in policy.named_parameters() if each.grad is not None}
             for part in parts.values():
                 if shared is group:
                     dist.all_reduce(part)
             found.append({"logprobs": logprobs.detach(), **{name: part.clone() for name, part in parts.items()}})
-        assert largest_relative_difference(found[1], found[0]) < 1e-4, folder.name
+        difference = largest_relative_difference(found[1], found[0])
+        assert difference < 1e-4, f"{folder.name}: {difference}"
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_every_family_that_goes_packed_can_share_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("use_flex", [False, True], ids=["blocks", "flex"])
+def test_every_family_that_goes_packed_can_share_rows(use_flex: bool, tmp_path: Path) -> None:
     """Windows, sinks, caps of scores, heads of two sizes, shared keys, experts."""
     folders = [tmp_path / name for name in FAMILIES if name not in ("Qwen3.5", "Qwen3-Next")]
     for folder in folders:
         tiny_model(folder.name, seed=0).save_pretrained(folder)
-    spawn_ranks(2, gradients_of_families, folders, f"file://{tmp_path / 'rendezvous'}")
+    spawn_ranks(2, gradients_of_families, folders, f"file://{tmp_path / 'rendezvous'}", use_flex)
 
 
 # -- memory

@@ -30,7 +30,8 @@ from rlflow.workers.trainer.gate import settle_way
 from rlflow.workers.trainer.layers import decoder_layers, has_experts
 from rlflow.workers.trainer.lora import add_adapters
 from rlflow.workers.trainer.policy import Policy, load_policy
-from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
+from rlflow.workers.trainer.rank_group import RankGroup
+from rlflow.workers.trainer.tensor_parallel import cut_layers
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 _WRITTEN = "<!-- written by scripts/models.py -->"
@@ -266,7 +267,7 @@ def _facts(model: PreTrainedModel, loaded: PreTrainedModel) -> list[str]:
         return True
 
     answers = [
-        works(lambda: cut_layers(loaded, TensorGroup(size=2))),
+        works(lambda: cut_layers(loaded, RankGroup(size=2))),
         "",
         has_experts(model.config),
         type(model).__name__ in served(),

@@ -32,7 +32,7 @@ from rlflow.roles import PROXIMAL, REFERENCE, Mean, StagedWeights, StepOutcome
 from rlflow.rollout.requests import ProbePrompt
 from rlflow.runtime.clock import as_seen_here, now
 from rlflow.runtime.concurrency import wait_until_all_ended
-from rlflow.runtime.derived import num_shares
+from rlflow.runtime.derived import num_shares, ranks_per_share
 from rlflow.types import FloatArray, PayloadRef, ReadyGroup, Sample, Span
 
 DISK = "disk"
@@ -184,7 +184,7 @@ class RayTrainer:
         handles: list[dict[int, object]] = [{} for _ in groups]
         waiting = []
         for rank, actor in enumerate(self._actors):
-            share, others = divmod(rank, self._config.tensor_parallel)
+            share, others = divmod(rank, ranks_per_share(self._config))
             places = [] if others else in_order_of_training(plans[share])
             call = getattr(actor, method).options(num_returns=len(places) + 1).remote(list(groups))
             done, *found = call if places else [call]

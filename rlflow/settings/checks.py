@@ -48,7 +48,15 @@ _POSITIVE = {
     "algorithm": ("groups_per_step", "epochs", "minibatches"),
     "rollout": ("tensor_parallel", "max_new_tokens", "temperature", "max_running", "kv_cache_gb"),
     "eval": ("episodes",),
-    "trainer": ("ranks", "tensor_parallel", "replicas", "learning_rate", "max_grad_norm", "micro_batch_tokens"),
+    "trainer": (
+        "ranks",
+        "tensor_parallel",
+        "sequence_parallel",
+        "replicas",
+        "learning_rate",
+        "max_grad_norm",
+        "micro_batch_tokens",
+    ),
     "lora": ("alpha",),
     "critic": ("learning_rate",),
     "cluster": ("reference_ranks",),
@@ -218,8 +226,8 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     (
         "trainer.compile",
         lambda c: not can_compile(c),
-        "with trainer.backend=deepspeed, trainer.tensor_parallel above 1, lora.rank or algorithm.balance_coefficient; "
-        "set it to null",
+        "with trainer.backend=deepspeed, trainer.tensor_parallel or trainer.sequence_parallel above 1, lora.rank or "
+        "algorithm.balance_coefficient; set it to null",
     ),
     (
         "trainer.replicas",

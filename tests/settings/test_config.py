@@ -121,6 +121,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "trainer.replicas times trainer.tensor_parallel must divide trainer.ranks (8); got 2 x 8",
     ),
     (
+        {"trainer.ranks": 8, "trainer.replicas": 4, "trainer.sequence_parallel": 4},
+        "trainer.replicas times trainer.sequence_parallel must divide trainer.ranks (8); got 4 x 4",
+    ),
+    (
+        {"trainer.ranks": 4, "trainer.sequence_parallel": 2, "trainer.tensor_parallel": 2},
+        "trainer.sequence_parallel=2 does not go with trainer.tensor_parallel=2, because both share out the heads; set "
+        "one of them to 1",
+    ),
+    (
         {"trainer.ranks": 2, "trainer.replicas": 2, "trainer.backend": Backend.deepspeed, "trainer.zero_stage": 2},
         "trainer.replicas=2 has no effect with trainer.backend=deepspeed; set it to 1, or trainer.backend=fsdp",
     ),
@@ -193,8 +202,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lora.send": Send.merged}, "lora.send=merged has no effect with lora.rank=null; set lora.rank"),
     (
         {"algorithm.balance_coefficient": 0.01, "trainer.compile": True},
-        "trainer.compile has no effect with trainer.backend=deepspeed, trainer.tensor_parallel above 1, lora.rank or "
-        "algorithm.balance_coefficient; set it to null",
+        "trainer.compile has no effect with trainer.backend=deepspeed, trainer.tensor_parallel or "
+        "trainer.sequence_parallel above 1, lora.rank or algorithm.balance_coefficient; set it to null",
     ),
     ({"algorithm.balance_coefficient": -1.0}, "algorithm.balance_coefficient must not be negative; got -1.0"),
     (
@@ -351,6 +360,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"trainer.tensor_parallel": 2, "trainer.ranks": 3},
         "trainer.tensor_parallel must divide trainer.ranks (3); got 2",
+    ),
+    ({"trainer.sequence_parallel": 0}, "trainer.sequence_parallel must be positive; got 0"),
+    (
+        {"trainer.sequence_parallel": 2, "trainer.ranks": 3},
+        "trainer.sequence_parallel must divide trainer.ranks (3); got 2",
     ),
     (
         {

@@ -62,6 +62,7 @@ def _check_images(config: Config, folder: str) -> None:
         "lora.rank=null": config.lora.rank is not None,
         "trainer.backend=fsdp": config.trainer.backend is not Backend.fsdp,
         "trainer.tensor_parallel=1": config.trainer.tensor_parallel > 1,
+        "trainer.sequence_parallel=1": config.trainer.sequence_parallel > 1,
         "algorithm.kl_coefficient=0": config.algorithm.kl_coefficient > 0,
         "teacher.models={}": bool(config.teacher.models),
         "algorithm.advantage=grpo": needs_critic(config.algorithm),

@@ -15,7 +15,7 @@ from rlflow.errors import ConfigError
 from rlflow.roles import StagedWeights, StepOutcome
 from rlflow.rollout.requests import ProbePrompt
 from rlflow.runtime.clock import now
-from rlflow.runtime.derived import num_shares
+from rlflow.runtime.derived import num_shares, ranks_per_share
 from rlflow.runtime.disk import disk_errors
 from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.runtime.gpus import has_gpu
@@ -110,7 +110,7 @@ class TrainerWorker:
     def values(self, groups: list[ReadyGroup]) -> tuple[bool | list[FloatArray], ...]:
         """A critic's answer: True, then for each episode of this rank's share the values [L] of its samples.
 
-        The episodes are in order of training. Only the first rank of a tensor group returns them.
+        The episodes are in order of training. Only the first rank of a group returns them.
         """
         return self._per_token(groups, self._backend.per_token)
 
@@ -133,7 +133,7 @@ class TrainerWorker:
         pieces = [[fetch.bare(piece) for piece in plan.pieces] for plan in self._plans(groups)]
         micro_batches = [[[one for episode in piece for one in episode] for piece in batch] for batch in pieces]
         rows = iter(row for found in ask(micro_batches) for row in found)
-        if self._rank % self._config.trainer.tensor_parallel:
+        if self._rank % ranks_per_share(self._config.trainer):
             return (True,)
         return (True, *([next(rows) for _ in episode] for batch in pieces for piece in batch for episode in piece))
 
@@ -159,7 +159,7 @@ class TrainerWorker:
         episodes = [group.episodes for group in groups]
         trainer = self._config.trainer
         plans = plan_micro_batches(episodes, num_shares(trainer), trainer.micro_batch_tokens)
-        return plans[self._rank // trainer.tensor_parallel]
+        return plans[self._rank // ranks_per_share(trainer)]
 
     def step(self, is_last: bool) -> StepOutcome:
         """See `TrainerBackend.step`."""

@@ -1,6 +1,6 @@
 """Attention over packed rows: a completion attends to its prompt, which may be shared, and to itself.
 
-    PackedBatch -> attention_layout (once a row) -> packed_attention (once a layer; registered with transformers)
+    PackedBatch -> attention_layout (once a row) -> packed_attention (once a layer; sequence_parallel.py registers it)
 
 On the CPU the segments are gathered into a few padded blocks, with one SDPA call each. On CUDA one flex_attention call
 skips the tiles that are masked out.
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlflow.batching import IndexArray, PackedBatch
 from rlflow.errors import ConfigError
@@ -414,6 +414,3 @@ def _flash_release() -> str | None:
         return version("flash-attn-4")
     except PackageNotFoundError:
         return None
-
-
-AttentionInterface.register(ATTENTION, packed_attention)

@@ -48,12 +48,13 @@ def settle_way(
     max_length: int,
     setting: str = "model.path",
     images: ImageProcessor | None = None,
+    sequence_parallel: int = 1,
 ) -> Agreement:
     """Measure `forward`, which gives what training computes of a batch and the plain values, and settle the way.
 
     dtype: in which the model computes. max_length: of a sample, in tokens.
     agree_on: the largest of what all ranks have measured; collective, as `forward` is.
-    images: if the model takes some.
+    images: if the model takes some. sequence_parallel: ranks that share a row, which is then packed.
 
     Raises ConfigError, naming the `setting`, for a model that does not agree.
     """
@@ -65,11 +66,12 @@ def settle_way(
         if difference <= BOUNDS[dtype]:
             return Agreement(is_packed=packed, difference=difference)
         found["packed" if packed else "in padded rows"] = problem or f"{difference:.2g} nats"
-        if not packed:
+        if not packed or sequence_parallel > 1:
+            cure = "set trainer.sequence_parallel=1, which tries padded rows" if packed else "choose another model"
             raise ConfigError(
                 f"{setting} names a {model.config.model_type} model of which training computes something else than "
                 f"transformers: log-probabilities of random tokens differ by {_listed(found)} on average, and may by "
-                f"{BOUNDS[dtype]:g} nats; choose another model"
+                f"{BOUNDS[dtype]:g} nats; {cure}"
             )
         go_in_rows(model)
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rlflow.errors import ConfigError
 from rlflow.workers.trainer.attention import ATTENTION
 from rlflow.workers.trainer.layers import decoder_layers
 
@@ -24,6 +25,17 @@ def choose_way(model: PreTrainedModel) -> None:
         set_attention(model, ATTENTION)
     else:
         go_in_rows(model)
+
+
+def check_packed(model: PreTrainedModel, sequence_parallel: int) -> None:
+    """Raise ConfigError for a model in padded rows, whose tokens ranks cannot share."""
+    if sequence_parallel > 1 and not is_packed(model):
+        others = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _PACKED_LAYERS
+        found = f" because of its layers of {', '.join(sorted(others))}" if others else ""
+        raise ConfigError(
+            f"trainer.sequence_parallel={sequence_parallel} shares the tokens of packed rows, and model.path names a "
+            f"{model.config.model_type} model, which goes in padded rows{found}; set it to 1"
+        )
 
 
 def go_in_rows(model: PreTrainedModel) -> None:

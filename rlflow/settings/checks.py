@@ -71,7 +71,7 @@ _SHARES = {"trainer": ("beta1", "beta2"), "rollout": ("min_p",), "lora": ("dropo
 _OF_ENGINES = (
     *("rollout.stop", "rollout.speculative", "rollout.quantization", "rollout.tensor_parallel", "rollout.engine_args"),
     *("rollout.drain", "rollout.keep_cache", "rollout.update", "weights.transport", "weights.verify", "lora.send"),
-    *("cluster.placement", "algorithm.mask_truncated"),
+    *("cluster.placement", "algorithm.mask_truncated", "rollout.oversample", "rollout.oversample_episodes"),
 )
 
 _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
@@ -148,6 +148,12 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         lambda c: c.staleness.max_versions == 0,
         "with staleness.max_versions=0, where all groups of a step are of one version; set it to oldest_first, or "
         "raise staleness.max_versions",
+    ),
+    (
+        "rollout.oversample",
+        lambda c: c.staleness.max_versions and c.staleness.order is Order.oldest_first,
+        "with staleness.order=oldest_first, under which every group is waited for; set that to ready_first, or "
+        "rollout.oversample to 1",
     ),
     (
         "staleness.late",
@@ -271,6 +277,10 @@ def _check_ranges(config: Config) -> None:
                     raise ConfigError(f"{section}.{name} must be a finite number; got {value}")
                 if not is_right(value):
                     raise ConfigError(f"{section}.{name} must {wanted}; got {value}")
+    for key in ("oversample", "oversample_episodes"):
+        value = getattr(config.rollout, key)
+        if not 1 <= value < math.inf:
+            raise ConfigError(f"rollout.{key} must be at least 1, which is off, such as 1.25; got {value}")
     if config.algorithm.group_size < 1:
         raise ConfigError(f"algorithm.group_size must be at least 1; got {config.algorithm.group_size}")
     if config.algorithm.group_size == 1 and config.algorithm.dynamic_sampling:

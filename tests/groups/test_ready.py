@@ -130,3 +130,50 @@ def test_no_claim_is_ever_missed_and_the_queue_never_blocks_when_all_are_ready(
     for group in ready.groups:
         assert version - group.oldest_version <= max_versions
     assert trained > 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32), max_versions=st.integers(1, 4), size=st.integers(1, 4), spare=st.integers(1, 4))
+def test_spare_groups_never_make_a_claim_late(seed: int, max_versions: int, size: int, spare: int) -> None:
+    """Tasks that were late are admitted within the bound, and only new ones are spare; groups that are late are dropped."""
+    rng = random.Random(seed)
+    ready = queue(Order.ready_first, max_versions=max_versions, groups_per_step=size)
+    running: dict[int, int] = {}
+    claims: set[int] = set()
+    last_id = trained = served = version = in_step = put_back = 0
+    for _ in range(400):
+        while True:
+            budget = admission_budget(
+                served_step=served,
+                num_steps=10**6,
+                groups_per_step=size,
+                max_versions=max_versions,
+                num_trained=trained,
+                num_live=len(running) + len(ready) + in_step,
+                num_training=in_step,
+                num_spare=0 if put_back else spare,
+            )
+            if not budget:
+                break
+            last_id += 1
+            running[last_id] = served
+            ready.expect(last_id, served, was_late=put_back > 0)
+            if put_back:
+                put_back -= 1
+                claims.add(last_id)
+        assert len(running) + len(ready) + in_step <= size * (max_versions + 1) + spare
+        for group_id in [group_id for group_id in running if rng.random() < 0.3]:
+            ready.put(make_ready(group_id, running.pop(group_id)))
+        in_step += len(ready.take(version=version, places=size - in_step))
+        if in_step < size:
+            continue
+        trained, version, in_step = trained + size, version + 1, 0
+        served = rng.randint(served, version)
+        late = [group.group_id for group in ready.remove(lambda group: version - group.oldest_version > max_versions)]
+        late += [group_id for group_id, first in running.items() if version - first > max_versions]
+        for group_id in late:
+            assert group_id not in claims
+            running.pop(group_id, None)
+            ready.forget(group_id)
+            put_back += 1
+    assert trained > 0

@@ -252,6 +252,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "one version; set it to oldest_first, or raise staleness.max_versions",
     ),
     (
+        {"rollout.oversample": 0.5},
+        "rollout.oversample must be at least 1, which is off, such as 1.25; got 0.5",
+    ),
+    (
+        {"rollout.oversample_episodes": math.inf},
+        "rollout.oversample_episodes must be at least 1, which is off, such as 1.25; got inf",
+    ),
+    (
+        {"rollout.oversample": 1.25, "staleness.max_versions": 1},
+        "rollout.oversample=1.25 has no effect with staleness.order=oldest_first, under which every group is waited "
+        "for; set that to ready_first, or rollout.oversample to 1",
+    ),
+    *(
+        (
+            {key: 1.25, "rollout.engines": 0},
+            f"{key}=1.25 has no effect with rollout.engines=0, where nothing is sampled; leave it out",
+        )
+        for key in ("rollout.oversample", "rollout.oversample_episodes")
+    ),
+    (
         {"staleness.max_versions": 1, "staleness.late": Late.mask},
         "staleness.late=mask has no effect with staleness.order=oldest_first, under which no group is late; set it to "
         "requeue, or staleness.order to ready_first",

@@ -24,6 +24,7 @@ from rlflow.config import (
 )
 from rlflow.curriculum.registry import check_curriculum
 from rlflow.errors import ConfigError
+from rlflow.rewards.scaled import scaling_of
 from rlflow.runtime.derived import can_compile, needs_reference, num_updates, samples_while_loading, sends_adapters
 from rlflow.settings import teacher_checks
 from rlflow.settings.cluster_checks import check_cluster
@@ -45,7 +46,7 @@ _POSITIVE = {
         "episode_timeout_s",
     ),
     "reward": ("model_replicas", "workers", "timeout_s"),
-    "algorithm": ("groups_per_step", "epochs", "minibatches"),
+    "algorithm": ("groups_per_step", "epochs", "minibatches", "entropy_target"),
     "rollout": ("tensor_parallel", "max_new_tokens", "temperature", "max_running", "kv_cache_gb"),
     "eval": ("episodes",),
     "trainer": ("ranks", "tensor_parallel", "replicas", "learning_rate", "max_grad_norm", "micro_batch_tokens"),
@@ -86,7 +87,6 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         "with model.dtype=float32, in which the output layer is computed too; leave it false",
     ),
     ("reward.weights", lambda c: c.reward.model, "with reward.model; leave it out"),
-    ("reward.args", lambda c: c.reward.model, "with reward.model; leave it out"),
     (
         "reward.workers",
         lambda c: c.reward.model,
@@ -208,7 +208,7 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     ),
     (
         "trainer.schedule_args",
-        lambda c: c.trainer.schedule is Schedule.constant,
+        lambda c: c.trainer.schedule is Schedule.constant and "floor" in c.trainer.schedule_args,
         "with trainer.schedule=constant; leave it out, or set trainer.schedule to linear or cosine",
     ),
     (
@@ -386,6 +386,8 @@ def _check_reward(config: Config) -> None:
             f"reward.function={reward.function} contradicts reward.model={reward.model}: a reply has one reward; set "
             "one of them to null"
         )
+    if reward.model is not None:
+        scaling_of(reward.args)
     if reward.weights is not None and not all(math.isfinite(weight) for weight in reward.weights):
         raise ConfigError(f"reward.weights must be finite numbers; got {reward.weights}")
     if reward.weights is not None and not any(reward.weights):

@@ -95,7 +95,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"trainer.schedule": Schedule.cosine, "trainer.schedule_args": {"flour": 0.1}},
-        "trainer.schedule_args takes floor; got flour",
+        "trainer.schedule_args takes floor and effective_share; got flour",
+    ),
+    (
+        {"trainer.schedule_args": {"effective_share": 2}},
+        "trainer.schedule_args.effective_share must be a power from 0, which is off, to 1; got 2",
+    ),
+    ({"algorithm.entropy_target": 0.0}, "algorithm.entropy_target must be positive; got 0.0"),
+    (
+        {"reward.model": "some/model", "reward.args": {"clip": 0.0}},
+        "reward.args.clip must be positive, or null for no clip; got 0.0",
     ),
     (
         {"trainer.schedule": Schedule.cosine, "trainer.schedule_args": {"floor": 1}},

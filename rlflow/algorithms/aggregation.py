@@ -19,7 +19,7 @@ class Denominator(StrEnum):
     tokens = "tokens"
     sequences = "sequences"
     nothing = "nothing"
-    """The sum stays one."""
+    """The step is not divided."""
 
 
 def denominator(aggregation: Aggregation) -> Denominator:

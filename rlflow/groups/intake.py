@@ -420,7 +420,7 @@ class Intake:
             num_trained=self._ledger.num_trained,
             num_live=self._ledger.num_live,
             num_training=self._ledger.num_training,
-            num_spare=self._rounds.num_spare(self.sampler),
+            num_spare=self._rounds.spare_now(self.sampler),
         )
 
     @property

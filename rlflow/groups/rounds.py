@@ -43,6 +43,6 @@ class Rounds:
         if self._is_long or not self.ends_slow:  # then a run before, with other settings, has deferred them
             sampler.recall(self._size)
 
-    def num_spare(self, sampler: TaskSampler) -> int:
+    def spare_now(self, sampler: TaskSampler) -> int:
         """Spare groups that may exist now. A task that was put back is none of them, so that it is not late again."""
         return 0 if self._is_long or sampler.num_put_back else self.most_spare

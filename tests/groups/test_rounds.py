@@ -33,15 +33,15 @@ def test_deferred_tasks_come_again_when_they_fill_a_step_and_then_nothing_is_spa
     sampler, rounds = TaskSampler(make_tasks(9), seed=0), rounds_of(1.5)
     sampler.defer("t7", 0)
     rounds.begin(0, sampler)
-    assert (sampler.num_put_back, rounds.num_spare(sampler)) == (0, 1)
+    assert (sampler.num_put_back, rounds.spare_now(sampler)) == (0, 1)
     sampler.defer("t3", 1)
     rounds.begin(0, sampler)  # the step goes on as it has begun
     assert sampler.num_put_back == 0
     rounds.begin(1, sampler)
     assert [(task.id, task_pass) for task, task_pass in (sampler.next(), sampler.next())] == [("t7", 0), ("t3", 1)]
-    assert rounds.num_spare(sampler) == 0
+    assert rounds.spare_now(sampler) == 0
     rounds.begin(2, sampler)
-    assert rounds.num_spare(sampler) == 1
+    assert rounds.spare_now(sampler) == 1
 
 
 def test_a_long_round_has_no_more_groups_than_a_step() -> None:
@@ -56,9 +56,9 @@ def test_a_long_round_has_no_more_groups_than_a_step() -> None:
 def test_a_task_that_was_put_back_is_no_spare_one() -> None:
     sampler, rounds = TaskSampler(make_tasks(9), seed=0), rounds_of(1.5, max_versions=2)
     sampler.put_back("t1", 0)
-    assert rounds.num_spare(sampler) == 0
+    assert rounds.spare_now(sampler) == 0
     sampler.next()
-    assert rounds.num_spare(sampler) == 1
+    assert rounds.spare_now(sampler) == 1
 
 
 @pytest.mark.parametrize(("oversample", "max_versions"), [(1.0, 0), (1.5, 1)])

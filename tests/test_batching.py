@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlflow.batching.pack import PackedBatch, pack, spread_over_turns
-from rlflow.batching.plan import BatchPiece, MicroBatchPlan, plan_micro_batches
+from rlflow.batching.plan import BatchPiece, MicroBatchPlan, packed_runs, plan_micro_batches
+from rlflow.batching.tree import num_distinct_tokens
 from rlflow.roles import REFERENCE
 from rlflow.types import EpisodeEnd, EpisodeSummary, ImageSpan, Sample, TrainSample
 
@@ -96,6 +97,15 @@ def test_plan_of_nothing_is_empty() -> None:
 def test_plan_rejects_no_ranks() -> None:
     with pytest.raises(ValueError, match="num_ranks and micro_batch_tokens must be at least 1; got 0 and 10"):
         plan_micro_batches([], num_ranks=0, micro_batch_tokens=10)
+
+
+def test_runs_of_packed_samples_count_what_they_share_once() -> None:
+    samples = [train_sample([1, 2, 3], completion, [1] * len(completion), 1.0) for completion in ([4, 5], [4, 6], [7])]
+    samples.append(train_sample([8] * 9, [9], [1], 1.0))
+    assert num_distinct_tokens([one.sample for one in samples[:3]]) == 7
+    assert packed_runs(samples, 7) == [samples[:3], samples[3:]]
+    assert packed_runs(samples, 6) == [samples[:2], samples[2:3], samples[3:]]
+    assert packed_runs([], 6) == []
 
 
 GROUPS = st.lists(

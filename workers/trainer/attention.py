@@ -317,16 +317,17 @@ def block_mask_of(packed: PackedBatch, device: torch.device, window: Reach = Non
         return sees(batch, head, query, key) & (positions[query] - positions[key] < reach)
 
     reach = num_tokens if window is None else window
-    of_tiles, first_of = ends.view(num_tiles, TILE), torch.arange(0, length, TILE, device=device)[:, None]
-    below = torch.ones(num_tiles, num_tiles, dtype=torch.bool, device=device).tril(-1)
-    is_seen = (below & (of_tiles.amax(1) > first_of)) | torch.eye(num_tiles, dtype=torch.bool, device=device)
-    is_full = below & (of_tiles.amin(1) >= first_of + TILE)
+    # [queries' tile, keys' tile]; a tile of the diagonal has keys that come after queries.
+    tiles, first_of = end_of.reshape(num_tiles, TILE), np.arange(0, length, TILE)[:, None]
+    below = np.tri(num_tiles, k=-1, dtype=np.bool_)
+    seen, full = below & (tiles.max(1) > first_of), below & (tiles.min(1) >= first_of + TILE)
+    np.fill_diagonal(seen, True)
     if window is not None:
-        tiles = positions.view(num_tiles, TILE)
-        first, last = tiles.amin(1), tiles.amax(1)
-        is_seen &= first[:, None] - last < window
-        is_full &= last[:, None] - first < window
-    is_seen, is_full = is_seen[None, None], is_full[None, None]
+        tiles = position_of.reshape(num_tiles, TILE)
+        first, last = tiles.min(1), tiles.max(1)
+        seen &= first[:, None] - last < window
+        full &= last[:, None] - first < window
+    is_seen, is_full = (torch.from_numpy(each).to(device)[None, None] for each in (seen, full))
     return BlockMask.from_kv_blocks(
         *_ordered(is_seen & ~is_full),
         *_ordered(is_full),

@@ -330,8 +330,9 @@ class EpisodeSummary:
     end: EpisodeEnd
     reward: float | None  # None: there is no verdict, or none is wanted
     num_prompt_tokens: int
+    """Tokens before the first reply."""
     num_completion_tokens: int
-    """Tokens after the prompt, observations included."""
+    """All others, observations included; what its samples begin with in common counts once."""
     num_loss_tokens: int
     oldest_version: int
     """The oldest of any token; a token is as old as its cache."""
@@ -427,7 +428,7 @@ class ReadyGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that go through the model, the prompt once."""
+        """Tokens that go through the model: the prompt once, and what samples of an episode share."""
         prompt = max(episode.num_prompt_tokens for episode in self.episodes)
         return prompt + sum(episode.num_completion_tokens for episode in self.episodes)
 

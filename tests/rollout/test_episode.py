@@ -194,7 +194,8 @@ async def test_a_broken_prefix_forks_into_a_second_sample() -> None:
     assert columns(second)[:3] == (ids_of("ab.c.d.>"), ids_of("e."), [1, 1])
     assert played.metrics["forks"] == 1.0
     summary = summarize(played, Verdict(reward=0.5))
-    assert (summary.num_prompt_tokens, summary.num_completion_tokens, summary.num_loss_tokens) == (4 + 8, 4, 4)
+    # Of "ab.>c." and "ab.c.d.>e." the first three tokens count once.
+    assert (summary.num_prompt_tokens, summary.num_completion_tokens, summary.num_loss_tokens) == (4, 2 + 7, 4)
     assert (summary.oldest_version, summary.newest_version) == (5, 6)
 
 

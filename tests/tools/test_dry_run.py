@@ -614,7 +614,7 @@ def dry_run(
 GOLDEN = """\
 smoke: llama, 2 layers, 115,200 parameters, bfloat16
 Worked out from the settings and config.json; nothing was started.
-Training: samples packed into one row, shared prompts once; the start of the run measures that this is exact.
+Training: samples packed into one row, shared prefixes once; the start of the run measures that this is exact.
 Chosen for the machines: model.dtype=bfloat16, rollout.max_running=512, rollout.seeded=false.
 
 GPUs: 2 (without any, the same processes share the machine's memory)

@@ -18,7 +18,7 @@ from training import plain_score, save_model, save_reward_model, tiny_config, ti
 from transcripts import said
 from transformers import AutoTokenizer, MistralConfig, MistralForSequenceClassification
 
-from rlflow.batching import Conversation, pack_conversations, row_tokens
+from rlflow.batching.pack import Conversation, pack_conversations, row_tokens
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.rewards import RayReward, start_rewards
 from rlflow.cluster.start import ray_cluster

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlflow.algorithms.registry import needs_critic, token_advantage_of
 from rlflow.algorithms.token_advantage.gae import Moments
-from rlflow.batching import MicroBatchPlan, plan_micro_batches
+from rlflow.batching.plan import MicroBatchPlan, plan_micro_batches
 from rlflow.config import Backend, Config, Offload
 from rlflow.errors import ConfigError
 from rlflow.roles import StagedWeights, StepOutcome

@@ -15,7 +15,8 @@ from rlflow.algorithms.token_advantage.gae import (
     whiten,
 )
 from rlflow.algorithms.turns import earned, in_time
-from rlflow.batching import BatchPiece, spread_over_turns
+from rlflow.batching.pack import spread_over_turns
+from rlflow.batching.plan import BatchPiece
 from rlflow.groups.staleness import without_old_tokens
 from rlflow.roles import PROXIMAL, REFERENCE
 from rlflow.types import (

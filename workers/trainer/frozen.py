@@ -4,7 +4,7 @@ Every call of a group is collective. Each rank brings samples of its own, and ra
 empty ones, because a layer is gathered by all ranks together.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlflow.batching import pack, padded_runs
+from rlflow.batching.pack import pack
+from rlflow.batching.plan import packed_runs, padded_runs
 from rlflow.config import Config
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import chunk_of
@@ -57,7 +58,7 @@ class FrozenPolicy:
     @torch.no_grad()
     def logprobs(self, groups: Sequence[Sequence[TrainSample]]) -> list[FloatArray]:
         """[L] for each sample of this rank, groups laid end to end; 0 where there is no loss."""
-        rows = list(self._rows([sample for group in groups for sample in group]))
+        rows = self._rows([sample for group in groups for sample in group])
         found: list[FloatArray] = []
         for samples in rows + [[]] * (int(self._most(len(rows))) - len(rows)):
             logprobs, _ = self._policy(pack([samples]))
@@ -72,21 +73,10 @@ class FrozenPolicy:
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return float(most)
 
-    def _rows(self, samples: Sequence[TrainSample]) -> Iterator[list[TrainSample]]:
+    def _rows(self, samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
         """Runs of at most `trainer.micro_batch_tokens` tokens, padding included, or of one sample."""
-        if not is_packed(self._policy.model):
-            yield from padded_runs(samples, self._max_tokens)
-            return
-        run: list[TrainSample] = []
-        room = self._max_tokens
-        for sample in samples:
-            if run and sample.sample.num_tokens > room:
-                yield run
-                run, room = [], self._max_tokens
-            run.append(sample)
-            room -= sample.sample.num_tokens
-        if run:
-            yield run
+        runs = packed_runs if is_packed(self._policy.model) else padded_runs
+        return runs(samples, self._max_tokens)
 
 
 def _sharded(config: Config, model_path: str, rank: int, num_ranks: int, device: torch.device) -> Policy:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlflow.batching import PackedBatch, pack
+from rlflow.batching.pack import PackedBatch, pack
 from rlflow.errors import ConfigError
 from rlflow.models.images import ImageProcessor, expanded, key_of, open_image, probe_picture
 from rlflow.rollout.requests import ProbePrompt

@@ -27,7 +27,7 @@ from rlflow.algorithms.proximal import interpolate_proximal
 from rlflow.algorithms.registry import objective_of
 from rlflow.algorithms.schedules import share_power
 from rlflow.algorithms.tokens import Tokens, clamp_log_ratio, sequence_mean
-from rlflow.batching import PackedBatch
+from rlflow.batching.pack import PackedBatch
 from rlflow.config import Config, Proximal
 from rlflow.roles import PROXIMAL, REFERENCE, TEACHER, Mean
 from rlflow.runtime.derived import keeps_cache, num_updates

@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlflow.algorithms.schedules import learning_rate
-from rlflow.batching import PackedBatch, pack, padded_runs
+from rlflow.batching.pack import PackedBatch, pack
+from rlflow.batching.plan import padded_runs
 from rlflow.config import Checkpointing, Config
 from rlflow.errors import RunError
 from rlflow.roles import Mean, StepOutcome, TrainWork

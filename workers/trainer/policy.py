@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlflow.batching import IndexArray, PackedBatch
+from rlflow.batching.pack import IndexArray, PackedBatch
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.models.images import ImageProcessor, open_images

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlflow.algorithms.value_loss import value_loss
-from rlflow.batching import PackedBatch
+from rlflow.batching.pack import PackedBatch
 from rlflow.config import Config
 from rlflow.roles import Mean
 from rlflow.workers.trainer.layers import VALUE_HEAD

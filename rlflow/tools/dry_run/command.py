@@ -34,7 +34,7 @@ _CURES = {
     "reward_model": "take a smaller reward.model",
 }
 WAYS = {
-    True: "samples packed into one row, shared prompts once",
+    True: "samples packed into one row, shared prefixes once",
     False: "samples in padded rows, because layers of this model look at other tokens in ways of their own",
 }
 """See `workers/trainer/way.py`."""

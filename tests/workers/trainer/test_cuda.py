@@ -13,7 +13,7 @@ from processes import spawn_ranks
 from safetensors.torch import load_file, save_file
 from training import largest_relative_difference, save_model, tiny_config, tiny_groups, tiny_llama
 
-from rlflow.batching import pack
+from rlflow.batching.pack import pack
 from rlflow.config import Checkpointing, Config, Dtype, Offload, Optimizer, TrainerConfig
 from rlflow.types import Sample, TrainSample
 from rlflow.workers.trainer.attention import attention_layout, packed_attention

@@ -35,7 +35,7 @@ from training import (
 )
 from transformers import AutoModelForCausalLM
 
-from rlflow.batching import pack
+from rlflow.batching.pack import pack
 from rlflow.config import Aggregation, Checkpointing, Config, Dtype, Schedule
 from rlflow.errors import RunError
 from rlflow.roles import StepOutcome

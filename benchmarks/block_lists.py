@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from rlflow.batching import pack
+from rlflow.batching.pack import pack
 from rlflow.types import Sample, TrainSample
 from rlflow.workers.trainer.attention import block_mask_of
 

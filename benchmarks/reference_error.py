@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from rlflow.batching import pack
+from rlflow.batching.pack import pack
 from rlflow.config import Config
 from rlflow.models.resolve import resolve_model
 from rlflow.types import Sample, TrainSample

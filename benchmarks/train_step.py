@@ -4,6 +4,7 @@
                  hand), TRL's GRPOTrainer
     window       packed (ours), padded and TRL's, each layer with a window of attention shorter than the samples
     long_prompt  packed (ours), unshared (ours, every sample with a copy of its prompt)
+    forks        packed (ours), prompts (ours, sharing prompts alone), padded; episodes that fork at every turn
 
 Every side runs in a process of its own, in turn, so that each has its own peak of memory and all meet the same machine.
 That they do the same work shows in the norm of their first gradient.
@@ -11,6 +12,7 @@ That they do the same work shows in the norm of their first gradient.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import statistics
@@ -19,6 +21,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import forks
 from other_systems import figures_of, other_python, worker_script
 
 from rlflow.config import Config
@@ -38,6 +41,7 @@ SIDES = {
     "ragged": ("packed", "rows", "padded", "trl"),
     "window": ("packed", "padded", "trl"),
     "long_prompt": ("packed", "unshared"),
+    "forks": ("packed", "prompts", "padded"),
 }
 """Ours first."""
 WORKLOADS = {
@@ -61,6 +65,7 @@ def training() -> dict[str, float]:
         models = dict.fromkeys(SIDES, model) | {"window": with_window(model, Path(folder) / "windowed")}
         for name, workload in WORKLOADS.items():
             workload.write(Path(folder) / f"{name}.npz", VOCABULARY)
+        asyncio.run(forks.write(Path(folder) / "forks.npz"))
         for number in range(ROUNDS):
             print(f"round {number + 1} of {ROUNDS}", file=sys.stderr, flush=True)
             for name, sides in SIDES.items():

@@ -65,7 +65,7 @@ def micro_batches(path: Path) -> list[dict[str, Any]]:
     found = []
     for group, lengths in enumerate(recorded["lengths"]):
         longest = int(lengths.max())
-        prompts = recorded["prompts"][group].expand(len(lengths), -1).clone()
+        prompts = recorded["prompts"][group]
         found.append(
             {
                 "prompt_ids": prompts,

@@ -155,6 +155,6 @@ class EnvironmentSpec:
     """Resources that one episode at a time may use, such as the addresses of sites. Each episode is given one, as the
     only argument of `build`. Empty: `build` takes no argument."""
     gives_replies: bool = False
-    """Whether its tasks bring their replies (`Task.demonstration`), which need no reward."""
+    """Whether its tasks bring their replies (`Task.demonstrations`), which need no reward."""
     reply_tokens: int = 0
     """What a reply may need; `rlflow eval` warns of a smaller `rollout.max_new_tokens`. 0: nobody knows."""

@@ -42,7 +42,7 @@ class TrainWork:
     """What the ranks of a trainer computed for one step, all of them together."""
 
     tokens: int
-    """Tokens that went through the model; a shared prompt counts once."""
+    """Tokens that went through the model; a shared prefix counts once."""
     flops: float
     """Floating-point operations that these need, forward and backward."""
     padded_flops: float

@@ -50,6 +50,7 @@ from rlflow.telemetry.trackers import check_trackers
 from rlflow.types import Task
 from rlflow.workers.engine.tokens import check_shown, check_tokens
 from rlflow.workers.teachers import check_teachers, with_folders
+from rlflow.workers.trainer.heads import check_heads
 
 ACCEPT_EDITED = "accept_edited_tasks"
 """A file of this name in run.dir says to go on although tasks were edited."""
@@ -91,6 +92,7 @@ def train(config: Config) -> tuple[Path, signal.Signals | None]:
     model_path = resolve_model(config.model.path)
     check_demonstrations(config, tasks)
     check_tokens(config, model_path)
+    check_heads(config, model_path)
     check_kinds(config, {task.kind for task in tasks})
     taught = with_folders(config)
     check_teachers(taught, model_path)

@@ -112,8 +112,9 @@ class Task:
     """What the reward compares with, of the type that the data has; None when the environment needs no answer."""
     kind: str = ""
     """Tasks of one kind have rewards on one scale; algorithm.advantage=grpo_task_std normalises by kind."""
-    demonstration: tuple[Message, ...] = ()
-    """What follows the prompt, replies included, if that is given and not sampled."""
+    demonstrations: tuple[tuple[Message, ...], ...] = ()
+    """What follows the prompt, replies included, if that is given and not sampled: one for each episode of the task's
+    group, the best one first."""
     data: dict[str, Json] = field(default_factory=dict)
     """Any further columns of the row."""
 
@@ -136,6 +137,8 @@ class EpisodeEnd(StrEnum):
     REWARD_TIMEOUT = "reward_timeout"
     REWARD_INVALID = "reward_invalid"
     NO_VERDICT = "no_verdict"
+    CANCELLED = "cancelled"
+    """The group was full before (rollout.oversample_episodes)."""
 
     @property
     def is_truncated(self) -> bool:
@@ -327,8 +330,9 @@ class EpisodeSummary:
     end: EpisodeEnd
     reward: float | None  # None: there is no verdict, or none is wanted
     num_prompt_tokens: int
+    """Tokens before the first reply."""
     num_completion_tokens: int
-    """Tokens after the prompt, observations included."""
+    """All others, observations included; what its samples begin with in common counts once."""
     num_loss_tokens: int
     oldest_version: int
     """The oldest of any token; a token is as old as its cache."""
@@ -354,6 +358,8 @@ class GroupOrder:
     num_episodes: int
     seed: int
     """Episode i of the group samples with a seed derived from (seed, i)."""
+    num_spare: int = 0
+    """So many of the episodes, the slowest, are cancelled when the others have ended."""
     is_last_greedy: bool = False
     """Whether the last episode takes the likeliest token each time. It is a baseline, and is not trained on."""
     engine: int | None = None
@@ -402,6 +408,8 @@ class ReadyGroup:
     """Handles to the critic's values, one for each episode; None without a critic, or before it was asked."""
     baseline: float | None = None
     """Reward of the greedy episode, if the advantage needs one."""
+    log_ratios: list[float] = field(default_factory=list)
+    """log(policy / reference) of each of `episodes` before the step's update, in nats, if the advantage needs them."""
     num_images: int = 0
     pictures: PayloadRef | None = None  # as in PlayedGroup
 
@@ -420,7 +428,7 @@ class ReadyGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that go through the model, the prompt once."""
+        """Tokens that go through the model: the prompt once, and what samples of an episode share."""
         prompt = max(episode.num_prompt_tokens for episode in self.episodes)
         return prompt + sum(episode.num_completion_tokens for episode in self.episodes)
 

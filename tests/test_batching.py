@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlflow.batching import BatchPiece, MicroBatchPlan, pack, plan_micro_batches, spread_over_turns
+from rlflow.batching.pack import PackedBatch, pack, spread_over_turns
+from rlflow.batching.plan import BatchPiece, MicroBatchPlan, packed_runs, plan_micro_batches
+from rlflow.batching.tree import num_distinct_tokens
 from rlflow.roles import REFERENCE
-from rlflow.types import EpisodeEnd, EpisodeSummary, Sample, TrainSample
+from rlflow.types import EpisodeEnd, EpisodeSummary, ImageSpan, Sample, TrainSample
 
 
 def episode(prompt: int, completion: int) -> EpisodeSummary:
@@ -97,6 +99,15 @@ def test_plan_rejects_no_ranks() -> None:
         plan_micro_batches([], num_ranks=0, micro_batch_tokens=10)
 
 
+def test_runs_of_packed_samples_count_what_they_share_once() -> None:
+    samples = [train_sample([1, 2, 3], completion, [1] * len(completion), 1.0) for completion in ([4, 5], [4, 6], [7])]
+    samples.append(train_sample([8] * 9, [9], [1], 1.0))
+    assert num_distinct_tokens([one.sample for one in samples[:3]]) == 7
+    assert packed_runs(samples, 7) == [samples[:3], samples[3:]]
+    assert packed_runs(samples, 6) == [samples[:2], samples[2:3], samples[3:]]
+    assert packed_runs([], 6) == []
+
+
 GROUPS = st.lists(
     st.integers(1, 60).flatmap(
         lambda prompt: st.lists(st.integers(1, 80).map(lambda length: episode(prompt, length)), min_size=1, max_size=6)
@@ -135,21 +146,75 @@ SAMPLES = [
 ]
 
 
-def test_pack_shares_equal_prompts() -> None:
-    packed = pack(SAMPLES)
-    assert packed.input_ids.tolist() == [5, 6, 7, 8, 3, 7, 4]
-    assert packed.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2]
-    assert packed.prompt_starts.tolist() == [0, 4]
-    assert packed.prompt_lengths.tolist() == [2, 1]
-    assert packed.completion_starts.tolist() == [2, 5]
-    assert packed.completion_lengths.tolist() == [2, 2]
-    assert packed.completion_prompts.tolist() == [0, 1]
-    assert packed.loss_positions.tolist() == [1, 2, 3, 1, 4, 6]
-    assert packed.targets.tolist() == [7, 8, 2, 9, 7, 8]
-    assert packed.behaviour_logprobs.tolist() == [-0.5, -1.0, -1.5, -0.5, -0.5, -1.5]
-    assert packed.advantages.tolist() == [1.0, 1.0, 1.0, -1.0, 0.5, 0.5]
+def segments_of(packed: PackedBatch) -> list[tuple[int, int, int]]:
+    """Start, length and parent of each."""
+    table = (packed.segment_starts, packed.segment_lengths, packed.segment_parents)
+    return list(zip(*(column.tolist() for column in table), strict=True))
+
+
+def test_pack_shares_what_samples_begin_with() -> None:
+    packed = pack(
+        [
+            [
+                train_sample([5, 6], [7, 8, 2], [1, 1, 1], advantage=1.0),
+                train_sample([5, 6], [7, 9, 3], [1, 1, 1], advantage=-1.0),
+                train_sample([5, 6], [4], [1], advantage=2.0),
+            ],
+            [train_sample([3], [7, 4, 8, 4], [1, 0, 1, 0], advantage=0.5)],
+        ]
+    )
+    assert packed.input_ids.tolist() == [5, 6, 7, 8, 9, 3, 7, 4]
+    assert packed.position_ids.tolist() == [0, 1, 2, 3, 3, 0, 1, 2]
+    assert segments_of(packed) == [(0, 3, -1), (3, 1, 0), (4, 1, 0), (5, 3, -1)]
+    assert packed.loss_positions.tolist() == [1, 2, 3, 1, 2, 4, 1, 5, 7]
+    assert packed.targets.tolist() == [7, 8, 2, 7, 9, 3, 4, 7, 8]
+    assert packed.behaviour_logprobs.tolist() == [-0.5, -1.0, -1.5, -0.5, -1.0, -1.5, -0.5, -0.5, -1.5]
+    assert packed.advantages.tolist() == [1.0, 1.0, 1.0, -1.0, -1.0, -1.0, 2.0, 0.5, 0.5]
     assert packed.frozen_logprobs == {}
-    assert packed.num_loss_tokens == 6
+    assert packed.num_loss_tokens == 9
+
+
+def test_pack_shares_the_turns_before_a_fork() -> None:
+    # The first reply [7 8] had a thought, 7, which the template leaves out once a second question, 4, has come.
+    first, second = train_sample([5, 6], [7, 8], [1, 1], 1.0), train_sample([5, 6, 8, 4], [9, 2], [1, 1], 1.0)
+    branch = train_sample([5, 6, 7, 8, 3], [9, 2], [1, 1], 1.0)
+    packed = pack([[first, second, branch]])
+    assert packed.input_ids.tolist() == [5, 6, 7, 8, 3, 9, 8, 4, 9]
+    assert segments_of(packed) == [(0, 2, -1), (2, 1, 0), (3, 3, 1), (6, 3, 0)]
+    assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 4]
+    assert packed.loss_positions.tolist() == [1, 2, 7, 8, 4, 5]
+
+
+def test_pack_cuts_a_segment_wherever_samples_part() -> None:
+    sequences = [[1, 2, 3, 4, 5], [1, 2, 3, 6], [1, 7], [1, 2, 3, 4, 8], [9]]
+    packed = pack([[train_sample(ids, [0], [1], 1.0) for ids in sequences]])
+    assert packed.input_ids.tolist() == [1, 2, 3, 4, 5, 8, 6, 7, 9]
+    assert packed.segment_lengths.tolist() == [1, 2, 1, 1, 1, 1, 1, 1]
+    assert packed.segment_parents.tolist() == [-1, 0, 1, 2, 2, 1, 0, -1]
+    assert packed.loss_positions.tolist() == [4, 6, 7, 5, 8]
+    assert [packed.path(segment).tolist() for segment in (3, 5, 7)] == [[0, 1, 2, 3, 4], [0, 1, 2, 6], [8]]
+
+
+def test_a_picture_is_part_of_what_is_equal() -> None:
+    def seen(key: str, start: int) -> TrainSample:
+        one = train_sample([1, 90, 90, 2], [90, 90, 3], [0, 0, 1], 1.0)
+        return replace(one, sample=replace(one.sample, images=(ImageSpan(key=key, start=start, num_tokens=2),)))
+
+    packed = pack([[seen("a", 1), seen("b", 1), seen("a", 4), seen("a", 1)]])
+    assert segments_of(packed) == [(0, 1, -1), (1, 5, 0), (6, 5, 0), (11, 5, 0)]
+    assert [(image.key, image.start) for image in packed.images] == [("a", 1), ("b", 6), ("a", 14)]
+
+
+def test_completions_with_other_routes_are_not_shared() -> None:
+    def routed(*experts: int) -> TrainSample:
+        one = train_sample([1, 2], [3, 4, 5], [1, 1, 1], 1.0)
+        return replace(one, sample=replace(one.sample, experts=np.array(experts, np.uint8)[:, None, None]))
+
+    packed = pack([[routed(0, 1, 2, 3, 9), routed(7, 7, 2, 0, 9), routed(7, 7, 2, 3, 9), routed(7, 7, 0, 3, 9)]])
+    assert packed.input_ids.tolist() == [1, 2, 3, 4, 4, 3, 4]
+    assert segments_of(packed) == [(0, 2, -1), (2, 1, 0), (3, 1, 1), (4, 1, 1), (5, 2, 0)]
+    assert packed.experts is not None
+    assert packed.experts[:, 0, 0].tolist() == [0, 1, 2, 3, 0, 0, 3]
 
 
 def test_pack_knows_the_sequence_of_each_token() -> None:
@@ -167,30 +232,10 @@ def test_each_turn_may_have_an_advantage_of_its_own() -> None:
     assert pack([samples]).advantages.tolist() == [1.0, 1.0, -2.0, 0.5]
 
 
-def test_pack_shares_equal_completions_of_equal_prompts() -> None:
-    groups = [
-        [
-            train_sample(prompt, completion, [1] * len(completion), 1.0)
-            for prompt, completion in (
-                ([5, 6], [7, 8, 2]),
-                ([5, 6], [7, 8, 3]),  # the last token is not an input
-                ([5, 6], [7, 8]),
-                ([5], [7, 8, 2]),
-            )
-        ]
-    ]
-    packed = pack(groups)
-    assert packed.input_ids.tolist() == [5, 6, 7, 8, 7, 5, 7, 8]
-    assert packed.completion_starts.tolist() == [2, 4, 6]
-    assert packed.completion_prompts.tolist() == [0, 0, 1]
-    assert packed.loss_positions.tolist() == [1, 2, 3, 1, 2, 3, 1, 4, 5, 6, 7]
-    assert packed.targets.tolist() == [7, 8, 2, 7, 8, 3, 7, 8, 7, 8, 2]
-
-
-def test_pack_without_sharing_repeats_prompts() -> None:
-    packed = pack(SAMPLES, share_prompts=False)
+def test_pack_without_sharing_repeats_prefixes() -> None:
+    packed = pack(SAMPLES, share_prefixes=False)
     assert packed.input_ids.tolist() == [5, 6, 7, 8, 5, 6, 3, 7, 4]
-    assert packed.prompt_starts.tolist() == [0, 4, 6]
+    assert segments_of(packed) == [(0, 4, -1), (4, 2, -1), (6, 3, -1)]
     assert packed.loss_positions.tolist() == [1, 2, 3, 5, 6, 8]
     assert packed.targets.tolist() == [7, 8, 2, 9, 7, 8]
 
@@ -199,13 +244,13 @@ def test_pack_leaves_out_samples_without_loss() -> None:
     packed = pack([[train_sample([5, 6], [7, 8], [0, 0], advantage=1.0), SAMPLES[0][1]]])
     assert packed.input_ids.tolist() == [5, 6]
     assert packed.targets.tolist() == [9]
-    assert packed.completion_starts.tolist() == []
+    assert segments_of(packed) == [(0, 2, -1)]
 
 
 def test_pack_of_nothing_is_one_token_without_loss() -> None:
     packed = pack([])
     assert packed.input_ids.tolist() == [0]
-    assert packed.prompt_lengths.tolist() == [1]
+    assert segments_of(packed) == [(0, 1, -1)]
     assert packed.num_loss_tokens == 0
 
 

@@ -34,6 +34,7 @@ RECIPES = [
     "decoupled_arithmetic_async",
     "dialogue",
     "distil_arithmetic",
+    "dpo",
     "environment",
     "grpo_32b",
     "grpo_7b",

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from children import TIMEOUT_S
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlflow.models.resolve import resolve_model
@@ -35,34 +37,53 @@ def write_talks(path: Path, *talks: Sequence[str]) -> str:
     return str(path)
 
 
-def train(run: Path, data: str, *overrides: str) -> str:
-    command = [sys.executable, "-m", "rlflow", "train", "recipe=sft", f"run.dir={run}", f"env.args.path={data}"]
+PAIRS = [("What is 2 + 3?", "5", "six"), ("What is 1 + 1?", "2", "no"), ("Say yes.", "yes", "no, because you said so")]
+
+
+def train(run: Path, data: str, *overrides: str, recipe: str = "sft") -> str:
+    command = [sys.executable, "-m", "rlflow", "train", f"recipe={recipe}", f"run.dir={run}", f"env.args.path={data}"]
     command += ["model.path=tiny", "algorithm.groups_per_step=4", "trainer.warmup_steps=0", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def plain_loss(*talks: Sequence[str]) -> float:
-    """The mean over the replies' tokens of -log p, as transformers computes it talk by talk."""
+def plain_logprobs(model: Any, tokenizer: Any, talk: Sequence[str]) -> Tensor:
+    """log p of each token of the replies, as transformers computes it for this talk alone."""
+    ids: list[int] = []
+    learned: list[bool] = []
+    for question, reply in zip(talk[::2], talk[1::2], strict=True):
+        start = "\n" if ids else ""
+        context = f"{start}<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        for text, is_reply in ((context, False), (f"{reply}<|im_end|>", True)):
+            added = tokenizer.encode(text, add_special_tokens=False)
+            ids, learned = ids + added, learned + [is_reply] * len(added)
+    logits = model(torch.tensor([ids])).logits[0, :-1].double()
+    return logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]][torch.tensor(learned[1:])]
+
+
+def plain_model() -> tuple[Any, Any]:
     folder = resolve_model("tiny")
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    total, count = 0.0, 0
-    for talk in talks:
-        ids: list[int] = []
-        learned: list[bool] = []
-        for question, reply in zip(talk[::2], talk[1::2], strict=True):
-            start = "\n" if ids else ""
-            context = f"{start}<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-            for text, is_reply in ((context, False), (f"{reply}<|im_end|>", True)):
-                added = tokenizer.encode(text, add_special_tokens=False)
-                ids, learned = ids + added, learned + [is_reply] * len(added)
-        with torch.no_grad():
-            logits = model(torch.tensor([ids])).logits[0, :-1].double()
-        of_token = -logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]]
-        total += float(of_token[torch.tensor(learned[1:])].sum())
-        count += sum(learned)
-    return total / count
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def plain_loss(*talks: Sequence[str]) -> float:
+    """The mean over the replies' tokens of -log p."""
+    with torch.no_grad():
+        found = torch.cat([plain_logprobs(*plain_model(), talk) for talk in talks])
+    return -float(found.mean())
+
+
+def norm_of_first_dpo_gradient(beta: float) -> float:
+    """Where the policy is its reference: of the mean over pairs of -log sigmoid(beta * margin)."""
+    model, tokenizer = plain_model()
+    loss = torch.zeros((), dtype=torch.float64)
+    for question, *replies in PAIRS:
+        chosen, rejected = (plain_logprobs(model, tokenizer, [question, reply]).sum() for reply in replies)
+        margin = (chosen - chosen.detach()) - (rejected - rejected.detach())
+        loss = loss - torch.nn.functional.logsigmoid(beta * margin) / len(PAIRS)
+    loss.backward()
+    return float(torch.stack([each.grad.norm() for each in model.parameters() if each.grad is not None]).norm())
 
 
 def test_the_loss_is_that_of_transformers_and_falls(tmp_path: Path) -> None:
@@ -96,3 +117,19 @@ def test_a_talk_that_is_too_long_is_left_out_and_counted(tmp_path: Path) -> None
     train(tmp_path / "run", data, "run.steps=2", "model.max_length=256")
     records = metrics.read(tmp_path / "run" / "metrics.jsonl")
     assert sum(record.get("episodes/prompt_too_long") or 0 for record in records) >= 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pairs_are_learned_as_direct_preference_optimisation_says(ranks: int, tmp_path: Path) -> None:
+    rows = [{"prompt": prompt, "chosen": better, "rejected": worse} for prompt, better, worse in PAIRS]
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    several = ["algorithm.groups_per_step=3", "run.steps=4", "trainer.learning_rate=1e-3", f"trainer.ranks={ranks}"]
+    out = train(tmp_path / "run", str(data), *several, recipe="dpo")
+    records = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert records[0]["grad_norm"] == pytest.approx(norm_of_first_dpo_gradient(0.1), rel=1e-4)
+    better, worse = ([record[f"preference/{name}_log_ratio"] for record in records] for name in ("better", "worse"))
+    assert (better[0], worse[0]) == (pytest.approx(0, abs=1e-5), pytest.approx(0, abs=1e-5))
+    assert records[-1]["preference/accuracy"] == 1.0
+    assert better[-1] is not None and worse[-1] is not None and better[-1] - worse[-1] > 0.5
+    assert "alarms: none" in out

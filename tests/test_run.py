@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from back_ends import needs_deepspeed
 from children import TIMEOUT_S, ended_after, wait_for
 from ledgers import trained_tasks
 from listening import answers_as_a_store, is_loopback, listeners, ports_of, socket_files
@@ -171,6 +172,21 @@ def test_ppo_trains_policy_and_critic_and_goes_on_with_both(tmp_path: Path) -> N
     # The head says 0 at first; within a few steps it is nearer to the mean reward than that, the resumed one too.
     assert sum(losses[-3:]) < sum(losses[:3])
     assert abs(records[6]["critic/value"]) > 0
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("backend", ["fsdp", pytest.param("deepspeed", marks=needs_deepspeed)])
+def test_ranks_that_share_rows_agree_with_the_engine_and_one_rank_goes_on(backend: str, tmp_path: Path) -> None:
+    """Policy and critic; what is computed before the update is asked of the ranks too."""
+    run, critic = tmp_path / "run", ["algorithm.advantage=gae", "critic.learning_rate=1e-2"]
+    shared = ["trainer.ranks=2", "trainer.sequence_parallel=2", "cluster.cpu_threads=1"]
+    shared += ["trainer.backend=deepspeed", "trainer.zero_stage=2"] if backend == "deepspeed" else []
+    train(run, *critic, *shared)
+    assert "resumed at step 3 of 5" in train(run, "run.steps=5", *critic)
+    records = metrics.read(run / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
+    assert all(record["critic/update_skipped"] == 0 for record in records)
+    assert max(record["sampling/logp_difference_mean"] for record in records) < 1e-4
 
 
 def test_a_reward_model_gives_the_rewards(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from rlflow.batching import Conversation
+from rlflow.batching.pack import Conversation
 from rlflow.config import Config
 from rlflow.rewards.call import WHAT_REWARDS_ARE, invalid, is_usable
+from rlflow.rewards.scaled import scaling_of
 from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.types import EpisodeEnd, Transcript, Verdict
 
@@ -34,6 +35,7 @@ class RewardModelWorker:
         keep_memory()
         self._config = config
         self._folder = folder
+        self._scaling = scaling_of(config.reward.args)
         self._waiting: asyncio.Queue[tuple[Conversation, asyncio.Future[Verdict]]] = asyncio.Queue(MAX_WAITING)
         self._starting = asyncio.Lock()
         self._model: RewardModel | None = None
@@ -105,7 +107,10 @@ class RewardModelWorker:
             detail = f"the reward model failed: {type(error).__name__}: {error}"
             return [Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=detail)] * len(row)
         problem = f"{WHAT_REWARDS_ARE}; the reward model gave"
-        return [Verdict(reward=each) if is_usable(each) else invalid(f"{problem} {each}") for each in scores]
+        return [self._verdict(each) if is_usable(each) else invalid(f"{problem} {each}") for each in scores]
+
+    def _verdict(self, score: float) -> Verdict:
+        return Verdict(reward=self._scaling(score), metrics={"score": score} if self._config.reward.args else {})
 
     def _end(self) -> None:
         """A thread cannot be ended, so the process is; Ray starts another."""

@@ -3,18 +3,18 @@
     GroupOrder -> episodes side by side (play -> score) -> what sees the whole group scores it
                -> PlayedGroup for the driver, payloads for the object store
 
-Rules: a group is returned whole or not at all. If one of its episodes raises, or the group becomes too old, the other
-episodes are cancelled and their environments closed first. An episode is not to blame for an engine that is silent: the
-group is lost, and is played again.
+Rules: a group is returned whole, but for its spare episodes, or not at all. If one of its episodes raises, or the group
+becomes too old, the other episodes are cancelled and their environments closed first; so are the spare ones of a group
+that is full. An episode is not to blame for an engine that is silent: the group is lost, and is played again.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, TypeAlias, cast
 
 from rlflow.config import Config
 from rlflow.errors import EngineLost, StaleGroup
@@ -29,7 +29,7 @@ from rlflow.rollout.images import Album
 from rlflow.rollout.render import ChatRenderer, open_renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.runtime.clock import now
-from rlflow.runtime.concurrency import all_or_none
+from rlflow.runtime.concurrency import all_or_none, until_enough
 from rlflow.runtime.derived import is_seeded
 from rlflow.runtime.disk import disk_errors
 from rlflow.types import (
@@ -42,10 +42,14 @@ from rlflow.types import (
     Pictures,
     PlayedGroup,
     Span,
+    Task,
+    Transcript,
     Verdict,
 )
 
 ACTOR = "runner"
+_Scored: TypeAlias = tuple[PlayedEpisode, Verdict | None]
+_Play: TypeAlias = Coroutine[Any, Any, _Scored]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -172,7 +176,8 @@ class EpisodeRunner:
 
     async def _play_all(self, group: _UnderWay) -> tuple[list[EpisodePayload], list[EpisodeSummary]]:
         """All episodes of a group. None of them is still running when this returns or raises."""
-        episodes = await all_or_none([self._play_and_score(group, index) for index in range(group.order.num_episodes)])
+        plays = [self._play_and_score(group, index) for index in range(group.order.num_episodes)]
+        episodes = await (first_ended(plays, group.order) if group.order.num_spare else all_or_none(plays))
         start_s = now()
         summaries = await summarized(self._scorer, episodes)
         if any(verdict is not None and verdict.awaits_group for _, verdict in episodes):
@@ -209,8 +214,8 @@ class EpisodeRunner:
             executor=self._rendering,
             album=group.album,
         )
-        if order.task.demonstration:
-            played = await show(order.task, chat)
+        if order.task.demonstrations:
+            played = await show(order.task, index, chat)
             verdict = None if played.end.is_error else Verdict(reward=played.transcript.environment_reward)
             group.played_at_s = now()
             return played, verdict
@@ -230,6 +235,39 @@ class EpisodeRunner:
         verdict = await self._scorer.score(played.transcript)
         group.scoring.append((start_s, now()))
         return played, verdict
+
+
+async def first_ended(plays: Sequence[_Play], order: GroupOrder) -> list[_Scored]:
+    """All episodes of a group with spare ones. As soon as enough of them were scored, the others are cancelled."""
+    sampled = range(order.num_episodes - order.is_last_greedy)
+    wanted = len(sampled) - order.num_spare
+
+    def scored(done: Mapping[int, _Scored]) -> list[int]:
+        return [index for index in sampled if index in done and _is_scored(*done[index])]
+
+    def is_enough(done: Mapping[int, _Scored]) -> bool:
+        return len(scored(done)) >= wanted and all(index in done for index in range(len(sampled), len(plays)))
+
+    found = await until_enough(plays, is_enough)
+    done = {index: episode for index, episode in enumerate(found) if episode is not None}
+    for index in scored(done)[wanted:]:  # they ended at the same moment
+        del done[index]
+    return [done.get(index) or (_cancelled(order.task), None) for index in range(len(plays))]
+
+
+def _is_scored(played: PlayedEpisode, verdict: Verdict | None) -> bool:
+    """Whether an episode can be trained on, as far as is known before the group is scored."""
+    if verdict is None:
+        return False
+    end = verdict.end or (EpisodeEnd.NO_VERDICT if verdict.reward is None else played.end)
+    return verdict.awaits_group or not end.is_error
+
+
+def _cancelled(task: Task) -> PlayedEpisode:
+    end = EpisodeEnd.CANCELLED
+    transcript = Transcript(task=task, prompt=(), completion=(), environment_reward=None, end=end, num_sampled=0)
+    payload = EpisodePayload(samples=[], messages=[])
+    return PlayedEpisode(end=end, payload=payload, transcript=transcript, detail="its group was full without it")
 
 
 def _facts(order: GroupOrder, summaries: Sequence[EpisodeSummary]) -> dict[str, int | str]:

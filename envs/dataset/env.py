@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def read_tasks(source: Source, system_prompt: str, make: Callable[[Row, str, Pat
     for row in rows_of(source):
         task = (make or task_of)(row, system_prompt, folder)
         tasks.append(task)
-        messages = (*task.prompt, *task.demonstration)
+        messages = (*task.prompt, *chain(*task.demonstrations))
         shown = [part["image"] for each in messages for part in each.get("parts", ()) if part["type"] == "image"]
         num_bytes += sum(len(image) for image in shown if image.startswith("data:"))
         if num_bytes > MAX_INLINE_BYTES:

@@ -1,6 +1,6 @@
 """How the losses of tokens become the loss of a step.
 
-loss [N] -> times weights [N], summed over all rows and ranks -> divided once by a count of the whole step
+loss [N] -> times weights [N], summed over all rows and ranks -> divided once by a count of the whole step, if any
 """
 
 from enum import StrEnum
@@ -18,9 +18,13 @@ class Denominator(StrEnum):
 
     tokens = "tokens"
     sequences = "sequences"
+    nothing = "nothing"
+    """The step is not divided."""
 
 
 def denominator(aggregation: Aggregation) -> Denominator:
+    if aggregation is Aggregation.token_sum:
+        return Denominator.nothing
     return Denominator.tokens if aggregation is Aggregation.token_mean else Denominator.sequences
 
 
@@ -31,7 +35,7 @@ def token_weights(aggregation: Aggregation, tokens: Tokens, max_length: int) -> 
     """
     ones = torch.ones_like(tokens.advantages)
     match aggregation:
-        case Aggregation.token_mean | Aggregation.seq_mean_token_sum:
+        case Aggregation.token_mean | Aggregation.seq_mean_token_sum | Aggregation.token_sum:
             return ones
         case Aggregation.seq_mean_token_mean:
             return ones / spread(tokens.lengths, tokens)

@@ -26,6 +26,9 @@ class Traits:
     """Whether an advantage compares the episodes of a group, which then needs two."""
     is_per_turn: bool = False
     """Whether an advantage has a value for each turn of an episode, and so needs episodes with turns."""
+    needs_log_ratios: bool = False
+    """Whether an advantage needs `Scored.log_ratio`, which costs a pass through the model before the update. It has an
+    option `beta`, which is algorithm.kl_coefficient."""
     needs_greedy: bool = False
     """Whether an advantage has each group play one more episode, greedily, as its baseline."""
     is_mask: bool = False

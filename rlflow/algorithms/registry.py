@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from rlflow.algorithms.advantage.base import Advantages, Group, Scope
 from rlflow.algorithms.base import Traits
 from rlflow.algorithms.check_returns import checked_advantage, checked_correction, checked_loss
 from rlflow.algorithms.distillation import distillation_of
-from rlflow.config import AlgorithmConfig, Config, CriticConfig, Late, Proximal
+from rlflow.config import Aggregation, AlgorithmConfig, Config, CriticConfig, Late, Proximal
 from rlflow.errors import ConfigError
 from rlflow.plugins.catalog import Catalog, modules_of
 from rlflow.plugins.options import bind
@@ -104,7 +105,12 @@ def advantage_of(algorithm: AlgorithmConfig) -> Algorithm:
     """
     if needs_critic(algorithm):
         return Algorithm(_rewards_alone, Traits(scope=Scope.batch, compares=False))
-    found = _bound(Kind.advantage, algorithm.advantage, algorithm.advantage_args, "algorithm.advantage_args")
+    options = dict(algorithm.advantage_args)
+    if resolve(Kind.advantage, algorithm.advantage).traits.needs_log_ratios:
+        if "beta" in options:
+            raise ConfigError("algorithm.advantage_args.beta is algorithm.kl_coefficient here; set that in its place")
+        options["beta"] = algorithm.kl_coefficient
+    found = _bound(Kind.advantage, algorithm.advantage, options, "algorithm.advantage_args")
     return found._replace(function=checked_advantage(found.function, algorithm.advantage))
 
 
@@ -151,6 +157,8 @@ def check_functions(config: Config) -> None:
     algorithm = config.algorithm
     if config.teacher.models:
         distillation_of(config.teacher)
+    if not needs_critic(algorithm) and resolve(Kind.advantage, algorithm.advantage).traits.needs_log_ratios:
+        _check_log_ratios(config)
     chosen = chosen_advantage(config)
     if chosen.traits.compares and algorithm.group_size < 2:
         raise ConfigError(
@@ -159,7 +167,7 @@ def check_functions(config: Config) -> None:
         )
     if needs_critic(algorithm):
         token_advantage_of(algorithm)
-    elif algorithm.kl_in_reward:
+    elif algorithm.kl_in_reward and not chosen.traits.needs_log_ratios:
         raise ConfigError(
             "algorithm.kl_in_reward=true needs rewards of single tokens, and "
             f"algorithm.advantage={algorithm.advantage} compares episodes; set it to false, or take "
@@ -204,6 +212,24 @@ def check_functions(config: Config) -> None:
             "staleness.late=train trains on tokens of any age, which needs a correction; take algorithm=tis, or set "
             "staleness.late to mask or requeue"
         )
+
+
+def _check_log_ratios(config: Config) -> None:
+    """Raise ConfigError where an advantage of pairs would not be the gradient of its loss."""
+    algorithm = config.algorithm
+    by_sums = algorithm.aggregation is Aggregation.seq_mean_token_sum
+    wanted = [
+        ("algorithm.kl_coefficient", algorithm.kl_coefficient > 0, "above 0, because it is the beta"),
+        ("algorithm.kl_in_reward", algorithm.kl_in_reward, "true, because the KL is part of the loss"),
+        ("algorithm.aggregation", by_sums, "seq_mean_token_sum, because whole replies are compared"),
+        ("algorithm.epochs", algorithm.epochs == 1, "1, because a comparison holds for one update"),
+        ("algorithm.minibatches", algorithm.minibatches == 1, "1, because a comparison holds for one update"),
+        ("teacher.models", not config.teacher.models, "left out, because rewards alone decide which reply is better"),
+    ]
+    for name, holds, must_be in wanted:
+        if not holds:
+            found = attrgetter(name)(config)
+            raise ConfigError(f"{name} must be {must_be} with algorithm.advantage={algorithm.advantage}; got {found}")
 
 
 def _bound(kind: Kind, name: str, options: Mapping[str, Any], setting: str) -> Algorithm:

@@ -18,10 +18,10 @@ def learning_rate(trainer: TrainerConfig, step: int, num_steps: int) -> float:
         return trainer.learning_rate * ((step + 1) / trainer.warmup_steps)
     decay_steps = max(1, num_steps - trainer.warmup_steps)
     progress = min(1.0, (step - trainer.warmup_steps) / decay_steps)
-    return trainer.learning_rate * _share_at(trainer.schedule, progress, **trainer.schedule_args)
+    return trainer.learning_rate * _share_at(trainer.schedule, progress, floor=trainer.schedule_args.get("floor", 0.0))
 
 
-def _share_at(schedule: Schedule, progress: float, *, floor: float = 0.0) -> float:
+def _share_at(schedule: Schedule, progress: float, *, floor: float) -> float:
     """The share of the full rate when `progress` [0, 1] of the steps after the warm-up are done."""
     match schedule:
         case Schedule.constant:
@@ -33,11 +33,25 @@ def _share_at(schedule: Schedule, progress: float, *, floor: float = 0.0) -> flo
     return floor + (1.0 - floor) * left
 
 
+def share_power(trainer: TrainerConfig) -> float:
+    """The power of the effective share of the tokens that each update's rate is multiplied by; 0 changes nothing.
+
+    VCPO (arXiv:2602.17616) takes the root, 0.5, for optimisers like AdamW, and counts whole sequences. Here tokens are
+    counted, because the rounding of an engine adds up over a long sequence to a ratio that says nothing of its age.
+    """
+    return trainer.schedule_args.get("effective_share", 0.0)
+
+
 def check_schedule(trainer: TrainerConfig, num_steps: int) -> None:
     """Raise ConfigError for options that `trainer.schedule` does not take, or a warm-up that leaves it no step."""
-    unknown = sorted(trainer.schedule_args.keys() - {"floor"})
+    unknown = sorted(trainer.schedule_args.keys() - {"floor", "effective_share"})
     if unknown:
-        raise ConfigError(f"trainer.schedule_args takes floor; got {', '.join(unknown)}")
+        raise ConfigError(f"trainer.schedule_args takes floor and effective_share; got {', '.join(unknown)}")
+    power = share_power(trainer)
+    if isinstance(power, bool) or not isinstance(power, int | float) or not 0 <= power <= 1:
+        raise ConfigError(
+            f"trainer.schedule_args.effective_share must be a power from 0, which is off, to 1; got {power}"
+        )
     floor = trainer.schedule_args.get("floor", 0.0)
     if isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 <= floor < 1:
         raise ConfigError(

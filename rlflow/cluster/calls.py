@@ -25,14 +25,14 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlflow.batching import in_order_of_training, plan_micro_batches
+from rlflow.batching.plan import in_order_of_training, plan_micro_batches
 from rlflow.config import TrainerConfig
 from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerError, WorkerLost, first_line
 from rlflow.roles import PROXIMAL, REFERENCE, Mean, StagedWeights, StepOutcome
 from rlflow.rollout.requests import ProbePrompt
 from rlflow.runtime.clock import as_seen_here, now
 from rlflow.runtime.concurrency import wait_until_all_ended
-from rlflow.runtime.derived import num_shares
+from rlflow.runtime.derived import num_shares, ranks_per_share
 from rlflow.types import FloatArray, PayloadRef, ReadyGroup, Sample, Span
 
 DISK = "disk"
@@ -142,13 +142,16 @@ class RayTrainer:
         name: str = "trainer",
         policy_is_reference: bool = False,
         recomputes: bool = False,
+        needs_log_ratios: bool = False,
     ) -> None:
-        """`policy_is_reference`: the policy with its adapters off is the reference. `recomputes`: see `derived`."""
+        """`policy_is_reference`: the policy with its adapters off is the reference. `recomputes`: see `derived`.
+        `needs_log_ratios`: see `Traits`."""
         self._actors = actors
         self._config = config
         self._name = name
         self._policy_is_reference = policy_is_reference
-        self._recomputes = recomputes
+        self._recomputes = recomputes or needs_log_ratios
+        self._needs_log_ratios = needs_log_ratios
 
     async def prepare(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> None:
         lacking = [group for group in groups if REFERENCE not in group.frozen]
@@ -156,6 +159,10 @@ class RayTrainer:
             await self._ask("references", lacking, REFERENCE)
         if self._recomputes:
             await self._ask("logprobs", groups, PROXIMAL)
+        if self._needs_log_ratios:
+            found = await self._all("log_ratios", list(groups))
+            for index, group in enumerate(groups):
+                group.log_ratios = found[index % len(found)][index // len(found)]
 
     async def _ask(self, method: str, groups: Sequence[ReadyGroup], name: str) -> None:
         for group, logprobs in zip(groups, await self.per_token(method, groups), strict=True):
@@ -177,7 +184,7 @@ class RayTrainer:
         handles: list[dict[int, object]] = [{} for _ in groups]
         waiting = []
         for rank, actor in enumerate(self._actors):
-            share, others = divmod(rank, self._config.tensor_parallel)
+            share, others = divmod(rank, ranks_per_share(self._config))
             places = [] if others else in_order_of_training(plans[share])
             call = getattr(actor, method).options(num_returns=len(places) + 1).remote(list(groups))
             done, *found = call if places else [call]

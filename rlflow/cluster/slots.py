@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rlflow.cluster.gpus import gpu_plan
 from rlflow.config import Config, Placement, PoolConfig, ProcessKind, Transport
 from rlflow.errors import ConfigError
-from rlflow.runtime.derived import sends_adapters, transport_of
+from rlflow.runtime.derived import ranks_per_share, sends_adapters, transport_of
 from rlflow.settings.cluster_checks import pool_of
 
 ENGINES_PER_RUNNER = 8
@@ -145,7 +145,7 @@ def blocks_of(config: Config, slots: Sequence[Slot], *, is_one_machine: bool) ->
         if is_one_machine and kind in (ProcessKind.engine, ProcessKind.trainer):
             return "", 0
         if kind in (ProcessKind.trainer, ProcessKind.critic):
-            return kind.value, index // config.trainer.tensor_parallel
+            return kind.value, index // ranks_per_share(config.trainer)
         return kind.value, index
 
     members: dict[tuple[str, int], list[int]] = defaultdict(list)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from rlflow.algorithms.registry import needs_critic
+from rlflow.algorithms.registry import chosen_advantage, needs_critic
 from rlflow.cluster.calls import (
     DISK,
     WATCH,
@@ -182,8 +182,13 @@ async def start_fleet(
     membership = Membership(runners)
     processes = [RayEngine(engine, index, config.deadlines) for index, engine in enumerate(engines.values())]
     engine_fleet = EngineFleet(config, processes, membership.tell, alarm)
-    is_reference, recomputing = policy_is_reference(config), recomputes(config.algorithm)
-    policy = RayTrainer(trainers, config.trainer, policy_is_reference=is_reference, recomputes=recomputing)
+    policy = RayTrainer(
+        trainers,
+        config.trainer,
+        policy_is_reference=policy_is_reference(config),
+        recomputes=recomputes(config.algorithm),
+        needs_log_ratios=chosen_advantage(config).traits.needs_log_ratios,
+    )
     critic = RayTrainer(critics, config.trainer, name="critic") if critics else None
     ranks = {f"trainer rank {rank}": actor for rank, actor in enumerate(trainers)}
     ranks |= {f"critic rank {rank}": actor for rank, actor in enumerate(critics)}

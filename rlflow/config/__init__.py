@@ -161,7 +161,8 @@ class RewardConfig:
     weights: list[float] | None = None
     """One for each function; the reward is their weighted sum. null means 1 each. 0 makes a function a metric only."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Function -> its keyword arguments; `my.py:brief` goes by `brief`."""
+    """Function -> its keyword arguments; `my.py:brief` goes by `brief`. With `model`: `mean` (0) and `deviation` (1) of
+    its scores, with which a reward is (score - mean) / deviation, and `clip` (null), how far from 0 it may be."""
     model: str | None = None
     """A sequence classifier with one label whose score is the reward: a local folder, or a hub id."""
     model_replicas: int = 1
@@ -238,14 +239,19 @@ class AlgorithmConfig:
     kl: str = "k3"
     """The estimate of the KL to the reference, as `advantage`."""
     kl_coefficient: float = 0.0
-    """Weight of KL(policy || reference). The reference is frozen; with lora.rank it is the policy without adapters."""
+    """Weight of KL(policy || reference), and the beta of dpo and ipo. The reference is frozen; with lora.rank it is the
+    policy without adapters."""
     kl_target: float | None = None
     """The KL, in nats a token, that the coefficient is adapted to reach; null: the coefficient stays."""
     kl_in_reward: bool = False
-    """Take the penalty (k1, at the time of sampling) off each token's reward instead, as PPO does; with gae only."""
+    """Take the penalty (k1, at the time of sampling) off each token's reward instead, as PPO does: with gae. True with
+    dpo and ipo, whose loss holds it."""
     entropy_bonus: float = 0.0
     """What a nat of entropy is worth for each token: the loss falls by so much. Keeps replies varied; 0.001 is usual,
     more makes them random."""
+    entropy_target: float | None = None
+    """The entropy, in nats a token, that entropy_bonus is adapted to: after each step it grows by 0.005 if the entropy
+    is at most this, and else falls by as much and is not given (arXiv:2505.22312, with 0.2). null: the bonus stays."""
     balance_coefficient: float = 0.0
     """Weight of a loss that keeps the experts of a mixture equally loaded, with the loads of whole steps
     (arXiv:2501.11873); a few thousandths. Groups whose rewards are all equal are trained for it too."""

@@ -28,6 +28,8 @@ class Aggregation(StrEnum):
     """The sum over a sequence, averaged over sequences."""
     seq_mean_token_sum_norm = "seq_mean_token_sum_norm"
     """The same divided by rollout.max_new_tokens, a constant (Dr. GRPO, arXiv:2503.20783)."""
+    token_sum = "token_sum"
+    """The sum over all tokens of an update, divided by nothing: more tokens are a larger gradient."""
 
 
 class Proximal(StrEnum):

@@ -19,6 +19,13 @@ class RolloutConfig:
     """The GPUs of an engine share out whole experts of a mixture, instead of a slice of each expert."""
     max_new_tokens: int = 256
     """Sampled tokens of one reply."""
+    oversample: float = 1.0
+    """Groups started for each that a step takes. Above 1, such as 1.25, a step does not wait for the slowest: they are
+    cancelled, and played together in a later step. Tasks with long episodes are then trained later than others. If
+    rollout and training overlap, it needs staleness.order=ready_first."""
+    oversample_episodes: float = 1.0
+    """Episodes started for each that a group takes; the slowest are cancelled. They are gone for good, so that the
+    policy learns from short episodes more often than it plays them."""
     temperature: float = 1.0
     """Divides the logits, in the trainer too. Below 1 replies differ less, and groups teach less."""
     top_k: int | None = None

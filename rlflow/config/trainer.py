@@ -24,6 +24,10 @@ class TrainerConfig:
     tensor_parallel: int = 1
     """Ranks that share a micro-batch, each with a slice of every decoder layer; it divides `ranks`. For activations
     that one GPU cannot hold, on GPUs of one machine; `fsdp` only."""
+    sequence_parallel: int = 1
+    """Ranks that share each micro-batch, each with a part of its tokens; attention exchanges heads for tokens
+    (arXiv:2309.14509). For episodes so long that one GPU cannot hold their activations, which fall to a share of
+    1 / `sequence_parallel`. It divides `ranks` and the model's attention heads; on GPUs of one machine."""
     replicas: int = 1
     """Copies of the model, parameters and moments, that the ranks hold together; it divides `ranks`, and `fsdp` only.
     With one for each machine, layers are gathered within a machine, and gradients cross the network once a step."""
@@ -34,7 +38,8 @@ class TrainerConfig:
     schedule: Schedule = Schedule.constant
     """How it goes on after the warm-up. `linear`, `cosine`: it falls until `run.steps`."""
     schedule_args: dict[str, Any] = field(default_factory=dict)
-    """`floor`: the share of `learning_rate` at which it ends (0)."""
+    """`floor`: the share of `learning_rate` at which it ends (0). `effective_share`: an update's rate is multiplied by
+    ratio/effective_share to this power; 0 is off, 0.5 is that of VCPO (arXiv:2602.17616)."""
     optimizer: Optimizer = Optimizer.adamw
     """`adamw8bit`: AdamW with moments of a byte each, which saves 6 of the 16 bytes a parameter; needs the extra
     `optim8bit`. `muon`: steps of equal size in all directions for the matrices of the decoder layers, AdamW for the
@@ -49,7 +54,8 @@ class TrainerConfig:
     max_grad_norm: float = 1.0
     """A gradient of a larger norm (grad_norm) is scaled down to it."""
     micro_batch_tokens: int = 4096
-    """Tokens that go through the model at once on a rank; this changes memory and speed, never the gradient."""
+    """Tokens that go through the model at once on a rank, or on the ranks that share a micro-batch; this changes memory
+    and speed, never the gradient."""
     streaming: bool = True
     """Accumulate the gradient of each group when it is ready; false waits for all groups of the step."""
     gradient_checkpointing: Checkpointing = Checkpointing.none
@@ -57,7 +63,7 @@ class TrainerConfig:
     each layer; `selective` also attention and the small products, and computes the MLP again; with `fsdp` only."""
     compile: bool | None = None
     """Compile the decoder layers. null: on a GPU, unless layers choose experts or keep a state; with `fsdp` only,
-    without tensor parallelism and adapters."""
+    without tensor or sequence parallelism and adapters."""
     save_optimizer: bool = True
     """Checkpoints hold the optimiser's state. false: a third of the size, and a resumed run starts its moments anew."""
 

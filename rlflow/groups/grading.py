@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 
 from rlflow.algorithms.advantage.base import Scope, Scored, ScoredTurn, all_equal
 from rlflow.algorithms.overlong import overlong_penalty
+from rlflow.algorithms.preferences import preference_metrics
 from rlflow.algorithms.registry import chosen_advantage
 from rlflow.algorithms.turns import earned, in_time
 from rlflow.config import Config
 from rlflow.errors import ConfigError
+from rlflow.roles import Mean
 from rlflow.runtime.derived import learns_from_rewards
 from rlflow.types import EpisodeEnd, EpisodeSummary, PlayedGroup, ReadyGroup, Task
 
@@ -34,6 +36,11 @@ class Grader:
     def needs_batch(self) -> bool:
         """Whether a group's advantages need all groups of its step; see `assign`."""
         return self._advantage.traits.scope is Scope.batch
+
+    @property
+    def needs_log_ratios(self) -> bool:
+        """Whether `assign` reads what the trainer leaves with the groups when it prepares them."""
+        return self._advantage.traits.needs_log_ratios
 
     @property
     def needs_greedy(self) -> bool:
@@ -67,7 +74,7 @@ class Grader:
             num_images=played.num_images,
             pictures=played.pictures,
         )
-        if not self.needs_batch:
+        if not (self.needs_batch or self.needs_log_ratios):
             self._set_advantages([ready])
         return ready
 
@@ -101,9 +108,13 @@ class Grader:
         return parts[name]
 
     def assign(self, groups: Sequence[ReadyGroup]) -> None:
-        """Give the groups of a step their advantages, if these depend on the whole step."""
-        if self.needs_batch:
+        """Give the groups of a step their advantages, if these depend on the whole step, or on the model."""
+        if self.needs_batch or self.needs_log_ratios:
             self._set_advantages(groups)
+
+    def preferences(self, groups: Sequence[ReadyGroup]) -> dict[str, Mean]:
+        """What the log-ratios of a step say; see `preference_metrics`."""
+        return preference_metrics([self._scored(group) for group in groups])
 
     def _set_advantages(self, groups: Sequence[ReadyGroup]) -> None:
         found = self._advantage.function(
@@ -117,9 +128,10 @@ class Grader:
             ]
 
     def _scored(self, group: ReadyGroup) -> list[Scored]:
-        return [self._score(group, episode) for episode in group.episodes]
+        ratios = group.log_ratios or [None] * len(group.episodes)
+        return [self._score(group, *each) for each in zip(group.episodes, ratios, strict=True)]
 
-    def _score(self, group: ReadyGroup, episode: EpisodeSummary) -> Scored:
+    def _score(self, group: ReadyGroup, episode: EpisodeSummary, log_ratio: float | None) -> Scored:
         reward, turns = self._shaped_reward(episode), episode.turns
         rewards = earned(turns, reward) if turns else []
         return Scored(
@@ -134,6 +146,7 @@ class Grader:
                 for index in in_time(turns)
             ],
             baseline=group.baseline,
+            log_ratio=log_ratio,
         )
 
     def _shaped_reward(self, episode: EpisodeSummary) -> float:

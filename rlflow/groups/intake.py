@@ -2,13 +2,15 @@
 
     sampler -> admit -> play and score -> grade -> frozen models -> ready queue -> take
                            |                |                           |
-                           +-> failed       +-> no verdict,             +-> stale: too old for the update, or played
-                                                filtered                       too long; failed: its machine was lost
+                           +-> failed,      +-> no verdict,             +-> stale: too old for the update, or played
+                               slow             filtered                       too long; failed: its machine was lost
 
 Rules:
 - Every admitted group leaves through `take` or through `_drop`, exactly once.
 - No more groups start than `staleness.admission_budget` allows, and none while the ready ones hold too many bytes.
 - A group that is too old for the update is dropped here at the latest, by the rules of `staleness`.
+- With `rollout.oversample` more groups start than a step takes. When a synchronous step is full, the others end as
+  slow; `rounds.py` says when their tasks are played again.
 - A task whose group failed, or came too late, is played again. Many failures in a row end the run; any error but a lost
   group ends it at once, as does a frozen model that hangs.
 
@@ -27,6 +29,7 @@ from rlflow.groups import staleness
 from rlflow.groups.grading import Grader, why_no_verdict
 from rlflow.groups.ledger import DropReason, GroupState, Ledger
 from rlflow.groups.ready import ReadyQueue
+from rlflow.groups.rounds import Rounds, num_spare
 from rlflow.groups.sampler import TaskSampler
 from rlflow.roles import Workers
 from rlflow.runtime.concurrency import all_or_none
@@ -115,6 +118,7 @@ class Intake:
         self._progress = progress
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
+        self._rounds = Rounds(config)
         self._target = min(2, 1 + config.staleness.max_versions) * config.algorithm.groups_per_step
         self._waited_s = 0.0
         self._crowded_shares: list[float] = []
@@ -135,7 +139,8 @@ class Intake:
         if self._closing or self._failure is not None:
             return
         try:
-            for _ in range(self._budget()):
+            self._rounds.begin(self._progress.served_step, self.sampler)
+            while self._budget():
                 self._admit_one()
         except Exception as error:
             self.fail(error)
@@ -146,7 +151,10 @@ class Intake:
         group_id = self._ledger.admit(task.id, task_pass=task_pass, version=version)
         was_late = task_pass is not None and self._was_late(task.id, task_pass)
         self.ready.expect(group_id, version, was_late=was_late)
-        self._tasks[group_id] = asyncio.create_task(self._live(group_id, task), name=f"group {group_id}")
+        living = asyncio.create_task(self._live(group_id, task), name=f"group {group_id}")
+        self._tasks[group_id] = living
+        # Not in `_live`, because a task that is cancelled before its first step runs nothing.
+        living.add_done_callback(lambda _: self._tasks.pop(group_id))
 
     async def take(self, places: int) -> list[ReadyGroup]:
         """Groups for the update in hand, at least one and at most `places`, none of them too late.
@@ -163,6 +171,8 @@ class Intake:
             taken = [group for group in ready if not (self._drop_if_late(group) or self._drop_if_lost(group))]
             for group in taken:
                 self._ledger.advance(group.group_id, GroupState.TRAINING)
+            if self._rounds.ends_slow and len(taken) == places:
+                self._end_the_slow()
             self.admit()
             if taken:
                 return taken
@@ -176,6 +186,14 @@ class Intake:
             left_s -= waited_s
             if left_s <= 0:
                 raise DeadlineError("waiting for a group to train on", limit_s, self._last_loss)
+
+    def _end_the_slow(self) -> None:
+        """The step is full: no update will use the other groups."""
+        self.ready.remove(lambda _: True)
+        for group_id in self._ledger.live(GroupState.ADMITTED, GroupState.RUNNING, GroupState.SCORED, GroupState.READY):
+            self._drop(group_id, DropReason.SLOW, "the step was full without it")
+            if group_id in self._tasks:
+                self._tasks[group_id].cancel()
 
     def end_step(self, step_s: float) -> None:
         """A step of so many seconds is over: let more groups live, or fewer, in the next one."""
@@ -269,7 +287,6 @@ class Intake:
             # The main task raises it again; nobody awaits this one.
             self.fail(error)
         finally:
-            del self._tasks[group_id]
             self.admit()
             self._changed.set()
 
@@ -290,10 +307,13 @@ class Intake:
 
     async def _play(self, group_id: int, task: Task) -> None:
         self._ledger.advance(group_id, GroupState.RUNNING)
+        size = self._config.algorithm.group_size
+        spare = num_spare(size, self._config.rollout.oversample_episodes)
         order = GroupOrder(
             group_id=group_id,
             task=task,
-            num_episodes=self._config.algorithm.group_size + self.grader.needs_greedy,
+            num_episodes=size + spare + self.grader.needs_greedy,
+            num_spare=spare,
             is_last_greedy=self.grader.needs_greedy,
             seed=group_seed(self._config.run.seed, group_id),
         )
@@ -307,7 +327,7 @@ class Intake:
         self._crowded_shares.append(played.crowded_share)
         self.collected.episodes += played.episodes
         self.collected.spans += played.spans
-        sampled = played.episodes[: self._config.algorithm.group_size]  # a greedy one comes after them
+        sampled = played.episodes[: size + spare]  # a greedy one comes after them
         rewards = [episode.reward for episode in sampled if episode.is_trainable and episode.reward is not None]
         self.sampler.on_result(task.id, rewards)
         ready = self.grader.ready(task, played)
@@ -373,6 +393,9 @@ class Intake:
         self._listener.dropped(group_id, reason, detail)
         if not reason.puts_task_back:
             return
+        if reason is DropReason.SLOW:
+            self.sampler.defer(task_id, task_pass)
+            return
         failed = reason is DropReason.FAILED
         if failed and self._ledger.num_drops_of(task_id, task_pass, reason) >= MAX_TASK_FAILURES:
             return
@@ -384,7 +407,7 @@ class Intake:
         """How many groups to start now."""
         if self._is_full:
             return 0
-        return min(self._allowed(), max(0, self._target - self._ledger.num_live))
+        return min(self._allowed(), max(0, self._target + self._rounds.most_spare - self._ledger.num_live))
 
     def _allowed(self) -> int:
         """How many groups the staleness bound lets start."""
@@ -396,6 +419,8 @@ class Intake:
             max_versions=self._config.staleness.max_versions,
             num_trained=self._ledger.num_trained,
             num_live=self._ledger.num_live,
+            num_training=self._ledger.num_training,
+            num_spare=self._rounds.spare_now(self.sampler),
         )
 
     @property

@@ -44,11 +44,13 @@ class DropReason(StrEnum):
     NO_VERDICT = "no_verdict"
     FAILED = "failed"
     CANCELLED = "cancelled"
+    SLOW = "slow"
+    """Its step was full before (rollout.oversample)."""
 
     @property
     def puts_task_back(self) -> bool:
         """Whether the task is tried again; the other reasons are final."""
-        return self in (DropReason.STALE, DropReason.FAILED, DropReason.CANCELLED)
+        return self not in (DropReason.FILTERED, DropReason.NO_VERDICT)
 
 
 ROWS_AT_ONCE = 64
@@ -82,7 +84,7 @@ _ENDS = (GroupState.TRAINED, GroupState.DROPPED)
 _PUT = "INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 _LIVE = "SELECT * FROM groups WHERE state NOT IN ('trained', 'dropped') ORDER BY id"
 _DROPS_OF_OPEN_PASSES = """
-SELECT task, pass, reason, COUNT(*) FROM groups WHERE reason IN ('stale', 'failed', 'cancelled') AND NOT EXISTS (
+SELECT task, pass, reason, COUNT(*) FROM groups WHERE reason NOT IN ('filtered', 'no_verdict') AND NOT EXISTS (
     SELECT 1 FROM groups AS ended WHERE ended.task = groups.task AND ended.pass = groups.pass
     AND (ended.state = 'trained' OR ended.reason IN ('filtered', 'no_verdict'))
 ) GROUP BY task, pass, reason
@@ -183,6 +185,10 @@ class Ledger:
     def num_trained(self) -> int:
         return self._counts[GroupState.TRAINED, None]
 
+    @property
+    def num_training(self) -> int:
+        return self._counts[GroupState.TRAINING, None]
+
     def counts(self) -> dict[str, int]:
         """Groups by state, dropped ones by reason ("dropped_stale"), and "admitted_total", their sum."""
         return _by_name(self._counts)
@@ -269,7 +275,7 @@ class Ledger:
         return database.execute("SELECT COALESCE(MAX(id), 0) FROM groups").fetchone()[0]
 
     def _forget_drops(self, task_id: str) -> None:
-        """A task is drawn anew only when none of its passes waits to go on, except those that are live."""
+        """Passes that are live go on, and so does one that was deferred (`TaskSampler.defer`): its drops count anew."""
         if (drops := self._drops.pop(task_id, None)) is None:
             return
         passes = {row.task_pass for row in self._live.values() if row.task == task_id}

@@ -2,15 +2,16 @@
 
     curriculum -> next -> a group is played -> on_result -> curriculum
                    ^-------- put_back --------+
+                   +-- recall <--- defer -----+
 
-Rule: whatever a curriculum does, a task that is put back comes again.
+Rule: whatever a curriculum does, a task that is put back comes again, and so does one that is deferred.
 """
 
 import hashlib
 import json
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.config import CurriculumConfig
@@ -39,6 +40,8 @@ class SamplerState:
     """(task id, pass) of the tasks to try again, in order."""
     curriculum: dict[str, Any]
     """The curriculum's own state, as JSON."""
+    deferred: list[tuple[str, int]] = field(default_factory=list)
+    """(task id, pass) of the tasks that wait for `recall`, in order."""
 
 
 def digests_of_rows(tasks: Sequence[Task]) -> str:
@@ -48,8 +51,7 @@ def digests_of_rows(tasks: Sequence[Task]) -> str:
 
 
 def _columns(task: Task) -> list[Any]:
-    told = [task.demonstration] if task.demonstration else []
-    return [task.prompt, task.answer, task.kind, task.data, *told]
+    return [task.prompt, task.answer, task.kind, task.data, *task.demonstrations]
 
 
 class TaskSampler:
@@ -71,6 +73,7 @@ class TaskSampler:
         self.rows = digests_of_rows(tasks) if rows is None else rows
         self._curriculum = make_curriculum(config, tasks, seed)
         self._put_back: deque[tuple[str, int]] = deque()
+        self._deferred: deque[tuple[str, int]] = deque()
         _ = self.state  # fails here rather than at the first checkpoint
 
     def next(self) -> tuple[Task, int | None]:
@@ -89,6 +92,23 @@ class TaskSampler:
     def put_back(self, task_id: str, task_pass: int) -> None:
         """Offer this task again before any new one."""
         self._put_back.append((task_id, task_pass))
+
+    @property
+    def num_put_back(self) -> int:
+        return len(self._put_back)
+
+    def defer(self, task_id: str, task_pass: int) -> None:
+        """Offer this task again when `recall` has put it back."""
+        self._deferred.append((task_id, task_pass))
+
+    @property
+    def num_deferred(self) -> int:
+        return len(self._deferred)
+
+    def recall(self, count: int) -> None:
+        """Put back deferred tasks until `count` tasks are put back, or none is deferred."""
+        while self._deferred and len(self._put_back) < count:
+            self._put_back.append(self._deferred.popleft())
 
     def on_result(self, task_id: str, rewards: Sequence[float]) -> None:
         """A group was scored; see `Curriculum.on_result`."""
@@ -111,6 +131,7 @@ class TaskSampler:
             rows=self.rows,
             put_back=list(self._put_back),
             curriculum=curriculum,
+            deferred=list(self._deferred),
         )
 
     def edited(self, state: SamplerState) -> str:
@@ -136,4 +157,4 @@ class TaskSampler:
                 "give now, or in another order; restore the data that the run was begun with, or begin another run.dir"
             )
         self._curriculum.restore(state.curriculum)
-        self._put_back = deque(state.put_back)
+        self._put_back, self._deferred = deque(state.put_back), deque(state.deferred)

@@ -21,18 +21,27 @@ CROWDED = 0.5
 
 
 def admission_budget(
-    *, served_step: int, num_steps: int, groups_per_step: int, max_versions: int, num_trained: int, num_live: int
+    *,
+    served_step: int,
+    num_steps: int,
+    groups_per_step: int,
+    max_versions: int,
+    num_trained: int,
+    num_live: int,
+    num_training: int = 0,
+    num_spare: int = 0,
 ) -> int:
     """How many groups may start now.
 
     The engines hold the version that step `served_step` (counted from 0) updates. Groups for that step and for the
     `max_versions` steps after it may exist; a group that is dropped gives its place back. AReaL (arXiv:2505.24298,
-    section 4.1) bounds the same sum, without drops.
+    section 4.1) bounds the same sum, without drops. `num_spare` groups more may exist while these steps have places
+    that the trainer has not filled; `num_training` of the live groups fill one.
 
     Example: served_step 0, 4 groups a step, max_versions 1, nothing trained, 3 live -> 2 * 4 - 3 = 5 may start
     """
-    last_step = min(served_step + 1 + max_versions, num_steps)
-    return max(0, last_step * groups_per_step - num_trained - num_live)
+    places = min(served_step + 1 + max_versions, num_steps) * groups_per_step - num_trained
+    return max(0, places + (num_spare if places > num_training else 0) - num_live)
 
 
 def next_target(

@@ -60,6 +60,9 @@ class Updates:
         groups, waiting = await self._gather(spans)
         parts = list(self._parts(groups)) if num_updates(self._config.algorithm) > 1 else [waiting]
         await self._prepare(waiting)
+        grader = self._intake.grader
+        if grader.needs_log_ratios:
+            grader.assign(groups)
         outcomes: list[StepOutcome] = []
         for number, part in enumerate(parts, 1):
             spans += await self._accumulate(part)
@@ -69,6 +72,8 @@ class Updates:
             group.frozen.pop(PROXIMAL, None)
         outcome = of_step(outcomes)
         outcome.spans += [*self._prepared, *spans]
+        if grader.needs_log_ratios:
+            outcome.metrics |= grader.preferences(groups)
         self._prepared = []
         if outcome.applied:
             self._progress.version += 1
@@ -78,7 +83,7 @@ class Updates:
     async def _gather(self, spans: list[Span]) -> tuple[list[ReadyGroup], list[ReadyGroup]]:
         """A step's groups, and those of them whose gradients are not accumulated yet."""
         grader, config = self._intake.grader, self._config
-        is_whole_step = grader.needs_batch or num_updates(config.algorithm) > 1
+        is_whole_step = grader.needs_batch or grader.needs_log_ratios or num_updates(config.algorithm) > 1
         together = is_whole_step or self._is_colocated or not config.trainer.streaming
         size = config.algorithm.groups_per_step
         groups: list[ReadyGroup] = []
@@ -94,7 +99,7 @@ class Updates:
                 spans += await self._accumulate(waiting)
                 waiting = []
         await wake_trainer(config, self._workers)
-        if together:
+        if together and not grader.needs_log_ratios:
             grader.assign(groups)
         return groups, waiting
 

@@ -1,6 +1,6 @@
 """An episode whose replies are given: nothing is sampled, and no environment is asked.
 
-    Task.demonstration -> Chat, which records each reply as a turn of the policy -> PlayedEpisode
+    one of Task.demonstrations -> Chat, which records each reply as a turn of the policy -> PlayedEpisode
 
 No policy of this run has sampled these tokens, so their version is NO_VERSION: they are never too old, and nobody's
 log-probabilities are compared with the trainer's. What stands between two replies is context, as in every episode.
@@ -14,13 +14,16 @@ from rlflow.rollout.episode import PlayedEpisode, recorded
 from rlflow.types import EpisodeEnd, Json, Message, Task
 
 
-async def show(task: Task, chat: Chat) -> PlayedEpisode:
-    """The episode of a task that has a demonstration; tools are those of its column `tools`."""
+async def show(task: Task, place: int, chat: Chat) -> PlayedEpisode:
+    """The episode in this place of the group of a task that has demonstrations; tools are those of its column `tools`.
+
+    Its reward is the weight of the row. Of several, the first one has that, and the others 0.
+    """
     tools = cast(list[dict[str, Json]], task.data.get("tools") or [])
     prompt = await chat.taken_up(task.prompt)
     told: list[Message] = []
     try:
-        for message in await chat.taken_up(task.demonstration):
+        for message in await chat.taken_up(task.demonstrations[place]):
             if message["role"] == "assistant":
                 reply = await chat.reply([*prompt, *told], tools, given=message)
                 message = reply.message  # with the calls as they are found in its tokens
@@ -30,5 +33,5 @@ async def show(task: Task, chat: Chat) -> PlayedEpisode:
         end = EpisodeEnd.EMPTY_COMPLETION if is_empty else EpisodeEnd.PROMPT_TOO_LONG
         return recorded(chat, task, prompt, told, end, chat.end_detail)
     weight = task.data.get("weight")
-    reward = 1.0 if weight is None else float(cast(float, weight))
+    reward = 0.0 if place else 1.0 if weight is None else float(cast(float, weight))
     return recorded(chat, task, prompt, told, EpisodeEnd.COMPLETED, reward=reward)

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from rlflow.batching.tree import num_distinct_tokens
 from rlflow.config import Config
 from rlflow.environments.wire import conversation_of, plain, prompt_of, result_of, step_of
 from rlflow.envs.base import POLICY, Endpoint, Environment, Program, Prompt, Result, Step, ToolSchema
@@ -159,7 +160,7 @@ async def summarized(scorer: Scorer, group: Sequence[tuple[PlayedEpisode, Verdic
 def summarize(played: PlayedEpisode, verdict: Verdict | None) -> EpisodeSummary:
     """The metadata of a played episode. `verdict` is None if the episode ended in an error and so was not scored.
 
-    Token counts cover all samples; both versions are -1 if nothing was sampled.
+    Both versions are -1 if nothing was sampled.
     """
     assert (verdict is None) == played.end.is_error, "exactly the episodes without an error are scored"
     end, reward, detail, metrics = played.end, None, played.detail, dict(played.metrics)
@@ -170,12 +171,13 @@ def summarize(played: PlayedEpisode, verdict: Verdict | None) -> EpisodeSummary:
     turns, samples = played.turns, played.payload.samples
     if reward != played.transcript.environment_reward:
         turns = tuple(replace(turn, reward=0.0) for turn in turns)
+    num_prompt_tokens = len(samples[0].prompt_ids) if samples else 0
     versions = [int(version) for sample in samples for version in sample.cache_versions[sample.loss_mask]]
     return EpisodeSummary(
         end=end,
         reward=reward,
-        num_prompt_tokens=sum(len(sample.prompt_ids) for sample in samples),
-        num_completion_tokens=sum(len(sample.completion_ids) for sample in samples),
+        num_prompt_tokens=num_prompt_tokens,
+        num_completion_tokens=num_distinct_tokens(samples) - num_prompt_tokens,
         num_loss_tokens=len(versions),
         oldest_version=min(versions, default=NO_VERSION),
         newest_version=max(versions, default=NO_VERSION),

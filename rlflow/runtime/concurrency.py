@@ -1,7 +1,7 @@
 """Several coroutines, one outcome."""
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -23,6 +23,30 @@ async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.wait(tasks)
     failed = [task for task in tasks if not task.cancelled() and task.exception() is not None]
     return [task.result() for task in failed or tasks]
+
+
+async def until_enough(
+    coroutines: Sequence[Coroutine[Any, Any, T]], is_enough: Callable[[Mapping[int, T]], bool]
+) -> list[T | None]:
+    """Results in order, None for those that were cancelled because `is_enough` said yes to the others, by their places.
+
+    When one fails, or the wait is cancelled, the others are cancelled and waited for first.
+    """
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    waiting = set(tasks)
+    try:
+        while waiting and not any(task.exception() for task in tasks if task.done()):
+            if is_enough({place: task.result() for place, task in enumerate(tasks) if task.done()}):
+                break
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+    return [None if task.cancelled() else task.result() for task in tasks]
 
 
 async def wait_until_all_ended(awaitables: Sequence[Awaitable[T]]) -> list[T]:

@@ -93,9 +93,14 @@ def recomputes(algorithm: AlgorithmConfig) -> bool:
     return algorithm.proximal is Proximal.recomputed and num_updates(algorithm) > 1
 
 
+def ranks_per_share(trainer: TrainerConfig) -> int:
+    """Neighbouring ranks that go through the same micro-batches: with slices of layers, or with parts of each row."""
+    return trainer.tensor_parallel * trainer.sequence_parallel
+
+
 def num_shares(trainer: TrainerConfig) -> int:
-    """The number of shares of a batch; the ranks of a tensor group, which are neighbours, have the same one."""
-    return trainer.ranks // trainer.tensor_parallel
+    """The number of shares of a batch; the ranks of a group have the same one."""
+    return trainer.ranks // ranks_per_share(trainer)
 
 
 def num_shards(trainer: TrainerConfig) -> int:
@@ -121,7 +126,7 @@ def can_compile(config: Config) -> bool:
     """True if a decoder layer is one graph: no hooks of DeepSpeed, no traffic between ranks, no adapters in it, and no
     balance loss to be told of."""
     trainer, is_plain = config.trainer, config.lora.rank is None and not config.algorithm.balance_coefficient
-    return trainer.backend is Backend.fsdp and trainer.tensor_parallel == 1 and is_plain
+    return trainer.backend is Backend.fsdp and ranks_per_share(trainer) == 1 and is_plain
 
 
 def needs_reference(config: Config) -> bool:

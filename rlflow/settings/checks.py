@@ -24,6 +24,7 @@ from rlflow.config import (
 )
 from rlflow.curriculum.registry import check_curriculum
 from rlflow.errors import ConfigError
+from rlflow.rewards.scaled import scaling_of
 from rlflow.runtime.derived import can_compile, needs_reference, num_updates, samples_while_loading, sends_adapters
 from rlflow.settings import teacher_checks
 from rlflow.settings.cluster_checks import check_cluster
@@ -45,10 +46,18 @@ _POSITIVE = {
         "episode_timeout_s",
     ),
     "reward": ("model_replicas", "workers", "timeout_s"),
-    "algorithm": ("groups_per_step", "epochs", "minibatches"),
+    "algorithm": ("groups_per_step", "epochs", "minibatches", "entropy_target"),
     "rollout": ("tensor_parallel", "max_new_tokens", "temperature", "max_running", "kv_cache_gb"),
     "eval": ("episodes",),
-    "trainer": ("ranks", "tensor_parallel", "replicas", "learning_rate", "max_grad_norm", "micro_batch_tokens"),
+    "trainer": (
+        "ranks",
+        "tensor_parallel",
+        "sequence_parallel",
+        "replicas",
+        "learning_rate",
+        "max_grad_norm",
+        "micro_batch_tokens",
+    ),
     "lora": ("alpha",),
     "critic": ("learning_rate",),
     "cluster": ("reference_ranks",),
@@ -71,7 +80,7 @@ _SHARES = {"trainer": ("beta1", "beta2"), "rollout": ("min_p",), "lora": ("dropo
 _OF_ENGINES = (
     *("rollout.stop", "rollout.speculative", "rollout.quantization", "rollout.tensor_parallel", "rollout.engine_args"),
     *("rollout.drain", "rollout.keep_cache", "rollout.update", "weights.transport", "weights.verify", "lora.send"),
-    *("cluster.placement", "algorithm.mask_truncated"),
+    *("cluster.placement", "algorithm.mask_truncated", "rollout.oversample", "rollout.oversample_episodes"),
 )
 
 _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
@@ -86,7 +95,6 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         "with model.dtype=float32, in which the output layer is computed too; leave it false",
     ),
     ("reward.weights", lambda c: c.reward.model, "with reward.model; leave it out"),
-    ("reward.args", lambda c: c.reward.model, "with reward.model; leave it out"),
     (
         "reward.workers",
         lambda c: c.reward.model,
@@ -150,6 +158,12 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
         "raise staleness.max_versions",
     ),
     (
+        "rollout.oversample",
+        lambda c: c.staleness.max_versions and c.staleness.order is Order.oldest_first,
+        "with staleness.order=oldest_first, under which every group is waited for; set that to ready_first, or "
+        "rollout.oversample to 1",
+    ),
+    (
         "staleness.late",
         lambda c: c.staleness.order is Order.oldest_first,
         "with staleness.order=oldest_first, under which no group is late; set it to requeue, or staleness.order to "
@@ -202,7 +216,7 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     ),
     (
         "trainer.schedule_args",
-        lambda c: c.trainer.schedule is Schedule.constant,
+        lambda c: c.trainer.schedule is Schedule.constant and "floor" in c.trainer.schedule_args,
         "with trainer.schedule=constant; leave it out, or set trainer.schedule to linear or cosine",
     ),
     (
@@ -218,8 +232,8 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     (
         "trainer.compile",
         lambda c: not can_compile(c),
-        "with trainer.backend=deepspeed, trainer.tensor_parallel above 1, lora.rank or algorithm.balance_coefficient; "
-        "set it to null",
+        "with trainer.backend=deepspeed, trainer.tensor_parallel or trainer.sequence_parallel above 1, lora.rank or "
+        "algorithm.balance_coefficient; set it to null",
     ),
     (
         "trainer.replicas",
@@ -271,6 +285,10 @@ def _check_ranges(config: Config) -> None:
                     raise ConfigError(f"{section}.{name} must be a finite number; got {value}")
                 if not is_right(value):
                     raise ConfigError(f"{section}.{name} must {wanted}; got {value}")
+    for key in ("oversample", "oversample_episodes"):
+        value = getattr(config.rollout, key)
+        if not 1 <= value < math.inf:
+            raise ConfigError(f"rollout.{key} must be at least 1, which is off, such as 1.25; got {value}")
     if config.algorithm.group_size < 1:
         raise ConfigError(f"algorithm.group_size must be at least 1; got {config.algorithm.group_size}")
     if config.algorithm.group_size == 1 and config.algorithm.dynamic_sampling:
@@ -376,6 +394,8 @@ def _check_reward(config: Config) -> None:
             f"reward.function={reward.function} contradicts reward.model={reward.model}: a reply has one reward; set "
             "one of them to null"
         )
+    if reward.model is not None:
+        scaling_of(reward.args)
     if reward.weights is not None and not all(math.isfinite(weight) for weight in reward.weights):
         raise ConfigError(f"reward.weights must be finite numbers; got {reward.weights}")
     if reward.weights is not None and not any(reward.weights):

@@ -12,15 +12,20 @@ def check_trainer(config: Config) -> None:
     if trainer.backend is Backend.deepspeed and trainer.zero_stage not in (1, 2, 3):
         found = "null" if trainer.zero_stage is None else trainer.zero_stage
         raise ConfigError(f"trainer.zero_stage must be 1, 2 or 3 with trainer.backend=deepspeed; got {found}")
-    if trainer.ranks % trainer.tensor_parallel:
+    if trainer.tensor_parallel > 1 and trainer.sequence_parallel > 1:
         raise ConfigError(
-            f"trainer.tensor_parallel must divide trainer.ranks ({trainer.ranks}); got {trainer.tensor_parallel}"
+            f"trainer.sequence_parallel={trainer.sequence_parallel} does not go with trainer.tensor_parallel="
+            f"{trainer.tensor_parallel}, because both share out the heads; set one of them to 1"
         )
-    if trainer.ranks % (trainer.replicas * trainer.tensor_parallel):
-        raise ConfigError(
-            f"trainer.replicas times trainer.tensor_parallel must divide trainer.ranks ({trainer.ranks}); got "
-            f"{trainer.replicas} x {trainer.tensor_parallel}"
-        )
+    groups = {"tensor_parallel": trainer.tensor_parallel, "sequence_parallel": trainer.sequence_parallel}
+    for key, size in groups.items():
+        if trainer.ranks % size:
+            raise ConfigError(f"trainer.{key} must divide trainer.ranks ({trainer.ranks}); got {size}")
+        if trainer.ranks % (trainer.replicas * size):
+            raise ConfigError(
+                f"trainer.replicas times trainer.{key} must divide trainer.ranks ({trainer.ranks}); got "
+                f"{trainer.replicas} x {size}"
+            )
     if trainer.optimizer is not Optimizer.adamw and trainer.backend is Backend.deepspeed:
         raise ConfigError(
             f"trainer.optimizer={trainer.optimizer} does not go with trainer.backend=deepspeed, whose flat buffers "

@@ -41,7 +41,7 @@ def step_record(report: StepReport, *, since_s: float, num_tokens_before: int, i
         "grad_norm": report.outcome.grad_norm,
         "update_skipped": report.outcome.num_skipped,
         "lr": report.outcome.learning_rate,
-        "completions/mean_length": float(np.mean([episode.num_completion_tokens for episode in trained])),
+        "completions/mean_length": float(np.mean([episode.num_loss_tokens for episode in trained])),
         "completions/clipped_ratio": float(np.mean([episode.end.is_truncated for episode in trained])),
         "num_tokens": num_tokens_before + num_tokens,
         "step_time": step_time,

@@ -56,6 +56,7 @@ def test_what_a_caller_must_know() -> None:
         "opsm",
         "divergence",
         "uncertain_negatives",
+        "low_entropy",
     }
     assert {name for name in CATALOGS[Kind.loss].shipped if resolve(Kind.loss, name).traits.is_corrected} == {
         "aipo",

@@ -21,7 +21,7 @@ from rlflow.algorithms.correction.tis_geometric import tis_geometric
 from rlflow.algorithms.correction.tis_sequence import tis_sequence
 from rlflow.algorithms.correction.uncertain_negatives import uncertain_negatives
 from rlflow.algorithms.correction.veto import veto
-from rlflow.algorithms.entropy import leaves_out_negatives, without_negatives
+from rlflow.algorithms.entropy import leaves_out_negatives, next_bonus, without_negatives
 from rlflow.algorithms.kl.base import next_coefficient
 from rlflow.algorithms.kl.k1 import k1
 from rlflow.algorithms.kl.k2 import k2
@@ -283,6 +283,7 @@ def test_the_kl_coefficient_follows_the_target(kl: float, coefficient: float) ->
         (Aggregation.seq_mean_token_mean, [0.5, 0.5, 1.0], Denominator.sequences),
         (Aggregation.seq_mean_token_sum, [1.0, 1.0, 1.0], Denominator.sequences),
         (Aggregation.seq_mean_token_sum_norm, [0.25, 0.25, 0.25], Denominator.sequences),
+        (Aggregation.token_sum, [1.0, 1.0, 1.0], Denominator.nothing),
     ],
 )
 def test_aggregations(aggregation: Aggregation, weights: list[float], divides_by: Denominator) -> None:
@@ -290,6 +291,19 @@ def test_aggregations(aggregation: Aggregation, weights: list[float], divides_by
     assert token_weights(aggregation, tokens, max_length=4).tolist() == weights
     assert denominator(aggregation) is divides_by
     assert token_weights(aggregation, no_tokens(), max_length=4).tolist() == []
+
+
+def test_a_bonus_for_entropy_grows_up_to_the_target_and_is_given_below_it_only() -> None:
+    bonus, found = 0.004, []
+    for entropy in [0.1, 0.2, 0.21, 0.5, 0.5, 0.5, 0.19]:
+        bonus, is_given = next_bonus(bonus, entropy, target=0.2)
+        found.append((round(bonus, 6), is_given))
+    assert found == [
+        (0.009, True), (0.014, True), (0.009, False), (0.004, False), (0.0, False), (0.0, False), (0.005, True),
+    ]  # fmt: skip
+    assert next_bonus(0.999, 0.1, target=0.2) == (1.0, True)
+    with pytest.raises(ConfigError, match="entropy target must be above 0"):
+        next_bonus(0.0, 0.1, target=0.0)
 
 
 def test_negatives_are_left_out_from_high_entropy_until_low() -> None:

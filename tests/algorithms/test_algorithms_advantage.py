@@ -158,7 +158,8 @@ def always_zero() -> list[str]:
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_group_of_equal_rewards_gives_exactly_zero(name: str, size: int) -> None:
     def episode(reward: float) -> Scored:
-        return Scored(reward=reward, num_loss_tokens=3, rewards={"a": reward}, turns=[turn("s", reward)])
+        turns = [turn("s", reward)]
+        return Scored(reward=reward, num_loss_tokens=3, rewards={"a": reward}, turns=turns, log_ratio=0.0)
 
     groups = [[episode(0.1)] * size, [episode(0.0), episode(0.9), episode(0.7)]]
     found = resolve(Kind.advantage, name).function(groups)

@@ -55,11 +55,14 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"of": "max", "threshold": 0.1, "estimate": "k2"},
         {"estimate": "k2"},
     ],
+    "low_entropy": [{"threshold": 1.5}],
     "uncertain_negatives": [{"threshold": 0.2}, {"of": "sequence"}],
     "passk": [{"normalise": True}],
     "gdpo": [{"weights": {"right": 1.0, "short": 0.1}}, {"weights": {"short": 1.0}}],
     "gigpo": [{"step_weight": 0.5}, {"discount": 0.5}, {"normalise": False}],
     "eapo": [{"discount": 0.5}],
+    "dpo": [{"beta": 0.5}, {"label_smoothing": 0.2}],
+    "ipo": [{"beta": 0.5}],
 }
 
 

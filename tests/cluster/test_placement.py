@@ -91,8 +91,11 @@ def test_only_ranks_are_pinned_where_weights_cross_machines() -> None:
     assert pinned == {ProcessKind.trainer, ProcessKind.engine}
 
 
-def test_ranks_of_a_tensor_group_share_a_machine() -> None:
-    placed = fit(config(1, 4, trainer_parallel=2), machines(3, 3))
+@pytest.mark.parametrize("key", ["tensor_parallel", "sequence_parallel"])
+def test_ranks_with_the_same_micro_batches_share_a_machine(key: str) -> None:
+    asked = config(1, 4)
+    setattr(asked.trainer, key, 2)
+    placed = fit(asked, machines(3, 3))
     ranks = where(placed, ProcessKind.trainer)
     assert ranks[0] == ranks[1] != ranks[2] == ranks[3]
 

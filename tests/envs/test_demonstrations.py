@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlflow.config import Config, EnvConfig, RewardConfig
+from rlflow.algorithms.registry import check_functions
+from rlflow.config import Aggregation, Config, EnvConfig, RewardConfig
 from rlflow.environments.find import held_out_tasks, load_environment
 from rlflow.errors import ConfigError
 from rlflow.settings.checks import check
@@ -31,7 +32,7 @@ def test_a_conversation_is_given_from_its_first_reply_on(tmp_path: Path) -> None
     talk = [said("user", "2 + 3?"), said("assistant", "5"), said("user", "And 1?"), said("assistant", "6")]
     (task,) = load(tmp_path / "talks.jsonl", {"messages": talk, "level": 2}, system_prompt="Add.")
     assert task.prompt == (said("system", "Add."), talk[0])
-    assert task.demonstration == tuple(talk[1:])
+    assert task.demonstrations == (tuple(talk[1:]),)
     assert (task.id, task.data) == ("talks/1", {"level": 2})
 
 
@@ -46,7 +47,7 @@ def test_a_conversation_is_given_from_its_first_reply_on(tmp_path: Path) -> None
 def test_a_reply_may_have_a_column_of_its_own(row: dict[str, Any], tmp_path: Path) -> None:
     (task,) = load(tmp_path / "rows.jsonl", row)
     assert task.prompt == (said("user", "2 + 3?"),)
-    assert task.demonstration == (said("assistant", "5"),)
+    assert task.demonstrations == ((said("assistant", "5"),),)
     assert not {"completion", "response"} & task.data.keys()
 
 
@@ -73,7 +74,7 @@ def test_tools_may_be_json(tmp_path: Path) -> None:
     assert task.data == {"tools": [schema]}
 
 
-GIVEN = Task(id="a", prompt=(said("user", "2?"),), demonstration=(said("assistant", "2"),))
+GIVEN = Task(id="a", prompt=(said("user", "2?"),), demonstrations=((said("assistant", "2"),),))
 PLAYED = Task(id="b", prompt=(said("user", "2?"),))
 
 
@@ -97,7 +98,7 @@ def test_demonstrations_need_no_engine() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        ({"group_size": 8}, "algorithm.group_size must be 1 with demonstrations"),
+        ({"group_size": 8}, "algorithm.group_size must be the number of demonstrations that each task has"),
         ({"advantage": "gae"}, "algorithm.advantage=gae judges what a policy sampled"),
         ({"advantage": "remax"}, "algorithm.advantage=remax judges what a policy sampled"),
         ({"loss": "ppo_clip"}, "algorithm.loss=ppo_clip compares with the policy that sampled"),
@@ -136,10 +137,81 @@ def test_evaluations_need_a_reward(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no reward of its own to evaluate with; give a reward.function"):
         held_out_tasks(config, load_environment(config.env, config.reward))
     config.reward.function = "exact_match"
-    assert [task.demonstration for task in held_out_tasks(config, load_environment(config.env, config.reward))] == [()]
+    assert [task.demonstrations for task in held_out_tasks(config, load_environment(config.env, config.reward))] == [()]
 
 
 @pytest.mark.parametrize("key", ["stop=[x]", "update=all", "tensor_parallel=2"])
 def test_what_engines_would_do_has_no_effect_without_them(key: str) -> None:
     with pytest.raises(ConfigError, match="has no effect with rollout.engines=0, where nothing is sampled"):
         check(composed_config(["recipe=sft", "env.args.path=x.jsonl", f"rollout.{key}"]))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2 + 3?", "chosen": "5", "rejected": "6"},
+        {"prompt": [said("user", "2 + 3?")], "chosen": [said("assistant", "5")], "rejected": [said("assistant", "6")]},
+        {
+            "prompt": "2 + 3?",
+            "chosen": [said("user", "2 + 3?"), said("assistant", "5")],
+            "rejected": [said("user", "2 + 3?"), said("assistant", "6")],
+        },
+    ],
+)
+def test_a_pair_is_two_replies_to_one_prompt_the_better_one_first(row: dict[str, Any], tmp_path: Path) -> None:
+    (task,) = load(tmp_path / "rows.jsonl", row)
+    assert task.prompt == (said("user", "2 + 3?"),)
+    assert task.demonstrations == ((said("assistant", "5"),), (said("assistant", "6"),))
+    assert not {"chosen", "rejected"} & task.data.keys()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "2?", "chosen": "2"}, "has `chosen` alone; a preference needs `chosen` and `rejected`"),
+        ({"prompt": "2?", "chosen": "2", "rejected": [said("user", "3")]}, "`rejected` must end with a reply"),
+        ({"prompt": "2?", "chosen": "2", "rejected": "3", "weight": 1}, "`weight` has no effect beside `chosen`"),
+        (
+            {
+                "chosen": [said("user", "2?"), said("assistant", "2")],
+                "rejected": [said("user", "3?"), said("assistant", "2")],
+            },
+            "`rejected` must begin with the same messages as `chosen`",
+        ),
+    ],
+)
+def test_half_a_pair_is_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"rows\.jsonl.*{message}"):
+        load(tmp_path / "rows.jsonl", row)
+
+
+PAIR = Task(id="a", prompt=(said("user", "2?"),), demonstrations=((said("assistant", "2"),), (said("assistant", "3"),)))
+OF_PAIRS = {
+    "group_size": 2, "advantage": "dpo", "kl_coefficient": 0.1, "kl_in_reward": True,
+    "aggregation": Aggregation.seq_mean_token_sum,
+}  # fmt: skip
+
+
+def test_pairs_are_for_an_advantage_that_compares_likelihoods() -> None:
+    check(settings(**OF_PAIRS))
+    check_functions(settings(**OF_PAIRS))
+    check_demonstrations(settings(**OF_PAIRS), [PAIR])
+    with pytest.raises(ConfigError, match="must be the number .* got 2, and tasks with 1 and 2"):
+        check_demonstrations(settings(**OF_PAIRS), [PAIR, GIVEN])
+    with pytest.raises(ConfigError, match="^algorithm.advantage=grpo would push rejected replies away without bound"):
+        check_demonstrations(settings(group_size=2, advantage="grpo"), [PAIR])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"kl_coefficient": 0.0}, "algorithm.kl_coefficient must be above 0, because it is the beta"),
+        ({"kl_in_reward": False}, "algorithm.kl_in_reward must be true, because the KL is part of the loss"),
+        ({"aggregation": Aggregation.token_mean}, "algorithm.aggregation must be seq_mean_token_sum"),
+        ({"epochs": 2}, "algorithm.epochs must be 1, because a comparison holds for one update"),
+        ({"advantage_args": {"beta": 0.2}}, "algorithm.advantage_args.beta is algorithm.kl_coefficient here"),
+    ],
+)
+def test_what_a_loss_of_pairs_needs(algorithm: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        check_functions(settings(**(OF_PAIRS | algorithm)))

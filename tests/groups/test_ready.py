@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 from fakes import make_ready
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from rlflow.config import Order
 from rlflow.groups.ready import ReadyQueue
 from rlflow.groups.staleness import admission_budget
+from rlflow.types import ReadyGroup
 
 
 def queue(order: Order = Order.oldest_first, max_versions: int = 1, groups_per_step: int = 2) -> ReadyQueue:
@@ -129,4 +131,56 @@ def test_no_claim_is_ever_missed_and_the_queue_never_blocks_when_all_are_ready(
             served = version if max_versions == 0 else rng.randint(served, version)
     for group in ready.groups:
         assert version - group.oldest_version <= max_versions
+    assert trained > 0
+
+
+def is_older(version: int, group: ReadyGroup) -> bool:
+    return group.oldest_version < version
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32), max_versions=st.integers(1, 4), size=st.integers(1, 4), spare=st.integers(1, 4))
+def test_spare_groups_never_make_a_claim_late(seed: int, max_versions: int, size: int, spare: int) -> None:
+    """Tasks that were late are admitted within the bound, only new ones are spare, and late groups are dropped."""
+    rng = random.Random(seed)
+    ready = queue(Order.ready_first, max_versions=max_versions, groups_per_step=size)
+    running: dict[int, int] = {}
+    claims: set[int] = set()
+    last_id = trained = served = version = in_step = put_back = 0
+    for _ in range(400):
+        while True:
+            budget = admission_budget(
+                served_step=served,
+                num_steps=10**6,
+                groups_per_step=size,
+                max_versions=max_versions,
+                num_trained=trained,
+                num_live=len(running) + len(ready) + in_step,
+                num_training=in_step,
+                num_spare=0 if put_back else spare,
+            )
+            if not budget:
+                break
+            last_id += 1
+            running[last_id] = served
+            ready.expect(last_id, served, was_late=put_back > 0)
+            if put_back:
+                put_back -= 1
+                claims.add(last_id)
+        assert len(running) + len(ready) + in_step <= size * (max_versions + 1) + spare
+        for group_id in [group_id for group_id in running if rng.random() < 0.3]:
+            ready.put(make_ready(group_id, running.pop(group_id)))
+        in_step += len(ready.take(version=version, places=size - in_step))
+        if in_step < size:
+            continue
+        trained, version, in_step = trained + size, version + 1, 0
+        served = rng.randint(served, version)
+        oldest = version - max_versions
+        late = [group.group_id for group in ready.remove(partial(is_older, oldest))]
+        late += [group_id for group_id, first in running.items() if first < oldest]
+        for group_id in late:
+            assert group_id not in claims
+            running.pop(group_id, None)
+            ready.forget(group_id)
+            put_back += 1
     assert trained > 0

@@ -39,6 +39,33 @@ def test_admission_budget(served_step: int, max_versions: int, num_trained: int,
     assert found == budget
 
 
+@pytest.mark.parametrize(
+    ("served_step", "num_trained", "num_live", "num_training", "budget"),
+    [
+        (0, 0, 0, 0, 10),
+        (0, 0, 10, 7, 0),
+        (0, 0, 9, 7, 1),  # one of the spare groups was dropped, and the step still has a place
+        (0, 0, 8, 8, 0),  # the step is full
+        (0, 8, 0, 0, 0),  # the step is done, and the engines do not have its version yet
+        (1, 8, 0, 0, 10),
+    ],
+)
+def test_spare_groups_exist_while_a_step_has_places_left(
+    served_step: int, num_trained: int, num_live: int, num_training: int, budget: int
+) -> None:
+    found = admission_budget(
+        served_step=served_step,
+        num_steps=10,
+        groups_per_step=8,
+        max_versions=0,
+        num_trained=num_trained,
+        num_live=num_live,
+        num_training=num_training,
+        num_spare=2,
+    )
+    assert found == budget
+
+
 def make_group(group_id: int, *versions: tuple[int, int]) -> ReadyGroup:
     """One episode for each (oldest, newest) version."""
     return ReadyGroup(

@@ -14,10 +14,12 @@ from rlflow.types import NO_VERSION, EpisodeEnd, Message, Task
 TALK = Task(
     id="t/0",
     prompt=(Message(role="user", content="x"),),
-    demonstration=(
-        Message(role="assistant", content="yes"),
-        Message(role="user", content="q"),
-        Message(role="assistant", content="no"),
+    demonstrations=(
+        (
+            Message(role="assistant", content="yes"),
+            Message(role="user", content="q"),
+            Message(role="assistant", content="no"),
+        ),
     ),
 )
 
@@ -31,7 +33,7 @@ def chat(max_length: int = 100) -> Chat:
 
 
 async def test_every_reply_is_learned_and_what_stands_between_is_context() -> None:
-    played = await show(TALK, chat())
+    played = await show(TALK, 0, chat())
     assert played.end is EpisodeEnd.COMPLETED
     (sample,) = played.payload.samples
     assert sample.prompt_ids.tolist() == ids_of("x.>")
@@ -44,12 +46,12 @@ async def test_every_reply_is_learned_and_what_stands_between_is_context() -> No
 
 async def test_a_row_may_weigh_more_and_talk_longer_than_a_policy_might() -> None:
     config = limits(max_turns=1)
-    played = await show(replace(TALK, data={"weight": 2.5}), Chat(nobody, LetterRenderer(), config))
+    played = await show(replace(TALK, data={"weight": 2.5}), 0, Chat(nobody, LetterRenderer(), config))
     assert (played.end, played.transcript.environment_reward) == (EpisodeEnd.COMPLETED, 2.5)
-    assert (await show(TALK, Chat(nobody, LetterRenderer(), config))).transcript.environment_reward == 1.0
+    assert (await show(TALK, 0, Chat(nobody, LetterRenderer(), config))).transcript.environment_reward == 1.0
 
 
 async def test_a_demonstration_that_is_too_long_is_an_error_of_its_own() -> None:
-    played = await show(TALK, chat(max_length=12))
+    played = await show(TALK, 0, chat(max_length=12))
     assert played.end is EpisodeEnd.PROMPT_TOO_LONG
     assert played.detail == "a demonstration has 13 tokens, more than model.max_length (12)"

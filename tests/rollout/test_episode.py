@@ -194,7 +194,8 @@ async def test_a_broken_prefix_forks_into_a_second_sample() -> None:
     assert columns(second)[:3] == (ids_of("ab.c.d.>"), ids_of("e."), [1, 1])
     assert played.metrics["forks"] == 1.0
     summary = summarize(played, Verdict(reward=0.5))
-    assert (summary.num_prompt_tokens, summary.num_completion_tokens, summary.num_loss_tokens) == (4 + 8, 4, 4)
+    # Of "ab.>c." and "ab.c.d.>e." the first three tokens count once.
+    assert (summary.num_prompt_tokens, summary.num_completion_tokens, summary.num_loss_tokens) == (4, 2 + 7, 4)
     assert (summary.oldest_version, summary.newest_version) == (5, 6)
 
 
@@ -961,3 +962,60 @@ async def test_a_runner_sends_nothing_to_engines_that_do_not_serve() -> None:
     assert len(engine.requests) == 2
     playing.cancel()
     await asyncio.gather(playing, return_exceptions=True)
+
+
+@dataclass
+class SomeHang(Builds):
+    """The environments of these numbers never answer."""
+
+    hanging: frozenset[int] = frozenset()
+    refused: frozenset[int] = frozenset()
+
+    async def open(self, seed: int) -> Environment:
+        self.calls += 1
+        if self.calls - 1 in self.refused:
+            raise EnvironmentFailure("build: RuntimeError: no licence")
+        self.world = Hangs if self.calls - 1 in self.hanging else ScriptedEnvironment
+        return await super().open(seed)
+
+
+@pytest.mark.parametrize(
+    ("hanging", "refused", "ends"),
+    [
+        ({0}, set(), ["cancelled", "completed", "completed"]),
+        ({2}, set(), ["completed", "completed", "cancelled"]),
+        (set(), {1}, ["completed", "setup_error", "completed"]),  # a spare one takes the place of one that failed
+        (set(), set(), ["completed", "completed", "cancelled"]),  # all end at the same moment
+    ],
+)
+async def test_the_slowest_episodes_of_a_group_with_spare_ones_are_cancelled(
+    hanging: set[int], refused: set[int], ends: list[str]
+) -> None:
+    build = SomeHang(hanging=frozenset(hanging), refused=frozenset(refused))
+    order = GroupOrder(group_id=1, task=TASK, num_episodes=3, num_spare=1, seed=7)
+    group, *payloads = await runner(RankingActors(), build).play(order)
+    assert isinstance(group, PlayedGroup)
+    assert [episode.end.value for episode in group.episodes] == ends
+    rewards = iter([0.5, 1.5])  # half a point and the rank among those that were kept
+    assert [episode.reward for episode in group.episodes] == [
+        next(rewards) if end == "completed" else None for end in ends
+    ]
+    assert [len(cast(EpisodePayload, payload).samples) for payload in payloads] == [end == "completed" for end in ends]
+    assert {environment.closed for environment in build.built} == {1}
+
+
+async def test_a_greedy_baseline_is_waited_for_and_is_no_spare_episode() -> None:
+    engine, build = SlicedEngine(), ThirdFails(calls=10)
+    order = GroupOrder(group_id=1, task=TASK, num_episodes=4, num_spare=1, seed=0, is_last_greedy=True)
+    playing = asyncio.create_task(sliced_runner(engine, build).play(order))
+    reply = Completion(
+        ids=ids_of("c."), logprobs=[-1.0, -2.0], versions=[3, 3], cache_versions=[3, 3], finish_reason="stop"
+    )
+    for call in (0, 2, 3):
+        for _ in range(30):
+            await asyncio.sleep(0)
+        assert not playing.done()
+        engine.calls[call].set_result(reply)
+    group, *_ = await playing
+    assert isinstance(group, PlayedGroup)
+    assert [episode.end.value for episode in group.episodes] == ["completed", "cancelled", "completed", "completed"]

@@ -14,7 +14,7 @@ import numpy as np
 from checkpoints import load_episodes
 from letters import LetterRenderer, ids_of, limits
 
-from rlflow.batching import pack
+from rlflow.batching.pack import pack
 from rlflow.config import Config, Order
 from rlflow.envs.base import Environment, SingleTurn
 from rlflow.groups.grading import Grader
@@ -161,16 +161,16 @@ def test_a_row_has_the_routes_of_its_segments() -> None:
         sample([5, 6], [7, 8], with_end(routes(0, 3, 1))),  # shared with the second
     ]
     packed = pack([[TrainSample(sample=one, advantage=1.0) for one in group]])
-    assert packed.input_ids.tolist() == [5, 6, 7, 7, 7, 9, 4]
+    assert packed.input_ids.tolist() == [5, 6, 7, 5, 6, 7, 7, 9, 4]
     assert packed.experts is not None
     assert packed.experts[:, 0].tolist() == [
-        *rows(0, 2, 1),  # the prompt, of the first sample that has routes
-        NONE,
+        *[NONE] * 3,  # a sample without routes shares nothing with others
+        *rows(0, 2, 1),  # the prompt of the others, of the first of them
         *rows(2, 3, 1),
         *rows(2, 3, 2),
         *rows(2, 4, 3),
     ]
-    assert packed.loss_positions.tolist() == [1, 2, 1, 3, 1, 4, 1, 5, 6, 1, 3]
+    assert packed.loss_positions.tolist() == [1, 2, 4, 5, 4, 6, 4, 7, 8, 4, 5]
     assert pack([[TrainSample(sample=group[0], advantage=1.0)]]).experts is None
 
 

@@ -95,7 +95,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"trainer.schedule": Schedule.cosine, "trainer.schedule_args": {"flour": 0.1}},
-        "trainer.schedule_args takes floor; got flour",
+        "trainer.schedule_args takes floor and effective_share; got flour",
+    ),
+    (
+        {"trainer.schedule_args": {"effective_share": 2}},
+        "trainer.schedule_args.effective_share must be a power from 0, which is off, to 1; got 2",
+    ),
+    ({"algorithm.entropy_target": 0.0}, "algorithm.entropy_target must be positive; got 0.0"),
+    (
+        {"reward.model": "some/model", "reward.args": {"clip": 0.0}},
+        "reward.args.clip must be positive, or null for no clip; got 0.0",
     ),
     (
         {"trainer.schedule": Schedule.cosine, "trainer.schedule_args": {"floor": 1}},
@@ -119,6 +128,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"trainer.ranks": 8, "trainer.replicas": 2, "trainer.tensor_parallel": 8},
         "trainer.replicas times trainer.tensor_parallel must divide trainer.ranks (8); got 2 x 8",
+    ),
+    (
+        {"trainer.ranks": 8, "trainer.replicas": 4, "trainer.sequence_parallel": 4},
+        "trainer.replicas times trainer.sequence_parallel must divide trainer.ranks (8); got 4 x 4",
+    ),
+    (
+        {"trainer.ranks": 4, "trainer.sequence_parallel": 2, "trainer.tensor_parallel": 2},
+        "trainer.sequence_parallel=2 does not go with trainer.tensor_parallel=2, because both share out the heads; set "
+        "one of them to 1",
     ),
     (
         {"trainer.ranks": 2, "trainer.replicas": 2, "trainer.backend": Backend.deepspeed, "trainer.zero_stage": 2},
@@ -193,8 +211,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lora.send": Send.merged}, "lora.send=merged has no effect with lora.rank=null; set lora.rank"),
     (
         {"algorithm.balance_coefficient": 0.01, "trainer.compile": True},
-        "trainer.compile has no effect with trainer.backend=deepspeed, trainer.tensor_parallel above 1, lora.rank or "
-        "algorithm.balance_coefficient; set it to null",
+        "trainer.compile has no effect with trainer.backend=deepspeed, trainer.tensor_parallel or "
+        "trainer.sequence_parallel above 1, lora.rank or algorithm.balance_coefficient; set it to null",
     ),
     ({"algorithm.balance_coefficient": -1.0}, "algorithm.balance_coefficient must not be negative; got -1.0"),
     (
@@ -250,6 +268,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"staleness.order": Order.ready_first},
         "staleness.order=ready_first has no effect with staleness.max_versions=0, where all groups of a step are of "
         "one version; set it to oldest_first, or raise staleness.max_versions",
+    ),
+    (
+        {"rollout.oversample": 0.5},
+        "rollout.oversample must be at least 1, which is off, such as 1.25; got 0.5",
+    ),
+    (
+        {"rollout.oversample_episodes": math.inf},
+        "rollout.oversample_episodes must be at least 1, which is off, such as 1.25; got inf",
+    ),
+    (
+        {"rollout.oversample": 1.25, "staleness.max_versions": 1},
+        "rollout.oversample=1.25 has no effect with staleness.order=oldest_first, under which every group is waited "
+        "for; set that to ready_first, or rollout.oversample to 1",
+    ),
+    *(
+        (
+            {key: 1.25, "rollout.engines": 0},
+            f"{key}=1.25 has no effect with rollout.engines=0, where nothing is sampled; leave it out",
+        )
+        for key in ("rollout.oversample", "rollout.oversample_episodes")
     ),
     (
         {"staleness.max_versions": 1, "staleness.late": Late.mask},
@@ -351,6 +389,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"trainer.tensor_parallel": 2, "trainer.ranks": 3},
         "trainer.tensor_parallel must divide trainer.ranks (3); got 2",
+    ),
+    ({"trainer.sequence_parallel": 0}, "trainer.sequence_parallel must be positive; got 0"),
+    (
+        {"trainer.sequence_parallel": 2, "trainer.ranks": 3},
+        "trainer.sequence_parallel must divide trainer.ranks (3); got 2",
     ),
     (
         {

@@ -41,7 +41,7 @@ def test_help_shows_all_settings_a_section_or_those_with_a_word() -> None:
         "  lora.rank=null",
     ]
     keys = [line.strip() for line in help_page(["nats"]).splitlines() if line.startswith("  a")]
-    assert keys == ["algorithm.kl_target=null", "algorithm.entropy_high=null"]
+    assert keys == ["algorithm.kl_target=null", "algorithm.entropy_target=null", "algorithm.entropy_high=null"]
     with pytest.raises(ConfigError, match="no setting has nonsense in its text; the sections are run, model, env"):
         help_page(["nonsense"])
 

@@ -42,6 +42,7 @@ class Layout:
     zero_stage: int | None = None
     ranks: int = 2
     tensor_parallel: int = 1
+    sequence_parallel: int = 1
     replicas: int = 1
     micro_batch_tokens: int = 64
     seed: int | None = None
@@ -50,17 +51,17 @@ class Layout:
     @property
     def num_shares(self) -> int:
         """Into which the batch is divided."""
-        return self.ranks // self.tensor_parallel
+        return self.ranks // (self.tensor_parallel * self.sequence_parallel)
 
     def share_of(self, rank: int) -> int:
-        return rank // self.tensor_parallel
+        return rank // (self.tensor_parallel * self.sequence_parallel)
 
     def config(self, dtype: Dtype = Dtype.float32) -> Config:
         config = tiny_config()
         config.model.dtype = dtype
         config.trainer.backend, config.trainer.zero_stage = self.backend, self.zero_stage
         config.trainer.ranks, config.trainer.tensor_parallel = self.ranks, self.tensor_parallel
-        config.trainer.replicas = self.replicas
+        config.trainer.sequence_parallel, config.trainer.replicas = self.sequence_parallel, self.replicas
         config.trainer.learning_rate, config.trainer.warmup_steps = 1e-3, 2
         config.trainer.max_grad_norm = 0.25
         config.trainer.weight_decay = 0.1

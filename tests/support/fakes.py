@@ -108,7 +108,8 @@ class FakeEngines:
 
 @dataclass
 class FakeRunners:
-    """Plays by sleeping; `outcome` decides each episode's end and may raise WorkerError to lose the group."""
+    """Plays by sleeping; `outcome` decides each episode's end and may raise WorkerError to lose the group. Spare
+    episodes, the last ones, are cancelled."""
 
     engines: FakeEngines
     rng: random.Random
@@ -138,6 +139,8 @@ class FakeRunners:
             episodes = []
             for index in range(order.num_episodes):
                 reward, end = self.outcome(order, index)
+                if order.num_episodes - order.num_spare <= index:
+                    reward, end = None, EpisodeEnd.CANCELLED
                 episodes.append(make_episode(reward, first, end, self.engines.version))
         finally:
             del self.started[order.group_id]

@@ -22,7 +22,8 @@ def random_groups(seed: int, num_groups: int = 6) -> list[list[Scored]]:
     rng = np.random.default_rng(seed)
     groups = [[_episode(rng, _KINDS[g % 3]) for _ in range(rng.integers(2, 7))] for g in range(num_groups)]
     turn = ScoredTurn(anchor="start", reward=0.1, num_loss_tokens=3)
-    same = Scored(reward=0.1, num_loss_tokens=5, rewards={"right": 0.1, "short": 0.7}, turns=[turn], baseline=0.1)
+    parts = {"right": 0.1, "short": 0.7}
+    same = Scored(reward=0.1, num_loss_tokens=5, rewards=parts, turns=[turn], baseline=0.1, log_ratio=0.4)
     return [[same, same, same], *groups]
 
 
@@ -43,6 +44,7 @@ def _episode(rng: np.random.Generator, kind: str) -> Scored:
         task_kind=kind,
         turns=turns,
         baseline=float(rng.random()),
+        log_ratio=float(rng.normal()),
     )
 
 
@@ -98,6 +100,32 @@ def passk(groups: Groups, normalise: bool = False) -> Nested:
 
 def maxrl(groups: Groups) -> Nested:
     return _map(groups, lambda r: r / r.mean() - 1)
+
+
+def _by_difference(groups: Groups, loss: Callable[[float], float]) -> Nested:
+    """Minus the slope of a loss of the margin between the best and the worst, by central differences."""
+    found = [[[0.0] for _ in group] for group in groups]
+    for group, values in zip(groups, found, strict=True):
+        rewards = np.array(_rewards(group))
+        best, worst = int(rewards.argmax()), int(rewards.argmin())
+        if best != worst:
+            ratios = [episode.log_ratio or 0.0 for episode in group]
+            margin = ratios[best] - ratios[worst]
+            slope = (loss(margin + 1e-4) - loss(margin - 1e-4)) / 2e-4
+            values[best], values[worst] = [-slope * len(group)], [slope * len(group)]
+    return found
+
+
+def dpo(groups: Groups, beta: float = 0.1, label_smoothing: float = 0.0) -> Nested:
+    def loss(margin: float) -> float:
+        right, wrong = (np.log1p(np.exp(-sign * beta * margin)) for sign in (1, -1))
+        return float((1 - label_smoothing) * right + label_smoothing * wrong)
+
+    return _by_difference(groups, loss)
+
+
+def ipo(groups: Groups, beta: float = 0.1) -> Nested:
+    return _by_difference(groups, lambda margin: (margin - 1 / (2 * beta)) ** 2)
 
 
 def reward(groups: Groups) -> Nested:
@@ -207,6 +235,8 @@ ADVANTAGES: dict[str, Callable[..., Nested]] = {
         grpo_task_std,
         gigpo,
         eapo,
+        dpo,
+        ipo,
         reward,
     )
 }

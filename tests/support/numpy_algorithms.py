@@ -290,6 +290,10 @@ def uncertain_negatives(p: Padded, threshold: float = 1.0, of: str = "token") ->
     return _weights(p, of_token)
 
 
+def low_entropy(p: Padded, threshold: float = 0.67) -> Array:
+    return _weights(p, lambda i, t: float(p.entropies[i, t] >= threshold))
+
+
 LOSSES: dict[str, Callable[..., LossOracle]] = {
     function.__name__: function
     for function in (reinforce, ppo_clip, gspo, gmpo, cispo, aipo, sapo, dppo_tv, dppo_kl, vespo)
@@ -308,6 +312,7 @@ CORRECTIONS: dict[str, Callable[..., Array]] = {
         opsm,
         divergence,
         uncertain_negatives,
+        low_entropy,
     )
 }
 KL: dict[str, tuple[Callable[[float, float], float], Callable[[float, float], float]]] = {

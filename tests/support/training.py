@@ -21,7 +21,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from rlflow.batching import plan_micro_batches
+from rlflow.batching.plan import plan_micro_batches
 from rlflow.config import Config
 from rlflow.models.resolve import resolve_model
 from rlflow.roles import REFERENCE
@@ -125,25 +125,59 @@ def _sample(random: np.random.Generator, prompt: np.ndarray, with_reference: boo
     length = int(random.choice([1, 2, 3, 7, 12]))
     mask = random.random(length) < 0.8
     mask[0] = True
-    sample = Sample(
+    completion = random.integers(0, VOCABULARY, length)
+    sample = _sampled(prompt, completion, mask, random.normal(-4, 0.5, length))
+    frozen = {REFERENCE: random.normal(-4, 0.3, length).astype(np.float32)} if with_reference else {}
+    return TrainSample(sample=sample, advantage=float(random.normal()), frozen_logprobs=frozen)
+
+
+def _sampled(prompt: np.ndarray, completion: np.ndarray, mask: np.ndarray, logprobs: np.ndarray) -> Sample:
+    return Sample(
         prompt_ids=prompt.astype(np.int32),
-        completion_ids=random.integers(0, VOCABULARY, length).astype(np.int32),
+        completion_ids=completion.astype(np.int32),
         loss_mask=mask,
-        logprobs=np.where(mask, random.normal(-4, 0.5, length), 0).astype(np.float32),
+        logprobs=np.where(mask, logprobs, 0).astype(np.float32),
         versions=np.where(mask, 0, -1).astype(np.int32),
         cache_versions=np.where(mask, 0, -1).astype(np.int32),
     )
-    frozen = {REFERENCE: random.normal(-4, 0.3, length).astype(np.float32)} if with_reference else {}
-    return TrainSample(sample=sample, advantage=float(random.normal()), frozen_logprobs=frozen)
+
+
+def random_tree(seed: int) -> list[TrainSample]:
+    """Samples that part from each other at any depth, or end within another. Prompts end anywhere; masks have holes."""
+    random = np.random.default_rng(seed)
+    vocabulary = int(random.choice([2, 5, VOCABULARY]))
+    sequences: list[np.ndarray] = []
+    found: list[TrainSample] = []
+    for _ in range(random.integers(1, 11)):
+        earlier = sequences[random.integers(len(sequences))] if sequences else np.zeros(0, np.int64)
+        kept = earlier[: random.integers(0, len(earlier) + 1)]
+        ids = np.concatenate([kept, random.integers(0, vocabulary, random.integers(2, 13))])[:48]
+        sequences.append(ids)
+        prompt, completion = np.split(ids, [random.integers(1, len(ids))])
+        mask = random.random(len(completion)) < 0.6
+        sample = _sampled(prompt, completion, mask, random.normal(-4, 0.5, len(completion)))
+        found.append(TrainSample(sample=sample, advantage=float(random.normal())))
+    return found
 
 
 def plain_logprobs(
     model_path: str, groups: Sequence[Sequence[TrainSample]], temperature: float, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.nn.Module, list[Tensor]]:
-    """The model by transformers alone, over one padded batch: [L] log-probabilities of each sample's completion."""
-    model = AutoModelForCausalLM.from_pretrained(
-        model_path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-    )
+    """The model by transformers alone, and `padded_logprobs` of it."""
+    model = plain_model(model_path, dtype)
+    return model, padded_logprobs(model, groups, temperature)
+
+
+def plain_model(model_path: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """With the implementations that transformers writes each family in, which float64 can do too."""
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, **eager)
+
+
+def padded_logprobs(
+    model: torch.nn.Module, groups: Sequence[Sequence[TrainSample]], temperature: float
+) -> list[Tensor]:
+    """[L] log-probabilities of each sample's completion, over one padded batch."""
     samples = [sample.sample for group in groups for sample in group]
     longest = max(sample.num_tokens for sample in samples)
     ids = torch.zeros(len(samples), longest, dtype=torch.int64)
@@ -155,7 +189,7 @@ def plain_logprobs(
     logits = model(input_ids=ids, attention_mask=attention_mask).logits / temperature
     logprobs = logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[:, :, 0]
     starts = [len(sample.prompt_ids) - 1 for sample in samples]
-    return model, [
+    return [
         logprobs[row, start : start + len(sample.completion_ids)]
         for row, (start, sample) in enumerate(zip(starts, samples, strict=True))
     ]
@@ -164,10 +198,16 @@ def plain_logprobs(
 def plain_gradients(
     model_path: str, groups: Sequence[Sequence[TrainSample]], config: Config, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Gradient sums of the clipped loss and the k3 penalty, written out token by token."""
+    """Gradient sums of `plain_loss`."""
     model, rows = plain_logprobs(model_path, groups, config.rollout.temperature, dtype)
+    plain_loss(rows, groups, config).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def plain_loss(rows: Sequence[Tensor], groups: Sequence[Sequence[TrainSample]], config: Config) -> Tensor:
+    """The sum of the clipped loss and the k3 penalty, written out token by token; `rows` are `padded_logprobs`."""
     low, high = config.algorithm.loss_args["clip_low"], config.algorithm.loss_args["clip_high"]
-    total = torch.zeros((), dtype=dtype)
+    total = torch.zeros((), dtype=rows[0].dtype)
     for sample, logprobs in zip([sample for group in groups for sample in group], rows, strict=True):
         assert isinstance(sample.advantage, float)
         for token in np.flatnonzero(sample.sample.loss_mask):
@@ -177,8 +217,7 @@ def plain_gradients(
             if REFERENCE in sample.frozen_logprobs:
                 difference = float(sample.frozen_logprobs[REFERENCE][token]) - logprobs[token]
                 total = total + config.algorithm.kl_coefficient * (difference.exp() - difference - 1).clamp(max=10)
-    total.backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return total
 
 
 def exact_and_allowed(

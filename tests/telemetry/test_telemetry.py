@@ -79,7 +79,7 @@ def test_metrics_are_read_back_and_what_is_not_finite_is_null(tmp_path: Path) ->
 
 def test_required_names_hold_every_reason_for_a_drop() -> None:
     dropped = [name.removeprefix("groups/dropped_") for name in REQUIRED if name.startswith("groups/dropped_")]
-    assert dropped == ["stale", "filtered", "no_verdict", "failed", "cancelled"]
+    assert dropped == ["stale", "filtered", "no_verdict", "failed", "cancelled", "slow"]
 
 
 def test_a_record_without_a_required_name_is_a_bug(tmp_path: Path) -> None:

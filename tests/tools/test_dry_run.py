@@ -287,6 +287,29 @@ def test_memory_of_a_rank_of_a_tensor_group() -> None:
     )
 
 
+def test_memory_of_a_rank_that_shares_rows() -> None:
+    asked = config(model__dtype=Dtype.bfloat16, trainer__ranks=4, trainer__sequence_parallel=2)
+    alone = trainer_memory(config(model__dtype=Dtype.bfloat16, trainer__ranks=4), SMALL, num_tokens=5, max_logits=20)
+    found = trainer_memory(asked, SMALL, num_tokens=10, max_logits=20)
+    assert sizes(found) == sizes(alone)
+    (note,) = [item.note for item in found.items if item.name == "activations"]
+    assert note.startswith("a share of 2; trainer.gradient_checkpointing=none; ")
+    assert small_estimate(trainer__ranks=4, trainer__sequence_parallel=2, algorithm__group_size=4).batch == (
+        small_estimate(trainer__ranks=2, algorithm__group_size=4).batch
+    )
+
+
+def test_attention_repeats_heads_of_keys_for_more_ranks() -> None:
+    """28 heads, and 4 of keys and values of 128 numbers: for 7 ranks these become 28, in each of 28 layers."""
+    alone, shared, repeated = (
+        read_model(config(model__dtype=Dtype.bfloat16, trainer__sequence_parallel=size), QWEN2_7B).trainer_activations
+        for size in (1, 4, 7)
+    )
+    assert shared == alone
+    assert repeated.largest_layer - alone.largest_layer == 2 * 24 * 128 * 2
+    assert repeated.layers - alone.layers == 28 * 2 * 24 * 128 * 2
+
+
 def test_a_single_float32_rank_gathers_nothing() -> None:
     found = sizes(trainer_memory(config(), SMALL, num_tokens=5, max_logits=20))
     assert found["parameters"] == found["gradients"] == 4 * 92
@@ -605,7 +628,7 @@ def dry_run(
 GOLDEN = """\
 smoke: llama, 2 layers, 115,200 parameters, bfloat16
 Worked out from the settings and config.json; nothing was started.
-Training: samples packed into one row, shared prompts once; the start of the run measures that this is exact.
+Training: samples packed into one row, shared prefixes once; the start of the run measures that this is exact.
 Chosen for the machines: model.dtype=bfloat16, rollout.max_running=512, rollout.seeded=false.
 
 GPUs: 2 (without any, the same processes share the machine's memory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -17,13 +18,14 @@ from training import plain_score, save_model, save_reward_model, tiny_config, ti
 from transcripts import said
 from transformers import AutoTokenizer, MistralConfig, MistralForSequenceClassification
 
-from rlflow.batching import Conversation, pack_conversations, row_tokens
+from rlflow.batching.pack import Conversation, pack_conversations, row_tokens
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.rewards import RayReward, start_rewards
 from rlflow.cluster.start import ray_cluster
 from rlflow.errors import ConfigError
 from rlflow.models.resolve import resolve_reward_model
 from rlflow.rewards.client import RewardClient
+from rlflow.rewards.scaled import scaling_of
 from rlflow.types import EpisodeEnd, Message, Task, Transcript, Verdict
 from rlflow.workers.reward_model import RewardModelWorker
 from rlflow.workers.trainer.reward_model import RewardModel, load_reward_model
@@ -75,6 +77,45 @@ def test_scores_of_a_packed_row_are_those_of_transformers_one_by_one(tmp_path: P
     np.testing.assert_allclose(model.scores(conversations[2:3]), expected[2:3], atol=1e-5)
     assert row_tokens(conversations) < sum(len(one.prompt_ids) + len(one.reply_ids) for one in conversations)
     assert len(pack_conversations(conversations).input_ids) <= row_tokens(conversations)
+
+
+@pytest.mark.parametrize(
+    ("options", "reward"),
+    [
+        ({}, 7.0),
+        ({"mean": 1.0}, 6.0),
+        ({"mean": 1, "deviation": 2.0}, 3.0),
+        ({"clip": 2.5}, 2.5),
+        ({"mean": 17.0, "clip": 2.5}, -2.5),
+    ],
+)
+def test_a_score_is_scaled_and_clipped(options: dict[str, float], reward: float) -> None:
+    assert scaling_of(options)(7.0) == reward
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"means": 1.0}, "reward.args.means is not an argument of reward.model, which takes mean, deviation, clip"),
+        ({"deviation": 0.0}, "reward.args.deviation must be positive; got 0.0"),
+        ({"clip": -1.0}, "reward.args.clip must be positive, or null for no clip; got -1.0"),
+        ({"clip": "yes"}, "reward.args.clip must be "),
+    ],
+)
+def test_wrong_options_of_a_score_are_refused(options: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        scaling_of(options)
+
+
+async def test_the_reward_is_the_scaled_score_which_is_kept_as_a_metric(tmp_path: Path) -> None:
+    config = tiny_config()
+    config.reward.args = {"mean": 10.0, "deviation": 2.0, "clip": 4.5}
+    worker = RewardModelWorker(config, save_reward_model(tmp_path), 1)
+    verdict = await worker.score(replied(SUM, "5"))
+    expected = plain_score(str(tmp_path), [*SUM.prompt, assistant("5")])
+    assert verdict.metrics["score"] == pytest.approx(expected, abs=1e-5)
+    assert verdict.reward == pytest.approx(max((expected - 10) / 2, -4.5), abs=1e-5)
+    await worker.close()
 
 
 def test_a_conversation_is_cut_where_replies_to_one_task_begin(tmp_path: Path) -> None:

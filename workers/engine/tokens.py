@@ -1,6 +1,7 @@
 """Whether tokenizer, model and engines agree on ids, before anything is started. Reads no weights."""
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from rlflow.algorithms.registry import needs_critic
@@ -44,7 +45,7 @@ def check_shown(config: Config, folder: str, tasks: Iterable[Task]) -> None:
     """Raise ConfigError if a task shows an image to a model that takes none."""
     if takes_images(open_config(folder, trust=config.model.trust_remote_code)):
         return
-    talks = ((task.id, (*task.prompt, *task.demonstration)) for task in tasks)
+    talks = ((task.id, (*task.prompt, *chain(*task.demonstrations))) for task in tasks)
     shown = next((name for name, talk in talks for message in talk if "parts" in message), None)
     if shown is not None:
         raise ConfigError(
@@ -61,6 +62,7 @@ def _check_images(config: Config, folder: str) -> None:
         "lora.rank=null": config.lora.rank is not None,
         "trainer.backend=fsdp": config.trainer.backend is not Backend.fsdp,
         "trainer.tensor_parallel=1": config.trainer.tensor_parallel > 1,
+        "trainer.sequence_parallel=1": config.trainer.sequence_parallel > 1,
         "algorithm.kl_coefficient=0": config.algorithm.kl_coefficient > 0,
         "teacher.models={}": bool(config.teacher.models),
         "algorithm.advantage=grpo": needs_critic(config.algorithm),

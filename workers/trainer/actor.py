@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 
 from rlflow.algorithms.registry import needs_critic, token_advantage_of
 from rlflow.algorithms.token_advantage.gae import Moments
-from rlflow.batching import MicroBatchPlan, plan_micro_batches
+from rlflow.batching.plan import MicroBatchPlan, plan_micro_batches
 from rlflow.config import Backend, Config, Offload
 from rlflow.errors import ConfigError
 from rlflow.roles import StagedWeights, StepOutcome
 from rlflow.rollout.requests import ProbePrompt
 from rlflow.runtime.clock import now
-from rlflow.runtime.derived import num_shares
+from rlflow.runtime.derived import num_shares, ranks_per_share
 from rlflow.runtime.disk import disk_errors
 from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.runtime.gpus import has_gpu
 from rlflow.types import FloatArray, ReadyGroup, Sample, Span, TrainSample
-from rlflow.workers.trainer.fetch import Fetcher, moments_of, whiten_all
+from rlflow.workers.trainer.fetch import Fetcher, log_ratios, moments_of, whiten_all
 
 if TYPE_CHECKING:
     from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend
@@ -110,7 +110,7 @@ class TrainerWorker:
     def values(self, groups: list[ReadyGroup]) -> tuple[bool | list[FloatArray], ...]:
         """A critic's answer: True, then for each episode of this rank's share the values [L] of its samples.
 
-        The episodes are in order of training. Only the first rank of a tensor group returns them.
+        The episodes are in order of training. Only the first rank of a group returns them.
         """
         return self._per_token(groups, self._backend.per_token)
 
@@ -122,6 +122,10 @@ class TrainerWorker:
         """Like `values`, from a policy: log-probabilities [L] under the current weights."""
         return self._per_token(groups, self._backend.per_token)
 
+    def log_ratios(self, groups: list[ReadyGroup]) -> list[list[float]]:
+        """`fetch.log_ratios` of each group whose turn is this rank's, which is every `world_size`-th."""
+        return [log_ratios(group) for group in groups[self._rank :: self._world_size]]
+
     def _per_token(
         self, groups: list[ReadyGroup], ask: Callable[[Sequence[MicroBatch]], list[list[FloatArray]]]
     ) -> tuple[bool | list[FloatArray], ...]:
@@ -129,7 +133,7 @@ class TrainerWorker:
         pieces = [[fetch.bare(piece) for piece in plan.pieces] for plan in self._plans(groups)]
         micro_batches = [[[one for episode in piece for one in episode] for piece in batch] for batch in pieces]
         rows = iter(row for found in ask(micro_batches) for row in found)
-        if self._rank % self._config.trainer.tensor_parallel:
+        if self._rank % ranks_per_share(self._config.trainer):
             return (True,)
         return (True, *([next(rows) for _ in episode] for batch in pieces for piece in batch for episode in piece))
 
@@ -139,7 +143,8 @@ class TrainerWorker:
             return False
         values = (value for advantages in group.advantages if advantages is not None for value in advantages)
         algorithm = self._config.algorithm
-        others = algorithm.kl_coefficient, algorithm.entropy_bonus, algorithm.balance_coefficient
+        bonus = algorithm.entropy_bonus or algorithm.entropy_target
+        others = algorithm.kl_coefficient, bonus, algorithm.balance_coefficient
         return not any(values) and not any(others)
 
     def _share(self, groups: list[ReadyGroup], oldest_version: int | None) -> list[MicroBatch]:
@@ -155,7 +160,7 @@ class TrainerWorker:
         episodes = [group.episodes for group in groups]
         trainer = self._config.trainer
         plans = plan_micro_batches(episodes, num_shares(trainer), trainer.micro_batch_tokens)
-        return plans[self._rank // trainer.tensor_parallel]
+        return plans[self._rank // ranks_per_share(trainer)]
 
     def step(self, is_last: bool) -> StepOutcome:
         """See `TrainerBackend.step`."""

@@ -1,6 +1,6 @@
-"""Attention over packed rows: a completion attends to its prompt, which may be shared, and to itself.
+"""Attention over packed rows: a segment attends to itself and to those that it continues, which others may too.
 
-    PackedBatch -> attention_layout (once a row) -> packed_attention (once a layer; registered with transformers)
+    PackedBatch -> attention_layout (once a row) -> packed_attention (once a layer; sequence_parallel.py registers it)
 
 On the CPU the segments are gathered into a few padded blocks, with one SDPA call each. On CUDA one flex_attention call
 skips the tiles that are masked out.
@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
-from rlflow.batching import IndexArray, PackedBatch
+from rlflow.batching.pack import IndexArray, PackedBatch
 from rlflow.errors import ConfigError
 
 ATTENTION = "rlflow_packed"
@@ -82,13 +82,9 @@ def attention_layout(
             num_padding=masks[None].shape[-1] - len(packed.input_ids),
             has_flash=device.type == "cuda" and has_flash(torch.cuda.get_device_capability(device), _flash_release()),
         )
-    tables: list[_Table] = []
-    for chosen in _buckets(packed.prompt_lengths):
-        rows = _rows(packed.prompt_starts[chosen], packed.prompt_lengths[chosen])
-        tables.append((rows, packed.prompt_lengths[chosen], rows, None))
-    key_lengths = packed.prompt_lengths[packed.completion_prompts] + packed.completion_lengths
-    for chosen in _buckets(packed.completion_lengths, key_lengths):
-        tables.append(_completion_block(packed, chosen))
+    depths, lengths = packed.position_ids[packed.segment_starts], packed.segment_lengths
+    tables = [_table(packed, chosen) for chosen in _buckets(depths == 0, lengths)]
+    tables += [_table(packed, chosen) for chosen in _buckets(depths > 0, lengths, depths + lengths)]
     slots = np.full(len(packed.input_ids), -1)
     offset = 0
     for query_rows, query_lengths, _, _ in tables:
@@ -130,36 +126,31 @@ _Table = tuple[IndexArray, IndexArray, IndexArray, "NDArray[np.bool_] | None"]
 """Query rows [B, Q], query lengths [B], key rows [B, K], mask [B, Q, K]."""
 
 
-def _buckets(*lengths: IndexArray) -> list[IndexArray]:
-    """Indices of segments that agree in all lengths up to a factor of two, so that padding at most doubles a side."""
-    if not len(lengths[0]):
+def _buckets(is_chosen: NDArray[np.bool_], *lengths: IndexArray) -> list[IndexArray]:
+    """Indices of chosen segments that agree in all lengths up to a factor of two, so that padding at most doubles a
+    side."""
+    chosen = np.flatnonzero(is_chosen)
+    if not len(chosen):
         return []
-    powers = np.stack([np.ceil(np.log2(length)) for length in lengths], axis=1)
+    powers = np.stack([np.ceil(np.log2(length[chosen])) for length in lengths], axis=1)
     kinds, kind_of = np.unique(powers, axis=0, return_inverse=True)
-    return [np.flatnonzero(kind_of.reshape(-1) == kind) for kind in range(len(kinds))]
+    return [chosen[kind_of.reshape(-1) == kind] for kind in range(len(kinds))]
 
 
-def _rows(starts: IndexArray, lengths: IndexArray) -> IndexArray:
-    """[B, longest]; a shorter segment repeats its last row."""
-    return starts[:, None] + np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
-
-
-def _completion_block(packed: PackedBatch, chosen: IndexArray) -> _Table:
-    lengths = packed.completion_lengths[chosen]
-    prompts = packed.completion_prompts[chosen]
-    prompt_lengths = packed.prompt_lengths[prompts]
-    own_rows = _rows(packed.completion_starts[chosen], lengths)
-    prompt_rows = _rows(packed.prompt_starts[prompts], prompt_lengths)
-    num_queries = own_rows.shape[1]
-    sees_prompt = np.arange(prompt_rows.shape[1]) < prompt_lengths[:, None]
-    mask = np.concatenate(
-        [
-            np.repeat(sees_prompt[:, None], num_queries, axis=1),
-            np.repeat(np.tri(num_queries, dtype=np.bool_)[None], len(chosen), axis=0),
-        ],
-        axis=2,
-    )
-    return own_rows, lengths, np.concatenate([prompt_rows, own_rows], axis=1), mask
+def _table(packed: PackedBatch, chosen: IndexArray) -> _Table:
+    """Of segments that continue others; or of some that do not, which need no mask."""
+    starts, lengths, parents = packed.segment_starts[chosen], packed.segment_lengths[chosen], packed.segment_parents
+    num_queries, depths = int(lengths.max()), packed.position_ids[starts]
+    # A shorter one repeats its last token.
+    queries = starts[:, None] + np.minimum(np.arange(num_queries), lengths[:, None] - 1)
+    if not depths.any():
+        return queries, lengths, queries, None
+    before = {parent: packed.path(parent) for parent in set(parents[chosen].tolist())}
+    places = np.minimum(np.arange(int((depths + lengths).max())), (depths + lengths)[:, None] - 1) - depths[:, None]
+    keys = starts[:, None] + places
+    for row, segment in enumerate(chosen):
+        keys[row, : depths[row]] = before[int(parents[segment])]
+    return queries, lengths, keys, np.arange(keys.shape[1]) <= (depths[:, None] + np.arange(num_queries))[:, :, None]
 
 
 _IN_LAYOUT = frozenset({"position_ids", "cu_seq_lens_q", "seq_idx"})
@@ -313,34 +304,31 @@ def block_mask_of(packed: PackedBatch, device: torch.device, window: Reach = Non
     """
     num_tokens = len(packed.input_ids)
     num_tiles = max(2, -(-num_tokens // TILE))
-    # The prompt and the completion that each token belongs to; -1 in a prompt.
-    prompt_of = np.full(num_tiles * TILE, len(packed.prompt_starts), np.int32)
-    completion_of = np.full(num_tiles * TILE, -1, np.int32)
-    position_of = np.pad(packed.position_ids.astype(np.int32), (0, num_tiles * TILE - num_tokens))
-    for prompt, start in enumerate(packed.prompt_starts):
-        prompt_of[start : start + packed.prompt_lengths[prompt]] = prompt
-    for completion, start in enumerate(packed.completion_starts):
-        rows = slice(start, start + packed.completion_lengths[completion])
-        prompt_of[rows], completion_of[rows] = packed.completion_prompts[completion], completion
-    prompts, completions, positions = (
-        torch.from_numpy(each).to(device) for each in (prompt_of, completion_of, position_of)
-    )
+    length = num_tiles * TILE
+    # What continues a segment follows it without a gap, so the queries that see a key are a run that begins with it.
+    end_of = np.full(length, length, np.int32)
+    end_of[:num_tokens] = np.repeat(_ends(packed), packed.segment_lengths)
+    position_of = np.pad(packed.position_ids.astype(np.int32), (0, length - num_tokens))
+    ends, positions = (torch.from_numpy(each).to(device) for each in (end_of, position_of))
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        in_reach = (completions[key] == -1) | (completions[key] == completions[query])
-        return (key <= query) & (prompts[key] == prompts[query]) & in_reach
+        return (key <= query) & (query < ends[key])
 
     def sees_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return sees(batch, head, query, key) & (positions[query] - positions[key] < reach)
 
     reach = num_tokens if window is None else window
-    pairs = torch.from_numpy(_pairs_by_tile(packed, num_tiles)).to(device)[None, None]
-    is_seen, is_full = pairs > 0, pairs == TILE * TILE
+    # [queries' tile, keys' tile]; a tile of the diagonal has keys that come after queries.
+    tiles, first_of = end_of.reshape(num_tiles, TILE), np.arange(0, length, TILE)[:, None]
+    below = np.tri(num_tiles, k=-1, dtype=np.bool_)
+    seen, full = below & (tiles.max(1) > first_of), below & (tiles.min(1) >= first_of + TILE)
+    np.fill_diagonal(seen, True)
     if window is not None:
-        tiles = positions.view(num_tiles, TILE)
-        first, last = tiles.amin(1), tiles.amax(1)
-        is_seen &= first[:, None] - last < window
-        is_full &= last[:, None] - first < window
+        tiles = position_of.reshape(num_tiles, TILE)
+        first, last = tiles.min(1), tiles.max(1)
+        seen &= first[:, None] - last < window
+        full &= last[:, None] - first < window
+    is_seen, is_full = (torch.from_numpy(each).to(device)[None, None] for each in (seen, full))
     return BlockMask.from_kv_blocks(
         *_ordered(is_seen & ~is_full),
         *_ordered(is_full),
@@ -350,34 +338,13 @@ def block_mask_of(packed: PackedBatch, device: torch.device, window: Reach = Non
     )
 
 
-def _pairs_by_tile(packed: PackedBatch, num_tiles: int) -> NDArray[np.int32]:
-    """[queries' tile, keys' tile]: how many pairs of query and key see each other; 1 on the diagonal, never full."""
-    pairs = np.zeros((num_tiles, num_tiles), np.int32)
-
-    def add(start: int, length: int, keys: tuple[int, NDArray[np.int32]]) -> None:
-        first, sizes = _tiles(start, length)
-        pairs[first : first + len(sizes), keys[0] : keys[0] + len(keys[1])] += sizes[:, None] * keys[1]
-
-    prompts = [_tiles(*segment) for segment in zip(packed.prompt_starts, packed.prompt_lengths, strict=True)]
-    for start, length, keys in zip(packed.prompt_starts, packed.prompt_lengths, prompts, strict=True):
-        add(start, length, keys)
-    for start, length, prompt in zip(
-        packed.completion_starts, packed.completion_lengths, packed.completion_prompts, strict=True
-    ):
-        add(start, length, prompts[prompt])
-        add(start, length, _tiles(start, length))
-    num_tokens = len(packed.input_ids)
-    if num_tokens < num_tiles * TILE:
-        add(num_tokens, num_tiles * TILE - num_tokens, _tiles(num_tokens, num_tiles * TILE - num_tokens))
-    # What was counted above the diagonal are keys of the same segment that come later.
-    return np.tril(pairs, -1) + np.eye(num_tiles, dtype=np.int32)
-
-
-def _tiles(start: int, length: int) -> tuple[int, NDArray[np.int32]]:
-    """The first tile of a segment, and how many of its tokens lie in each tile from there on."""
-    first, last = start // TILE, (start + length - 1) // TILE
-    edges = np.arange(first, last + 2) * TILE
-    return first, np.diff(edges.clip(start, start + length)).astype(np.int32)
+def _ends(packed: PackedBatch) -> IndexArray:
+    """[S], where the last segment ends that continues each."""
+    ends = packed.segment_starts + packed.segment_lengths
+    for segment, parent in reversed(list(enumerate(packed.segment_parents))):
+        if parent >= 0:
+            ends[parent] = max(ends[parent], ends[segment])
+    return ends
 
 
 def _ordered(is_chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -415,6 +382,3 @@ def _flash_release() -> str | None:
         return version("flash-attn-4")
     except PackageNotFoundError:
         return None
-
-
-AttentionInterface.register(ATTENTION, packed_attention)

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rlflow.batching import IndexArray, PackedBatch
+from rlflow.batching.pack import IndexArray, PackedBatch
 
 Grid = tuple[int, int]
 """Rows and columns of an image's pieces."""
 
 
 def axes_of(packed: PackedBatch, grids: Mapping[str, Grid]) -> IndexArray:
-    """[3, T]; a prompt begins with 0, and a completion goes on where its prompt ends. `grids` are by key.
+    """[3, T]; a sample begins with 0, and a segment goes on where the one that it continues ends. `grids` are by key.
 
     Example: one prompt of a token, an image of 2 x 3 pieces and a token
         time    [0 1 1 1 1 1 1 4]
@@ -34,11 +34,9 @@ def axes_of(packed: PackedBatch, grids: Mapping[str, Grid]) -> IndexArray:
         within[1, pieces], within[2, pieces] = np.divmod(np.arange(image.num_tokens), columns)
     ends = np.concatenate([[0], np.cumsum(steps)])  # where the token after each stands, if segments went on
     origins = np.empty_like(steps)
-    for start, length in zip(packed.prompt_starts, packed.prompt_lengths, strict=True):
-        origins[start : start + length] = ends[start]
-    segments = zip(packed.completion_starts, packed.completion_lengths, packed.completion_prompts, strict=True)
-    for start, length, prompt in segments:
-        first = packed.prompt_starts[prompt]
-        after = ends[first + packed.prompt_lengths[prompt]] - ends[first]
-        origins[start : start + length] = ends[start] - after
+    after = np.zeros(len(packed.segment_starts) + 1, np.int64)  # where each segment ends; the last: before any
+    segments = zip(packed.segment_starts, packed.segment_lengths, packed.segment_parents, strict=True)
+    for segment, (start, length, parent) in enumerate(segments):
+        origins[start : start + length] = ends[start] - after[parent]
+        after[segment] = ends[start + length] - ends[start] + after[parent]
     return ends[:-1] - origins + within

@@ -15,9 +15,10 @@ from rlflow.algorithms.token_advantage.gae import (
     whiten,
 )
 from rlflow.algorithms.turns import earned, in_time
-from rlflow.batching import BatchPiece, spread_over_turns
+from rlflow.batching.pack import spread_over_turns
+from rlflow.batching.plan import BatchPiece
 from rlflow.groups.staleness import without_old_tokens
-from rlflow.roles import REFERENCE
+from rlflow.roles import PROXIMAL, REFERENCE
 from rlflow.types import (
     BoolArray,
     CriticTargets,
@@ -149,6 +150,19 @@ def token_level(
         for value, row in zip(values, returns, strict=True)
     ]
     return advantages, targets
+
+
+def log_ratios(group: ReadyGroup) -> list[float]:
+    """log(policy / reference) of all loss tokens of each episode, in nats, under the weights before the update."""
+    payloads = _fetched(group.payloads)
+    now, before = (_fetched(group.frozen[name]) for name in (PROXIMAL, REFERENCE))
+    return [
+        sum(
+            float((new - old)[sample.loss_mask].sum(dtype=np.float64))
+            for sample, new, old in zip(payload.samples, news, olds, strict=True)
+        )
+        for payload, news, olds in zip(payloads, now, before, strict=True)
+    ]
 
 
 def moments_of(samples: Sequence[TrainSample]) -> Moments:

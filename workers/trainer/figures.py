@@ -56,3 +56,12 @@ class Figures:
     def clear(self) -> None:
         for counted in (self._sums, self._observed, self._silent, self.largest, self.work):
             counted.zero_()
+
+
+def memory_peaks(device: torch.device) -> list[int]:
+    """The peak of this process's memory on a GPU since the last call; nothing on a CPU."""
+    if device.type != "cuda":
+        return []
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return [peak]

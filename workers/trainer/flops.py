@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rlflow.batching import PackedBatch
+from rlflow.batching.pack import PackedBatch
 from rlflow.types import TrainSample
 from rlflow.workers.trainer.layers import VALUE_HEAD, decoder_layers, num_experts
 from rlflow.workers.trainer.lora import is_of_experts
@@ -79,10 +79,8 @@ def _attention_size(layer: PreTrainedConfig) -> int:
 
 
 def packed_sizes(packed: PackedBatch) -> RowSizes:
-    """A row in which shared prompts and equal completions are computed once."""
-    prompts, completions = packed.prompt_lengths, packed.completion_lengths
-    before = prompts[packed.completion_prompts]
-    pairs = (prompts * (prompts + 1)).sum() // 2 + (completions * (2 * before + completions + 1)).sum() // 2
+    """A row in which shared prefixes are computed once."""
+    pairs = (packed.position_ids + 1).sum()
     return RowSizes(tokens=len(packed.input_ids), pairs=int(pairs), predictions=len(np.unique(packed.loss_positions)))
 
 

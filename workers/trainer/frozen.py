@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlflow.batching import pack, runs_of
+from rlflow.batching.pack import pack
+from rlflow.batching.plan import packed_runs, runs_of
 from rlflow.config import Config
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import chunk_of
@@ -57,8 +58,7 @@ class FrozenPolicy:
     @torch.no_grad()
     def logprobs(self, groups: Sequence[Sequence[TrainSample]]) -> list[FloatArray]:
         """[L] for each sample of this rank, groups laid end to end; 0 where there is no loss."""
-        samples = [sample for group in groups for sample in group]
-        rows = runs_of(samples, self._max_tokens, padded=way_of(self._policy.model) is Way.padded)
+        rows = self._rows([sample for group in groups for sample in group])
         found: list[FloatArray] = []
         for samples in rows + [[]] * (int(self._most(len(rows))) - len(rows)):
             logprobs, _ = self._policy(pack([samples]))
@@ -72,6 +72,12 @@ class FrozenPolicy:
         most = torch.tensor(number, device=self._device, dtype=torch.float64)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return float(most)
+
+    def _rows(self, samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
+        """Runs of at most `trainer.micro_batch_tokens` tokens as they go through the model, or of one sample."""
+        if (way := way_of(self._policy.model)) is Way.packed:
+            return packed_runs(samples, self._max_tokens)
+        return runs_of(samples, self._max_tokens, padded=way is Way.padded)
 
 
 def _sharded(config: Config, model_path: str, rank: int, num_ranks: int, device: torch.device) -> Policy:

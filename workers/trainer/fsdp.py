@@ -28,8 +28,9 @@ from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend
 from rlflow.workers.trainer.policy import Policy, torch_dtype
 from rlflow.workers.trainer.pretrained import CPU, move_buffers, with_memory
 from rlflow.workers.trainer.process_group import join_subgroup
+from rlflow.workers.trainer.rank_group import RankGroup
 from rlflow.workers.trainer.shards import PARAMETER, Shard, ShardReader
-from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
+from rlflow.workers.trainer.tensor_parallel import cut_layers
 
 
 class FsdpTrainer(TrainerBackend):
@@ -41,7 +42,7 @@ class FsdpTrainer(TrainerBackend):
         self._is_offloaded = config.trainer.offload is Offload.cpu
         is_sharded = world_size > 1 or torch_dtype(config) != torch.float32 or self._is_offloaded
         super().__init__(config, model_path, rank, world_size, rendezvous, is_critic, is_distributed=is_sharded)
-        self._group, self._cut = TensorGroup(), dict[str, int]()
+        self._group, self._cut = RankGroup(), dict[str, int]()
         self._num_shards = world_size // config.trainer.replicas if is_sharded else 1
         self._replica, self._shard_rank = divmod(rank, self._num_shards)
         self._shard_group: dist.ProcessGroup | None = None
@@ -76,7 +77,7 @@ class FsdpTrainer(TrainerBackend):
         size, timeout_s = self._config.trainer.tensor_parallel, self._config.deadlines.train_s
         ranks = torch.arange(self._world_size).view(-1, self._num_shards // size, size)
         neighbours = join_subgroup(ranks.flatten(0, 1).tolist(), timeout_s)
-        self._group = TensorGroup(rank=self._rank % size, size=size, process_group=neighbours)
+        self._group = RankGroup(rank=self._rank % size, size=size, process_group=neighbours)
         self._cut = cut_layers(self._policy.model, self._group)
         if isinstance(self._policy, Policy):
             self._policy.share_head(self._group)
@@ -117,7 +118,7 @@ class FsdpTrainer(TrainerBackend):
 
     def accumulate(self, groups: Sequence[MicroBatch]) -> None:
         for micro_batch in self._in_pieces(groups):
-            (self._loss(micro_batch) / self._group.size).backward()
+            self._loss(micro_batch).backward()
 
     def _finish_gradients(self) -> None:
         """Give parameters without a gradient a zero one, because the optimiser's momentum must still act.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlflow.batching import PackedBatch, pack
+from rlflow.batching.pack import PackedBatch, pack
 from rlflow.errors import ConfigError
 from rlflow.models.images import ImageProcessor, expanded, key_of, open_image, probe_picture
 from rlflow.rollout.requests import ProbePrompt
@@ -48,12 +48,13 @@ def settle_way(
     max_length: int,
     setting: str = "model.path",
     images: ImageProcessor | None = None,
+    sequence_parallel: int = 1,
 ) -> Agreement:
     """Measure `forward`, which gives what training computes of a batch and the plain values, and settle the way.
 
     dtype: in which the model computes. max_length: of a sample, in tokens.
     agree_on: the largest of what all ranks have measured; collective, as `forward` is.
-    images: if the model takes some.
+    images: if the model takes some. sequence_parallel: ranks that share a row, which is then packed.
 
     Raises ConfigError, naming the `setting`, for a model that does not agree.
     """
@@ -64,12 +65,15 @@ def settle_way(
         difference = agree_on(difference)
         if difference <= BOUNDS[dtype]:
             return Agreement(way=way, difference=difference)
-        found["in padded rows" if way is Way.padded else way.value] = problem or f"{difference:.2g} nats"
-        if way is Way.padded:
+        found[way.in_words] = problem or f"{difference:.2g} nats"
+        if way is Way.padded or sequence_parallel > 1:
+            cure = "choose another model"
+            if way is not Way.padded:
+                cure = "set trainer.sequence_parallel=1, which tries padded rows"
             raise ConfigError(
                 f"{setting} names a {model.config.model_type} model of which training computes something else than "
                 f"transformers: log-probabilities of random tokens differ by {_listed(found)} on average, and may by "
-                f"{BOUNDS[dtype]:g} nats; choose another model"
+                f"{BOUNDS[dtype]:g} nats; {cure}"
             )
         go_in_rows(model)
 

@@ -4,8 +4,8 @@
         -> times the aggregation's weights -> summed
 
 Rules: everything is a sum over loss tokens, in float64 for figures, so rows and ranks can be added in any order; `step`
-divides once, by `divisor`. Figures carry no gradient. State that adapts (the KL coefficient, the entropy control)
-changes in `end_step` alone, which every rank calls with the same sums.
+divides once, by `divisor`. Figures carry no gradient. State that adapts (the KL coefficient, the bonus for entropy, the
+entropy control) changes in `end_step` alone, which every rank calls with the same sums.
 
 Example: two rows with weighted losses 3.0 and 1.0 over 5 and 3 loss tokens, aggregated by token: the step divides by 8,
 and reports the loss 0.5.
@@ -21,12 +21,13 @@ from torch import Tensor
 
 from rlflow.algorithms.aggregation import Denominator, denominator, token_weights
 from rlflow.algorithms.distillation import distillation_of
-from rlflow.algorithms.entropy import leaves_out_negatives, without_negatives
+from rlflow.algorithms.entropy import leaves_out_negatives, next_bonus, without_negatives
 from rlflow.algorithms.kl.base import next_coefficient
 from rlflow.algorithms.proximal import interpolate_proximal
 from rlflow.algorithms.registry import objective_of
+from rlflow.algorithms.schedules import share_power
 from rlflow.algorithms.tokens import Tokens, clamp_log_ratio, sequence_mean
-from rlflow.batching import PackedBatch
+from rlflow.batching.pack import PackedBatch
 from rlflow.config import Config, Proximal
 from rlflow.roles import PROXIMAL, REFERENCE, TEACHER, Mean
 from rlflow.runtime.derived import keeps_cache, num_updates
@@ -76,11 +77,16 @@ class Objective(ABC):
 
     @abstractmethod
     def divisor(self, sums: Tensor) -> float:
-        """What the step divides its sums by: tokens or sequences, 0 if nothing was accumulated."""
+        """What the step divides its sums by: tokens, sequences or 1; 0 if nothing was accumulated."""
 
     @abstractmethod
     def metrics(self, sums: Tensor, largest: Tensor) -> dict[str, Mean]:
         """The metrics of a step from the sums [num_sums] over all rows and ranks."""
+
+    def rate_scale(self, sums: Tensor) -> float:
+        """What the learning rate of this update is multiplied by; `sums` are those of all ranks."""
+        del sums
+        return 1.0
 
     def end_step(self, sums: Tensor) -> None:  # noqa: B027  optional: most objectives do not adapt
         """Adapt to the figures of a step; called on every rank with the same sums."""
@@ -110,6 +116,8 @@ class PolicyObjective(Objective):
         self._distil = distillation_of(config.teacher) if config.teacher.models else None
         self._kl_coefficient = config.algorithm.kl_coefficient
         self._leaves_out_negatives = False
+        self._bonus, self._gives_bonus = config.algorithm.entropy_bonus, True
+        self._rate_power = share_power(config.trainer)
         self._keeps_cache, self._is_asynchronous = keeps_cache(config), config.staleness.max_versions > 0
 
     def __call__(self, outputs: tuple[Tensor, ...], packed: PackedBatch, version: int) -> Row:
@@ -136,8 +144,8 @@ class PolicyObjective(Objective):
             kl = self._chosen.kl(logprobs, torch.from_numpy(_said_by(REFERENCE, packed)).to(device))
             if not self._algorithm.kl_in_reward:
                 loss = loss + self._kl_coefficient * kl
-        if self._algorithm.entropy_bonus:
-            loss = loss - self._algorithm.entropy_bonus * entropies
+        if self._bonus and self._gives_bonus:
+            loss = loss - self._bonus * entropies
         if balance:
             loss = loss + self._algorithm.balance_coefficient * balance[0]
         total = (loss * token_weights(self._algorithm.aggregation, tokens, self._max_length)).sum()
@@ -159,8 +167,14 @@ class PolicyObjective(Objective):
         )
 
     def divisor(self, sums: Tensor) -> float:
-        is_by_token = denominator(self._algorithm.aggregation) is Denominator.tokens
-        return float(sums[-1] if is_by_token else sums[-2])
+        num_sequences, num_tokens = sums[-2:].tolist()
+        match denominator(self._algorithm.aggregation):
+            case Denominator.tokens:
+                return num_tokens
+            case Denominator.sequences:
+                return num_sequences
+            case Denominator.nothing:
+                return float(num_tokens > 0)
 
     def metrics(self, sums: Tensor, largest: Tensor) -> dict[str, Mean]:
         """The metrics that the algorithm has.
@@ -205,6 +219,10 @@ class PolicyObjective(Objective):
             "num_tokens": Mean(total=num_tokens, count=num_tokens),
         }
 
+    def rate_scale(self, sums: Tensor) -> float:
+        share = self.metrics(sums, sums.new_zeros(()))["ratio/effective_share"].value if self._rate_power else None
+        return 1.0 if share is None else share**self._rate_power
+
     def end_step(self, sums: Tensor) -> None:
         totals = dict(zip(_METRICS, sums.tolist(), strict=False))
         algorithm, num_sequences = self._algorithm, int(sums[-2])
@@ -213,6 +231,9 @@ class PolicyObjective(Objective):
             self._kl_coefficient = next_coefficient(
                 self._kl_coefficient, totals["kl"] / float(sums[-1]), algorithm.kl_target, num_sequences, horizon
             )
+        if algorithm.entropy_target is not None:
+            entropy = totals["entropy"] / float(sums[-1])
+            self._bonus, self._gives_bonus = next_bonus(self._bonus, entropy, algorithm.entropy_target)
         if algorithm.entropy_low is not None and algorithm.entropy_high is not None:
             entropy = totals["entropy/sequence_mean"] / num_sequences
             self._leaves_out_negatives = leaves_out_negatives(
@@ -223,16 +244,26 @@ class PolicyObjective(Objective):
         metrics: dict[str, Mean] = {}
         if self._algorithm.kl_target is not None:
             metrics["kl_coefficient"] = Mean(total=self._kl_coefficient, count=1)
+        if self._algorithm.entropy_target is not None:
+            metrics["entropy_bonus"] = Mean(total=self._bonus * self._gives_bonus, count=1)
         if self._algorithm.entropy_high is not None:
             metrics["entropy_control"] = Mean(total=float(self._leaves_out_negatives), count=1)
         return metrics
 
     def state(self) -> dict[str, float]:
-        return {"kl_coefficient": self._kl_coefficient, "leaves_out_negatives": float(self._leaves_out_negatives)}
+        return {
+            "kl_coefficient": self._kl_coefficient,
+            "leaves_out_negatives": float(self._leaves_out_negatives),
+            "entropy_bonus": self._bonus,
+            "gives_bonus": float(self._gives_bonus),
+        }
 
     def load_state(self, state: Mapping[str, float]) -> None:
         if self._algorithm.kl_target is not None:  # otherwise the setting holds
             self._kl_coefficient = state.get("kl_coefficient", self._kl_coefficient)
+        if self._algorithm.entropy_target is not None:
+            self._bonus = state.get("entropy_bonus", self._bonus)
+            self._gives_bonus = bool(state.get("gives_bonus", 1.0))
         self._leaves_out_negatives = bool(state.get("leaves_out_negatives", 0.0))
 
     def _advantages(self, packed: PackedBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,16 +27,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlflow.algorithms.schedules import learning_rate
-from rlflow.batching import PackedBatch, pack, runs_of
+from rlflow.batching.pack import PackedBatch, pack
+from rlflow.batching.plan import runs_of
 from rlflow.config import Checkpointing, Config
 from rlflow.errors import RunError
 from rlflow.roles import Mean, StepOutcome, TrainWork
 from rlflow.rollout.requests import ProbePrompt
-from rlflow.runtime.derived import dtype_of, num_updates
+from rlflow.runtime.derived import dtype_of, num_updates, ranks_per_share
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import Layout, mesh_layout
 from rlflow.weights.source import Specs
-from rlflow.workers.trainer.figures import Figures
+from rlflow.workers.trainer.figures import Figures, memory_peaks
 from rlflow.workers.trainer.flops import laid_out_sizes, padded_sizes, sizes_of
 from rlflow.workers.trainer.gate import Agreement, probe_prompts, settle_way
 from rlflow.workers.trainer.layers import VALUE_HEAD, decoder_layers, wrap_as_asked
@@ -54,9 +55,10 @@ from rlflow.workers.trainer.objective import Objective, PolicyObjective
 from rlflow.workers.trainer.parking import ParkingSpace
 from rlflow.workers.trainer.policy import Policy, empty_policy, split_logprobs, torch_dtype
 from rlflow.workers.trainer.process_group import choose_device, join
+from rlflow.workers.trainer.sequence_parallel import join_sequence_group
 from rlflow.workers.trainer.shards import Shard, ShardReader, Snapshot
 from rlflow.workers.trainer.value import ValueObjective, empty_value_model
-from rlflow.workers.trainer.way import Way, way_of
+from rlflow.workers.trainer.way import Way, check_packed, way_of
 
 MicroBatch = Sequence[Sequence[TrainSample]]
 """What goes through the model at once: pieces of groups, each with its samples."""
@@ -96,6 +98,9 @@ class TrainerBackend(ABC):
         self._is_critic = is_critic
         build = empty_value_model if is_critic else empty_policy
         self._policy, self._first = build(config, model_path)
+        self._ranks_per_share = ranks_per_share(config.trainer)
+        check_packed(self._policy.model, config.trainer.sequence_parallel)
+        self._policy.share_rows(join_sequence_group(config.trainer, rank, config.deadlines.train_s))
         self._objective: Objective = ValueObjective(config) if is_critic else PolicyObjective(config)
         if config.lora.rank is not None:
             heads = (VALUE_HEAD,) if is_critic else ()
@@ -187,6 +192,7 @@ class TrainerBackend(ABC):
             torch_dtype(self._config),
             self._config.model.max_length,
             images=self._policy.images,
+            sequence_parallel=self._config.trainer.sequence_parallel,
         )
 
     def probe_prompts(self) -> list[ProbePrompt]:
@@ -194,7 +200,7 @@ class TrainerBackend(ABC):
         return probe_prompts(self._policy.model, self._config.model.max_length, self._policy.images)
 
     def _in_pieces(self, groups: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Micro-batches as they go through the model: if prompts are copied, cut into equally many on every rank."""
+        """Micro-batches as they go through the model: if prefixes are copied, cut into equally many on every rank."""
         if (way := way_of(self._policy.model)) is Way.packed:
             return groups
         rows = [[sample for group in micro_batch for sample in group] for micro_batch in groups]
@@ -218,7 +224,7 @@ class TrainerBackend(ABC):
             self._figures.pass_over([sample for group in micro_batch for sample in group])
 
     def _loss(self, micro_batch: MicroBatch, *, is_silent: bool = False) -> Tensor:
-        """A micro-batch's weighted sum over its loss tokens; adds up its figures."""
+        """This rank's share of a micro-batch's weighted sum over its loss tokens; adds up its figures."""
         if self._config.lora.dropout and torch.is_grad_enabled():
             seed_dropout(self._config.run.seed, self._updates, self._rank, int(self._figures.work[0]))
         packed = self._lay_out(micro_batch)
@@ -226,7 +232,7 @@ class TrainerBackend(ABC):
         self._figures.add_work(laid_out_sizes(packed, padded, way_of(self._policy.model)), padded)
         row = self._objective(self._forward(packed), packed, self.version)
         self._figures.add(row, is_silent=is_silent)
-        return row.loss
+        return row.loss / self._ranks_per_share
 
     def _lay_out(self, micro_batch: MicroBatch) -> PackedBatch:
         """One row; the benchmark of the layout puts another in its place."""
@@ -245,7 +251,7 @@ class TrainerBackend(ABC):
             raise ValueError("a step needs at least one accumulated loss token; got none")
         grad_norm = self._gradient_norm() / (count or 1.0)
         trainer = self._config.trainer
-        rate = learning_rate(trainer, self._steps, self._config.run.steps)
+        rate = learning_rate(trainer, self._steps, self._config.run.steps) * self._objective.rate_scale(sums)
         clip, is_finite = min(1.0, trainer.max_grad_norm / (grad_norm + 1e-6)), math.isfinite(grad_norm)
         if not self._is_critic and self._steps < self._config.critic.warmup_steps:
             clip = rate = 0.0
@@ -274,7 +280,7 @@ class TrainerBackend(ABC):
                 num_ranks=self._world_size,
                 device=torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
             ),
-            memory_peaks=self._memory_peaks(),
+            memory_peaks=memory_peaks(self._device),
         )
 
     def _end_step(self) -> dict[str, Mean]:
@@ -286,17 +292,9 @@ class TrainerBackend(ABC):
         self._applied.clear()
         metrics = self._objective.adapted()
         if self._balance is not None:
-            load = self._balance.end_step(self._add_up_data(self._balance.counts))
+            load = self._balance.end_step(self._all_reduce(self._balance.counts))
             metrics["experts/max_load"] = Mean(total=load, count=1)
         return metrics
-
-    def _memory_peaks(self) -> list[int]:
-        """This rank's peak since the last update; nothing on a CPU."""
-        if self._device.type != "cuda":
-            return []
-        peak = torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return [peak]
 
     def add_up(self, values: Sequence[float]) -> list[float]:
         """Each number summed over the ranks."""
@@ -440,8 +438,8 @@ class TrainerBackend(ABC):
         return float((self._all_reduce(squares) / self._config.trainer.replicas).sqrt())
 
     def _add_up_data(self, values: Tensor) -> Tensor:
-        """The sum over the ranks; what all ranks of a tensor group have counts once."""
-        return self._all_reduce(values) / self._config.trainer.tensor_parallel
+        """The sum over the ranks; what all ranks of a group have counts once."""
+        return self._all_reduce(values) / self._ranks_per_share
 
     def _all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         total = values.to(self._device, copy=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlflow.batching import PackedBatch
+from rlflow.batching.pack import PackedBatch
 from rlflow.workers.trainer.layers import backbone
 from rlflow.workers.trainer.rows import rows_of
 from rlflow.workers.trainer.vision import Vision
@@ -44,8 +44,8 @@ def _where_predicted(
 ) -> Tensor:
     """[N, ...], float32: what `run` gives of [1, L] tokens and the keys of their images, where loss tokens are
     predicted."""
-    # A prompt by itself shows if a model looks ahead: in the row of a completion it would see that.
-    rows = rows_of(packed, prompts_alone=True)
+    # A prefix by itself shows if a model looks ahead: in the row of what continues it, it would see that.
+    rows = rows_of(packed, prefixes_alone=True)
     row_of, column_of = np.divmod(rows.cells[packed.loss_positions], rows.input_ids.shape[1])
     device = next(model.parameters()).device
     found: list[Tensor] = []

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlflow.batching import IndexArray, PackedBatch
+from rlflow.batching.pack import IndexArray, PackedBatch
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.models.images import ImageProcessor, open_images
@@ -25,9 +25,10 @@ from rlflow.workers.trainer.balance import Balance
 from rlflow.workers.trainer.layers import backbone
 from rlflow.workers.trainer.plain import plain_logprobs
 from rlflow.workers.trainer.pretrained import CPU, FirstValues, empty_model, load_whole
+from rlflow.workers.trainer.rank_group import ALONE, RankGroup
 from rlflow.workers.trainer.routing import lay_routes, replay_routes
 from rlflow.workers.trainer.rows import boundaries, end_to_end, rows_of
-from rlflow.workers.trainer.tensor_parallel import TensorGroup
+from rlflow.workers.trainer.sequence_parallel import RowPart, gather, own_tokens, places_in
 from rlflow.workers.trainer.token_logprobs import MAX_LOGITS, TokenLogprobs, among_support, logit_rule
 from rlflow.workers.trainer.vision import Vision, freeze_tower, policy_class
 from rlflow.workers.trainer.way import Way, way_of
@@ -58,7 +59,7 @@ class Policy(nn.Module):
             self._rule = replace(self._rule, forbidden=images.token)
             freeze_tower(model)
         self._max_logits = max_logits
-        self._group = TensorGroup()
+        self._head_group = self._row_group = ALONE
         self.balance: Balance | None = None
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
@@ -67,9 +68,13 @@ class Policy(nn.Module):
                 f"{head}; choose another model"
             )
 
-    def share_head(self, group: TensorGroup) -> None:
+    def share_head(self, group: RankGroup) -> None:
         """Divide the tokens whose logits are computed among the ranks of `group`, which have the same hidden states."""
-        self._group = group
+        self._head_group = group
+
+    def share_rows(self, group: RankGroup) -> None:
+        """Divide the tokens of each row among the ranks of `group`; see `sequence_parallel`."""
+        self._row_group = group
 
     def follow_routers(self, config: Config) -> Balance | None:
         """Let routers take the engine's routes, and tell their loads, as the settings ask; the loads, if they do.
@@ -87,14 +92,19 @@ class Policy(nn.Module):
         With a balance loss, its [N] too, if there is a gradient. With `has_plain`, in place of the entropies what
         transformers alone says of the log-probabilities.
         """
-        found = self.logprobs_of(hidden_states(self.model, packed, self.vision), packed)
+        hidden = hidden_states(self.model, packed, self.vision, self._row_group)
+        found = self.logprobs_of(hidden, packed)
         if has_plain:
             return found[0], plain_logprobs(self.model, packed, self._rule.temperature, self.vision)
         balance = None if self.balance is None else self.balance.take()
-        return found if balance is None else (*found, balance)
+        if balance is None:
+            return found
+        own = places_in(own_tokens(self._row_group, len(hidden)), packed.loss_positions)
+        places = torch.from_numpy(own).to(hidden.device)
+        return (*found, gather(balance, places, packed.num_loss_tokens, self._row_group))
 
     def logprobs_of(self, hidden: Tensor, packed: PackedBatch) -> tuple[Tensor, Tensor]:
-        """`forward` from the states [T, hidden size] of the last layer on."""
+        """`forward` from the states [T, hidden size] of the last layer on, or from this rank's part of them."""
         device = hidden.device
         head = self.model.get_output_embeddings()
         assert head is not None, "checked at construction"
@@ -104,30 +114,37 @@ class Policy(nn.Module):
                 f"of which its output layer makes {head.weight.shape[1]} first; choose another model"
             )
         # Tokens that one state predicts, such as the first tokens of a group's completions, share its logits.
+        unique, inverse = np.unique(packed.loss_positions, return_inverse=True)
+        tokens_here = own_tokens(self._row_group, len(hidden))
+        first, last = np.searchsorted(unique, (tokens_here.start, tokens_here.stop)).tolist()
+        start, stop = (first + bound for bound in chunk_of(last - first, self._head_group.rank, self._head_group.size))
         positions, row_of = (
-            torch.from_numpy(part).to(device) for part in np.unique(packed.loss_positions, return_inverse=True)
+            torch.from_numpy(part).to(device) for part in (unique[start:stop] - tokens_here.start, inverse)
         )
         targets, support_ids, support_of = (
             torch.from_numpy(part).to(device) for part in (packed.targets, packed.support_ids, packed.support_of)
         )
         # What a token was chosen among are further targets in its row.
         row_of, targets = torch.cat([row_of, row_of[support_of]]), torch.cat([targets, support_ids])
-        start, stop = chunk_of(len(positions), self._group.rank, self._group.size)
         tokens = torch.nonzero((row_of >= start) & (row_of < stop))[:, 0]
         # An embedding gathers rows, because its backward is deterministic on the CPU.
-        predictive = F.embedding(positions[start:stop], hidden)
+        predictive = F.embedding(positions, hidden)
         own: tuple[Tensor, Tensor] = TokenLogprobs.apply(
             predictive, head.weight, head.bias, row_of[tokens] - start, targets[tokens], self._rule, self._max_logits
         )  # pyright: ignore[reportAssignmentType]
-        logprobs, entropies = (of_own.new_zeros(len(targets)).index_copy(0, tokens, of_own) for of_own in own)
-        logprobs, entropies = self._group.add_up(logprobs), self._group.add_up(entropies)
+        # Only one of the two groups has other ranks.
+        group = self._row_group if self._row_group.size > 1 else self._head_group
+        logprobs, entropies = (gather(of_own, tokens, len(targets), group) for of_own in own)
         return among_support(logprobs, entropies, support_of) if len(support_of) else (logprobs, entropies)
 
 
-def hidden_states(model: PreTrainedModel, packed: PackedBatch, vision: Vision | None = None) -> Tensor:
+def hidden_states(
+    model: PreTrainedModel, packed: PackedBatch, vision: Vision | None = None, group: RankGroup = ALONE
+) -> Tensor:
     """The last layer's states [T, hidden size] of a row, from a model that `empty_model` has made.
 
-    `vision` if it takes images. Raises ValueError for a row with images without it.
+    `vision` if it takes images. `group`: the ranks that share the row; with others in it, the states are those of this
+    rank's `own_tokens`, and of padding at the end of the row. Raises ValueError for a row with images without `vision`.
     """
     if packed.images and vision is None:
         raise ValueError(f"a sample holds images, and the {model.config.model_type} model takes none")
@@ -140,7 +157,9 @@ def hidden_states(model: PreTrainedModel, packed: PackedBatch, vision: Vision | 
         """The tokens, or what stands for them; both are [R, L], and `token_of` is -1 for padding."""
         return {"input_ids": torch.from_numpy(input_ids).to(device)} if shown is None else shown.inputs(token_of)
 
-    if (way := way_of(model)) is Way.padded:
+    way = way_of(model)
+    assert way is Way.packed or group.size == 1, "checked at construction"
+    if way is Way.padded:
         rows = rows_of(packed)
         lay_routes(model, packed.experts, rows.tokens.reshape(-1), rows.cells[packed.loss_positions])
         states: Tensor = run(**inputs(rows.input_ids, rows.tokens), use_cache=False).last_hidden_state
@@ -148,16 +167,19 @@ def hidden_states(model: PreTrainedModel, packed: PackedBatch, vision: Vision | 
         return F.embedding(torch.from_numpy(rows.cells).to(device), states.flatten(0, 1))
     row, place_of = end_to_end(packed) if way is Way.end_to_end else (packed, None)
     layout = attention_layout(row, device, use_flex=device.type == "cuda", windows=attention_windows(model))
-    padding = (0, layout.num_padding)
-    input_ids, positions = (np.pad(each, padding)[None] for each in (row.input_ids, row.position_ids))
-    token_of = np.pad(np.arange(len(row.input_ids)), padding, constant_values=-1)
-    lay_routes(model, row.experts, token_of, row.loss_positions)
+    num_tokens = len(row.input_ids)
+    part = RowPart(group=group, num_tokens=num_tokens + layout.num_padding)
+    input_ids, positions = (part.of(each)[None] for each in (row.input_ids, row.position_ids))
+    token_of, here = part.of(np.arange(num_tokens), padding=-1), own_tokens(group, part.size)
+    lay_routes(model, row.experts, token_of, row.loss_positions[places_in(here, row.loss_positions)] - here.start)
     told = {"position_ids": torch.from_numpy(positions).to(device)} | inputs(input_ids, token_of[None])
+    if group.size > 1:
+        return run(**told, use_cache=False, layout=layout, part=part).last_hidden_state[0]
     if place_of is not None:
-        told |= boundaries(row.prompt_lengths, layout.num_padding, device)
+        told |= boundaries(row.segment_lengths, layout.num_padding, device)
     states = run(**told, use_cache=False, layout=layout).last_hidden_state[0]
     if place_of is None:
-        return states[: len(row.input_ids)]
+        return states[:num_tokens]
     return F.embedding(torch.from_numpy(place_of).to(device), states)
 
 

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from transformers import AutoModelForSequenceClassification
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from rlflow.batching import Conversation, pack_conversations, row_tokens
+from rlflow.batching.pack import Conversation, pack_conversations, row_tokens
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.models.opening import open_config, open_tokenizer

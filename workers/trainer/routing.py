@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from rlflow.batching import IndexArray
+from rlflow.batching.pack import IndexArray
 from rlflow.errors import ConfigError, RunError
 from rlflow.types import ExpertArray, no_route
 from rlflow.workers.trainer.balance import Balance

@@ -1,10 +1,11 @@
-"""Samples with a copy of the prompt each, for models with layers that cannot share one.
+"""Samples with a copy of their prefix each, for models with layers that cannot share one.
 
     PackedBatch -> Rows, padded on the right -> the model, as transformers runs it -> [T, hidden size]
     PackedBatch -> end_to_end, one row -> the model, told where samples begin -> [T, hidden size]
 
-No token of a causal model depends on a later one, so padding on the right changes nothing, whatever a layer keeps of
-earlier tokens. Layers that forget at a boundary need none. States go back to where the packed row has its tokens.
+Each sample brings its own copy of what it shares. No token of a causal model depends on a later one, so padding on the
+right changes nothing, whatever a layer keeps of earlier tokens. Layers that forget at a boundary need none. States go
+back to where the packed row has its tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlflow.batching import IndexArray, PackedBatch
+from rlflow.batching.pack import IndexArray, PackedBatch
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -23,28 +24,23 @@ class Rows:
     input_ids: IndexArray  # [R, L], 0 where there is no token
     tokens: IndexArray  # [R, L], which tokens of the packed row these are, -1 where there is none
     lengths: IndexArray  # [R]
-    cells: IndexArray  # [T], of each token of the packed row: row * L + column; a prompt's tokens in one of its rows
+    cells: IndexArray  # [T], of each token of the packed row: row * L + column; a shared token's in one of its rows
 
 
-def rows_of(packed: PackedBatch, *, prompts_alone: bool = False) -> Rows:
-    """A row for each completion, and for each prompt that no completion continues.
+def rows_of(packed: PackedBatch, *, prefixes_alone: bool = False) -> Rows:
+    """A row for each segment that no other continues, with all that it continues.
 
-    With `prompts_alone` every prompt has a row of its own, and `cells` points there.
+    With `prefixes_alone` every segment has a row that ends with it, and `cells` points there.
     """
-    alone = np.arange(len(packed.prompt_starts))
-    if not prompts_alone:
-        alone = np.setdiff1d(alone, packed.completion_prompts)
-    prompts = np.concatenate([packed.completion_prompts, alone]).astype(np.int64)
-    sizes = np.pad(packed.completion_lengths, (0, len(alone)))
-    starts = np.pad(packed.completion_starts, (0, len(alone)))
-    lengths = packed.prompt_lengths[prompts] + sizes
-    tokens = np.full((len(prompts), int(lengths.max())), -1)
+    continued = set() if prefixes_alone else set(packed.segment_parents.tolist())
+    paths = [packed.path(segment) for segment in range(len(packed.segment_starts)) if segment not in continued]
+    lengths = np.array([len(path) for path in paths])
+    tokens = np.full((len(paths), int(lengths.max())), -1)
     cells = np.full(len(packed.input_ids), -1)
-    for row, (prompt, start, size, length) in enumerate(zip(prompts, starts, sizes, lengths, strict=True)):
-        first = packed.prompt_starts[prompt]
-        tokens[row, : length - size] = np.arange(first, first + length - size)
-        tokens[row, length - size : length] = np.arange(start, start + size)
-        cells[tokens[row, :length]] = row * tokens.shape[1] + np.arange(length)
+    # Backwards, so that the row of a segment comes after those of what continues it.
+    for row, path in reversed(list(enumerate(paths))):
+        tokens[row, : len(path)] = path
+        cells[path] = row * tokens.shape[1] + np.arange(len(path))
     assert cells.min() >= 0, "every token belongs to a segment"
     input_ids = np.where(tokens < 0, 0, packed.input_ids[tokens])
     return Rows(input_ids=input_ids, tokens=tokens, lengths=lengths, cells=cells)
@@ -60,16 +56,13 @@ def end_to_end(packed: PackedBatch) -> tuple[PackedBatch, IndexArray]:
     is_token = (rows.tokens >= 0).reshape(-1)
     tokens = rows.tokens.reshape(-1)[is_token]
     place_of = (np.cumsum(is_token) - 1)[rows.cells]
-    nothing = np.zeros(0, np.int64)
     row = replace(
         packed,
         input_ids=packed.input_ids[tokens],
         position_ids=packed.position_ids[tokens],
-        prompt_starts=np.cumsum(rows.lengths) - rows.lengths,
-        prompt_lengths=rows.lengths,
-        completion_starts=nothing,
-        completion_lengths=nothing,
-        completion_prompts=nothing,
+        segment_starts=np.cumsum(rows.lengths) - rows.lengths,
+        segment_lengths=rows.lengths,
+        segment_parents=np.full(len(rows.lengths), -1),
         loss_positions=place_of[packed.loss_positions],
         experts=None if packed.experts is None else packed.experts[tokens],
     )

@@ -12,77 +12,24 @@ gradient of a slice needs to be summed over the data ranks only.
 """
 
 import re
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from rlflow.errors import ConfigError
+from rlflow.workers.trainer.rank_group import RankGroup
 
 _COLWISE, _ROWWISE = "colwise", "rowwise"
 _WHOLE = "replicated_with_grad_allreduce"
 """The style of the norms of queries and keys: whole on every rank, which applies them to its own heads."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class TensorGroup:
-    """The ranks that share the work on the same micro-batches."""
-
-    rank: int = 0
-    """This rank's place in the group."""
-    size: int = 1
-    process_group: dist.ProcessGroup | None = None
-    """None if there are no other ranks to talk to: with one rank, or in a dry run."""
-
-    def add_up(self, part: Tensor) -> Tensor:
-        """The sum over the group; its gradient is the sum of the gradients."""
-        if self.process_group is None:
-            return part
-        total: Tensor = _Sum.apply(part, self.process_group)  # pyright: ignore[reportAssignmentType]
-        return total
-
-    def join(self, part: Tensor, dim: int) -> Tensor:
-        """The parts of all ranks, equal in shape, side by side along `dim`; without gradient."""
-        if self.process_group is None:
-            return part
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(parts, part.contiguous(), group=self.process_group)
-        return torch.cat(parts, dim)
-
-    def slice(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's part of what `join` gives."""
-        return whole.chunk(self.size, dim)[self.rank]
-
-
-class _Sum(torch.autograd.Function):
-    """Backward is the same sum as forward: each rank's result depends on all parts, and each loss on all results."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, process_group: dist.ProcessGroup) -> Tensor:
-        ctx.process_group = process_group
-        return _summed(part, process_group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _summed(gradients[0], ctx.process_group), None
-
-
-def _summed(part: Tensor, process_group: dist.ProcessGroup) -> Tensor:
-    total = part.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=process_group)
-    return total
-
-
 class RowwiseLinear(nn.Module):
     """A linear layer of which each rank holds some of the columns. The bias is whole, and is added once."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: TensorGroup) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: RankGroup) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
@@ -93,7 +40,7 @@ class RowwiseLinear(nn.Module):
         return output if self.bias is None else output + self.bias
 
 
-def cut_layers(model: PreTrainedModel, group: TensorGroup) -> dict[str, int]:
+def cut_layers(model: PreTrainedModel, group: RankGroup) -> dict[str, int]:
     """Keep only this rank's slices of the decoder layers of `model`, a model with a head.
 
     Returns the name of each parameter that was cut, and the dimension along which it is divided among the group. Raises
@@ -125,7 +72,7 @@ def cut_layers(model: PreTrainedModel, group: TensorGroup) -> dict[str, int]:
     return cut
 
 
-def _slice(parameter: Tensor, dim: int, group: TensorGroup) -> nn.Parameter:
+def _slice(parameter: Tensor, dim: int, group: RankGroup) -> nn.Parameter:
     own = group.slice(parameter.detach(), dim).clone(memory_format=torch.contiguous_format)
     return nn.Parameter(own, requires_grad=parameter.requires_grad)
 

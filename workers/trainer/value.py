@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlflow.algorithms.value_loss import value_loss
-from rlflow.batching import PackedBatch
+from rlflow.batching.pack import PackedBatch
 from rlflow.config import Config
 from rlflow.roles import Mean
 from rlflow.workers.trainer.layers import VALUE_HEAD
@@ -17,6 +17,8 @@ from rlflow.workers.trainer.objective import Objective, Row
 from rlflow.workers.trainer.plain import plain_states
 from rlflow.workers.trainer.policy import hidden_states
 from rlflow.workers.trainer.pretrained import FirstValues, empty_model
+from rlflow.workers.trainer.rank_group import ALONE, RankGroup
+from rlflow.workers.trainer.sequence_parallel import gather, own_tokens, places_in
 
 
 class ValueModel(nn.Module):
@@ -29,19 +31,26 @@ class ValueModel(nn.Module):
         """`model` has a head of one output, called as `layers.VALUE_HEAD` says."""
         super().__init__()
         self.model = model
+        self._row_group = ALONE
+
+    def share_rows(self, group: RankGroup) -> None:
+        """Divide the tokens of each row among the ranks of `group`; see `sequence_parallel`."""
+        self._row_group = group
 
     def forward(self, packed: PackedBatch, has_plain: bool = False) -> tuple[Tensor, ...]:
         """The value [N] (float32, with gradient) of the state in which each loss token was sampled.
 
         With `has_plain` the states [N, hidden size], as they are here and as transformers alone computes them.
         """
-        hidden = hidden_states(self.model, packed)
-        head = self.model.get_submodule(VALUE_HEAD)
+        hidden = hidden_states(self.model, packed, group=self._row_group)
+        head, here = self.model.get_submodule(VALUE_HEAD), own_tokens(self._row_group, len(hidden))
+        own = places_in(here, packed.loss_positions)
+        places, positions = (torch.from_numpy(each).to(hidden.device) for each in (own, packed.loss_positions[own]))
         # An embedding gathers rows, because its backward is deterministic on the CPU.
-        states = F.embedding(torch.from_numpy(packed.loss_positions).to(hidden.device), hidden)
-        if has_plain:
-            return states.float(), plain_states(self.model, packed)
-        return (head(states)[:, 0].float(),)
+        states = F.embedding(positions - here.start, hidden)
+        found = states.float() if has_plain else head(states)[:, 0].float()
+        found = gather(found, places, packed.num_loss_tokens, self._row_group)
+        return (found, plain_states(self.model, packed)) if has_plain else (found,)
 
 
 def empty_value_model(config: Config, model_path: str) -> tuple[ValueModel, FirstValues]:

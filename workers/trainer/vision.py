@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
-from rlflow.batching import IndexArray, PackedBatch
+from rlflow.batching.pack import IndexArray, PackedBatch
 from rlflow.errors import ConfigError
 from rlflow.models.images import FAMILIES, ImageProcessor, open_image, takes_images
 from rlflow.types import Pictures

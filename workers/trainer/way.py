@@ -1,4 +1,4 @@
-"""Which way tokens go through a model: packed, which shares prompts; samples end to end; or padded, which all allow."""
+"""Which way tokens go through a model: packed, which shares prefixes; samples end to end; or padded, which all allow."""
 
 import inspect
 import sys
@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rlflow.errors import ConfigError
 from rlflow.workers.trainer.attention import ATTENTION
 from rlflow.workers.trainer.layers import ATTENTION_LAYERS, decoder_layers, layer_types
 
@@ -26,11 +27,16 @@ class Way(StrEnum):
     """How the samples of a row go through a model."""
 
     packed = "packed"
-    """One row; shared prompts once."""
+    """One row; shared prefixes once."""
     end_to_end = "end to end"
-    """One row; each completion behind its own copy of its prompt, for layers with a state."""
+    """One row; each sample with its own copy of what it shares, for layers with a state."""
     padded = "padded"
     """A row a sample."""
+
+    @property
+    def in_words(self) -> str:
+        """How samples go."""
+        return "in padded rows" if self is Way.padded else self.value
 
 
 def choose_way(model: PreTrainedModel) -> None:
@@ -45,6 +51,17 @@ def choose_way(model: PreTrainedModel) -> None:
         set_attention(model, ATTENTION)
     else:
         go_in_rows(model)
+
+
+def check_packed(model: PreTrainedModel, sequence_parallel: int) -> None:
+    """Raise ConfigError for a model that does not go packed, whose tokens ranks cannot share."""
+    if sequence_parallel > 1 and (way := way_of(model)) is not Way.packed:
+        others = set(layer_types(model)) - ATTENTION_LAYERS
+        found = f" because of its layers of {', '.join(sorted(others))}" if others else ""
+        raise ConfigError(
+            f"trainer.sequence_parallel={sequence_parallel} shares the tokens of packed rows, and model.path names a "
+            f"{model.config.model_type} model, which goes {way.in_words}{found}; set it to 1"
+        )
 
 
 def _heeds_boundaries(model: PreTrainedModel) -> bool:
@@ -85,7 +102,7 @@ def way_of(model: PreTrainedModel) -> Way:
 
 
 def is_packed(model: PreTrainedModel) -> bool:
-    """True if the model takes rows in which prompts are shared."""
+    """True if the model takes rows in which prefixes are shared."""
     return way_of(model) is Way.packed
 
 

@@ -52,6 +52,8 @@ class Scored:
     """In the order of time; their rewards add up to `reward`."""
     baseline: float | None = None
     """Reward of the greedy episode of the same task."""
+    log_ratio: float | None = None
+    """log(policy / reference) of all loss tokens together before the update, in nats."""
 
 
 Group: TypeAlias = Sequence[Scored]

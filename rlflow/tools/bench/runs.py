@@ -35,6 +35,8 @@ _FIGURES = {
 SETTINGS: dict[str, tuple[str, ...]] = {
     "0_whole_batch": ("staleness.max_versions=0", "trainer.streaming=false"),
     "0": ("staleness.max_versions=0",),
+    "0_oversample": ("staleness.max_versions=0", "rollout.oversample=1.25"),
+    "0_oversample_episodes": ("staleness.max_versions=0", "rollout.oversample_episodes=1.25"),
     "1": ("staleness.max_versions=1",),
     "4": ("staleness.max_versions=4",),
 }

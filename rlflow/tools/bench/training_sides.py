@@ -1,6 +1,7 @@
 """Ways to take one optimiser step on the same samples, which `rlflow bench train` and `rlflow bench gpu` time.
 
 packed     the trainer's own, of a model that goes packed
+prompts    the same, a group at once, in which samples share no more than a prompt
 unshared   the same, every sample with a copy of its prompt
 rows       the trainer's own, of a model that goes in padded rows
 padded     a transformers loop as one writes it by hand
@@ -12,14 +13,15 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.batching import PackedBatch, pack, plan_micro_batches
+from rlflow.batching.pack import PackedBatch, pack
+from rlflow.batching.plan import plan_micro_batches
 from rlflow.config import Checkpointing, Config, Dtype
 from rlflow.roles import StepOutcome
 from rlflow.telemetry.throughput import peak_flops
@@ -48,11 +50,13 @@ class Workload:
     longest: int
 
     def arrays(self, vocabulary: int) -> Arrays:
-        """Arrays [groups, group size, ...], completions padded at their end."""
+        """Arrays [groups, group size, ...], prompts and completions padded at their end."""
         random = np.random.default_rng(0)
         shape = (self.groups, self.group_size, self.longest)
+        prompts = random.integers(0, vocabulary, (self.groups, self.prompt))
         return {
-            "prompts": random.integers(0, vocabulary, (self.groups, self.prompt)),
+            "prompts": np.repeat(prompts[:, None], self.group_size, axis=1),
+            "prompt_lengths": np.full(shape[:2], self.prompt),
             "completions": random.integers(0, vocabulary, shape),
             "lengths": random.integers(self.shortest, self.longest + 1, shape[:2]),
             "logprobs": random.normal(-10, 0.5, shape).astype(np.float32),
@@ -102,21 +106,19 @@ def run_side(side: str, groups: Sequence[Group], model: str, config: Config | No
 
 
 def read_groups(path: Path) -> list[Group]:
-    """What `Workload.write` wrote."""
+    """What `Workload.write` or `benchmarks/forks.py` wrote."""
     with np.load(path, allow_pickle=False) as arrays:
         return groups_of(arrays)
 
 
 def groups_of(arrays: Arrays) -> list[Group]:
-    prompts, completions, lengths, logprobs, advantages = (
-        arrays[name] for name in ("prompts", "completions", "lengths", "logprobs", "advantages")
-    )
+    names = ("prompts", "prompt_lengths", "completions", "lengths", "logprobs", "advantages")
     return [
         [
-            _sample(prompt, completion[:length], logprob[:length], advantage)
-            for completion, length, logprob, advantage in zip(*of_group, strict=True)
+            _sample(prompt[:num_prompt], completion[:length], logprob[:length], advantage)
+            for prompt, num_prompt, completion, length, logprob, advantage in zip(*of_group, strict=True)
         ]
-        for prompt, *of_group in zip(prompts, completions, lengths, logprobs, advantages, strict=True)
+        for of_group in zip(*(arrays[name] for name in names), strict=True)
     ]
 
 
@@ -170,13 +172,18 @@ def _trainer(side: str, config: Config, groups: Sequence[Group], model: str) -> 
 
     class Trainer(FsdpTrainer):
         def _lay_out(self, micro_batch: MicroBatch) -> PackedBatch:
-            return pack(micro_batch, share_prompts=side != "unshared")
+            if side == "prompts":
+                return _sharing_prompts(micro_batch)
+            return pack(micro_batch, share_prefixes=side != "unshared")
 
     meeting = Path(tempfile.mkdtemp(prefix="rlflow-bench-")) / "rendezvous"
     trainer = Trainer(config, model, 0, 1, f"file://{meeting}")
     if side == "rows":
         go_in_rows(trainer._policy.model)
-    micro_batches = _unshared(config, groups) if side == "unshared" else micro_batches_of(config, groups)
+    if side == "prompts":
+        micro_batches = [[group] for group in groups]
+    else:
+        micro_batches = _unshared(config, groups) if side == "unshared" else micro_batches_of(config, groups)
     laid_out = [trainer._lay_out(micro_batch) for micro_batch in trainer._in_pieces(micro_batches)]
     sizes = [rows_of(row).input_ids.size if side == "rows" else len(row.input_ids) for row in laid_out]
     row_tokens = float(sum(sizes))
@@ -189,6 +196,36 @@ def _trainer(side: str, config: Config, groups: Sequence[Group], model: str) -> 
         return outcome.grad_norm, outcome
 
     return step, row_tokens
+
+
+def _sharing_prompts(micro_batch: Sequence[Sequence[TrainSample]]) -> PackedBatch:
+    """The rows of samples with one prompt each, end to end."""
+    of_prompt: dict[bytes, list[TrainSample]] = {}
+    for one in (one for group in micro_batch for one in group):
+        of_prompt.setdefault(one.sample.prompt_ids.tobytes(), []).append(one)
+    rows = [pack([samples]) for samples in of_prompt.values()]
+    tokens, segments, sequences = (
+        np.cumsum([0, *sizes])
+        for sizes in zip(
+            *((len(row.input_ids), len(row.segment_starts), row.num_sequences) for row in rows), strict=True
+        )
+    )
+    offsets = {"segment_starts": tokens, "loss_positions": tokens, "sequence_of": sequences}
+    joined = {
+        name: np.concatenate([getattr(row, name) + offsets.get(name, tokens * 0)[i] for i, row in enumerate(rows)])
+        for name in (
+            *("input_ids", "position_ids", "segment_starts", "segment_lengths", "loss_positions", "targets"),
+            *("behaviour_logprobs", "versions", "advantages", "sequence_of", "support_ids", "support_of"),
+        )
+    }
+    parents = [np.where(row.segment_parents < 0, -1, row.segment_parents + segments[i]) for i, row in enumerate(rows)]
+    return replace(
+        rows[0],
+        segment_parents=np.concatenate(parents),
+        is_on_older_cache=np.concatenate([row.is_on_older_cache for row in rows]),
+        num_sequences=int(sequences[-1]),
+        **joined,
+    )
 
 
 def _padded_tokens(groups: Sequence[Group]) -> float:
@@ -221,22 +258,25 @@ def _padded(config: Config, groups: Sequence[Group], model_path: str, device: to
 
     def accumulate(group: Group) -> None:
         samples = [one.sample for one in group]
-        prompt, longest = len(samples[0].prompt_ids), max(len(sample.completion_ids) for sample in samples)
-        ids = torch.zeros(len(samples), prompt + longest, dtype=torch.int64)
-        is_real, behaviour = torch.zeros_like(ids), torch.zeros(len(samples), longest)
+        first, longest = min(len(one.prompt_ids) for one in samples), max(one.num_tokens for one in samples)
+        ids = torch.zeros(len(samples), longest, dtype=torch.int64)
+        is_real, behaviour = torch.zeros_like(ids), torch.zeros(len(samples), longest - first)
+        is_loss = torch.zeros_like(behaviour)
         for index, sample in enumerate(samples):
+            prompt = len(sample.prompt_ids)
             ids[index, :prompt] = torch.from_numpy(sample.prompt_ids)
             ids[index, prompt : sample.num_tokens] = torch.from_numpy(sample.completion_ids)
-            behaviour[index, : len(sample.logprobs)] = torch.from_numpy(sample.logprobs)
+            behaviour[index, prompt - first : sample.num_tokens - first] = torch.from_numpy(sample.logprobs)
+            is_loss[index, prompt - first : sample.num_tokens - first] = 1
             is_real[index, : sample.num_tokens] = 1
         advantage = torch.tensor([[one.advantage] for one in group]).to(device)
-        ids, is_real, behaviour = ids.to(device), is_real.to(device), behaviour.to(device)
+        ids, is_real, behaviour, is_loss = (each.to(device) for each in (ids, is_real, behaviour, is_loss))
         with torch.autocast(device.type, torch.bfloat16, enabled=config.model.dtype is Dtype.bfloat16):
-            logits = model(input_ids=ids, attention_mask=is_real, logits_to_keep=longest + 1).logits[:, :-1]
-        logprobs = logits.float().log_softmax(-1).gather(2, ids[:, prompt:, None])[:, :, 0]
+            logits = model(input_ids=ids, attention_mask=is_real, logits_to_keep=longest - first + 1)
+        logprobs = logits.logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, first:, None])[:, :, 0]
         ratio = (logprobs - behaviour).exp()
         loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.28))
-        ((loss * is_real[:, prompt:]).sum() / num_tokens).backward()
+        ((loss * is_loss).sum() / num_tokens).backward()
 
     def step() -> tuple[float, None]:
         for group in groups:

@@ -182,9 +182,11 @@ def load_model(config: Config) -> tuple[str, list[Trial]]:
     from rlflow.rollout.render import open_renderer
     from rlflow.tools.env.template_check import check_template
     from rlflow.workers.engine.tokens import check_tokens
+    from rlflow.workers.trainer.heads import check_heads
 
     folder = resolve_model(config.model.path)
     check_tokens(config, folder)
+    check_heads(config, folder)
     return folder, check_template(open_renderer(config, folder))
 
 

@@ -27,14 +27,14 @@ _TITLES = {
 _CURES = {
     "engine": "raise rollout.tensor_parallel, or lower rollout.kv_cache_gb if it is set",
     "trainer": "raise trainer.ranks, lower trainer.micro_batch_tokens, set trainer.gradient_checkpointing=full, or "
-    "raise trainer.tensor_parallel",
+    "raise trainer.tensor_parallel or trainer.sequence_parallel",
     "critic": "as for the trainer",
     "reference": "raise cluster.reference_ranks, take a smaller model or algorithm.kl_coefficient=0",
     "teacher": "raise teacher.ranks, or take a smaller teacher",
     "reward_model": "take a smaller reward.model",
 }
 WAYS = {
-    True: "samples packed into one row, shared prompts once",
+    True: "samples packed into one row, shared prefixes once",
     False: "samples in padded rows, or end to end if there are kernels for that, because layers of this model look at "
     "other tokens in ways of their own",
 }
@@ -54,6 +54,7 @@ def dry_run(config: Config, *, json_wanted: bool) -> int:
     from rlflow.tools.dry_run.model import read_model, read_reward_model, read_teachers  # imports torch, transformers
     from rlflow.workers.engine.setup import check_engine
     from rlflow.workers.engine.tokens import check_tokens
+    from rlflow.workers.trainer.heads import check_heads
     from rlflow.workers.trainer.token_logprobs import MAX_LOGITS
 
     check_functions(config)
@@ -62,6 +63,7 @@ def dry_run(config: Config, *, json_wanted: bool) -> int:
     config = by_device(config, on_gpus=on_gpus)
     check(config)  # what null has become may be refused
     folder = resolve_config(config.model.path)
+    check_heads(config, folder)
     facts = read_model(config, folder)
     if config.rollout.engines:
         check_engine(config, facts.cache, folder, on_gpu=on_gpus)

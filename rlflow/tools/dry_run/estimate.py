@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from rlflow.batching import plan_micro_batches
+from rlflow.batching.plan import plan_micro_batches
 from rlflow.cluster.gpus import GpuPlan, check_gpus, gpu_plan
 from rlflow.cluster.placement import describe, fit
 from rlflow.cluster.slots import machines_of

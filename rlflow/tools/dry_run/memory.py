@@ -94,7 +94,7 @@ class ModelFacts:
     converted: int = 0
     """Bytes of the files, if transformers has to convert them for this family; else 0."""
     is_packed: bool = True
-    """Samples go through it in rows that share prompts."""
+    """Samples go through it in rows that share prefixes."""
 
     @property
     def num_parameters(self) -> int:
@@ -162,6 +162,8 @@ def size(num_bytes: int) -> str:
 def trainer_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logits: int) -> ProcessMemory:
     """One rank of FSDP2 whose micro-batches have up to `num_tokens` tokens, `max_logits` logits at once.
 
+    With trainer.sequence_parallel a rank has its share of them.
+
     Parameters, gradients and both moments of AdamW are float32 and sharded: 16 bytes a parameter, over the ranks of a
     replica. What computes
     is gathered in model.dtype, layer by layer, with tensor parallelism a slice of each; the embedding and the output
@@ -169,7 +171,8 @@ def trainer_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logit
     is theirs alone, and the frozen model is sharded in model.dtype.
     """
     width, parallel = BYTES_PER_ELEMENT[dtype_of(config)], config.trainer.tensor_parallel
-    ranks = num_shards(config.trainer)
+    ranks, parts = num_shards(config.trainer), config.trainer.sequence_parallel
+    num_tokens = -(-num_tokens // parts)
     share = f", a share of {ranks}" if ranks > 1 else ""
     wide, narrow = f"float32{share}", f"{dtype_of(config).value}{share}"
     trained = [(weight, shard_size(weight, ranks, parallel)) for weight in facts.adapters or facts.weights]
@@ -187,7 +190,8 @@ def trainer_memory(config: Config, facts: ModelFacts, num_tokens: int, max_logit
     chosen = config.trainer.gradient_checkpointing
     takes = {each: activation_bytes(facts, num_tokens, each) for each in Checkpointing}
     others = ", ".join(f"{size(takes[each])} if {each}" for each in Checkpointing if each is not chosen)
-    note = f"trainer.gradient_checkpointing={chosen}; {others}"
+    part = f"a share of {parts}; " if parts > 1 else ""
+    note = f"{part}trainer.gradient_checkpointing={chosen}; {others}"
     items += [*_gathered(config, facts), Item(name="activations", num_bytes=takes[chosen], note=note, is_kept=False)]
     # The logits of some rows at once, the output layer's gradient if it has one, and the hidden states with theirs,
     # which is summed up in float32.

@@ -1,5 +1,6 @@
 """A model's facts from its config.json: the model is built on the meta device, where tensors have no memory."""
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -25,16 +26,17 @@ from rlflow.config import Config, LoraConfig
 from rlflow.errors import ConfigError, first_line
 from rlflow.models.opening import build_model, open_config
 from rlflow.models.resolve import POLICY, REWARD, TEACHERS, resolve_config
-from rlflow.runtime.derived import teachers
+from rlflow.runtime.derived import dtype_of, teachers
 from rlflow.tools.dry_run.memory import FLOAT32, Activations, ModelFacts, RewardModelFacts, Weight
-from rlflow.workers.engine.setup import cache_shape
+from rlflow.workers.engine.setup import BYTES_PER_ELEMENT, CacheShape, cache_shape
 from rlflow.workers.trainer.layers import backbone, decoder_layers, keeps
 from rlflow.workers.trainer.lora import add_adapters, is_adapter
 from rlflow.workers.trainer.policy import Policy, torch_dtype
 from rlflow.workers.trainer.pretrained import converted_patterns
-from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
+from rlflow.workers.trainer.rank_group import RankGroup
+from rlflow.workers.trainer.tensor_parallel import cut_layers
 from rlflow.workers.trainer.vision import policy_class
-from rlflow.workers.trainer.way import Way, attention_of, choose_way, go_in_rows, set_attention, way_of
+from rlflow.workers.trainer.way import Way, attention_of, check_packed, choose_way, go_in_rows, set_attention, way_of
 
 _ATTENTION = "rlflow_dry_run"
 _NUM_TOKENS = 64
@@ -58,8 +60,11 @@ def read_model(config: Config, folder: str) -> ModelFacts:
     activations = trainer_activations = _activations(model)
     if config.trainer.tensor_parallel > 1:
         one_rank = _build(config, folder)
-        cut = cut_layers(one_rank, TensorGroup(size=config.trainer.tensor_parallel))
+        cut = cut_layers(one_rank, RankGroup(size=config.trainer.tensor_parallel))
         trainer_activations = _activations(one_rank)
+    cache = cache_shape(config, folder)
+    if config.trainer.sequence_parallel > 1:
+        trainer_activations = _with_repeated_heads(activations, cache, config)
     weights = [
         Weight(name=name, shape=tuple(parameter.shape), layer=layer_of.get(id(parameter)), cut=cut.get(name))
         for name, parameter in model.named_parameters()
@@ -70,7 +75,7 @@ def read_model(config: Config, folder: str) -> ModelFacts:
         adapters=tuple(weight for weight in weights if is_adapter(weight.name)),
         activations=activations,
         trainer_activations=trainer_activations,
-        cache=cache_shape(config, folder),
+        cache=cache,
         hidden_size=model.config.get_text_config().hidden_size,
         vocabulary_size=len(head.weight),
         is_packed=attention_of(model) == _ATTENTION,
@@ -78,9 +83,18 @@ def read_model(config: Config, folder: str) -> ModelFacts:
     )
 
 
+def _with_repeated_heads(alone: Activations, cache: CacheShape, config: Config) -> Activations:
+    """What a rank that shares rows needs of each of its tokens: attention repeats keys and values for more ranks."""
+    heads = cache.num_key_value_heads
+    repeated = math.lcm(heads, config.trainer.sequence_parallel) - heads
+    more = 2 * repeated * cache.head_dim * BYTES_PER_ELEMENT[dtype_of(config)]
+    return replace(alone, layers=alone.layers + cache.num_layers * more, largest_layer=alone.largest_layer + more)
+
+
 def read_teachers(config: Config) -> list[ModelFacts]:
     """The facts of each teacher, from its config.json. Raises ConfigError as `read_model`."""
-    whole = replace(config, lora=LoraConfig(), trainer=replace(config.trainer, tensor_parallel=1))
+    trainer = replace(config.trainer, tensor_parallel=1, sequence_parallel=1)
+    whole = replace(config, lora=LoraConfig(), trainer=trainer)
     return [read_model(whole, resolve_config(path, TEACHERS)) for path in teachers(config).values()]
 
 
@@ -95,12 +109,12 @@ def read_reward_model(config: Config, folder: str) -> RewardModelFacts:
 
 def _build(config: Config, folder: str) -> PreTrainedModel:
     """The model on the meta device. Raises ConfigError if the trainer would refuse it."""
-    model = _on_meta(None, config, folder, POLICY)
+    model = _on_meta(None, config, folder, POLICY, config.trainer.sequence_parallel)
     Policy(model, config.rollout.temperature)  # refuses an output layer that it cannot take
     return model
 
 
-def _on_meta(auto_class: Any, config: Config, folder: str, setting: str) -> PreTrainedModel:
+def _on_meta(auto_class: Any, config: Config, folder: str, setting: str, sequence_parallel: int = 1) -> PreTrainedModel:
     """`auto_class` None for a policy's."""
     trust = config.model.trust_remote_code
     try:
@@ -116,6 +130,7 @@ def _on_meta(auto_class: Any, config: Config, folder: str, setting: str) -> PreT
             "take the config.json that came with the model"
         ) from error
     choose_way(model)
+    check_packed(model, sequence_parallel)
     if (way := way_of(model)) is Way.packed:
         set_attention(model, _ATTENTION)
     elif way is Way.end_to_end:  # where a token costs the same

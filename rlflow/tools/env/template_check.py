@@ -1,7 +1,7 @@
 """Whether a model's chat template keeps what was sampled as conversations go on. Pure, apart from the tokenizer.
 
-A template that rewrites earlier replies costs samples: the episode forks where it does, and the conversation before is
-computed once more.
+A template that rewrites earlier replies costs samples: the episode forks where it does, and what follows the first
+change is computed once more.
 """
 
 import json

@@ -158,7 +158,7 @@ def _evaluate_model(
 def _tasks(spec: EnvironmentSpec, environment: str, num_tasks: int | None) -> Sequence[Task]:
     if spec.evaluation_tasks is not None:
         return spec.evaluation_tasks()[:num_tasks]
-    found = [replace(task, demonstration=()) for task in spec.tasks()[: num_tasks or FEW]]
+    found = [replace(task, demonstrations=()) for task in spec.tasks()[: num_tasks or FEW]]
     _tell(f"warning: env.name={environment} holds no tasks out; the first {len(found)} to train on are played instead")
     return found
 

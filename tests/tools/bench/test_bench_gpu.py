@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from rlflow.batching import pack
+from rlflow.batching.pack import pack
 from rlflow.cli import main
 from rlflow.errors import ConfigError, RunError
 from rlflow.models.resolve import resolve_model

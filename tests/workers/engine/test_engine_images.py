@@ -12,7 +12,7 @@ import torch
 from engines import sample, tiny_config, whole_reply
 from vision_models import IMAGE_TOKEN, NEEDS_NUM2WORDS, QWENS, album, picture, save_vision_model, written
 
-from rlflow.batching import pack
+from rlflow.batching.pack import pack
 from rlflow.errors import RunError
 from rlflow.models.images import ImageProcessor
 from rlflow.rollout.requests import Completion, GenerateRequest

@@ -15,7 +15,7 @@ import torch
 from engines import PROMPT, differences, request, sample, tiny_config, tiny_llama
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from rlflow.batching import pack
+from rlflow.batching.pack import pack
 from rlflow.config import Dtype, Speculative
 from rlflow.models.resolve import resolve_model
 from rlflow.rollout.requests import Completion, GenerateRequest

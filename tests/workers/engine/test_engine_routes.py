@@ -12,7 +12,7 @@ import torch
 from engines import PROMPT, request, tiny_config, tiny_llama, tiny_mixture, whole_reply
 from recording import RecordingEngine
 
-from rlflow.batching import pack
+from rlflow.batching.pack import pack
 from rlflow.config import Speculative
 from rlflow.errors import ConfigError, RunError
 from rlflow.rollout.client import rest_of

@@ -58,6 +58,10 @@ def with_slices(config: Config) -> None:
     config.trainer.ranks = config.trainer.tensor_parallel = 2
 
 
+def with_shared_rows(config: Config) -> None:
+    config.trainer.ranks = config.trainer.sequence_parallel = 2
+
+
 @pytest.mark.parametrize(
     ("change", "cure"),
     [
@@ -66,6 +70,7 @@ def with_slices(config: Config) -> None:
         (with_teacher, "teacher.models={}"),
         (with_deepspeed, "trainer.backend=fsdp"),
         (with_slices, "trainer.tensor_parallel=1"),
+        (with_shared_rows, "trainer.sequence_parallel=1"),
     ],
 )
 def test_settings_that_do_not_go_with_images_are_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch._dynamo.config import patch
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from rlflow.batching import IndexArray, PackedBatch
+from rlflow.batching.pack import PackedBatch
 from rlflow.workers.trainer.attention import (
     attention_layout,
     block_mask_of,
@@ -24,28 +25,32 @@ from rlflow.workers.trainer.attention import (
 CPU = torch.device("cpu")
 
 
-def row(*groups: tuple[int, Sequence[int]]) -> PackedBatch:
-    """A row without loss tokens: prompts of these lengths, each followed by completions of these lengths."""
-    prompts: list[tuple[int, int]] = []
-    completions: list[tuple[int, int, int]] = []
-    end = 0
-    for prompt_length, completion_lengths in groups:
-        prompts.append((end, prompt_length))
-        end += prompt_length
-        for length in completion_lengths:
-            completions.append((end, length, len(prompts) - 1))
-            end += length
-    prompt_table = np.array(prompts, np.int64).reshape(-1, 2)
-    completion_table = np.array(completions, np.int64).reshape(-1, 3)
+Branch: TypeAlias = "int | tuple[int, Sequence[Branch]]"
+"""The length of a segment, and the segments that continue it."""
+
+
+def row(*branches: Branch) -> PackedBatch:
+    """A row without loss tokens."""
+    segments: list[tuple[int, int, int, int]] = []  # start, length, parent, depth
+
+    def grow(branch: Branch, parent: int, depth: int) -> None:
+        length, further = (branch, ()) if isinstance(branch, int) else branch
+        index, start = len(segments), sum(segments[-1][:2]) if segments else 0
+        segments.append((start, length, parent, depth))
+        for each in further:
+            grow(each, index, depth + length)
+
+    for branch in branches:
+        grow(branch, -1, 0)
+    starts, lengths, parents, depths = np.array(segments, np.int64).T
+    positions = np.concatenate([depth + np.arange(length) for depth, length in zip(depths, lengths, strict=True)])
     nothing, no_floats = np.zeros(0, np.int64), np.zeros(0, np.float32)
     return PackedBatch(
-        input_ids=np.zeros(end, np.int64),
-        position_ids=np.zeros(end, np.int64),
-        prompt_starts=prompt_table[:, 0],
-        prompt_lengths=prompt_table[:, 1],
-        completion_starts=completion_table[:, 0],
-        completion_lengths=completion_table[:, 1],
-        completion_prompts=completion_table[:, 2],
+        input_ids=np.zeros_like(positions),
+        position_ids=positions,
+        segment_starts=starts,
+        segment_lengths=lengths,
+        segment_parents=parents,
         loss_positions=nothing,
         targets=nothing,
         behaviour_logprobs=no_floats,
@@ -64,27 +69,26 @@ def row(*groups: tuple[int, Sequence[int]]) -> PackedBatch:
 
 def random_row(seed: int) -> PackedBatch:
     draw = np.random.default_rng(seed)
-    longest_prompt, longest_completion, most = [(600, 300, 5), (40, 60, 30), (1500, 20, 3), (3, 3, 4)][seed % 4]
+    longest, most, deepest = [(300, 4, 3), (60, 30, 1), (1500, 3, 1), (3, 3, 4), (100, 1, 9)][seed % 5]
 
-    def lengths() -> IndexArray:
-        return draw.integers(1, longest_completion + 1, draw.integers(0, most))
+    def branch(depth: int) -> Branch:
+        further = [branch(depth + 1) for _ in range(draw.integers(0, most + 1)) if depth < deepest]
+        return int(draw.integers(1, longest + 1)), further
 
-    return row(*((int(draw.integers(1, longest_prompt + 1)), lengths().tolist()) for _ in range(draw.integers(1, 4))))
+    return row(*(branch(0) for _ in range(draw.integers(1, 4))))
 
 
 def seen_by(packed: PackedBatch) -> Tensor:
-    """[T, T], written out for each token: its prompt's and its own segment's tokens up to itself."""
+    """[T, T], written out for each token: its own segment's tokens up to itself, and all of those it continues."""
     found = torch.zeros(len(packed.input_ids), len(packed.input_ids), dtype=torch.bool)
-    segments = [
-        (start, length, None) for start, length in zip(packed.prompt_starts, packed.prompt_lengths, strict=True)
-    ]
-    completions = zip(packed.completion_starts, packed.completion_lengths, packed.completion_prompts, strict=True)
-    for start, length, prompt in [*segments, *completions]:
+    for segment, (start, length) in enumerate(zip(packed.segment_starts, packed.segment_lengths, strict=True)):
         for token in range(start, start + length):
             found[token, start : token + 1] = True
-            if prompt is not None:
-                first = packed.prompt_starts[prompt]
-                found[token, first : first + packed.prompt_lengths[prompt]] = True
+            earlier = packed.segment_parents[segment]
+            while earlier >= 0:
+                first = packed.segment_starts[earlier]
+                found[token, first : first + packed.segment_lengths[earlier]] = True
+                earlier = packed.segment_parents[earlier]
     return found
 
 

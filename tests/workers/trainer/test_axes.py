@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 from vision_models import IMAGE_TOKEN, QWENS, save_vision_model
 
-from rlflow.batching import PackedBatch, pack
+from rlflow.batching.pack import PackedBatch, pack
 from rlflow.types import ImageSpan, Sample, TrainSample
 from rlflow.workers.trainer.axes import axes_of
 from rlflow.workers.trainer.rows import rows_of
@@ -56,12 +56,14 @@ def parts(random: np.random.Generator) -> list[int | str]:
 
 
 def layout(seed: int) -> PackedBatch:
-    """Up to three groups of up to three samples, which share their prompt."""
+    """Up to three groups of up to three samples, which share their prompt, and one that goes on where another ends."""
     random = np.random.default_rng(seed)
     groups = []
     for _ in range(random.integers(1, 4)):
         prompt = parts(random)
-        groups.append([sample_of(prompt, parts(random)) for _ in range(random.integers(1, 4))])
+        completions = [parts(random) for _ in range(random.integers(1, 4))]
+        samples = [sample_of(prompt, completion) for completion in completions]
+        groups.append([*samples, *(sample_of([*prompt, *completions[-1]], parts(random)) for _ in range(2))])
     return pack(groups)
 
 
@@ -90,18 +92,20 @@ def test_a_row_has_the_positions_of_each_of_its_samples(model: Any, seed: int) -
 
 def test_what_follows_a_wide_image_goes_on_behind_its_longer_side() -> None:
     packed = pack([[sample_of([1, "2 x 4", 1], [3]), sample_of([1, "2 x 4", 1], [1, "2 x 2", 2])]])
-    assert packed.input_ids.tolist() == [7, *[3] * 8, 7, 7, 7, 7, *[3] * 4, 7]
+    assert packed.input_ids.tolist() == [7, *[3] * 8, 7, 7, 7, *[3] * 4, 7]
+    assert packed.segment_lengths.tolist() == [11, 1, 5]
     assert axes_of(packed, GRIDS).tolist() == [
-        [0, *[1] * 8, 5, 6, 7, 6, 7, 7, 7, 7, 9],
-        [0, 1, 1, 1, 1, 2, 2, 2, 2, 5, 6, 7, 6, 7, 7, 8, 8, 9],
-        [0, 1, 2, 3, 4, 1, 2, 3, 4, 5, 6, 7, 6, 7, 8, 7, 8, 9],
+        [0, *[1] * 8, 5, 6, 7, 7, 7, 7, 7, 9],
+        [0, 1, 1, 1, 1, 2, 2, 2, 2, 5, 6, 7, 7, 7, 8, 8, 9],
+        [0, 1, 2, 3, 4, 1, 2, 3, 4, 5, 6, 7, 7, 8, 7, 8, 9],
     ]
 
 
 def test_equal_tokens_of_another_grid_share_nothing() -> None:
     packed = pack([[sample_of([1, grid, 1], [2]) for grid in ("2 x 2", "1 x 4")]])
-    assert len(packed.prompt_starts) == 2
-    assert axes_of(packed, GRIDS)[:, [5, 6, 12, 13]].tolist() == [[3, 4, 5, 6]] * 3
+    assert packed.segment_parents.tolist() == [-1, 0, 0]
+    assert packed.segment_lengths.tolist() == [1, 6, 6]  # the token before the images, and what follows
+    assert axes_of(packed, GRIDS)[:, [5, 6, 11, 12]].tolist() == [[3, 4, 5, 6]] * 3
 
 
 def test_text_has_the_same_position_on_each_axis() -> None:

@@ -166,7 +166,7 @@ def test_the_coefficient_evens_out_the_loads(tmp_path: Path) -> None:
         trainer.accumulate([silent(tiny_groups(num_groups=12))])
         loads.append(trainer.step().metrics["experts/max_load"].total)
     assert loads[0] > 1.9
-    assert max(loads[5:]) < 1.7
+    assert max(loads[5:]) < 1.8
 
 
 def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from training import save_model, tiny_config, tiny_groups, tiny_llama
 from transformers import AutoModelForCausalLM
 
 from rlflow.algorithms.token_advantage.gae import Moments, gae
-from rlflow.batching import pack
+from rlflow.batching.pack import pack
 from rlflow.types import CriticTargets, Sample, TrainSample, TurnSummary
 from rlflow.workers.trainer.fetch import moments_of, rewards_of_tokens, token_level, whiten_all
 from rlflow.workers.trainer.fsdp import FsdpTrainer

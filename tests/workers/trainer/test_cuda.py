@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from processes import spawn_ranks
+from safetensors.torch import load_file, save_file
 from training import largest_relative_difference, save_model, tiny_config, tiny_groups, tiny_llama
 from transformers import Qwen3_5TextConfig
 
-from rlflow.batching import pack
+from rlflow.batching.pack import pack
 from rlflow.config import Checkpointing, Config, Dtype, Offload, Optimizer, TrainerConfig
 from rlflow.types import Sample, TrainSample
 from rlflow.workers.trainer.attention import attention_layout, packed_attention
@@ -257,3 +259,29 @@ def test_the_output_layer_needs_its_gradient_and_some_logits() -> None:
     # The gradient in bfloat16, the hidden states' in float32 and bfloat16, and four float32 copies of some logits.
     allowed = 2 * vocabulary * hidden_size + 6 * rows * hidden_size + 4 * 4 * max_logits + 2**26
     assert torch.cuda.max_memory_allocated() - before < allowed
+
+
+def share_rows(rank: int, world_size: int, model: str, rendezvous: str, folder: Path) -> None:
+    config = tiny_config()
+    config.model.dtype = Dtype.float32
+    config.trainer.compile = False
+    config.trainer.ranks = config.trainer.sequence_parallel = world_size
+    trainer = FsdpTrainer(config, model, rank, world_size, rendezvous)
+    groups = tiny_groups(num_groups=2)
+    (rows,) = trainer.per_token([groups])
+    trainer.accumulate([groups])
+    norm = torch.tensor([trainer.step().grad_norm])
+    found = {name: tensor.cpu().clone() for name, tensor in trainer.full_parameters()}
+    if rank == 0:
+        save_file({"logprobs": torch.from_numpy(np.concatenate(rows)), "norm": norm, **found}, folder / f"{world_size}")
+    trainer.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_share_a_row(tmp_path: Path) -> None:
+    """Flex attention, with half of the heads on each, and NCCL."""
+    model = save_model(tiny_llama(**SIZES), tmp_path / "model")
+    for size in (1, 2):
+        spawn_ranks(size, share_rows, size, model, f"file://{tmp_path / f'rendezvous_{size}'}", tmp_path)
+    alone, shared = (load_file(tmp_path / name) for name in ("1", "2"))
+    assert largest_relative_difference(shared, alone) < 1e-3

@@ -13,11 +13,13 @@ import torch
 from linear_kernels import causal_conv1d_fn, chunk_gated_delta_rule
 from test_ways import IN_ROWS, each_alone, gradients, settled, sized
 from torch import Tensor
-from training import largest_relative_difference, save_model, tiny_config, tiny_groups, tiny_llama
+from training import largest_relative_difference, random_tree, save_model, tiny_config, tiny_groups, tiny_llama
 from transformers import Lfm2Config, OlmoHybridConfig, Qwen3NextConfig
 
-from rlflow.batching import PackedBatch, pack, runs_of
+from rlflow.batching.pack import Conversation, PackedBatch, pack, pack_conversations
+from rlflow.batching.plan import runs_of
 from rlflow.config import Checkpointing, Config
+from rlflow.errors import ConfigError
 from rlflow.workers.trainer import policy
 from rlflow.workers.trainer.attention import AttentionLayout, attention_layout
 from rlflow.workers.trainer.flops import RowSizes, laid_out_sizes, padded_sizes
@@ -25,7 +27,7 @@ from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.layers import decoder_layers, has_experts, wrap_as_asked
 from rlflow.workers.trainer.policy import load_policy
 from rlflow.workers.trainer.rows import boundaries, end_to_end
-from rlflow.workers.trainer.way import Way, way_of
+from rlflow.workers.trainer.way import Way, check_packed, way_of
 
 LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -127,18 +129,42 @@ def test_kernels_that_forget_a_boundary_send_the_model_into_padded_rows(
     assert agreement.difference < 1e-5
 
 
+@pytest.mark.usefixtures("kernels")
+def test_prefixes_below_the_prompt_have_the_gradients_of_every_sample_alone(tmp_path: Path) -> None:
+    config, folder = tiny_config(), save_model(HYBRIDS["Qwen3.5"], tmp_path)
+    found = load_policy(config, folder, dtype=torch.float64)
+    assert way_of(found.model) is Way.end_to_end
+    for seed in range(6):
+        tree = [[one for one in random_tree(seed) if one.sample.loss_mask.any()]]
+        expected = each_alone(folder, tree, config.rollout.temperature, torch.float64)
+        assert largest_relative_difference(gradients(found, tree), expected) <= 1e-5
+
+
+@pytest.mark.usefixtures("kernels")
+def test_ranks_cannot_share_tokens_of_samples_end_to_end(tmp_path: Path) -> None:
+    model = load_policy(tiny_config(), save_model(HYBRIDS["Qwen3.5"], tmp_path)).model
+    check_packed(model, 1)
+    message = "a qwen3_5_text model, which goes end to end because of its layers of linear_attention; set it to 1"
+    with pytest.raises(ConfigError, match=message):
+        check_packed(model, 2)
+
+
 def test_a_row_is_told_where_each_sample_begins() -> None:
-    (first, second, _, same) = tiny_groups(num_groups=1)[0]
-    packed = pack([[first, second, same]])
+    """Samples part within samples, and one ends within another."""
+    ids = ([5, 6, 7, 8], [5, 6, 7, 9, 4], [5, 6, 3], [5, 6], [2])
+    packed = pack_conversations(
+        [Conversation(prompt_ids=np.array(each[:1]), reply_ids=np.array(each[1:])) for each in ids]
+    )
+    assert packed.input_ids.tolist() == [5, 6, 7, 8, 9, 4, 3, 2]
     row, place_of = end_to_end(packed)
-    prompt = first.sample.prompt_ids.tolist()
-    lengths = [len(prompt) + int(size) for size in packed.completion_lengths]
-    assert row.prompt_lengths.tolist() == lengths
-    assert row.prompt_starts.tolist() == np.cumsum([0, *lengths[:-1]]).tolist()
-    assert row.position_ids.tolist() == [at for length in lengths for at in range(length)]
-    assert row.input_ids[place_of].tolist() == packed.input_ids.tolist()
-    assert [row.input_ids[at : at + len(prompt)].tolist() for at in row.prompt_starts] == [prompt] * len(lengths)
-    assert row.input_ids[row.loss_positions].tolist() == packed.input_ids[packed.loss_positions].tolist()
+    assert row.input_ids.tolist() == [5, 6, 7, 8, 5, 6, 7, 9, 4, 5, 6, 3, 2]
+    assert row.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2, 0]
+    assert row.segment_starts.tolist() == [0, 4, 9, 12]
+    assert row.segment_lengths.tolist() == [4, 5, 3, 1]
+    assert row.segment_parents.tolist() == [-1, -1, -1, -1]
+    # The states of tokens that several have are taken from the first of them.
+    assert place_of.tolist() == [0, 1, 2, 3, 7, 8, 11, 12]
+    assert row.loss_positions.tolist() == [3, 8, 11, 1, 12]
 
 
 def test_padding_is_a_segment_of_its_own() -> None:
@@ -154,7 +180,9 @@ def test_padding_is_a_segment_of_its_own() -> None:
 def test_work_is_counted_without_padding_and_with_each_copy_of_a_prompt() -> None:
     samples = tiny_groups(num_groups=1)[0][:3]
     packed, padded = pack([samples]), padded_sizes(samples)
-    lengths = packed.prompt_lengths[0] + packed.completion_lengths
+    # Up to what predicts the last loss token; none of these samples is the beginning of another.
+    last = [len(one.sample.prompt_ids) + int(np.flatnonzero(one.sample.loss_mask)[-1]) for one in samples]
+    lengths = np.array(last)
     expected = RowSizes(
         tokens=int(lengths.sum()),
         pairs=int((lengths * (lengths + 1) // 2).sum()),

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from training import tiny_llama, tiny_qwen3
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig
 
-from rlflow.batching import pack
+from rlflow.batching.pack import pack
 from rlflow.config import LoraConfig, Send
 from rlflow.types import Sample, TrainSample
 from rlflow.workers.trainer.flops import ModelSizes, RowSizes, flops, packed_sizes, padded_sizes, sizes_of

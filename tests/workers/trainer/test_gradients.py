@@ -23,7 +23,7 @@ from training import (
 )
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from rlflow.batching import PackedBatch, pack
+from rlflow.batching.pack import PackedBatch, pack
 from rlflow.config import Config
 from rlflow.types import TrainSample
 from rlflow.workers.trainer.attention import attention_layout, packed_attention
@@ -37,11 +37,11 @@ Cut = list[list[list[TrainSample]]]
 
 
 def packed_gradients(
-    policy: Policy, micro_batches: Cut, config: Config, share_prompts: bool = True
+    policy: Policy, micro_batches: Cut, config: Config, share_prefixes: bool = True
 ) -> dict[str, Tensor]:
     policy.zero_grad()
     for groups in micro_batches:
-        packed = pack(groups, share_prompts)
+        packed = pack(groups, share_prefixes)
         logprobs, entropies = policy(packed)
         PolicyObjective(config)((logprobs, entropies), packed, version=0).loss.backward()
     return {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
@@ -58,8 +58,8 @@ def test_every_cut_gives_the_gradient_of_the_padded_batch(architecture: PreTrain
     in_chunks = Policy(policy.model, config.rollout.temperature, max_logits=300)
     backwards = [group[::-1] for group in groups[::-1]]
     cuts: dict[str, dict[str, Tensor]] = {
-        "shared prompts": packed_gradients(policy, [groups], config),
-        "repeated prompts": packed_gradients(policy, [groups], config, share_prompts=False),
+        "shared prefixes": packed_gradients(policy, [groups], config),
+        "repeated prefixes": packed_gradients(policy, [groups], config, share_prefixes=False),
         "a group each": packed_gradients(policy, [[group] for group in groups], config),
         "a sample each": packed_gradients(policy, [[[sample]] for group in groups for sample in group], config),
         "other order": packed_gradients(policy, [backwards], config),
@@ -208,10 +208,11 @@ def test_blocks_attend_as_written_out_per_sample() -> None:
     query, key, value = (torch.randn(1, 2, len(packed.input_ids), 8, dtype=torch.float64) for _ in range(3))
     layout = attention_layout(packed, CPU, use_flex=False)
     output, _ = packed_attention(torch.nn.Identity(), query, key, value, None, scaling=0.5, layout=layout)
-    for segment, start in enumerate(packed.completion_starts):
-        prompt = packed.completion_prompts[segment]
-        first, length = packed.prompt_starts[prompt], packed.prompt_lengths[prompt]
-        rows = [*range(first, first + length), *range(start, start + packed.completion_lengths[segment])]
+    for segment, start in enumerate(packed.segment_starts):
+        rows = [*range(start, start + packed.segment_lengths[segment])]
+        while (segment := packed.segment_parents[segment]) >= 0:
+            start = packed.segment_starts[segment]
+            rows = [*range(start, start + packed.segment_lengths[segment]), *rows]
         q, k, v = query[0, :, rows], key[0, :, rows], value[0, :, rows]
         scores = (q @ k.transpose(1, 2) * 0.5).masked_fill(~torch.ones(len(rows), len(rows)).tril().bool(), -torch.inf)
         expected = (scores.softmax(-1) @ v).transpose(0, 1)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import save_model, tiny_config, tiny_groups, tiny_llama, tiny_qwen3
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 
-from rlflow.batching import pack
+from rlflow.batching.pack import pack
 from rlflow.config import Backend, Checkpointing, Config
 from rlflow.errors import ConfigError
 from rlflow.settings.checks import check

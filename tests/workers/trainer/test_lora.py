@@ -28,7 +28,7 @@ from training import (
 )
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from rlflow.batching import in_order_of_training, plan_micro_batches
+from rlflow.batching.plan import in_order_of_training, plan_micro_batches
 from rlflow.cli import main
 from rlflow.cluster.calls import RayTrainer
 from rlflow.cluster.gpus import gpu_plan

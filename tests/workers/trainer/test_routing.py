@@ -26,7 +26,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from rlflow.batching import pack
+from rlflow.batching.pack import pack
 from rlflow.config import Checkpointing, Config, Send
 from rlflow.errors import ConfigError, RunError
 from rlflow.types import ExpertArray, Sample, TrainSample

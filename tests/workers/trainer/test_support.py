@@ -15,7 +15,7 @@ from checkpoints import load_episodes
 from training import VOCABULARY, tiny_config, tiny_groups
 from transformers import AutoModelForCausalLM
 
-from rlflow.batching import pack
+from rlflow.batching.pack import pack
 from rlflow.cluster.gpus import check_gpus
 from rlflow.config import Config
 from rlflow.errors import ConfigError

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from rlflow.errors import ConfigError
-from rlflow.workers.trainer.tensor_parallel import TensorGroup, cut_layers
+from rlflow.workers.trainer.rank_group import RankGroup
+from rlflow.workers.trainer.tensor_parallel import cut_layers
 
 
 def model_of(config: PreTrainedConfig) -> PreTrainedModel:
@@ -34,7 +35,7 @@ def test_the_slices_of_all_ranks_are_the_model() -> None:
     config = tiny_qwen3(attention_bias=True)
     whole = parameters_of(model_of(config))
     models = [model_of(config), model_of(config)]
-    cut, _ = (cut_layers(model, TensorGroup(rank=rank, size=2)) for rank, model in enumerate(models))
+    cut, _ = (cut_layers(model, RankGroup(rank=rank, size=2)) for rank, model in enumerate(models))
     slices = [parameters_of(model) for model in models]
     in_layer = {name.removeprefix("model.layers.1."): dim for name, dim in cut.items() if ".layers.1." in name}
     assert in_layer == {
@@ -54,8 +55,8 @@ def test_the_slices_of_all_ranks_are_the_model() -> None:
 
 def test_the_decoder_of_a_critic_is_cut_likewise() -> None:
     critic = AutoModelForTokenClassification.from_config(tiny_llama(), dtype=torch.float32)
-    cut = cut_layers(critic, TensorGroup(rank=1, size=2))
-    assert cut == cut_layers(model_of(tiny_llama()), TensorGroup(rank=1, size=2))
+    cut = cut_layers(critic, RankGroup(rank=1, size=2))
+    assert cut == cut_layers(model_of(tiny_llama()), RankGroup(rank=1, size=2))
     assert critic.get_parameter("model.layers.0.mlp.down_proj.weight").shape == (32, 24)
     assert critic.get_parameter("score.weight").shape == (2, 32)
 
@@ -77,11 +78,11 @@ def test_a_model_that_cannot_be_cut_is_refused(config: PreTrainedConfig, size: i
     with torch.device("meta"):
         model = model_of(config)
     with pytest.raises(ConfigError, match=message):
-        cut_layers(model, TensorGroup(size=size))
+        cut_layers(model, RankGroup(size=size))
 
 
 def test_only_plain_linear_layers_are_cut() -> None:
     model = model_of(tiny_llama())
     model.set_submodule("model.layers.0.self_attn.q_proj", torch.nn.Sequential(torch.nn.Linear(32, 32)))
     with pytest.raises(ConfigError, match="cannot cut model.layers.0.self_attn.q_proj, which is no plain linear layer"):
-        cut_layers(model, TensorGroup(size=2))
+        cut_layers(model, RankGroup(size=2))

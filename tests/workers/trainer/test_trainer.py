@@ -35,8 +35,8 @@ from training import (
 )
 from transformers import AutoModelForCausalLM
 
-from rlflow.batching import pack
-from rlflow.config import Checkpointing, Config, Dtype, Schedule
+from rlflow.batching.pack import pack
+from rlflow.config import Aggregation, Checkpointing, Config, Dtype, Schedule
 from rlflow.errors import RunError
 from rlflow.roles import StepOutcome
 from rlflow.types import TrainSample
@@ -617,7 +617,7 @@ def test_groups_that_are_passed_over_count_like_those_that_are_observed(model_pa
     )
 
 
-@pytest.mark.parametrize("term", [None, "kl_coefficient", "entropy_bonus", "balance_coefficient"])
+@pytest.mark.parametrize("term", [None, "kl_coefficient", "entropy_bonus", "entropy_target", "balance_coefficient"])
 def test_equal_rewards_leave_the_gradient_of_other_terms(term: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):  # which a worker sets for its process
         monkeypatch.setenv(name, "1")
@@ -634,6 +634,67 @@ def test_of_eight_groups_without_gradient_the_first_is_observed() -> None:
     groups: list[Any] = list(range(10))
     assert by_turns(groups, 0) == ([0, 8], [1, 2, 3, 4, 5, 6, 7, 9])
     assert by_turns(groups[:2], 7) == ([1], [0])
+
+
+def test_a_bonus_for_entropy_adapts_to_its_target_and_is_remembered(model_path: str, tmp_path: Path) -> None:
+    """The tiny model is far less sure than its target in one run, and far surer in the other."""
+    groups = tiny_groups()
+
+    def config_with(target: float | None, bonus: float) -> Config:
+        config = tiny_config()
+        config.algorithm.entropy_target, config.algorithm.entropy_bonus = target, bonus
+        return config
+
+    def second_norm(target: float | None, bonus: float, second: float, tmp_path: Path) -> float:
+        """Of the second step, which the metrics of the first say is given the bonus `second`."""
+        trainer = one_rank(config_with(target, bonus), model_path)
+        trainer.accumulate([groups])
+        metrics = trainer.step().metrics
+        assert target is None or metrics["entropy_bonus"].value == pytest.approx(second)
+        trainer.snapshot().write(tmp_path)
+        again = one_rank(config_with(target, bonus), model_path)
+        again.load(tmp_path)
+        for one in (trainer, again):
+            one.accumulate([groups])
+        norm = trainer.step().grad_norm
+        assert again.step().grad_norm == norm
+        return norm
+
+    grown = second_norm(100.0, 0.1, 0.105, tmp_path / "grown")
+    stopped = second_norm(1e-3, 0.1, 0.0, tmp_path / "stopped")
+    plain = one_rank(config_with(None, 0.0), model_path)
+    kept = one_rank(config_with(None, 0.105), model_path)
+    norms = []
+    for one, folder in ((plain, "stopped"), (kept, "grown")):
+        one.load(tmp_path / folder)
+        one.accumulate([groups])
+        norms.append(one.step().grad_norm)
+    assert [stopped, grown] == norms
+    assert grown != pytest.approx(stopped)
+
+
+def test_a_sum_over_tokens_is_the_mean_times_their_number(model_path: str) -> None:
+    norms = []
+    for aggregation in (Aggregation.token_mean, Aggregation.token_sum):
+        config = tiny_config()
+        config.algorithm.aggregation = aggregation
+        trainer = one_rank(config, model_path)
+        trainer.accumulate([tiny_groups()])
+        norms.append(trainer.step().grad_norm)
+    num_tokens = sum(int(one.sample.loss_mask.sum()) for group in tiny_groups() for one in group)
+    assert norms[1] == pytest.approx(num_tokens * norms[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+def test_the_rate_follows_the_effective_share_of_the_tokens(model_path: str, power: float) -> None:
+    config = tiny_config()
+    config.trainer.schedule_args = {"effective_share": power}
+    trainer = one_rank(config, model_path)
+    trainer.accumulate([tiny_groups()])
+    outcome = trainer.step()
+    share = outcome.metrics["ratio/effective_share"].value
+    assert share is not None and 0 < share < 0.9
+    assert outcome.learning_rate == pytest.approx(config.trainer.learning_rate * share**power)
 
 
 def test_the_kl_coefficient_and_the_entropy_control_adapt_and_are_remembered(model_path: str, tmp_path: Path) -> None:

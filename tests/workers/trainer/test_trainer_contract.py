@@ -1,6 +1,6 @@
 """What every back end of the trainer does alike, on one rank and on more.
 
-FSDP2, also tensor-parallel and in replicas, and ZeRO 1 to 3.
+FSDP2, also tensor-parallel and in replicas, and ZeRO 1 to 3; both also with rows that ranks share ("ulysses").
 
 One FSDP2 rank, which shards nothing, is what the others are compared with. They are disturbed on the way: by a step
 whose gradient is not finite, by sleep, and by micro-batches that are empty or known to have no gradient.
@@ -65,11 +65,16 @@ OTHERS = (
     REPLICAS_2_TENSOR_2,
     TENSOR_2,
     DATA_2_TENSOR_2,
+    Layout(name="ulysses_1x2", backend=Backend.fsdp, ranks=2, sequence_parallel=2),
+    Layout(name="ulysses_1x4", backend=Backend.fsdp, ranks=4, sequence_parallel=4),
+    Layout(name="ulysses_hsdp_2x1x2", backend=Backend.fsdp, ranks=4, replicas=2, sequence_parallel=2),
+    Layout(name="ulysses_zero2_2x2", backend=Backend.deepspeed, zero_stage=2, ranks=4, sequence_parallel=2),
+    Layout(name="ulysses_zero3_1x2", backend=Backend.deepspeed, zero_stage=3, ranks=2, sequence_parallel=2),
     *(Layout(name=f"zero{stage}_2", backend=Backend.deepspeed, zero_stage=stage) for stage in (1, 2, 3)),
 )
-IN_PROOF = ("fsdp_1x2", "zero1_2", "hsdp_2x1x2")
+IN_PROOF = ("fsdp_1x2", "zero1_2", "hsdp_2x1x2", "ulysses_1x2", "ulysses_hsdp_2x1x2", "ulysses_zero3_1x2")
 """In the suite, fsdp_2x2 is tensor-parallel for the first and the last, hsdp_2x2 has replicas for the last, and zero2_2
-divides states and gradients for the other."""
+divides states and gradients for the other; ulysses_1x4 shares rows for FSDP2, ulysses_zero2_2x2 for ZeRO."""
 LAYOUTS = [
     pytest.param(
         layout,

@@ -15,7 +15,7 @@ from training import largest_relative_difference, tiny_config
 from transformers import AutoModelForImageTextToText
 from vision_models import IMAGE_TOKEN, NEEDS_NUM2WORDS, QWENS, album, picture, save_vision_model, written
 
-from rlflow.batching import pack
+from rlflow.batching.pack import pack
 from rlflow.errors import ConfigError
 from rlflow.models.images import ImageProcessor, open_image
 from rlflow.types import Sample, TrainSample

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rounding import allowed_difference
 from torch import Tensor
-from training import largest_relative_difference, save_model, shuffled, tiny_config, tiny_groups
+from training import largest_relative_difference, random_tree, save_model, shuffled, tiny_config, tiny_groups
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -31,7 +31,8 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from rlflow.batching import PackedBatch, pack, runs_of
+from rlflow.batching.pack import PackedBatch, pack
+from rlflow.batching.plan import runs_of
 from rlflow.errors import ConfigError
 from rlflow.types import TrainSample
 from rlflow.workers.trainer import attention, policy
@@ -146,6 +147,16 @@ def test_the_way_of_each_family_gives_the_gradients_of_every_sample_alone(
     assert difference <= allowed
 
 
+@pytest.mark.parametrize("name", ["window", "sinks and window", "score caps, window, final cap"])
+def test_windows_and_sinks_look_back_along_the_path_of_a_tree(name: str, tmp_path: Path) -> None:
+    config, folder = tiny_config(), save_model(PACKED[name], tmp_path)
+    found = load_policy(config, folder)
+    for seed in range(12):
+        tree = [[one for one in random_tree(seed) if one.sample.loss_mask.any()]]
+        exact = each_alone(folder, tree, config.rollout.temperature, torch.float64)
+        assert largest_relative_difference(gradients(found, tree), exact) <= 1e-5
+
+
 def test_a_model_that_looks_ahead_is_refused(tmp_path: Path) -> None:
     architecture = sized(BertConfig, is_decoder=False)
     with pytest.raises(ConfigError, match="model.path names a bert model of which training computes something else"):
@@ -192,8 +203,11 @@ def test_what_attention_cannot_do_is_an_error() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"s_aux": torch.arange(4.0)}], ids=["plain", "cap", "sinks"])
 @pytest.mark.parametrize("window", [None, 1, WINDOW, 99])
-def test_the_flex_masks_of_windows_equal_the_blocks(window: int | None, options: dict[str, Any]) -> None:
-    packed = pack(tiny_groups())
+@pytest.mark.parametrize("seed", [None, 0, 1, 2], ids=["groups", "tree 0", "tree 1", "tree 2"])
+def test_the_flex_masks_of_windows_equal_the_blocks(
+    seed: int | None, window: int | None, options: dict[str, Any]
+) -> None:
+    packed = pack(tiny_groups() if seed is None else [random_tree(seed)])
     torch.manual_seed(0)
     states = [torch.randn(1, heads, len(packed.input_ids), 16, dtype=torch.float64) for heads in (4, 2, 2)]
     windows = [] if window is None else [window]
@@ -239,15 +253,13 @@ def test_rotary_frequencies_depend_on_the_longest_sample_that_there_may_be(tmp_p
     torch.testing.assert_close(beside, long)
 
 
-def test_rows_hold_a_prompt_and_a_completion_each() -> None:
+def test_rows_hold_a_segment_and_all_that_it_continues_each() -> None:
     packed = PackedBatch(
         input_ids=np.array([5, 6, 7, 8, 9]),
         position_ids=np.array([0, 1, 2, 3, 0]),
-        prompt_starts=np.array([0, 4]),
-        prompt_lengths=np.array([2, 1]),
-        completion_starts=np.array([2]),
-        completion_lengths=np.array([2]),
-        completion_prompts=np.array([0]),
+        segment_starts=np.array([0, 2, 4]),
+        segment_lengths=np.array([2, 2, 1]),
+        segment_parents=np.array([-1, 0, -1]),
         **dict.fromkeys(("loss_positions", "targets", "versions", "sequence_of"), np.zeros(0, np.int64)),
         **dict.fromkeys(("behaviour_logprobs", "advantages"), np.zeros(0, np.float32)),
         **dict.fromkeys(("support_ids", "support_of"), np.zeros(0, np.int64)),
@@ -261,9 +273,9 @@ def test_rows_hold_a_prompt_and_a_completion_each() -> None:
     assert rows.input_ids.tolist() == [[5, 6, 7, 8], [9, 0, 0, 0]]
     assert rows.lengths.tolist() == [4, 1]
     assert rows.cells.tolist() == [0, 1, 2, 3, 4]
-    alone = rows_of(packed, prompts_alone=True)
-    assert alone.input_ids.tolist() == [[5, 6, 7, 8], [5, 6, 0, 0], [9, 0, 0, 0]]
-    assert alone.cells.tolist() == [4, 5, 2, 3, 8]
+    alone = rows_of(packed, prefixes_alone=True)
+    assert alone.input_ids.tolist() == [[5, 6, 0, 0], [5, 6, 7, 8], [9, 0, 0, 0]]
+    assert alone.cells.tolist() == [0, 1, 6, 7, 8]
 
 
 def test_runs_count_padding() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from rlflow.batching import PackedBatch, pack
+from rlflow.batching.pack import PackedBatch, pack
 from rlflow.errors import RunError
 from rlflow.tools.bench.gpu.plan import Figure, Plan, Report
 from rlflow.tools.bench.training_sides import Workload, groups_of
@@ -65,15 +65,9 @@ def sees(packed: PackedBatch) -> Tensor:
     """Which key [T] each query [T] sees, pair by pair."""
     length = len(packed.input_ids)
     mask = np.zeros((length, length), np.bool_)
-    prompts = list(zip(packed.prompt_starts, packed.prompt_lengths, strict=True))
-    for start, size in prompts:
-        mask[start : start + size, start : start + size] = np.tri(size, dtype=np.bool_)
-    for start, size, prompt in zip(
-        packed.completion_starts, packed.completion_lengths, packed.completion_prompts, strict=True
-    ):
-        first, prompt_size = prompts[prompt]
-        mask[start : start + size, first : first + prompt_size] = True
-        mask[start : start + size, start : start + size] = np.tri(size, dtype=np.bool_)
+    for segment, size in enumerate(packed.segment_lengths):
+        path = packed.path(segment)
+        mask[path[-size:, None], path] = np.tri(size, len(path), len(path) - size, dtype=np.bool_)
     return torch.from_numpy(mask)
 
 

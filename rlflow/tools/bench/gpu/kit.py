@@ -42,7 +42,7 @@ class Stage:
 STAGES = (
     Stage(name="tests/cuda", share=8, least_s=60, measures="the CUDA tests of a checkout"),
     Stage(name="trainer/kernels", share=5, least_s=30, measures="attention and log-probabilities against float64"),
-    Stage(name="trainer/packed", share=6, least_s=30, measures="a training step, shared prompts computed once"),
+    Stage(name="trainer/packed", share=6, least_s=30, measures="a training step, shared prefixes computed once"),
     Stage(name="trainer/copies", share=6, least_s=30, measures="the same with a copy of the prompt for each sample"),
     Stage(name="trainer/padded", share=6, least_s=30, measures="the same as padded batches of transformers"),
     Stage(name="engine/stream", share=8, least_s=60, measures="replies through rlflow's engine"),

@@ -1,0 +1,29 @@
+"""From the score of a reward model to a reward: the options of `reward.args` with `reward.model`."""
+
+from collections.abc import Callable, Mapping
+
+from rlflow.errors import ConfigError
+from rlflow.plugins.options import bind
+
+
+def scaled(score: float, *, mean: float = 0.0, deviation: float = 1.0, clip: float | None = None) -> float:
+    """(score - mean) / deviation, and if there is a clip, at most that far from 0.
+
+    `mean` and `deviation` are those of the model's scores, measured once: statistics that moved with the run would
+    give the same reply another reward later. Raises ConfigError for options out of range.
+
+    Example: scaled(7.0, mean=1.0, deviation=2.0, clip=2.5) == 2.5
+    """
+    if not deviation > 0:
+        raise ConfigError(f"reward.args.deviation must be positive; got {deviation}")
+    if clip is not None and not clip > 0:
+        raise ConfigError(f"reward.args.clip must be positive, or null for no clip; got {clip}")
+    reward = (score - mean) / deviation
+    return reward if clip is None else min(max(reward, -clip), clip)
+
+
+def scaling_of(options: Mapping[str, object]) -> Callable[[float], float]:
+    """`scaled` with these options. Raises ConfigError for one that is unknown, of the wrong type or out of range."""
+    scaling = bind(scaled, options, "reward.args", "reward.model")
+    scaling(0.0)
+    return scaling

@@ -55,8 +55,8 @@ async def record(random: np.random.Generator, config: Config, tokenizer: object)
         talk.append(Message(role="assistant", content=f"<think>{words(THOUGHT)}</think>{words(ANSWER)}"))
         talk.append(Message(role="user", content=words(OBSERVATION)))
     prompt = " ".join(np.random.default_rng(0).choice(WORDS, PROMPT))  # the same for each episode
-    task = Task(id="forks", prompt=(Message(role="user", content=prompt),), demonstration=tuple(talk[:-1]))
-    played = await show(task, Chat(nobody, Renderer(tokenizer), config))  # pyright: ignore[reportArgumentType]
+    task = Task(id="forks", prompt=(Message(role="user", content=prompt),), demonstrations=(tuple(talk[:-1]),))
+    played = await show(task, 0, Chat(nobody, Renderer(tokenizer), config))  # pyright: ignore[reportArgumentType]
     return played.payload.samples
 
 

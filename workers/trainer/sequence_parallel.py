@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
-from rlflow.batching import IndexArray
+from rlflow.batching.pack import IndexArray
 from rlflow.config import TrainerConfig
 from rlflow.errors import ConfigError
 from rlflow.workers.trainer.attention import ATTENTION, packed_attention

@@ -38,7 +38,7 @@ from training import (
 )
 from transformers import PreTrainedConfig
 
-from rlflow.batching import PackedBatch, pack
+from rlflow.batching.pack import PackedBatch, pack
 from rlflow.config import Aggregation, Backend, Checkpointing, Config
 from rlflow.errors import ConfigError
 from rlflow.tools.dry_run.model import read_model

@@ -157,7 +157,7 @@ def packed_runs(samples: Sequence[TrainSample], max_tokens: int) -> list[list[Tr
 
 
 def runs_of(samples: Sequence[TrainSample], max_tokens: int, *, padded: bool) -> list[list[TrainSample]]:
-    """Runs of samples that have at most `max_tokens` tokens, each with a copy of what it shares; a longer sample goes alone.
+    """Runs of samples that have at most `max_tokens` tokens when nothing is shared; a longer sample goes alone.
 
     If they are `padded`, a run's samples count as long as its longest.
     """

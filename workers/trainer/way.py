@@ -1,4 +1,4 @@
-"""Which way tokens go through a model: packed, which shares prefixes; samples end to end; or padded, which all allow."""
+"""Which way tokens go through a model: packed, with shared prefixes; samples end to end; or padded, which all allow."""
 
 import inspect
 import sys

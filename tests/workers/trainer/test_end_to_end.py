@@ -180,9 +180,9 @@ def test_padding_is_a_segment_of_its_own() -> None:
 def test_work_is_counted_without_padding_and_with_each_copy_of_a_prompt() -> None:
     samples = tiny_groups(num_groups=1)[0][:3]
     packed, padded = pack([samples]), padded_sizes(samples)
-    # Up to what predicts the last loss token; none of these samples is the beginning of another.
-    last = [len(one.sample.prompt_ids) + int(np.flatnonzero(one.sample.loss_mask)[-1]) for one in samples]
-    lengths = np.array(last)
+    # Up to what predicts the last loss token. What only the prompt predicts needs no copy.
+    last = [int(np.flatnonzero(one.sample.loss_mask)[-1]) for one in samples]
+    lengths = np.array([len(one.sample.prompt_ids) + end for one, end in zip(samples, last, strict=True) if end > 0])
     expected = RowSizes(
         tokens=int(lengths.sum()),
         pairs=int((lengths * (lengths + 1) // 2).sum()),

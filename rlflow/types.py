@@ -137,8 +137,7 @@ class EpisodeEnd(StrEnum):
     REWARD_TIMEOUT = "reward_timeout"
     REWARD_INVALID = "reward_invalid"
     NO_VERDICT = "no_verdict"
-    CANCELLED = "cancelled"
-    """The group was full before (rollout.oversample_episodes)."""
+    CANCELLED = "cancelled"  # the group was full before (rollout.oversample_episodes)
 
     @property
     def is_truncated(self) -> bool:
@@ -329,8 +328,7 @@ class EpisodeSummary:
 
     end: EpisodeEnd
     reward: float | None  # None: there is no verdict, or none is wanted
-    num_prompt_tokens: int
-    """Tokens before the first reply."""
+    num_prompt_tokens: int  # before the first reply
     num_completion_tokens: int
     """All others, observations included; what its samples begin with in common counts once."""
     num_loss_tokens: int
@@ -408,8 +406,7 @@ class ReadyGroup:
     """Handles to the critic's values, one for each episode; None without a critic, or before it was asked."""
     baseline: float | None = None
     """Reward of the greedy episode, if the advantage needs one."""
-    log_ratios: list[float] = field(default_factory=list)
-    """log(policy / reference) of each of `episodes` before the step's update, in nats, if the advantage needs them."""
+    log_ratios: list[float] = field(default_factory=list)  # log(policy / reference) of each episode before the update
     num_images: int = 0
     pictures: PayloadRef | None = None  # as in PlayedGroup
 
@@ -450,5 +447,4 @@ class TrainSample:
     """One value for every token, or [L]."""
     frozen_logprobs: dict[str, FloatArray] = field(default_factory=dict)  # [L], by what a frozen model is to it
     critic: CriticTargets | None = None
-    pictures: Pictures = field(default_factory=dict)
-    """The images of its group."""
+    pictures: Pictures = field(default_factory=dict)  # the images of its group

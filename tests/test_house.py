@@ -41,11 +41,11 @@ RUN = ("run", "workers", "processes", "algorithms", "curriculum")
 """Where a run begins: what they load, at once or by name, is what a run can reach."""
 
 BUDGETS = {
-    "front door, driver and groups": 5_430,
-    "what a run can reach": 38_300,
-    "tools": 8_900,
+    "front door, driver and groups": 5_455,
+    "what a run can reach": 38_350,
+    "tools": 8_910,
     "envs": 5_550,
-    "all product Python": 51_300,
+    "all product Python": 51_330,
 }
 MAX_FILE, MAX_FUNCTION, MAX_LOOSE_FILES = 450, 80, 12
 

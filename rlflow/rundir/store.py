@@ -63,7 +63,8 @@ class Found:
 
 
 _STATE = TypeAdapter(RunState)
-_HANDLES = {"payloads", "frozen", "values", "pictures"}
+_OF_STEP = {"payloads", "frozen", "values", "pictures", "log_ratios"}
+"""Handles, and what a step computes anew."""
 
 
 class CheckpointStore:
@@ -268,4 +269,4 @@ def _set_aside(error: CheckpointDamaged, whole_step: int) -> str:
 
 def state_to_json(state: RunState) -> dict[str, Any]:
     """The state as plain values, which share nothing with it and may be written later."""
-    return _STATE.dump_python(state, mode="json", exclude={"ready": {"__all__": _HANDLES}}, warnings=False)
+    return _STATE.dump_python(state, mode="json", exclude={"ready": {"__all__": _OF_STEP}}, warnings=False)

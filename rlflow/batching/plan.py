@@ -156,14 +156,18 @@ def packed_runs(samples: Sequence[TrainSample], max_tokens: int) -> list[list[Tr
     return runs
 
 
-def padded_runs(samples: Sequence[TrainSample], max_tokens: int) -> list[list[TrainSample]]:
-    """Runs of samples that have at most `max_tokens` tokens when padded to the longest; a longer sample goes alone."""
+def runs_of(samples: Sequence[TrainSample], max_tokens: int, *, padded: bool) -> list[list[TrainSample]]:
+    """Runs of samples that have at most `max_tokens` tokens when nothing is shared; a longer sample goes alone.
+
+    If they are `padded`, a run's samples count as long as its longest.
+    """
     runs: list[list[TrainSample]] = []
-    longest = 0
+    longest = total = 0
     for sample in samples:
-        longest = max(longest, sample.sample.num_tokens)
-        if not runs or longest * (len(runs[-1]) + 1) > max_tokens:
+        tokens = sample.sample.num_tokens
+        longest, total = max(longest, tokens), total + tokens
+        if not runs or (longest * (len(runs[-1]) + 1) if padded else total) > max_tokens:
             runs.append([])
-            longest = sample.sample.num_tokens
+            longest = total = tokens
         runs[-1].append(sample)
     return runs

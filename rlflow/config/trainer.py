@@ -62,8 +62,8 @@ class TrainerConfig:
     """Compute decoder layers again in the backward pass instead of keeping what it needs. `full` keeps the input of
     each layer; `selective` also attention and the small products, and computes the MLP again; with `fsdp` only."""
     compile: bool | None = None
-    """Compile the decoder layers. null: on a GPU, unless layers choose experts; with `fsdp` only, without tensor or
-    sequence parallelism and adapters."""
+    """Compile the decoder layers. null: on a GPU, unless layers choose experts or keep a state; with `fsdp` only,
+    without tensor or sequence parallelism and adapters."""
     save_optimizer: bool = True
     """Checkpoints hold the optimiser's state. false: a third of the size, and a resumed run starts its moments anew."""
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
@@ -23,6 +25,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
 )
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
@@ -30,6 +34,7 @@ from rlflow.models.images import ImageProcessor, expanded, key_of, open_image
 from rlflow.types import ImageSpan
 
 QWENS = ("qwen2_5_vl", "qwen3_vl")
+NEEDS_NUM2WORDS = pytest.mark.skipif(find_spec("num2words") is None, reason="SmolVLM's processor needs num2words")
 END, IMAGE_TOKEN, SIDE = 2, 3, 32
 _TILES = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
 _CHAT = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -48,9 +53,12 @@ _IDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": 
 def save_vision_model(
     folder: Path, seed: int = 0, *, family: str = "idefics3", tiles: bool = False, spread: float = 0.2
 ) -> str:
-    """With `tiles`, which is of Idefics3, an image is cut into four and shown whole beside."""
+    """With `tiles`, which are of Idefics3 and SmolVLM, an image is cut into four and shown whole beside."""
     torch.manual_seed(seed)
-    model = _idefics3(folder, tiles, spread) if family == "idefics3" else _qwen(folder, family, spread)
+    if family in QWENS:
+        model = _qwen(folder, family, spread)
+    else:
+        model = _idefics3(folder, tiles, spread) if family == "idefics3" else _smolvlm(folder, tiles, spread)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # norms and biases begin as ones and zeros, which many mistakes leave alone
@@ -113,6 +121,33 @@ def _idefics3(folder: Path, tiles: bool, spread: float) -> PreTrainedModel:
         **_IDS,
     )
     return Idefics3ForConditionalGeneration(config).float()
+
+
+def _smolvlm(folder: Path, tiles: bool, spread: float) -> PreTrainedModel:
+    """The sizes of `_idefics3`, and the files that the family's models came with."""
+    same = _idefics3(folder, tiles, spread).config.to_dict()
+    text, tower = ({**same[part], "architectures": None} for part in ("text_config", "vision_config"))
+    (folder / "processor_config.json").write_text(
+        json.dumps({"processor_class": "SmolVLMProcessor", "image_seq_len": 4})
+    )
+    shown = {"size": {"longest_edge": 2 * SIDE if tiles else SIDE}, "max_image_size": {"longest_edge": SIDE}}
+    steps = dict.fromkeys(("do_convert_rgb", "do_resize", "do_rescale", "do_normalize", "do_pad"), True)
+    classes = {
+        "image_processor_type": "SmolVLMImageProcessor",
+        "processor_class": "SmolVLMProcessor",
+        "video_sampling": {"fps": 1, "max_frames": 64, "video_size": {"longest_edge": SIDE}},
+    }
+    pixels = {"do_image_splitting": tiles, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 1}
+    (folder / "preprocessor_config.json").write_text(json.dumps({**classes, **shown, **steps, **pixels}))
+    config = SmolVLMConfig(
+        text_config=text,
+        vision_config={**tower, "model_type": "smolvlm_vision"},
+        image_token_id=IMAGE_TOKEN,
+        scale_factor=2,
+        tie_word_embeddings=True,
+        **_IDS,
+    )
+    return SmolVLMForConditionalGeneration(config).float()
 
 
 def _qwen(folder: Path, family: str, spread: float) -> PreTrainedModel:

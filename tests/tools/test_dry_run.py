@@ -9,8 +9,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import linear_kernels
 import pytest
 from transformers import Qwen3MoeConfig
+from transformers.models.lfm2 import modeling_lfm2
 
 from rlflow.cli import main
 from rlflow.config import (
@@ -168,7 +170,19 @@ def test_the_way_of_a_model_with_convolutions_is_padded_rows(tmp_path: Path) -> 
     assert not facts.is_packed
     assert read_model(asked, QWEN2_7B).is_packed
     found = estimate(asked, facts, max_logits=1000)
-    assert "\nTraining: samples in padded rows, because" in as_text(found, asked, asked)
+    assert "\nTraining: samples in padded rows, or end to end if" in as_text(found, asked, asked)
+
+
+def test_kernels_that_need_memory_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(x: object, seq_idx: object = None) -> None:
+        raise RuntimeError("a pointer is needed")
+
+    folder = write_config(tmp_path, model_type="lfm2", layer_types=["conv", "full_attention"], num_key_value_heads=2)
+    expected = read_model(config(model__dtype=Dtype.bfloat16), folder)
+    linear_kernels.install(monkeypatch, kernel, None)
+    assert read_model(config(model__dtype=Dtype.bfloat16), folder) == expected
+    with pytest.raises(RuntimeError, match="a pointer is needed"):
+        modeling_lfm2.causal_conv1d_fn(0)
 
 
 def test_keys_and_values_may_differ_in_size(tmp_path: Path) -> None:

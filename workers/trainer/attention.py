@@ -153,8 +153,9 @@ def _table(packed: PackedBatch, chosen: IndexArray) -> _Table:
     return queries, lengths, keys, np.arange(keys.shape[1]) <= (depths[:, None] + np.arange(num_queries))[:, :, None]
 
 
-_SAYS_NOTHING = frozenset({"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states"})
-"""What transformers passes beside and that changes no score; `position_ids` are in the layout."""
+_IN_LAYOUT = frozenset({"position_ids", "cu_seq_lens_q", "seq_idx"})
+_SAYS_NOTHING = _IN_LAYOUT | {"dropout", "use_cache", "output_attentions", "output_hidden_states"}
+"""What transformers passes beside and that changes no score."""
 
 
 def packed_attention(

@@ -15,6 +15,8 @@ from rlflow.batching.pack import PackedBatch
 from rlflow.types import TrainSample
 from rlflow.workers.trainer.layers import VALUE_HEAD, decoder_layers, num_experts
 from rlflow.workers.trainer.lora import is_of_experts
+from rlflow.workers.trainer.rows import end_to_end
+from rlflow.workers.trainer.way import Way
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -80,6 +82,13 @@ def packed_sizes(packed: PackedBatch) -> RowSizes:
     """A row in which shared prefixes are computed once."""
     pairs = (packed.position_ids + 1).sum()
     return RowSizes(tokens=len(packed.input_ids), pairs=int(pairs), predictions=len(np.unique(packed.loss_positions)))
+
+
+def laid_out_sizes(packed: PackedBatch, padded: RowSizes, way: Way) -> RowSizes:
+    """A row as it goes through the model; `padded` if that pads it."""
+    if way is Way.padded:
+        return padded
+    return packed_sizes(end_to_end(packed)[0] if way is Way.end_to_end else packed)
 
 
 def padded_sizes(samples: Sequence[TrainSample]) -> RowSizes:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from rlflow.batching.pack import pack
-from rlflow.batching.plan import packed_runs, padded_runs
+from rlflow.batching.plan import packed_runs, runs_of
 from rlflow.config import Config
 from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import chunk_of
@@ -23,7 +23,7 @@ from rlflow.workers.trainer.layers import decoder_layers
 from rlflow.workers.trainer.policy import Policy, empty_policy, load_policy, split_logprobs, torch_dtype
 from rlflow.workers.trainer.pretrained import with_memory
 from rlflow.workers.trainer.process_group import choose_device, join
-from rlflow.workers.trainer.way import is_packed
+from rlflow.workers.trainer.way import Way, way_of
 
 
 class FrozenPolicy:
@@ -74,9 +74,10 @@ class FrozenPolicy:
         return float(most)
 
     def _rows(self, samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
-        """Runs of at most `trainer.micro_batch_tokens` tokens, padding included, or of one sample."""
-        runs = packed_runs if is_packed(self._policy.model) else padded_runs
-        return runs(samples, self._max_tokens)
+        """Runs of at most `trainer.micro_batch_tokens` tokens as they go through the model, or of one sample."""
+        if (way := way_of(self._policy.model)) is Way.packed:
+            return packed_runs(samples, self._max_tokens)
+        return runs_of(samples, self._max_tokens, padded=way is Way.padded)
 
 
 def _sharded(config: Config, model_path: str, rank: int, num_ranks: int, device: torch.device) -> Policy:

@@ -1,8 +1,8 @@
 """Measured at every start, before anything is sampled: does training compute what transformers computes of this model?
 
-    a few random samples -> this model, packed or in rows, and as transformers runs each alone -> how far they differ
+    a few random samples -> this model, by its way, and as transformers runs each alone -> how far they differ
 
-A packed model that differs goes in rows from then on. A model that differs there too stops the run.
+A model that differs, packed or end to end, goes in padded rows from then on. One that differs there too stops the run.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from rlflow.models.images import ImageProcessor, expanded, key_of, open_image, p
 from rlflow.rollout.requests import ProbePrompt
 from rlflow.types import Pictures, Sample, TrainSample
 from rlflow.workers.trainer.attention import attention_windows
-from rlflow.workers.trainer.way import go_in_rows, is_packed
+from rlflow.workers.trainer.way import Way, go_in_rows, way_of
 
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 """How far log-probabilities may differ on average, in nats. What goes wrong differs by tenths of a nat or more."""
@@ -32,12 +32,12 @@ _COMPLETIONS = (16, 7, 1)
 class Agreement:
     """How a model goes, and what was measured of it."""
 
-    is_packed: bool
+    way: Way
     difference: float
     """Mean absolute difference of log-probabilities, in nats; of a critic, of states with a mean square of 1."""
 
     def __str__(self) -> str:
-        return f"{'packed' if self.is_packed else 'padded'} rows, {self.difference:.1g} nats from transformers"
+        return f"samples {self.way.value}, {self.difference:.1g} nats from transformers"
 
 
 def settle_way(
@@ -60,14 +60,16 @@ def settle_way(
     """
     batch, found = gate_batch(model, max_length, images), dict[str, str]()
     while True:
-        packed = is_packed(model)
+        way = way_of(model)
         difference, problem = _measure(forward, batch)
         difference = agree_on(difference)
         if difference <= BOUNDS[dtype]:
-            return Agreement(is_packed=packed, difference=difference)
-        found["packed" if packed else "in padded rows"] = problem or f"{difference:.2g} nats"
-        if not packed or sequence_parallel > 1:
-            cure = "set trainer.sequence_parallel=1, which tries padded rows" if packed else "choose another model"
+            return Agreement(way=way, difference=difference)
+        found[way.in_words] = problem or f"{difference:.2g} nats"
+        if way is Way.padded or sequence_parallel > 1:
+            cure = "choose another model"
+            if way is not Way.padded:
+                cure = "set trainer.sequence_parallel=1, which tries padded rows"
             raise ConfigError(
                 f"{setting} names a {model.config.model_type} model of which training computes something else than "
                 f"transformers: log-probabilities of random tokens differ by {_listed(found)} on average, and may by "

@@ -46,6 +46,13 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
 
 
+def layer_types(model: PreTrainedModel) -> list[str]:
+    """What transformers calls each decoder layer; [] if the configuration does not say."""
+    return list(getattr(model.config.get_text_config(), "layer_types", None) or ())
+
+
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Those of `layer_types` that know no token but by attention."""
 VALUE_HEAD = "score"
 """The name of a critic's output layer."""
 
@@ -74,7 +81,9 @@ def num_experts(config: PreTrainedConfig) -> int:
 def wrap_as_asked(model: PreTrainedModel, config: Config, *, on_gpu: bool) -> None:
     """Compile and checkpoint the decoder layers as the settings say."""
     asked, checkpointing = config.trainer.compile, config.trainer.gradient_checkpointing
-    is_default = on_gpu and can_compile(config) and not has_experts(model.config)
+    # Neither experts nor layers with a state make one graph for rows of any length.
+    is_plain = not has_experts(model.config) and not set(layer_types(model)) - ATTENTION_LAYERS
+    is_default = on_gpu and can_compile(config) and is_plain
     is_compiled, is_selective = is_default if asked is None else asked, checkpointing is Checkpointing.selective
     if is_compiled or is_selective:
         wrap_layers(model, compiled=is_compiled, selective=is_selective)

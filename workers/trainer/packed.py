@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from rlflow.algorithms.schedules import learning_rate
 from rlflow.batching.pack import PackedBatch, pack
-from rlflow.batching.plan import padded_runs
+from rlflow.batching.plan import runs_of
 from rlflow.config import Checkpointing, Config
 from rlflow.errors import RunError
 from rlflow.roles import Mean, StepOutcome, TrainWork
@@ -38,7 +38,7 @@ from rlflow.types import FloatArray, TrainSample
 from rlflow.weights.shape.layout import Layout, mesh_layout
 from rlflow.weights.source import Specs
 from rlflow.workers.trainer.figures import Figures, memory_peaks
-from rlflow.workers.trainer.flops import packed_sizes, padded_sizes, sizes_of
+from rlflow.workers.trainer.flops import laid_out_sizes, padded_sizes, sizes_of
 from rlflow.workers.trainer.gate import Agreement, probe_prompts, settle_way
 from rlflow.workers.trainer.layers import VALUE_HEAD, decoder_layers, wrap_as_asked
 from rlflow.workers.trainer.lora import (
@@ -58,7 +58,7 @@ from rlflow.workers.trainer.process_group import choose_device, join
 from rlflow.workers.trainer.sequence_parallel import join_sequence_group
 from rlflow.workers.trainer.shards import Shard, ShardReader, Snapshot
 from rlflow.workers.trainer.value import ValueObjective, empty_value_model
-from rlflow.workers.trainer.way import check_packed, is_packed
+from rlflow.workers.trainer.way import Way, check_packed, way_of
 
 MicroBatch = Sequence[Sequence[TrainSample]]
 """What goes through the model at once: pieces of groups, each with its samples."""
@@ -200,13 +200,14 @@ class TrainerBackend(ABC):
         return probe_prompts(self._policy.model, self._config.model.max_length, self._policy.images)
 
     def _in_pieces(self, groups: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Micro-batches as they go through the model: if it pads them, cut into equally many pieces on every rank."""
-        if is_packed(self._policy.model):
+        """Micro-batches as they go through the model: if prefixes are copied, cut into equally many on every rank."""
+        if (way := way_of(self._policy.model)) is Way.packed:
             return groups
         rows = [[sample for group in micro_batch for sample in group] for micro_batch in groups]
         for row in rows:
             row.sort(key=lambda sample: sample.sample.num_tokens)  # less padding
-        pieces = [[run] for row in rows for run in padded_runs(row, self._config.trainer.micro_batch_tokens)]
+        most_tokens, padded = self._config.trainer.micro_batch_tokens, way is Way.padded
+        pieces = [[run] for row in rows for run in runs_of(row, most_tokens, padded=padded)]
         most = int(self._all_reduce(torch.tensor(len(pieces), dtype=torch.float64), dist.ReduceOp.MAX))
         return pieces + [[]] * (most - len(pieces))
 
@@ -228,7 +229,7 @@ class TrainerBackend(ABC):
             seed_dropout(self._config.run.seed, self._updates, self._rank, int(self._figures.work[0]))
         packed = self._lay_out(micro_batch)
         padded = padded_sizes([sample for group in micro_batch for sample in group])
-        self._figures.add_work(packed_sizes(packed) if is_packed(self._policy.model) else padded, padded)
+        self._figures.add_work(laid_out_sizes(packed, padded, way_of(self._policy.model)), padded)
         row = self._objective(self._forward(packed), packed, self.version)
         self._figures.add(row, is_silent=is_silent)
         return row.loss / self._ranks_per_share

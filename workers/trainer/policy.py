@@ -27,11 +27,11 @@ from rlflow.workers.trainer.plain import plain_logprobs
 from rlflow.workers.trainer.pretrained import CPU, FirstValues, empty_model, load_whole
 from rlflow.workers.trainer.rank_group import ALONE, RankGroup
 from rlflow.workers.trainer.routing import lay_routes, replay_routes
-from rlflow.workers.trainer.rows import rows_of
+from rlflow.workers.trainer.rows import boundaries, end_to_end, rows_of
 from rlflow.workers.trainer.sequence_parallel import RowPart, gather, own_tokens, places_in
 from rlflow.workers.trainer.token_logprobs import MAX_LOGITS, TokenLogprobs, among_support, logit_rule
 from rlflow.workers.trainer.vision import Vision, freeze_tower, policy_class
-from rlflow.workers.trainer.way import is_packed
+from rlflow.workers.trainer.way import Way, way_of
 
 
 class Policy(nn.Module):
@@ -157,25 +157,30 @@ def hidden_states(
         """The tokens, or what stands for them; both are [R, L], and `token_of` is -1 for padding."""
         return {"input_ids": torch.from_numpy(input_ids).to(device)} if shown is None else shown.inputs(token_of)
 
-    if not is_packed(model):
+    way = way_of(model)
+    assert way is Way.packed or group.size == 1, "checked at construction"
+    if way is Way.padded:
         rows = rows_of(packed)
         lay_routes(model, packed.experts, rows.tokens.reshape(-1), rows.cells[packed.loss_positions])
         states: Tensor = run(**inputs(rows.input_ids, rows.tokens), use_cache=False).last_hidden_state
         # An embedding gathers, because its backward is deterministic on the CPU.
         return F.embedding(torch.from_numpy(rows.cells).to(device), states.flatten(0, 1))
-    windows = attention_windows(model)
-    layout = attention_layout(packed, device, use_flex=device.type == "cuda", windows=windows)
-    num_tokens = len(packed.input_ids)
+    row, place_of = end_to_end(packed) if way is Way.end_to_end else (packed, None)
+    layout = attention_layout(row, device, use_flex=device.type == "cuda", windows=attention_windows(model))
+    num_tokens = len(row.input_ids)
     part = RowPart(group=group, num_tokens=num_tokens + layout.num_padding)
-    input_ids, positions = (part.of(row)[None] for row in (packed.input_ids, packed.position_ids))
+    input_ids, positions = (part.of(each)[None] for each in (row.input_ids, row.position_ids))
     token_of, here = part.of(np.arange(num_tokens), padding=-1), own_tokens(group, part.size)
-    lay_routes(
-        model, packed.experts, token_of, packed.loss_positions[places_in(here, packed.loss_positions)] - here.start
-    )
+    lay_routes(model, row.experts, token_of, row.loss_positions[places_in(here, row.loss_positions)] - here.start)
     told = {"position_ids": torch.from_numpy(positions).to(device)} | inputs(input_ids, token_of[None])
     if group.size > 1:
         return run(**told, use_cache=False, layout=layout, part=part).last_hidden_state[0]
-    return run(**told, use_cache=False, layout=layout).last_hidden_state[0, :num_tokens]
+    if place_of is not None:
+        told |= boundaries(row.segment_lengths, layout.num_padding, device)
+    states = run(**told, use_cache=False, layout=layout).last_hidden_state[0]
+    if place_of is None:
+        return states[:num_tokens]
+    return F.embedding(torch.from_numpy(place_of).to(device), states)
 
 
 def empty_policy(config: Config, model_path: str) -> tuple[Policy, FirstValues]:

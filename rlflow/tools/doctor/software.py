@@ -197,7 +197,7 @@ def check_model(
     here.folder, trials = load(needs.config)
     known = ""
     if here.size is not None:
-        way = "packed" if here.size.is_packed else "in padded rows"
+        way = "packed" if here.size.is_packed else "with a prompt for each sample"
         known = f"{here.size.num_parameters:,} parameters, trained {way}, "
     yield ok("model", f"{path}: {known}{here.folder}")
     forks = [trial.name for trial in trials if trial.forks]

@@ -35,7 +35,8 @@ _CURES = {
 }
 WAYS = {
     True: "samples packed into one row, shared prefixes once",
-    False: "samples in padded rows, because layers of this model look at other tokens in ways of their own",
+    False: "samples in padded rows, or end to end if there are kernels for that, because layers of this model look at "
+    "other tokens in ways of their own",
 }
 """See `workers/trainer/way.py`."""
 _WHERE = {

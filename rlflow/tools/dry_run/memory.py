@@ -94,7 +94,7 @@ class ModelFacts:
     converted: int = 0
     """Bytes of the files, if transformers has to convert them for this family; else 0."""
     is_packed: bool = True
-    """Samples go through it in rows that share prefixes, and not as padded rows."""
+    """Samples go through it in rows that share prefixes."""
 
     @property
     def num_parameters(self) -> int:

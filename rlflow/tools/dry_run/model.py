@@ -1,9 +1,13 @@
 """A model's facts from its config.json: the model is built on the meta device, where tensors have no memory."""
 
 import math
+import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from inspect import isfunction, unwrap
 from typing import Any
 
 import torch
@@ -32,7 +36,7 @@ from rlflow.workers.trainer.pretrained import converted_patterns
 from rlflow.workers.trainer.rank_group import RankGroup
 from rlflow.workers.trainer.tensor_parallel import cut_layers
 from rlflow.workers.trainer.vision import policy_class
-from rlflow.workers.trainer.way import attention_of, check_packed, choose_way, is_packed, set_attention
+from rlflow.workers.trainer.way import Way, attention_of, check_packed, choose_way, go_in_rows, set_attention, way_of
 
 _ATTENTION = "rlflow_dry_run"
 _NUM_TOKENS = 64
@@ -127,8 +131,10 @@ def _on_meta(auto_class: Any, config: Config, folder: str, setting: str, sequenc
         ) from error
     choose_way(model)
     check_packed(model, sequence_parallel)
-    if is_packed(model):
+    if (way := way_of(model)) is Way.packed:
         set_attention(model, _ATTENTION)
+    elif way is Way.end_to_end:  # where a token costs the same
+        go_in_rows(model)
     return model
 
 
@@ -140,6 +146,21 @@ def _converted(model: PreTrainedModel, in_files: PreTrainedConfig) -> int:
     return width * sum(parameter.numel() for parameter in model.parameters())
 
 
+@contextmanager
+def _without_kernels(model: PreTrainedModel) -> Iterator[None]:
+    """transformers' own code in the place of kernels, which cannot follow tensors without memory."""
+    codes = {type(module).__module__: sys.modules[type(module).__module__] for module in model.modules()}
+    found = [(code, name, each) for code in codes.values() for name, each in vars(code).items() if isfunction(each)]
+    replaced = [one for one in found if "is_new_implementation" in one[2].__code__.co_freevars]
+    for code, name, each in replaced:
+        setattr(code, name, unwrap(each))
+    try:
+        yield
+    finally:
+        for code, name, each in replaced:
+            setattr(code, name, each)
+
+
 def _activations(model: PreTrainedModel) -> Activations:
     """What the forward pass saves for the backward pass, each storage counted where it is saved first.
 
@@ -149,7 +170,7 @@ def _activations(model: PreTrainedModel) -> Activations:
     input_ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
     options = {"position_ids": input_ids, "meter": meter} if attention_of(model) == _ATTENTION else {}
     try:
-        with saved_tensors_hooks(meter.save, lambda tensor: tensor), meter:
+        with _without_kernels(model), saved_tensors_hooks(meter.save, lambda tensor: tensor), meter:
             outputs = backbone(model)(input_ids=input_ids, use_cache=False, **options)
             hidden = outputs.last_hidden_state
     except RuntimeError as error:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engines import sample, tiny_config, whole_reply
-from vision_models import IMAGE_TOKEN, QWENS, album, picture, save_vision_model, written
+from vision_models import IMAGE_TOKEN, NEEDS_NUM2WORDS, QWENS, album, picture, save_vision_model, written
 
 from rlflow.batching.pack import pack
 from rlflow.errors import RunError
@@ -70,7 +70,14 @@ class Bench:
         )
 
 
-@pytest.fixture(scope="module", params=["idefics3", "idefics3 in tiles", *QWENS])
+IDEFICS = (
+    "idefics3",
+    "idefics3 in tiles",
+    *(pytest.param(each, marks=[pytest.mark.proof, NEEDS_NUM2WORDS]) for each in ("smolvlm", "smolvlm in tiles")),
+)
+
+
+@pytest.fixture(scope="module", params=[*IDEFICS, *QWENS])
 def bench(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Bench]:
     family, _, in_tiles = request.param.partition(" in ")
     folder = save_vision_model(tmp_path_factory.mktemp("vision"), family=family, tiles=bool(in_tiles))

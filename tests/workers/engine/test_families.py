@@ -91,7 +91,7 @@ def test_an_engine_with_permuted_experts_differs_by_more_than_a_start_allows(tmp
         engine = RolloutEngine(without_training(config), str(tmp_path), index=0, threads=1)
         await engine.start()
         try:
-            engine._config.trainer.ranks = 1
+            engine._config.trainer.ranks, engine._config.weights.transport = 1, Transport.shm
             await engine.load_weights(arena.stage(1, permuted.named_parameters()))
             for completion in await sample(engine, [request(1), request(2)]):
                 assert differences(permuted, completion).mean() <= ROUNDING[Dtype.float32]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from processes import spawn_ranks
 from safetensors.torch import load_file, save_file
 from training import largest_relative_difference, save_model, tiny_config, tiny_groups, tiny_llama
+from transformers import Qwen3_5TextConfig
 
 from rlflow.batching.pack import pack
 from rlflow.config import Checkpointing, Config, Dtype, Offload, Optimizer, TrainerConfig
@@ -24,11 +26,20 @@ from rlflow.workers.trainer.parking import ParkingSpace
 from rlflow.workers.trainer.policy import load_policy
 from rlflow.workers.trainer.profile import RankProfile
 from rlflow.workers.trainer.token_logprobs import LogitRule, TokenLogprobs
+from rlflow.workers.trainer.way import Way, go_in_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 SIZES = {"hidden_size": 64, "head_dim": 16}
 """Flex attention takes heads of 16 and more."""
+LINEAR = {
+    **{"vocab_size": 67, "intermediate_size": 128, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+    "layer_types": ["linear_attention", "full_attention"],
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 64, "linear_value_head_dim": 64},
+}
+HAS_LINEAR_KERNELS = all(find_spec(package) for package in ("fla", "causal_conv1d"))
 
 
 def take_step(config: Config, model: str, rendezvous: Path) -> tuple[float, np.ndarray, dict[str, torch.Tensor]]:
@@ -68,6 +79,28 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
     np.testing.assert_allclose(rounded, logprobs, atol=0.2)
     assert rounded_norm == pytest.approx(norm, rel=0.1)
     assert all(parameter.dtype == torch.float32 for parameter in parameters.values())
+
+
+@pytest.mark.skipif(not HAS_LINEAR_KERNELS, reason="needs flash-linear-attention and causal-conv1d")
+def test_samples_end_to_end_through_the_kernels_of_linear_layers(tmp_path: Path) -> None:
+    architecture = Qwen3_5TextConfig(**SIZES, **LINEAR)
+    config = tiny_config()
+    config.model.dtype = Dtype.bfloat16
+    path, found = save_model(architecture, tmp_path / "model"), []
+    for way in (Way.end_to_end, Way.padded):
+        trainer = FsdpTrainer(config, path, 0, 1, f"file://{tmp_path / way}")
+        try:
+            if way is Way.padded:
+                go_in_rows(trainer._policy.model)
+            assert trainer.settle_way().way is way
+            (rows,) = trainer.per_token([tiny_groups()])
+            trainer.accumulate([tiny_groups()])
+            found.append((np.concatenate(rows), trainer.step().grad_norm))
+        finally:
+            trainer.close()
+    (logprobs, norm), (padded, padded_norm) = found
+    assert np.abs(logprobs - padded).mean() < 0.05
+    assert norm == pytest.approx(padded_norm, rel=0.05)
 
 
 def test_offloaded_shards_train_alike(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from training import largest_relative_difference, tiny_config
 from transformers import AutoModelForImageTextToText
-from vision_models import IMAGE_TOKEN, QWENS, album, picture, save_vision_model, written
+from vision_models import IMAGE_TOKEN, NEEDS_NUM2WORDS, QWENS, album, picture, save_vision_model, written
 
 from rlflow.batching.pack import pack
 from rlflow.errors import ConfigError
@@ -22,14 +22,14 @@ from rlflow.types import Sample, TrainSample
 from rlflow.workers.trainer import vision
 from rlflow.workers.trainer.gate import gate_batch, settle_way
 from rlflow.workers.trainer.policy import Policy, load_policy
-from rlflow.workers.trainer.way import go_in_rows
+from rlflow.workers.trainer.way import Way, go_in_rows
 
 FIRST, SECOND = picture(1), picture(2, width=64, height=16)  # 2 x 2 and 1 x 4 pieces in the eyes of Qwen-VL
 ALBUM = album(FIRST, SECOND)
 TEMPERATURE = 0.7
 
 
-@pytest.fixture(scope="module", params=["idefics3", *QWENS])
+@pytest.fixture(scope="module", params=["idefics3", pytest.param("smolvlm", marks=NEEDS_NUM2WORDS), *QWENS])
 def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> str:
     return save_vision_model(tmp_path_factory.mktemp("vision"), family=request.param)
 
@@ -169,7 +169,12 @@ def test_the_token_of_a_piece_has_no_probability(folder: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "tiles", "num_tokens"),
-    [("idefics3", False, 7), ("idefics3", True, 34), *((each, False, 4) for each in QWENS)],
+    [
+        ("idefics3", False, 7),
+        ("idefics3", True, 34),
+        *(pytest.param("smolvlm", tiles, size, marks=NEEDS_NUM2WORDS) for tiles, size in ((False, 7), (True, 34))),
+        *((each, False, 4) for each in QWENS),
+    ],
 )
 def test_the_gate_measures_an_image(tmp_path: Path, family: str, tiles: bool, num_tokens: int) -> None:
     policy = policy_in(save_vision_model(tmp_path, family=family, tiles=tiles))
@@ -181,7 +186,7 @@ def test_the_gate_measures_an_image(tmp_path: Path, family: str, tiles: bool, nu
         forward = partial(policy, has_plain=True)
         return settle_way(policy.model, forward, lambda each: each, torch.float32, 128, images=images)
 
-    assert settled().is_packed
+    assert settled().way is Way.packed
     assert settled().difference < 1e-5
 
 

@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from rlflow.batching.pack import PackedBatch, pack
-from rlflow.batching.plan import padded_runs
+from rlflow.batching.plan import runs_of
 from rlflow.errors import ConfigError
 from rlflow.types import TrainSample
 from rlflow.workers.trainer import attention, policy
@@ -41,7 +41,7 @@ from rlflow.workers.trainer.gate import Agreement, settle_way
 from rlflow.workers.trainer.policy import Policy, load_policy
 from rlflow.workers.trainer.rows import rows_of
 from rlflow.workers.trainer.token_logprobs import LogitRule, TokenLogprobs
-from rlflow.workers.trainer.way import go_in_rows, is_packed
+from rlflow.workers.trainer.way import Way, go_in_rows, is_packed
 
 CPU = torch.device("cpu")
 WINDOW = 5
@@ -106,7 +106,7 @@ def each_alone(
     for one in (one for group in groups for one in group):
         sample = one.sample
         ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.completion_ids]).astype(np.int64))
-        logprobs = (model(input_ids=ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        logprobs = (model(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
         chosen = logprobs.gather(1, ids[1:, None])[len(sample.prompt_ids) - 1 :, 0]
         (one.advantage * chosen[torch.from_numpy(sample.loss_mask)].sum()).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -141,7 +141,7 @@ def test_the_way_of_each_family_gives_the_gradients_of_every_sample_alone(
     )
     allowed = allowed_difference(largest_relative_difference(other, exact) for other in others)
     found = load_policy(config, folder)
-    assert settled(found).is_packed is packed
+    assert (settled(found).way is Way.packed) is packed
     difference = largest_relative_difference(gradients(found, groups), exact)
     print(f"{difference:.2g}, allowed {allowed:.2g}")
     assert difference <= allowed
@@ -177,7 +177,7 @@ def test_sinks_that_get_lost_when_packed_send_the_model_into_rows(
     found = load_policy(tiny_config(), folder)
     assert is_packed(found.model)
     agreement = settled(found)
-    assert not agreement.is_packed
+    assert agreement.way is Way.padded
     assert agreement.difference < 1e-5
 
 
@@ -278,9 +278,9 @@ def test_rows_hold_a_segment_and_all_that_it_continues_each() -> None:
     assert alone.cells.tolist() == [0, 1, 6, 7, 8]
 
 
-def test_padded_runs_count_padding() -> None:
+def test_runs_count_padding() -> None:
     samples = [one for group in tiny_groups() for one in group]
-    runs = padded_runs(samples, 40)
+    runs = runs_of(samples, 40, padded=True)
     assert [one for run in runs for one in run] == samples
     sizes = [len(run) * max(one.sample.num_tokens for one in run) for run in runs]
     assert max(sizes) <= 40
@@ -288,8 +288,8 @@ def test_padded_runs_count_padding() -> None:
     for run, following in pairwise(runs):
         joined = [*run, following[0]]
         assert len(joined) * max(one.sample.num_tokens for one in joined) > 40
-    assert [len(run) for run in padded_runs(samples, 1)] == [1] * len(samples)
-    assert padded_runs([], 40) == []
+    assert [len(run) for run in runs_of(samples, 1, padded=True)] == [1] * len(samples)
+    assert runs_of([], 40, padded=True) == []
 
 
 @pytest.mark.parametrize("max_logits", [2**20, 300], ids=["whole", "in chunks"])

@@ -425,7 +425,7 @@ class ReadyGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that go through the model: the prompt once, and what samples of an episode share."""
+        """The most tokens that go through the model: the prompt once, and what samples of an episode share."""
         prompt = max(episode.num_prompt_tokens for episode in self.episodes)
         return prompt + sum(episode.num_completion_tokens for episode in self.episodes)
 

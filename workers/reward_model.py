@@ -107,10 +107,13 @@ class RewardModelWorker:
             detail = f"the reward model failed: {type(error).__name__}: {error}"
             return [Verdict(reward=None, end=EpisodeEnd.REWARD_ERROR, detail=detail)] * len(row)
         problem = f"{WHAT_REWARDS_ARE}; the reward model gave"
-        return [self._verdict(each) if is_usable(each) else invalid(f"{problem} {each}") for each in scores]
+        return [
+            self._verdict(each, reward) if is_usable(reward := self._scaling(each)) else invalid(f"{problem} {each}")
+            for each in scores
+        ]
 
-    def _verdict(self, score: float) -> Verdict:
-        return Verdict(reward=self._scaling(score), metrics={"score": score} if self._config.reward.args else {})
+    def _verdict(self, score: float, reward: float) -> Verdict:
+        return Verdict(reward=reward, metrics={"score": score} if self._config.reward.args else {})
 
     def _end(self) -> None:
         """A thread cannot be ended, so the process is; Ray starts another."""

@@ -4,7 +4,7 @@ rewards, log-ratios of a group -> pair, margin -> slope of a loss of the margin 
 
 The loss of a pair falls with the margin between its log-ratios, log(policy / reference). Its gradient is that of the
 log-likelihoods, weighed by the slope. The slope is computed once, before the update, so how episodes are cut into rows
-does not matter; multiplied by the number of episodes, the mean over sequences becomes the mean over pairs.
+does not matter; divided by the number of groups, a sum over tokens is a mean over pairs.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def pairwise(groups: Sequence[Group], slope: Callable[[float], float]) -> Advant
         values = [0.0] * len(group)
         if (pair := pair_of(group)) is not None:
             better, worse = pair
-            values[better] = -len(group) * slope(log_ratio(group, better) - log_ratio(group, worse))
+            values[better] = -slope(log_ratio(group, better) - log_ratio(group, worse)) / len(groups)
             values[worse] = -values[better]
         advantages.append(whole_episodes(values))
     return advantages

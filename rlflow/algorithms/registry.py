@@ -217,11 +217,18 @@ def check_functions(config: Config) -> None:
 def _check_log_ratios(config: Config) -> None:
     """Raise ConfigError where an advantage of pairs would not be the gradient of its loss."""
     algorithm = config.algorithm
-    by_sums = algorithm.aggregation is Aggregation.seq_mean_token_sum
+    is_summed = algorithm.aggregation is Aggregation.token_sum
+    has_likelihoods = resolve(Kind.loss, algorithm.loss).traits.has_no_ratio
+    takes_all = not algorithm.corrections
     wanted = [
         ("algorithm.kl_coefficient", algorithm.kl_coefficient > 0, "above 0, because it is the beta"),
         ("algorithm.kl_in_reward", algorithm.kl_in_reward, "true, because the KL is part of the loss"),
-        ("algorithm.aggregation", by_sums, "seq_mean_token_sum, because whole replies are compared"),
+        ("algorithm.loss", has_likelihoods, "reinforce, because likelihoods are compared"),
+        ("algorithm.aggregation", is_summed, "token_sum, because whole replies are compared"),
+        ("algorithm.corrections", takes_all, "left out, because whole replies are compared"),
+        ("algorithm.mask_truncated", not algorithm.mask_truncated, "false, because a pair is trained whole"),
+        ("algorithm.entropy_high", algorithm.entropy_high is None, "null, because a pair is trained whole"),
+        ("staleness.late", config.staleness.late is not Late.mask, "requeue or train, because a pair is trained whole"),
         ("algorithm.epochs", algorithm.epochs == 1, "1, because a comparison holds for one update"),
         ("algorithm.minibatches", algorithm.minibatches == 1, "1, because a comparison holds for one update"),
         ("teacher.models", not config.teacher.models, "left out, because rewards alone decide which reply is better"),

@@ -122,7 +122,16 @@ def _last_first(siblings: Iterable[Sequence[Segment]]) -> list[Segment]:
 
 
 def _num_common(segment: Segment, prefix: Prefix) -> int:
-    """How many tokens of a segment the prefix has too; before it they agree."""
+    """How many tokens of a segment the prefix has too; before it they agree. An image is common whole, or not."""
+    count = _num_alike(segment, prefix)
+    for image in prefix.sample.images:
+        if image.start < segment.start + count < image.start + image.num_tokens:
+            count = max(0, image.start - segment.start)
+    return count
+
+
+def _num_alike(segment: Segment, prefix: Prefix) -> int:
+    """The same of tokens and their routes."""
     start, stop = segment.start, min(segment.stop, len(prefix.ids))
     count = _num_true(segment.prefix.symbols[start:stop] == prefix.symbols[start:stop])
     one, other = segment.prefix.sample, prefix.sample

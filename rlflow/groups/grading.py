@@ -74,7 +74,7 @@ class Grader:
             num_images=played.num_images,
             pictures=played.pictures,
         )
-        if not (self.needs_batch or self.needs_log_ratios):
+        if not self.needs_batch:
             self._set_advantages([ready])
         return ready
 
@@ -109,7 +109,7 @@ class Grader:
 
     def assign(self, groups: Sequence[ReadyGroup]) -> None:
         """Give the groups of a step their advantages, if these depend on the whole step, or on the model."""
-        if self.needs_batch or self.needs_log_ratios:
+        if self.needs_batch:
             self._set_advantages(groups)
 
     def preferences(self, groups: Sequence[ReadyGroup]) -> dict[str, Mean]:

@@ -274,7 +274,8 @@ class Intake:
                 f"{self._progress.step + 1} is not done and staleness.max_versions is {bound}"
             )
         if not self._budget():
-            return f"no group starts, because {self._target} live ones have kept the trainer busy so far"
+            enough = self._target + self._rounds.most_spare
+            return f"no group starts, because {enough} live ones have kept the trainer busy so far"
         return "more may start"
 
     # -- the life of one group

@@ -39,7 +39,8 @@ class Rounds:
         if self._step == step:
             return
         self._step = step
-        self._is_long = self.ends_slow and sampler.num_deferred >= self._size
+        # A run that resumes in a long round finds its tasks put back.
+        self._is_long = self.ends_slow and max(sampler.num_deferred, sampler.num_put_back) >= self._size
         if self._is_long or not self.ends_slow:  # then a run before, with other settings, has deferred them
             sampler.recall(self._size)
 

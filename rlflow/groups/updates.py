@@ -83,7 +83,7 @@ class Updates:
     async def _gather(self, spans: list[Span]) -> tuple[list[ReadyGroup], list[ReadyGroup]]:
         """A step's groups, and those of them whose gradients are not accumulated yet."""
         grader, config = self._intake.grader, self._config
-        is_whole_step = grader.needs_batch or grader.needs_log_ratios or num_updates(config.algorithm) > 1
+        is_whole_step = grader.needs_batch or num_updates(config.algorithm) > 1
         together = is_whole_step or self._is_colocated or not config.trainer.streaming
         size = config.algorithm.groups_per_step
         groups: list[ReadyGroup] = []

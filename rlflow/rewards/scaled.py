@@ -1,5 +1,6 @@
 """From the score of a reward model to a reward: the options of `reward.args` with `reward.model`."""
 
+import math
 from collections.abc import Callable, Mapping
 
 from rlflow.errors import ConfigError
@@ -14,8 +15,10 @@ def scaled(score: float, *, mean: float = 0.0, deviation: float = 1.0, clip: flo
 
     Example: scaled(7.0, mean=1.0, deviation=2.0, clip=2.5) == 2.5
     """
-    if not deviation > 0:
-        raise ConfigError(f"reward.args.deviation must be positive; got {deviation}")
+    if not math.isfinite(mean):
+        raise ConfigError(f"reward.args.mean must be a finite number; got {mean}")
+    if not 0 < deviation < math.inf:
+        raise ConfigError(f"reward.args.deviation must be positive and finite; got {deviation}")
     if clip is not None and not clip > 0:
         raise ConfigError(f"reward.args.clip must be positive, or null for no clip; got {clip}")
     reward = (score - mean) / deviation

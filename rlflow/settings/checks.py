@@ -34,6 +34,8 @@ from rlflow.settings.trainer_checks import check_trainer
 
 MAX_PROFILED = 5
 """Steps; the profile of a step of a large model is some hundred MB on each rank."""
+MAX_OVERSAMPLE = 4
+"""Times what is needed; the rest of what is played is thrown away."""
 _POSITIVE = {
     "run": ("steps", "keep_checkpoints", "show_samples_every"),
     "model": ("max_length",),
@@ -134,7 +136,7 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     (
         "algorithm.kl",
         lambda c: c.algorithm.kl_in_reward,
-        "with algorithm.kl_in_reward=true, which takes k1; leave it out",
+        "with algorithm.kl_in_reward=true, because no estimate is in the loss then; leave it out",
     ),
     (
         "algorithm.filter_on",
@@ -193,8 +195,8 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     (
         "rollout.drain",
         lambda c: not samples_while_loading(c),
-        "with staleness.max_versions=0 or with cluster.placement=colocated, where no request is under way when weights "
-        "are loaded; leave it false",
+        "with staleness.max_versions=0 or with cluster.placement=colocated, where nothing that is trained is under way "
+        "when weights are loaded; leave it false",
     ),
     (
         "rollout.expert_parallel",
@@ -205,8 +207,8 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     (
         "rollout.keep_cache",
         lambda c: c.rollout.drain or not samples_while_loading(c),
-        "with staleness.max_versions=0, with cluster.placement=colocated or with rollout.drain=true, where no request "
-        "is under way when weights are loaded; leave it null",
+        "with staleness.max_versions=0, with cluster.placement=colocated or with rollout.drain=true, where nothing "
+        "that is trained is under way when weights are loaded; leave it null",
     ),
     ("eval.episodes", lambda c: not c.eval.every, "with eval.every=0; set eval.every"),
     (
@@ -287,8 +289,10 @@ def _check_ranges(config: Config) -> None:
                     raise ConfigError(f"{section}.{name} must {wanted}; got {value}")
     for key in ("oversample", "oversample_episodes"):
         value = getattr(config.rollout, key)
-        if not 1 <= value < math.inf:
-            raise ConfigError(f"rollout.{key} must be at least 1, which is off, such as 1.25; got {value}")
+        if not 1 <= value <= MAX_OVERSAMPLE:
+            raise ConfigError(
+                f"rollout.{key} must be from 1, which is off, to {MAX_OVERSAMPLE}, such as 1.25; got {value}"
+            )
     if config.algorithm.group_size < 1:
         raise ConfigError(f"algorithm.group_size must be at least 1; got {config.algorithm.group_size}")
     if config.algorithm.group_size == 1 and config.algorithm.dynamic_sampling:

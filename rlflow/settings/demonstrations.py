@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from rlflow.algorithms.registry import Kind, advantage_of, needs_critic, resolve
+from rlflow.algorithms.schedules import share_power
 from rlflow.config import Config
 from rlflow.errors import ConfigError
 from rlflow.types import Task
@@ -50,6 +51,14 @@ def _check_algorithm(config: Config, numbers: set[int]) -> None:
             f"algorithm.loss={algorithm.loss} compares with the policy that sampled, and nobody has sampled "
             "demonstrations; take reinforce, which with algorithm.advantage=reward is their negative log-probability"
         )
+    if share_power(config.trainer) > 0:
+        raise ConfigError(
+            "trainer.schedule_args.effective_share has no effect with demonstrations, which nobody has sampled; leave "
+            "it out"
+        )
+    for name in ("oversample", "oversample_episodes"):
+        if (value := getattr(config.rollout, name)) > 1:
+            raise ConfigError(f"rollout.{name} must be 1 with demonstrations, all of which are shown; got {value}")
     needing = {"teacher.models": config.teacher.models, "algorithm.corrections": algorithm.corrections}
     for name in (name for name, value in needing.items() if value):
         raise ConfigError(

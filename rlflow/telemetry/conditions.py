@@ -173,8 +173,9 @@ def _ended(record: Record, end: EpisodeEnd) -> int:
 
 def failed_episodes(seen: Seen) -> Finding | None:
     newest = list(seen.records)[-RECENT:]
-    ends = Counter({end: sum(_ended(record, end) for record in newest) for end in EpisodeEnd})
-    failed = Counter({end: n for end, n in ends.items() if end.is_error and end is not EpisodeEnd.CANCELLED and n})
+    played = [end for end in EpisodeEnd if end is not EpisodeEnd.CANCELLED]
+    ends = Counter({end: sum(_ended(record, end) for record in newest) for end in played})
+    failed = Counter({end: count for end, count in ends.items() if end.is_error and count})
     if len(newest) < DEAD_STEPS or (share := failed.total() / max(ends.total(), 1)) < FAILING:
         return None
     shown = ", ".join(f"{end.value} {count}" for end, count in failed.most_common())

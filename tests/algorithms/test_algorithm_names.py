@@ -49,7 +49,7 @@ def test_what_a_caller_must_know() -> None:
     batch = {
         name for name in CATALOGS[Kind.advantage].shipped if resolve(Kind.advantage, name).traits.scope is Scope.batch
     }
-    assert batch == {"gdpo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch_std", "grpo_task_std"}
+    assert batch == {"gdpo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch_std", "grpo_task_std", "dpo", "ipo"}
     assert {name for name in CATALOGS[Kind.correction].shipped if resolve(Kind.correction, name).traits.is_mask} == {
         "geometric",
         "veto",

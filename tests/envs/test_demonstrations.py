@@ -110,6 +110,15 @@ def test_an_algorithm_that_needs_a_sampler_is_refused(algorithm: dict[str, Any],
         check_demonstrations(settings(**algorithm), [GIVEN])
 
 
+@pytest.mark.parametrize("name", ["oversample", "oversample_episodes"])
+def test_all_demonstrations_are_shown(name: str) -> None:
+    config = settings()
+    config.rollout.engines = 1
+    setattr(config.rollout, name, 1.25)
+    with pytest.raises(ConfigError, match=f"^rollout.{name} must be 1 with demonstrations"):
+        check_demonstrations(config, [GIVEN])
+
+
 def test_a_teacher_judges_what_was_sampled() -> None:
     config = settings()
     config.teacher.models = {"default": "tiny"}
@@ -188,7 +197,7 @@ def test_half_a_pair_is_named(row: dict[str, Any], message: str, tmp_path: Path)
 PAIR = Task(id="a", prompt=(said("user", "2?"),), demonstrations=((said("assistant", "2"),), (said("assistant", "3"),)))
 OF_PAIRS = {
     "group_size": 2, "advantage": "dpo", "kl_coefficient": 0.1, "kl_in_reward": True,
-    "aggregation": Aggregation.seq_mean_token_sum,
+    "aggregation": Aggregation.token_sum,
 }  # fmt: skip
 
 
@@ -207,7 +216,11 @@ def test_pairs_are_for_an_advantage_that_compares_likelihoods() -> None:
     [
         ({"kl_coefficient": 0.0}, "algorithm.kl_coefficient must be above 0, because it is the beta"),
         ({"kl_in_reward": False}, "algorithm.kl_in_reward must be true, because the KL is part of the loss"),
-        ({"aggregation": Aggregation.token_mean}, "algorithm.aggregation must be seq_mean_token_sum"),
+        ({"aggregation": Aggregation.token_mean}, "algorithm.aggregation must be token_sum"),
+        ({"loss": "gmpo"}, "algorithm.loss must be reinforce, because likelihoods are compared"),
+        ({"corrections": {"low_entropy": {}}}, "algorithm.corrections must be left out"),
+        ({"mask_truncated": True}, "algorithm.mask_truncated must be false, because a pair is trained whole"),
+        ({"entropy_low": 0.1, "entropy_high": 1.0}, "algorithm.entropy_high must be null"),
         ({"epochs": 2}, "algorithm.epochs must be 1, because a comparison holds for one update"),
         ({"advantage_args": {"beta": 0.2}}, "algorithm.advantage_args.beta is algorithm.kl_coefficient here"),
     ],

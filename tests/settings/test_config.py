@@ -185,7 +185,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"algorithm.kl_in_reward": True, "algorithm.kl_coefficient": 0.1, "algorithm.kl": "k1"},
-        "algorithm.kl=k1 has no effect with algorithm.kl_in_reward=true, which takes k1; leave it out",
+        "algorithm.kl=k1 has no effect with algorithm.kl_in_reward=true, because no estimate is in the loss then; "
+        "leave it out",
     ),
     (
         {"algorithm.kl_target": 0.1},
@@ -271,11 +272,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"rollout.oversample": 0.5},
-        "rollout.oversample must be at least 1, which is off, such as 1.25; got 0.5",
+        "rollout.oversample must be from 1, which is off, to 4, such as 1.25; got 0.5",
     ),
     (
         {"rollout.oversample_episodes": math.inf},
-        "rollout.oversample_episodes must be at least 1, which is off, such as 1.25; got inf",
+        "rollout.oversample_episodes must be from 1, which is off, to 4, such as 1.25; got inf",
     ),
     (
         {"rollout.oversample": 1.25, "staleness.max_versions": 1},
@@ -306,18 +307,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"rollout.drain": True},
-        "rollout.drain has no effect with staleness.max_versions=0 or with cluster.placement=colocated, where no "
-        "request is under way when weights are loaded; leave it false",
+        "rollout.drain has no effect with staleness.max_versions=0 or with cluster.placement=colocated, where "
+        "nothing that is trained is under way when weights are loaded; leave it false",
     ),
     (
         {"rollout.keep_cache": True},
         "rollout.keep_cache has no effect with staleness.max_versions=0, with cluster.placement=colocated or with "
-        "rollout.drain=true, where no request is under way when weights are loaded; leave it null",
+        "rollout.drain=true, where nothing that is trained is under way when weights are loaded; leave it null",
     ),
     (
         {"staleness.max_versions": 2, "rollout.drain": True, "rollout.keep_cache": True},
         "rollout.keep_cache has no effect with staleness.max_versions=0, with cluster.placement=colocated or "
-        "with rollout.drain=true, where no request is under way when weights are loaded; leave it null",
+        "with rollout.drain=true, where nothing that is trained is under way when weights are loaded; leave it null",
     ),
     (
         {"reward.model": "mine", "reward.function": "my.py:score"},

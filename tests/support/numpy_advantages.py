@@ -112,7 +112,7 @@ def _by_difference(groups: Groups, loss: Callable[[float], float]) -> Nested:
             ratios = [episode.log_ratio or 0.0 for episode in group]
             margin = ratios[best] - ratios[worst]
             slope = (loss(margin + 1e-4) - loss(margin - 1e-4)) / 2e-4
-            values[best], values[worst] = [-slope * len(group)], [slope * len(group)]
+            values[best], values[worst] = [-slope / len(groups)], [slope / len(groups)]
     return found
 
 

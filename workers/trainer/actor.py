@@ -144,7 +144,8 @@ class TrainerWorker:
         values = (value for advantages in group.advantages if advantages is not None for value in advantages)
         algorithm = self._config.algorithm
         bonus = algorithm.entropy_bonus or algorithm.entropy_target
-        others = algorithm.kl_coefficient, bonus, algorithm.balance_coefficient
+        kl_coefficient = 0.0 if algorithm.kl_in_reward else algorithm.kl_coefficient
+        others = kl_coefficient, bonus, algorithm.balance_coefficient
         return not any(values) and not any(others)
 
     def _share(self, groups: list[ReadyGroup], oldest_version: int | None) -> list[MicroBatch]:

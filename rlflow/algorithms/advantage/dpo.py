@@ -3,12 +3,12 @@
 import math
 from collections.abc import Sequence
 
-from rlflow.algorithms.advantage.base import Advantages, Group
+from rlflow.algorithms.advantage.base import Advantages, Group, Scope
 from rlflow.algorithms.base import Traits, require, require_positive
 from rlflow.algorithms.preferences import pairwise
 
 
-@Traits(needs_log_ratios=True)
+@Traits(scope=Scope.batch, needs_log_ratios=True)
 def dpo(groups: Sequence[Group], *, beta: float = 0.1, label_smoothing: float = 0.0) -> Advantages:
     """-log sigmoid(beta * margin), where the margin is between log(policy / reference) of the better and of the worse.
 

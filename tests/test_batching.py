@@ -205,6 +205,18 @@ def test_a_picture_is_part_of_what_is_equal() -> None:
     assert [(image.key, image.start) for image in packed.images] == [("a", 1), ("b", 6), ("a", 14)]
 
 
+def test_a_picture_is_shared_whole_or_not() -> None:
+    def routed(last: int) -> TrainSample:
+        one = train_sample([1, 2], [3, 90, 90, 90, 5], [0, 0, 0, 0, 1], 1.0)
+        experts = np.array([0, 0, 0, 0, 0, last, 0], np.uint8)[:, None, None]  # within the image
+        images = (ImageSpan(key="a", start=3, num_tokens=3),)
+        return replace(one, sample=replace(one.sample, images=images, experts=experts))
+
+    packed = pack([[routed(0), routed(1)]])
+    assert segments_of(packed) == [(0, 3, -1), (3, 3, 0), (6, 3, 0)]
+    assert [(image.key, image.start) for image in packed.images] == [("a", 3), ("a", 6)]
+
+
 def test_completions_with_other_routes_are_not_shared() -> None:
     def routed(*experts: int) -> TrainSample:
         one = train_sample([1, 2], [3, 4, 5], [1, 1, 1], 1.0)

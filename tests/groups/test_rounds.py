@@ -53,6 +53,15 @@ def test_a_long_round_has_no_more_groups_than_a_step() -> None:
     assert (sampler.state.put_back, sampler.state.deferred) == ([("t1", 0), ("t2", 0)], [("t3", 0)])
 
 
+def test_a_run_that_resumes_in_a_long_round_goes_on_with_it() -> None:
+    sampler, rounds = TaskSampler(make_tasks(9), seed=0), rounds_of(1.5)
+    for task_id in ("t1", "t2"):
+        sampler.put_back(task_id, 0)
+    rounds.begin(5, sampler)
+    assert [sampler.next()[0].id for _ in range(2)] == ["t1", "t2"]
+    assert rounds.spare_now(sampler) == 0
+
+
 def test_a_task_that_was_put_back_is_no_spare_one() -> None:
     sampler, rounds = TaskSampler(make_tasks(9), seed=0), rounds_of(1.5, max_versions=2)
     sampler.put_back("t1", 0)

@@ -97,7 +97,9 @@ def test_a_score_is_scaled_and_clipped(options: dict[str, float], reward: float)
     ("options", "problem"),
     [
         ({"means": 1.0}, "reward.args.means is not an argument of reward.model, which takes mean, deviation, clip"),
-        ({"deviation": 0.0}, "reward.args.deviation must be positive; got 0.0"),
+        ({"mean": float("nan")}, "reward.args.mean must be a finite number; got nan"),
+        ({"deviation": 0.0}, "reward.args.deviation must be positive and finite; got 0.0"),
+        ({"deviation": float("inf")}, "reward.args.deviation must be positive and finite; got inf"),
         ({"clip": -1.0}, "reward.args.clip must be positive, or null for no clip; got -1.0"),
         ({"clip": "yes"}, "reward.args.clip must be "),
     ],

@@ -196,7 +196,7 @@ def _reply(
         print(" [ended]", end="")
     print(" [cut off]" if end == "length" else "")
     message, is_whole = Message(role="assistant", content=said), end == "stop"
-    if calls := renderer.calls(said) if tools and is_whole else []:
+    if calls := renderer.calls(said, tools) if tools and is_whole else []:
         numbered = ((f"call_{len(messages)}_{index}", call) for index, call in enumerate(calls))
         message["tool_calls"] = [ToolCall(id=name, type="function", function=call) for name, call in numbered]
     return message, is_whole

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlflow.models.resolve import resolve_model
 from rlflow.rollout.render import Renderer
-from rlflow.rollout.tool_calls import CallStyle
+from rlflow.rollout.tool_syntax import CallStyle
 from rlflow.tools.env.template_check import check_template
 
 CHATML = ["<|im_start|>", "<|im_end|>"]

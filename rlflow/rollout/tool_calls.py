@@ -1,8 +1,8 @@
 """Tool calls in the text that a model samples, in the styles that need no parser of vLLM. Pure.
 
-    tagged      <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
-    bare        {"name": "add", "parameters": {"a": 1, "b": 2}}
-    harmony     <|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}<|call|>
+tagged      <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
+bare        {"name": "add", "parameters": {"a": 1, "b": 2}}
+harmony     <|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}<|call|>
 """
 
 import json

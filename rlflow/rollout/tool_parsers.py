@@ -1,10 +1,11 @@
 """Tool calls read by vLLM's own parsers, for the families whose syntax `tool_calls.py` does not read.
 
-They are loaded when the first reply holds such a call, because that takes seconds and about 130 MB.
+They are loaded for the first conversation with tools, because that takes seconds and about 140 MB.
 """
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import ConfigError
@@ -27,18 +28,22 @@ def read_calls(
     starts = [found.start() for found in syntax.opening.finditer(text)]
     if not starts:
         return []
-    whole = _read(text, syntax, tools, tokenizer)
-    if len(whole) >= len(starts) and all(call["name"] for call in whole):
+    pieces = [text[start:end].strip() for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
+    are_whole = all(map(partial(_is_whole, syntax), pieces))
+    whole = _read(text, text.strip(), syntax, tools, tokenizer)
+    if are_whole and len(whole) >= len(pieces) and all(call["name"] for call in whole):
         return whole
     # A parser may drop what it cannot read, and all that stands beside it: each call alone is read or kept as garbage.
     apart: list[FunctionCall] = []
-    for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
-        piece = text[start:end]
-        apart += _read(text[: starts[0]] + piece, syntax, tools, tokenizer) or [
-            FunctionCall(name="", arguments=piece.strip())
-        ]
+    for piece in pieces:
+        calls = _read(text[: starts[0]] + piece, piece, syntax, tools, tokenizer) if _is_whole(syntax, piece) else []
+        apart += calls or [FunctionCall(name="", arguments=piece)]
     # Text that begins a call may also stand inside an argument.
-    return whole if _num_named(whole) > _num_named(apart) else apart
+    return whole if are_whole and _num_named(whole) > _num_named(apart) else apart
+
+
+def _is_whole(syntax: Syntax, piece: str) -> bool:
+    return syntax.closing is None or syntax.closing.search(piece) is not None
 
 
 def _num_named(calls: Sequence[FunctionCall]) -> int:
@@ -46,19 +51,23 @@ def _num_named(calls: Sequence[FunctionCall]) -> int:
 
 
 def _read(
-    text: str, syntax: Syntax, tools: Sequence[dict[str, Json]], tokenizer: "PreTrainedTokenizerBase"
+    text: str,
+    garbage: str,
+    syntax: Syntax,
+    tools: Sequence[dict[str, Json]],
+    tokenizer: "PreTrainedTokenizerBase",
 ) -> list[FunctionCall]:
-    """What vLLM's parser reads; [] if that is nothing, or if it raises."""
+    """What vLLM's parser reads, `garbage` where that is no call; [] if it reads nothing, or raises."""
     parser_class, tool_class, request_class = _load(syntax.parser)
     known = [tool_class.model_validate(tool) for tool in map(_as_openai, tools) if tool is not None]
     request = request_class(messages=[{"role": "user", "content": ""}], tools=known or None)
     # A parser keeps what it has read: each reply needs its own.
     try:
         found = parser_class(tokenizer, known).extract_tool_calls(text, request)
-    except Exception:  # noqa: BLE001  parsers raise anything for a text that no model should write
+    except Exception:  # they raise anything for a text that no model should write
         return []
     calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
-    return [call_or_garbage(name, arguments, text.strip()) for name, arguments in calls]
+    return [call_or_garbage(name, arguments, garbage) for name, arguments in calls]
 
 
 def _load(name: str) -> tuple[Any, Any, Any]:
@@ -68,15 +77,15 @@ def _load(name: str) -> tuple[Any, Any, Any]:
         from vllm.tool_parsers import ToolParserManager
     except ImportError as error:
         raise ConfigError(
-            f"the model writes tool calls that vLLM's parser {name!r} reads, and vLLM cannot be imported here: {error}; "
+            f"the model's tool calls are read by vLLM's parser {name!r}, and vLLM cannot be imported here: {error}; "
             "install rlflow with the extra cpu or gpu on the machines of the runners"
         ) from error
     for module in ("vllm.tool_parsers", "vllm.parser"):
         logging.getLogger(module).setLevel(logging.CRITICAL)  # they log each text that they cannot read
     if name not in ToolParserManager.list_registered():
         raise ConfigError(
-            f"the model writes tool calls that vLLM's parser {name!r} reads, and the vLLM that is installed has none of "
-            "that name; install a newer vLLM"
+            f"the model's tool calls are read by vLLM's parser {name!r}, which the vLLM installed here does not have; "
+            "install a newer one"
         )
     return ToolParserManager.get_tool_parser(name), ChatCompletionToolsParam, ChatCompletionRequest
 

@@ -1,7 +1,7 @@
 """How models write tool calls: which syntax a chat template teaches, and what begins a call in a reply. Pure.
 
-The names are those of vLLM's tool parsers. A row of the table only suggests a parser: the renderer has it read a call back
-that the template wrote, before any reply is read with it (`Renderer.tool_support`).
+The names are those of vLLM's tool parsers. A row of the table only suggests a parser: the renderer has it read back a
+call that the template wrote, before any reply is read with it (`Renderer.tool_support`).
 """
 
 import re
@@ -32,40 +32,56 @@ class Syntax:
     """What begins a call in a reply. A reply without it holds no call."""
     style: CallStyle | None
     """None if vLLM's parser reads it."""
+    closing: re.Pattern[str] | None = None
+    """What ends a call that is whole, where the parser would also read half of one."""
     has_named_ids: bool = False
     """The id of a call holds its name: functions.NAME:N, where N counts the calls of the conversation."""
 
 
-def _row(
-    parser: str, written: str, opening: str, style: CallStyle | None = None, *, has_named_ids: bool = False
-) -> Syntax:
-    written_, opening_ = re.compile(written), re.compile(opening)
-    return Syntax(parser=parser, written=written_, opening=opening_, style=style, has_named_ids=has_named_ids)
+def _ours(parser: str, style: CallStyle, written: str, opening: str) -> Syntax:
+    return Syntax(parser=parser, written=re.compile(written), opening=re.compile(opening), style=style)
 
+
+def _vllm(
+    parser: str, written: str, opening: str = "", closing: str | None = None, *, has_named_ids: bool = False
+) -> Syntax:
+    """`opening` is `written` unless it is given."""
+    return Syntax(
+        parser=parser,
+        written=re.compile(written),
+        opening=re.compile(opening or written),
+        style=None,
+        closing=None if closing is None else re.compile(closing),
+        has_named_ids=has_named_ids,
+    )
+
+
+_DEEPSEEK = "<\uff5ctool▁call▁begin\uff5c>"
+_PYTHONIC = r"\A\s*\[\s*[A-Za-z_][\w.]*\("
 
 SYNTAXES = (
-    _row("hermes", r"<tool_call>\s*\{", "<tool_call>", CallStyle.TAGGED),
-    _row("qwen3_coder", r"<tool_call>\s*<function=", r"<tool_call>(?:\s*<function=)?|<function="),
-    _row("glm45", r"<tool_call>[\w.-]+\s*<arg_key>", "<tool_call>"),
-    _row("openai", r"to=functions\.", r"to=[\w.]", CallStyle.HARMONY),
-    _row("mistral", r"\[TOOL_CALLS\]", r"\[TOOL_CALLS\]"),
-    _row("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁call▁begin｜>"),
-    _row("deepseek_v31", r"<｜tool▁call▁begin｜>[\w.-]+<｜tool▁sep｜>", "<｜tool▁call▁begin｜>"),
-    _row("kimi_k2", r"<\|tool_call_begin\|>", r"<\|tool_call_begin\|>", has_named_ids=True),
-    _row("minimax_m2", "<minimax:tool_call>", "<minimax:tool_call>"),
-    _row("gemma4", r"<\|tool_call>call:", r"<\|tool_call>"),
-    _row("functiongemma", "<start_function_call>", "<start_function_call>"),
-    _row("lfm2", r"<\|tool_call_start\|>", r"<\|tool_call_start\|>"),
-    _row("seed_oss", "<seed:tool_call>", "<seed:tool_call>"),
-    _row("granite", r"<\|tool_call\|>", r"<\|tool_call\|>"),
-    _row("phi4_mini_json", r"functools\[", r"functools\["),
-    _row("muse_glimmer", "<atem:function_calls>", "<atem:function_calls>"),
-    _row("olmo3", "<function_calls>", "<function_calls>"),
-    _row("longcat", "<longcat_tool_call>", "<longcat_tool_call>"),
-    _row("jamba", r"<tool_calls>\s*\[", "<tool_calls>"),
-    _row("llama4_pythonic", r"<\|python_start\|>\s*\[", r"<\|python_start\|>\s*\[|\A\s*\[\s*[A-Za-z_][\w.]*\("),
-    _row("pythonic", r"\A\s*\[\s*\w+\(", r"\A\s*\[\s*[A-Za-z_][\w.]*\("),
-    _row("llama3_json", r'\{"name"', r'\A\s*\{(?s:.*)"name"', CallStyle.BARE),
+    _ours("hermes", CallStyle.TAGGED, r"<tool_call>\s*\{", "<tool_call>"),
+    _vllm("qwen3_coder", r"<tool_call>\s*<function=", r"<tool_call>(?:\s*<function=)?|<function=", "</function>"),
+    _vllm("glm45", r"<tool_call>[\w.-]+\s*<arg_key>", "<tool_call>", "</tool_call>"),
+    _ours("openai", CallStyle.HARMONY, r"to=functions\.", r"to=[\w.]"),
+    _vllm("mistral", r"\[TOOL_CALLS\]"),
+    _vllm("deepseek_v3", f"{_DEEPSEEK}function<\uff5ctool▁sep\uff5c>", _DEEPSEEK),
+    _vllm("deepseek_v31", _DEEPSEEK + r"[\w.-]+" + "<\uff5ctool▁sep\uff5c>", _DEEPSEEK),
+    _vllm("kimi_k2", r"<\|tool_call_begin\|>", closing=r"<\|tool_call_end\|>", has_named_ids=True),
+    _vllm("minimax_m2", "<minimax:tool_call>", closing="</minimax:tool_call>"),
+    _vllm("gemma4", r"<\|tool_call>call:", r"<\|tool_call>", r"<tool_call\|>"),
+    _vllm("functiongemma", "<start_function_call>", closing="<end_function_call>"),
+    _vllm("lfm2", r"<\|tool_call_start\|>"),
+    _vllm("seed_oss", "<seed:tool_call>", closing="</seed:tool_call>"),
+    _vllm("granite", r"<\|tool_call\|>", closing=r"\]"),
+    _vllm("phi4_mini_json", r"functools\["),
+    _vllm("muse_glimmer", "<atem:function_calls>"),
+    _vllm("olmo3", "<function_calls>"),
+    _vllm("longcat", "<longcat_tool_call>"),
+    _vllm("jamba", r"<tool_calls>\s*\[", "<tool_calls>"),
+    _vllm("llama4_pythonic", r"<\|python_start\|>\s*\[", r"<\|python_start\|>\s*\[|" + _PYTHONIC),
+    _vllm("pythonic", _PYTHONIC),
+    _ours("llama3_json", CallStyle.BARE, r'\{"name"', r'\A\s*\{(?s:.*)"name"'),
 )
 """The first row whose `written` is found is a template's."""
 

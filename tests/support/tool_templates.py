@@ -33,8 +33,8 @@ _CHATML = "<|im_start|> <|im_end|>"
 _TAGS = "<tool_call> </tool_call> <tool_response> </tool_response> <think> </think>"
 _ARGUMENTS = "<arg_key> </arg_key> <arg_value> </arg_value>"
 _GEMMA = '<|turn> <turn|> <|tool_call> <tool_call|> <|tool_response> <tool_response|> <|"|> <|channel> <channel|>'
-_DEEPSEEK = (
-    "<｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜>"
+_DEEPSEEK = " ".join(
+    f"<\uff5ctool▁{name}\uff5c>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
 )
 _LLAMA = "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|python_tag|>"
 _HARMONY = "<|start|> <|end|> <|message|> <|channel|> <|constrain|> <|return|> <|call|>"
@@ -44,24 +44,21 @@ _KIMI = (
 )
 
 
+_BETWEEN = "{{{{ {0!r} if not loop.last }}}}"
+
+
 def _each(text: str, between: str = "") -> str:
     """`text` for each call, with its name, its arguments as JSON (json) and as text (text), and its id."""
     named = text.replace("NAME", "{{ c.function.name }}").replace("JSON", "{{ c.function.arguments | tojson }}")
     named = named.replace("TEXT", "{{ '' + c.function.arguments }}").replace("ID", "{{ c.id }}")
-    return "{% for c in m.tool_calls %}" + named + "{% if not loop.last %}" + between + "{% endif %}{% endfor %}"
+    return "{% for c in m.tool_calls %}" + named + _BETWEEN.format(between) + "{% endfor %}"
 
 
 def _fields(text: str, between: str = "") -> str:
     """`text` for each argument of a call, with its key and its value: text as it is, anything else as JSON."""
     value = "{{ value if value is string else value | tojson }}"
     named = text.replace("KEY", "{{ key }}").replace("VALUE", value).replace("LITERAL", "{{ value | tojson }}")
-    return (
-        "{% for key, value in c.function.arguments.items() %}"
-        + named
-        + "{% if not loop.last %}"
-        + between
-        + "{% endif %}{% endfor %}"
-    )
+    return "{% for key, value in c.function.arguments.items() %}" + named + _BETWEEN.format(between) + "{% endfor %}"
 
 
 _OBJECT = '{"name": "NAME", "arguments": JSON}'
@@ -71,9 +68,7 @@ FAMILIES = {
     "Qwen2.5": Family(parser="hermes", template="qwen2_5", special=_CHATML, tokens=_TAGS),
     "Qwen3": Family(parser="hermes", template="qwen3", special=_CHATML, tokens=_TAGS),
     "Qwen3-2507": Family(parser="hermes", template="qwen3_instruct_2507", special=_CHATML, tokens=_TAGS),
-    "Qwen3.5 (also Qwen3-Coder's calls)": Family(
-        parser="qwen3_coder", template="qwen3_5_think", special=_CHATML, tokens=_TAGS
-    ),
+    "Qwen3.5": Family(parser="qwen3_coder", template="qwen3_5_think", special=_CHATML, tokens=_TAGS),
     "Qwen3.5, no thoughts": Family(parser="qwen3_coder", template="qwen3_5_nothink", special=_CHATML, tokens=_TAGS),
     "Nemotron-3": Family(parser="qwen3_coder", template="nemotron_3_nano", special=_CHATML, tokens=_TAGS),
     "Llama-3": Family(parser=None, template="llama3", special=_LLAMA),
@@ -93,25 +88,28 @@ FAMILIES = {
         template="lfm2_v2",
         special=f"{_CHATML} <|tool_call_start|> <|tool_call_end|> <|tool_response_start|> <|tool_response_end|>",
     ),
-    "Muse-Glimmer": Family(parser="muse_glimmer", template="muse_glimmer", special="<|start|> <|message|> <|eot|> <|eom|>"),
-    "Phi-3": Family(
-        parser=None, template="phi3", special="<|system|> <|user|> <|assistant|> <|end|> <|endoftext|>"
+    "Muse-Glimmer": Family(
+        parser="muse_glimmer", template="muse_glimmer", special="<|start|> <|message|> <|eot|> <|eom|>"
     ),
+    "Phi-3": Family(parser=None, template="phi3", special="<|system|> <|user|> <|assistant|> <|end|> <|endoftext|>"),
     "Phi-3.5": Family(
         parser=None, template="phi3_5", special="<|system|> <|user|> <|assistant|> <|end|> <|endoftext|>"
     ),
     "DeepSeek-V3": Family(
         parser="deepseek_v3",
-        calls="<｜tool▁calls▁begin｜>"
-        + _each("<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nTEXT\n```<｜tool▁call▁end｜>", "\n")
-        + "<｜tool▁calls▁end｜>",
+        calls="<\uff5ctool▁calls▁begin\uff5c>"
+        + _each(
+            "<\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>NAME\n```json\nTEXT\n```<\uff5ctool▁call▁end\uff5c>",
+            "\n",
+        )
+        + "<\uff5ctool▁calls▁end\uff5c>",
         tokens=_DEEPSEEK,
     ),
     "DeepSeek-V3.1": Family(
         parser="deepseek_v31",
-        calls="<｜tool▁calls▁begin｜>"
-        + _each("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>TEXT<｜tool▁call▁end｜>")
-        + "<｜tool▁calls▁end｜>",
+        calls="<\uff5ctool▁calls▁begin\uff5c>"
+        + _each("<\uff5ctool▁call▁begin\uff5c>NAME<\uff5ctool▁sep\uff5c>TEXT<\uff5ctool▁call▁end\uff5c>")
+        + "<\uff5ctool▁calls▁end\uff5c>",
         tokens=_DEEPSEEK,
     ),
     "Hermes": Family(parser="hermes", calls=_each(f"<tool_call>\n{_OBJECT}\n</tool_call>", "\n"), special=_TAGS),
@@ -145,9 +143,7 @@ FAMILIES = {
         ),
         tokens="<seed:tool_call> </seed:tool_call> <seed:think> </seed:think>",
     ),
-    "Granite-3": Family(
-        parser="granite", calls="<|tool_call|>[" + _each(_OBJECT, ", ") + "]", special="<|tool_call|>"
-    ),
+    "Granite-3": Family(parser="granite", calls="<|tool_call|>[" + _each(_OBJECT, ", ") + "]", special="<|tool_call|>"),
     "Phi-4-mini": Family(parser="phi4_mini_json", calls="functools[" + _each(_OBJECT, ", ") + "]"),
     "Llama-4": Family(
         parser="llama4_pythonic",
@@ -156,24 +152,26 @@ FAMILIES = {
     ),
     "Olmo-3": Family(
         parser="olmo3",
-        calls="<function_calls>"
-        + _each("NAME(" + _fields("KEY=LITERAL", ", ") + ")", "\n")
-        + "</function_calls>",
+        calls="<function_calls>" + _each("NAME(" + _fields("KEY=LITERAL", ", ") + ")", "\n") + "</function_calls>",
     ),
-    "pythonic": Family(
-        parser="pythonic", calls="[" + _each("NAME(" + _fields("KEY=LITERAL", ", ") + ")", ", ") + "]"
-    ),
+    "pythonic": Family(parser="pythonic", calls="[" + _each("NAME(" + _fields("KEY=LITERAL", ", ") + ")", ", ") + "]"),
     "LongCat": Family(
         parser="longcat",
         calls=_each(f"<longcat_tool_call>{_OBJECT}</longcat_tool_call>"),
         tokens="<longcat_tool_call> </longcat_tool_call>",
     ),
     "Jamba": Family(
-        parser="jamba", calls="<tool_calls>[\n" + _each(_OBJECT, ",\n") + "\n]</tool_calls>", tokens="<tool_calls> </tool_calls>"
+        parser="jamba",
+        calls="<tool_calls>[\n" + _each(_OBJECT, ",\n") + "\n]</tool_calls>",
+        tokens="<tool_calls> </tool_calls>",
     ),
     "FunctionGemma": Family(
         parser="functiongemma",
-        calls=_each("<start_function_call>call:NAME{{ '{' }}" + _fields("KEY:<escape>VALUE<escape>", ",") + "}<end_function_call>"),
+        calls=_each(
+            "<start_function_call>call:NAME{{ '{' }}"
+            + _fields("KEY:<escape>VALUE<escape>", ",")
+            + "}<end_function_call>"
+        ),
         tokens="<start_function_call> <end_function_call> <escape>",
     ),
 }

@@ -7,7 +7,8 @@ change is computed once more.
 from dataclasses import dataclass
 
 from rlflow.errors import ConfigError
-from rlflow.rollout.render import PROBE_CALL, PROBE_TOOL, Renderer
+from rlflow.rollout.chat_template import PROBE_CALL, PROBE_TOOL
+from rlflow.rollout.render import Renderer
 from rlflow.rollout.tool_syntax import CallStyle
 from rlflow.types import Message, ToolCall
 

@@ -26,7 +26,7 @@ from rlflow.rollout.tool_calls import (
     with_named_ids,
     without_calls,
 )
-from rlflow.rollout.tool_parsers import read_calls
+from rlflow.rollout.tool_parsers import CallReader
 from rlflow.rollout.tool_syntax import CallStyle, Syntax, after_thoughts
 from rlflow.types import FunctionCall, Json, Message
 
@@ -187,9 +187,15 @@ class Renderer:
     def _after_thoughts(self, text: str) -> str:
         return after_thoughts(text, has_begun=self.begins_thoughts)
 
+    @cached_property
+    def _reader(self) -> CallReader:
+        syntax = self._template.call.syntax
+        assert syntax is not None, "the template has a syntax"
+        return CallReader(syntax, self._template.tokenizer)
+
     def _calls(self, said: str, tools: ToolSchemas, syntax: Syntax | None) -> list[FunctionCall]:
         if syntax is not None and syntax.style is None:
-            return read_calls(said, syntax, tools, self._template.tokenizer)
+            return self._reader.read(said, tools)
         return find_calls(said, CallStyle.TAGGED if syntax is None or syntax.style is None else syntax.style)
 
     def _holds_calls(self, message: Message) -> bool:

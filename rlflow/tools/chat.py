@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
             while (question := _ask()) is not None:
                 if question.strip():
                     messages.append(Message(role="user", content=question))
-                    reply = partial(_reply, server, renderer, options)
+                    reply = partial(_reply, server, renderer, options, with_special=renderer.has_special_calls)
                     converse(messages, reply, tools) if tools else messages.append(reply(messages, ())[0])
     return 0
 
@@ -168,14 +168,24 @@ def _ask() -> str | None:
 
 
 def _reply(
-    server: Server, renderer: ChatRenderer, options: argparse.Namespace, messages: Sequence[Message], tools: ToolSchemas
+    server: Server,
+    renderer: ChatRenderer,
+    options: argparse.Namespace,
+    messages: Sequence[Message],
+    tools: ToolSchemas,
+    *,
+    with_special: bool = False,
 ) -> tuple[Message, bool]:
-    """A Reply, printed as it comes until its end or Ctrl-C. Raises RunError when the model cannot reply."""
+    """A Reply, printed as it comes until its end or Ctrl-C. Raises RunError when the model cannot reply.
+
+    `with_special`: special tokens are part of the text.
+    """
     prompt = renderer.prompt(messages, tools)
     room = server.context - len(prompt)
     if room < 1:
         raise RunError(f"the conversation fills the model's context of {server.context} tokens; begin again")
     body = {"model": server.name, "prompt": prompt, "stream": True, "temperature": options.temperature}
+    body["skip_special_tokens"] = not with_special
     body["max_tokens"] = min(room, options.max_tokens or room)
     said, end = "", None
     try:

@@ -16,7 +16,8 @@ FORKS = {
     "Qwen3.5, no thoughts": (3, 3, 0, 3),
     "Nemotron-3": (3, 3, 3, 3),
     "GLM-4.5": (3, 3, 3, 3),
-    "gpt-oss": (3, 3, 3, 3),
+    "gpt-oss": (3, 3, 0, 3),
+    "Gemma-4": (0, 0, 0, 3),
     "Muse-Glimmer": (3, 3, 0, 3),
 }
 """Family -> forks in the three continuations of each kind; none where no family is given."""

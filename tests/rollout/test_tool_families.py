@@ -15,6 +15,7 @@ from rlflow.rollout.chat import Chat
 from rlflow.rollout.render import Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.rollout.tool_calls import arguments_of
+from rlflow.tools.env.check import sampled_ids
 from rlflow.types import FunctionCall, Json, Message, ToolCall
 
 NOTE: dict[str, Json] = {
@@ -35,9 +36,12 @@ NOTE: dict[str, Json] = {
 USER = Message(role="user", content="x")
 
 
+tokenizers = cache(tokenizer_of)
+
+
 @cache
 def renderer_of(family: str) -> Renderer:
-    return Renderer(tokenizer_of(family))
+    return Renderer(tokenizers(family))
 
 
 def written_by(family: str, *calls: FunctionCall) -> list[int]:
@@ -151,7 +155,7 @@ async def test_a_conversation_goes_on_with_the_sampled_tokens(family: str) -> No
     if family == "gpt-oss":
         header = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.note "
         text = f"{header}<|constrain|>json<|message|>{call['arguments']}<|call|>"
-        sampled = tokenizer_of(family).encode(text, add_special_tokens=False)
+        sampled = tokenizers(family).encode(text, add_special_tokens=False)
 
     async def generate(request: GenerateRequest) -> Completion:
         asked.append(request)
@@ -169,7 +173,7 @@ async def test_a_conversation_goes_on_with_the_sampled_tokens(family: str) -> No
     held = asked[0].prompt_ids + sampled
     assert chat.num_forks == (family == "gpt-oss")
     assert (asked[1].prompt_ids[: len(held)] == held) is (family != "gpt-oss")
-    shown = tokenizer_of(family).decode(asked[1].prompt_ids)
+    shown = tokenizers(family).decode(asked[1].prompt_ids)
     assert "noted" in shown and shown.count("hm") == (family == "gpt-oss")
 
 
@@ -203,3 +207,13 @@ def test_vllm_is_loaded_for_tools_alone() -> None:
     code = f"import sys; sys.path.insert(0, {str(support)!r})\n{textwrap.dedent(script)}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("family", ["Qwen2.5", "Qwen3.5", "Mistral", "Llama-3.1", "Phi-3"])
+def test_a_script_calls_tools_as_the_model_does(family: str) -> None:
+    renderer = renderer_of(family)
+    text = '<tool_call>\n{"name": "note", "arguments": {"text": "a"}}\n</tool_call>'
+    ids = sampled_ids(renderer, [USER], text, [NOTE])
+    assert read_back(family, ids) == [("note", {"text": "a"})]
+    assert ids[-1] == renderer.as_sampled("")[-1]
+    assert renderer.parse(sampled_ids(renderer, [USER], "7", [NOTE])) == "7"

@@ -185,7 +185,8 @@ def _reply(
     if room < 1:
         raise RunError(f"the conversation fills the model's context of {server.context} tokens; begin again")
     body = {"model": server.name, "prompt": prompt, "stream": True, "temperature": options.temperature}
-    body["skip_special_tokens"] = not with_special
+    if with_special:
+        body["skip_special_tokens"] = False
     body["max_tokens"] = min(room, options.max_tokens or room)
     said, end = "", None
     try:

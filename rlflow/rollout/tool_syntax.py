@@ -99,12 +99,10 @@ def syntax_of(written: str) -> Syntax | None:
 def after_thoughts(text: str, *, has_begun: bool) -> str:
     """A reply from where its thoughts end; all of it if it has none, or if they do not end.
 
-    `has_begun`: the prompt already holds the tag that opens them.
+    `has_begun`: the prompt already holds <think>.
 
     Example: after_thoughts("<think>a call?</think>no", has_begun=False) == "no"
     """
-    said = text.lstrip()
-    for opens, closes in _THOUGHTS.items():
-        if said.startswith(opens) or (has_begun and closes in said):
-            return text.partition(closes)[2] if closes in text else text
-    return text
+    begun = next(iter(_THOUGHTS)) if has_begun else text.lstrip()
+    closes = next((closes for opens, closes in _THOUGHTS.items() if begun.startswith(opens)), None)
+    return text.partition(closes)[2] if closes is not None and closes in text else text

@@ -177,9 +177,11 @@ class Gateway:
 
     async def _unknown(self, request: web.Request) -> web.Response:
         self._visit_of(request)
+        rest = request.match_info["rest"]
+        cure = "; leave /v1 out of the base URL of a package that adds it" if rest.startswith("v1/v1/") else ""
         raise Refused(
-            f"{request.method} {request.match_info['rest']} is not served; there are GET v1/models and POST "
-            + ", ".join(f"v1/{path}" for path in APIS),
+            f"{request.method} {rest} is not served; there are GET v1/models and POST "
+            f"{', '.join(f'v1/{path}' for path in APIS)}{cure}",
             status=404,
             code="not_found",
         )

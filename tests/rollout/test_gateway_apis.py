@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -227,7 +228,7 @@ async def test_the_openai_package_speaks_responses() -> None:
                     pass
 
 
-async def opened(visit: Visit, stream: Any) -> Any:
+async def opened(visit: Visit, stream: Any) -> AsyncIterator[Any]:
     visit.engine.is_open.set()
     async for event in stream:
         yield event

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from letters import ids_of
+from pydantic import BaseModel
 from visiting import ADD, CALL, USER, Visit, visiting
 
 from rlflow.rollout.samples import chains_of
@@ -14,6 +15,10 @@ from rlflow.rollout.samples import chains_of
 FUNCTION: dict[str, Any] = {"type": "function", **ADD["function"]}
 TOOL: dict[str, Any] = {"name": "add", "input_schema": ADD["function"]["parameters"]}
 BOTH = f"so: {CALL}{CALL}."
+
+
+class Sum(BaseModel):
+    total: int
 
 
 def named(lines: list[str]) -> list[str]:
@@ -196,14 +201,16 @@ async def test_what_an_api_cannot_be_served_is_refused(path: str, fields: dict[s
 
 async def test_the_openai_package_speaks_responses() -> None:
     openai = pytest.importorskip("openai")
-    pydantic = pytest.importorskip("pydantic")
-
-    class Sum(pydantic.BaseModel):
-        total: int
-
     async with (
         visiting(
-            f"so: {CALL}.", '{"total": 3}.', "a.", "b.", "cut", RuntimeError("broken"), keep_alive_s=0.01
+            f"so: {CALL}.",
+            '{"total": 3}.',
+            "a.",
+            "b.",
+            '{"total": 4}.',
+            "cut",
+            RuntimeError("broken"),
+            keep_alive_s=0.01,
         ) as visit,
         openai.AsyncOpenAI(base_url=visit.endpoint.base_url, api_key="x", max_retries=0) as client,
     ):
@@ -219,6 +226,8 @@ async def test_the_openai_package_speaks_responses() -> None:
         assert is_one_sample(visit)
         both = await asyncio.gather(*(client.responses.create(model="m", input=text) for text in ("x", "y")))
         assert sorted(each.output_text for each in both) == ["a", "b"]
+        third = await client.chat.completions.parse(model="m", messages=[USER], response_format=Sum)
+        assert third.choices[0].message.parsed == Sum(total=4)
         events = [event async for event in await client.responses.create(model="m", input="hi", stream=True)]
         assert (events[-1].type, events[-1].response.output_text) == ("response.completed", "cut")
         visit.engine.is_open.clear()
@@ -237,7 +246,7 @@ async def opened(visit: Visit, stream: Any) -> AsyncIterator[Any]:
 async def test_the_anthropic_package_speaks_messages() -> None:
     anthropic = pytest.importorskip("anthropic")
     async with (
-        visiting(f"so: {CALL}.", "3.", "a.", "b.", RuntimeError("broken"), keep_alive_s=0.01) as visit,
+        visiting(f"so: {CALL}.", "3.", "a.", "b.", '{"total": 4}.', RuntimeError("broken"), keep_alive_s=0.01) as visit,
         anthropic.AsyncAnthropic(base_url=visit.endpoint.root_url, api_key="x", max_retries=0) as client,
     ):
         fields: dict[str, Any] = {"model": "m", "max_tokens": 99, "tools": [TOOL]}
@@ -259,6 +268,8 @@ async def test_the_anthropic_package_speaks_messages() -> None:
         assert sorted(each.content[0].text for each in await asyncio.gather(*asking)) == ["a", "b"]
         with pytest.raises(anthropic.BadRequestError, match="only text is served"):
             await client.messages.create(messages=[{"role": "user", "content": [{"type": "image"}]}], **fields)
+        third = await client.messages.parse(model="m", max_tokens=99, messages=[USER], output_format=Sum)
+        assert third.parsed_output == Sum(total=4)
         visit.engine.is_open.clear()
         with pytest.raises(anthropic.APIStatusError, match="the policy cannot reply: broken"):
             async with client.messages.stream(messages=[USER], **fields) as stream:

@@ -65,6 +65,23 @@ async def test_what_the_policy_was_told_stays_where_it_was() -> None:
     assert len(chains_of(visit.chat.turns)) == 1
 
 
+async def test_what_the_policy_was_told_does_not_go_into_other_messages() -> None:
+    """Replies are recognised by their text and place; here another question, and a reply, come before the same text."""
+    form = {"response_format": {"type": "json_object"}}
+    other = [{"role": "user", "content": "ho"}, {"role": "assistant", "content": "x"}]
+    async with visiting("no.", "no.", "a.", "b.", "c.") as visit:
+        _, plain = await visit.post(messages=other[:1])
+        await visit.post(**form)
+        message = plain["choices"][0]["message"]
+        await visit.post(messages=[other[0], message, USER])
+        await visit.post(messages=[USER, message, USER])
+        status, _ = await visit.post(messages=[other[1], message, USER])
+    told = "hi\n\nYour next reply must be nothing but one JSON object"
+    assert visit.engine.requests[2].prompt_ids == ids_of("ho.>no.hi.>")
+    assert visit.engine.requests[3].prompt_ids == ids_of(f"{told}.>no.hi.>")
+    assert (status, visit.engine.requests[4].prompt_ids) == (200, ids_of("x.no.hi.>"))
+
+
 async def test_a_form_for_a_conversation_that_ends_with_a_reply_is_refused() -> None:
     async with visiting() as visit:
         messages = [USER, {"role": "assistant", "content": "x"}]

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlflow.rollout.gateway.wire import instructed
+from rlflow.rollout.gateway.wire import ChatRequest, instructed
 from rlflow.types import Message
 
 
@@ -14,8 +14,10 @@ class _Sent:
     """The reply as the program saw it."""
     message: Message
     """As the chat returned it, with everything that was sampled."""
+    question: Message
+    """The message before it as the program sent it."""
     instruction: str
-    """What stood at the end of the message before it, where the program has not put it."""
+    """What the policy was told at the end of that message."""
 
 
 class SentReplies:
@@ -29,10 +31,10 @@ class SentReplies:
     def __init__(self) -> None:
         self._sent: dict[tuple[object, ...], list[_Sent]] = {}
 
-    def add(self, shown: Message, message: Message, position: int, instruction: str = "") -> None:
-        """Note that the program is sent `shown` for `message`, the reply to `position` messages."""
-        sent = _Sent(shown=shown, message=message, instruction=instruction)
-        self._sent.setdefault(_key_of(shown, position), []).append(sent)
+    def add(self, shown: Message, message: Message, request: ChatRequest) -> None:
+        """Note that the program is sent `shown` for `message`, the reply to `request`."""
+        sent = _Sent(shown=shown, message=message, question=request.messages[-1], instruction=request.instruction)
+        self._sent.setdefault(_key_of(shown, len(request.messages)), []).append(sent)
 
     def resolve(self, messages: Sequence[Message]) -> list[Message]:
         """The conversation, with each reply that was sent, and the message before it, as the chat knows them."""
@@ -40,16 +42,24 @@ class SentReplies:
         for position, message in enumerate(messages):
             found = self._sent.get(_key_of(message, position), []) if message["role"] == "assistant" else []
             if found:
-                sent = _likest(found, message)
+                question = messages[position - 1]
+                sent = _likest(found, message, question)
                 resolved[position] = sent.message
-                resolved[:position] = instructed(resolved[:position], sent.instruction)
+                if sent.question == question:
+                    resolved[:position] = instructed(resolved[:position], sent.instruction)
         return resolved
 
 
-def _likest(found: Sequence[_Sent], message: Message) -> _Sent:
-    """Of replies that look alike, as those asked for at once may: the last one with these calls or this very text."""
+def _likest(found: Sequence[_Sent], message: Message, question: Message) -> _Sent:
+    """Of replies that look alike, as those asked for at once may: the last one with these calls, to this question, or
+    with this very text."""
     likeness = [
-        (_ids_of(sent.shown) == _ids_of(message), sent.shown["content"] == message["content"]) for sent in found
+        (
+            _ids_of(sent.shown) == _ids_of(message),
+            sent.question == question,
+            sent.shown["content"] == message["content"],
+        )
+        for sent in found
     ]
     return found[max(range(len(found)), key=lambda index: (likeness[index], index))]
 

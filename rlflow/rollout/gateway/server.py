@@ -246,7 +246,7 @@ class Gateway:
             raise _refusal_of(error, visit) from error
         shown = [shown_reply(reply.message, reply.turn, asked) for reply in replies.result()]
         for each, reply in zip(shown, replies.result(), strict=True):
-            visit.sent.add(each.message, reply.message, len(asked.messages), asked.instruction)
+            visit.sent.add(each.message, reply.message, asked)
         self._num_answers += 1
         answer = api.answer(
             Answered(request=asked, shown=shown, number=self._num_answers, created_s=int(time.time()), model=MODEL)

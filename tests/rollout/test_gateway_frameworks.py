@@ -194,8 +194,10 @@ async def test_langchain(api: str) -> None:
         assert sorted(result.text for result in results) == ["1", "2", "3", "4"]
 
 
-@APIS
-@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+METHODS = [(api, method) for api in ("chat", "responses", "messages") for method in ("json_schema", "function_calling")]
+
+
+@pytest.mark.parametrize(("api", "method"), [*METHODS, ("chat", "json_mode"), ("responses", "json_mode")])
 async def test_langchain_with_a_type(api: str, method: str) -> None:
     pytest.importorskip("langchain")
     reply = f"{call('Sum', total=10)}." if method == "function_calling" else '{"total": 10}.'
@@ -205,8 +207,6 @@ async def test_langchain_with_a_type(api: str, method: str) -> None:
         "json_mode": "one JSON",
     }
     async with visiting(reply) as visit:
-        if (api, method) == ("messages", "json_mode"):
-            pytest.skip("ChatAnthropic has no such method")
         structured = langchain_models(visit)[api].with_structured_output(Sum, method=method)
         assert await structured.ainvoke("hi") == Sum(total=10)
         assert each_told(visit, told[method], 1)

@@ -1,14 +1,22 @@
 """Stop strings: the reply that is left is what was sampled up to them."""
 
+from collections.abc import Sequence
+
 import numpy as np
-from letters import ids_of
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.rollout.stopping import Ending, first_stop, stopped
 
 
-def parse(ids: object) -> str:
-    return "".join({1: "one ", 2: "two ", 3: "th", 4: "ree. x"}[token] for token in list(ids))  # pyright: ignore
+def parse(ids: Sequence[int]) -> str:
+    return "".join({1: "one ", 2: "two ", 3: "th", 4: "ree. x"}[token] for token in ids)
+
+
+def from_bytes(ids: Sequence[int]) -> str:
+    """As a byte-level tokenizer, whose tokens may be pieces of a character."""
+    return bytes(ids).decode(errors="replace")
 
 
 def completion(*ids: int) -> Completion:
@@ -63,9 +71,11 @@ def test_the_first_token_may_complete_the_string() -> None:
     assert stopped(completion(2, 2, 2, 2, 2), REQUEST, ["two"], parse).ids == [2]
 
 
-def test_every_place_of_the_string_is_found() -> None:
-    letters = "abcdefghijklmnopq"
-    for place in range(1, len(letters)):
-        reply = completion(*ids_of(letters))
-        left = stopped(reply, REQUEST, [letters[place]], lambda ids: "".join(map(chr, ids)))
-        assert left.ids == ids_of(letters[: place + 1])
+@given(
+    st.text("ab:\n\u00e9\U0001f600", max_size=30), st.lists(st.text("ab:\n\u00e9\U0001f600", min_size=1, max_size=3))
+)
+def test_it_is_the_shortest_beginning_with_a_string(text: str, stop: list[str]) -> None:
+    ids = list(text.encode())
+    beginnings = (ids[:count] for count in range(len(ids) + 1))
+    expected = next((each for each in beginnings if any(one in from_bytes(each) for one in stop)), ids)
+    assert stopped(completion(*ids), REQUEST, stop, from_bytes).ids == expected

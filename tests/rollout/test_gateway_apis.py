@@ -135,13 +135,14 @@ async def test_a_message_has_blocks_of_text_and_of_calls() -> None:
     assert counted == {"input_tokens": len(prompt.replace(">so", "so"))}
 
 
-async def test_a_call_that_a_message_cannot_say_is_text() -> None:
-    bad = '<tool_call>{"name": "add", "arguments": "a=1"}</tool_call>'
+@pytest.mark.parametrize("arguments", ["a=1", '{"a": NaN}', '{"a": 1e999}', "[1]"])
+async def test_a_call_that_a_message_cannot_say_is_text(arguments: str) -> None:
+    bad = f"<tool_call>{json.dumps({'name': 'add', 'arguments': arguments})}</tool_call>"
     async with visiting(f"{bad}.", f"{bad}.") as visit:
         _, message = await visit.send("messages", messages=[USER], tools=[TOOL])
         _, completion = await visit.post(tools=[ADD])
     assert (message["content"], message["stop_reason"]) == ([{"type": "text", "text": bad}], "end_turn")
-    assert completion["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == "a=1"
+    assert completion["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 async def test_a_message_says_why_it_stopped() -> None:

@@ -1,7 +1,8 @@
 """Anthropic's Messages API on the wire. Pure.
 
 Blocks of thinking are passed over, because a reply keeps its thoughts in its text. A call whose arguments are no JSON
-object cannot be said in this API: then the program sees the reply as text, as it was sampled.
+object cannot be said in this API: then the program sees the reply as text, as it was sampled. The answer of a tool that
+failed (`is_error`) begins with "Error: ", because a message has no other place to say so.
 """
 
 import json
@@ -24,8 +25,8 @@ from rlflow.rollout.gateway.wire import (
     read_count,
     read_list,
     read_message,
-    read_stop,
     read_text,
+    read_texts,
     refuse_unserved,
     schema_of,
 )
@@ -55,15 +56,15 @@ def _read(fields: JsonObject, remembered: Remembered) -> ChatRequest:
         tools=tools,
         instruction="\n".join(filter(None, (told, _read_format(fields, tools)))),
         max_new_tokens=read_count(fields, "max_tokens"),
-        stop=read_stop(fields, "stop_sequences"),
+        stop=read_texts(fields, "stop_sequences"),
         has_object_arguments=True,
     )
 
 
 def _refuse_edits(management: Any) -> None:
     """What clears old thinking changes nothing, because no thinking comes back."""
-    edits = management.get("edits") if isinstance(management, dict) else None
-    for edit in edits or []:
+    edits = (management.get("edits") if isinstance(management, dict) else management) or []
+    for edit in edits if isinstance(edits, list) else [edits]:
         if not isinstance(edit, dict) or not str(edit.get("type")).startswith("clear_thinking"):
             raise Refused(
                 f"`context_management` has the edit {excerpt(edit)}: a conversation is never shortened",
@@ -107,7 +108,7 @@ def _read_tools(fields: JsonObject) -> tuple[list[ToolSchema], str]:
                 f"`tools` must have a `name` and an `input_schema`, and be run by the program; got {excerpt(tool)}",
                 param="tools",
             )
-    if not isinstance(choice, dict) or choice.get("type") not in _CHOICES:
+    if not isinstance(choice, dict) or str(choice.get("type")) not in _CHOICES:
         raise Refused(f"`tool_choice` must be an object of the type auto, any, tool or none; got {excerpt(choice)}")
     schemas = [schema_of({**tool, "parameters": tool["input_schema"]}) for tool in tools]
     forced = str(choice.get("name")) if choice["type"] == "tool" else None

@@ -20,7 +20,7 @@ from rlflow.rollout.gateway.wire import (
     read_count,
     read_list,
     read_message,
-    read_stop,
+    read_texts,
     refuse_unserved,
 )
 from rlflow.types import Message
@@ -50,7 +50,7 @@ def _read(fields: JsonObject, remembered: Remembered) -> ChatRequest:
         tools=tools,
         instruction="\n".join(filter(None, (told, _read_format(fields.get("response_format"), tools)))),
         max_new_tokens=read_count(fields, "max_completion_tokens", "max_tokens"),
-        stop=read_stop(fields, "stop"),
+        stop=read_texts(fields, "stop"),
         num_replies=num_replies,
         template_args=_read_template_args(fields.get("chat_template_kwargs") or {}),
         with_logprobs=bool(fields.get("logprobs")),
@@ -59,9 +59,13 @@ def _read(fields: JsonObject, remembered: Remembered) -> ChatRequest:
 
 def _read_tools(fields: JsonObject) -> tuple[list[ToolSchema], str]:
     tools, choice = fields.get("tools") or [], fields.get("tool_choice")
-    is_list = isinstance(tools, list)
-    if not is_list or not all(isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools):
-        raise Refused('`tools` must be a list of {"type": "function", "function": {...}}', param="tools")
+    for tool in tools if isinstance(tools, list) else [tools]:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Refused(
+                f'`tools` must be a list of {{"type": "function", "function": {{"name": ...}}}}; got {excerpt(tool)}',
+                param="tools",
+            )
     named = choice.get("function") if isinstance(choice, dict) else None
     return read_choice(choice, tools, named.get("name") if isinstance(named, dict) else None)
 

@@ -24,6 +24,7 @@ from rlflow.rollout.gateway.wire import (
     read_list,
     read_message,
     read_text,
+    read_texts,
     refuse_unserved,
     schema_of,
 )
@@ -54,7 +55,7 @@ def _read(fields: JsonObject, remembered: Remembered) -> ChatRequest:
         tools=tools,
         instruction="\n".join(filter(None, (told, _read_format(fields.get("text"), tools)))),
         max_new_tokens=read_count(fields, "max_output_tokens"),
-        with_logprobs=_LOGPROBS in (fields.get("include") or []),
+        with_logprobs=_LOGPROBS in read_texts(fields, "include"),
         kept=said,
     )
 
@@ -63,7 +64,7 @@ def _earlier(fields: JsonObject, remembered: Remembered) -> list[Message]:
     previous = fields.get("previous_response_id")
     if previous is None:
         return []
-    if previous not in remembered:
+    if not isinstance(previous, str) or previous not in remembered:
         raise Refused(
             f"`previous_response_id` = {excerpt(previous)}: no response of this episode has this id",
             code="previous_response_not_found",

@@ -113,11 +113,13 @@ class ChatRequest:
     @property
     def ignored(self) -> list[str]:
         """The settings that were sent and have no effect."""
-        sampling = [name for name in SAMPLING if self.fields.get(name) is not None]
+        ignored = [name for name in SAMPLING if self.fields.get(name) is not None]
         choice = self.fields.get("tool_choice")
-        is_one_by_one = isinstance(choice, dict) and bool(choice.get("disable_parallel_tool_use"))
-        is_one_by_one = is_one_by_one or self.fields.get("parallel_tool_calls") is False
-        return [*sampling, *(["parallel_tool_calls"] if is_one_by_one else [])]
+        if self.fields.get("parallel_tool_calls") is False:
+            ignored.append("parallel_tool_calls")
+        if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
+            ignored.append("disable_parallel_tool_use")
+        return ignored
 
     @property
     def _model(self) -> str:
@@ -213,12 +215,13 @@ def read_count(fields: JsonObject, *names: str) -> int | None:
     return None
 
 
-def read_stop(fields: JsonObject, name: str) -> tuple[str, ...]:
+def read_texts(fields: JsonObject, name: str) -> tuple[str, ...]:
+    """A setting that is a text, or a list of texts; without empty ones."""
     found = fields.get(name) or []
-    stop = [found] if isinstance(found, str) else found
-    if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop):
+    texts = [found] if isinstance(found, str) else found
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise Refused(f"`{name}` must be a text or a list of texts; got {excerpt(found)}", param=name)
-    return tuple(filter(None, stop))
+    return tuple(filter(None, texts))
 
 
 def read_message(message: Any, where: str, *kinds: str) -> Message:
@@ -331,10 +334,13 @@ def shown_message(message: Message, turn: Turn) -> Message:
 
 
 def _has_object(call: ToolCall) -> bool:
+    """Whether the arguments can be sent as a JSON object: Python reads NaN and 1e999 too, which JSON cannot say."""
     try:
-        return isinstance(json.loads(call["function"]["arguments"]), dict)
+        arguments = json.loads(call["function"]["arguments"])
+        json.dumps(arguments, allow_nan=False)
     except (ValueError, RecursionError):
         return False
+    return isinstance(arguments, dict)
 
 
 def excerpt(value: object) -> str:

@@ -41,11 +41,11 @@ RUN = ("run", "workers", "processes", "algorithms", "curriculum")
 """Where a run begins: what they load, at once or by name, is what a run can reach."""
 
 BUDGETS = {
-    "front door, driver and groups": 5_465,
-    "what a run can reach": 39_005,
-    "tools": 8_970,
-    "envs": 5_550,
-    "all product Python": 52_050,
+    "front door, driver and groups": 5_467,
+    "what a run can reach": 40_135,
+    "tools": 9_040,
+    "envs": 5_585,
+    "all product Python": 53_250,
 }
 MAX_FILE, MAX_FUNCTION, MAX_LOOSE_FILES = 450, 80, 12
 

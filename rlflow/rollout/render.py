@@ -210,18 +210,20 @@ class Renderer:
         syntax = self.tool_support.syntax if is_of_tools else None
         if syntax is not None and syntax.has_named_ids:
             messages = with_named_ids(messages)
-        is_apart = syntax is not None and self._template.call.is_apart
-        shown = self._with_calls_apart(messages, syntax) if syntax and is_apart else self._with_calls_as_text(messages)
+        shown = self._with_calls_as_text(messages)
+        other = None if syntax is None else self._with_calls_apart(messages, syntax)
+        if other is not None and self._template.call.is_apart:
+            shown, other = other, shown
         if is_of_tools and syntax is None:
             shown, tools = tools_as_text(describe_tools(shown, tools) if tools else shown), ()
         try:
             try:
                 text = self._template.apply(shown, tools, is_over=is_over)
             except TemplateError:
-                if syntax is None or is_apart:
+                # Some templates look for a call before the answer of a tool; some take no broken one.
+                if other is None:
                     raise
-                # Some templates look for calls before the answer of a tool.
-                text = self._template.apply(self._with_calls_apart(messages, syntax), tools, is_over=is_over)
+                text = self._template.apply(other, tools, is_over=is_over)
         except (TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise TemplateRefused(

@@ -64,7 +64,7 @@ SYNTAXES = (
     _vllm("qwen3_coder", r"<tool_call>\s*<function=", r"<tool_call>(?:\s*<function=)?|<function=", "</function>"),
     _vllm("glm45", r"<tool_call>[\w.-]+\s*<arg_key>", "<tool_call>", "</tool_call>"),
     _ours("openai", CallStyle.HARMONY, r"to=functions\.", r"to=[\w.]"),
-    _vllm("mistral", r"\[TOOL_CALLS\]"),
+    _vllm("mistral", r"\[TOOL_CALLS\]", closing=r"\}"),
     _vllm("deepseek_v3", f"{_DEEPSEEK}function<\uff5ctool▁sep\uff5c>", _DEEPSEEK),
     _vllm("deepseek_v31", _DEEPSEEK + r"[\w.-]+" + "<\uff5ctool▁sep\uff5c>", _DEEPSEEK),
     _vllm("kimi_k2", r"<\|tool_call_begin\|>", closing=r"<\|tool_call_end\|>", has_named_ids=True),

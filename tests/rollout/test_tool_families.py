@@ -217,3 +217,17 @@ def test_a_script_calls_tools_as_the_model_does(family: str) -> None:
     assert read_back(family, ids) == [("note", {"text": "a"})]
     assert ids[-1] == renderer.as_sampled("")[-1]
     assert renderer.parse(sampled_ids(renderer, [USER], "7", [NOTE])) == "7"
+
+
+@pytest.mark.parametrize("family", OWN_SYNTAX)
+def test_the_answer_to_a_broken_call_is_shown(family: str) -> None:
+    renderer = renderer_of(family)
+    good = renderer.probe_call()
+    text = f"{good}\n{good[: len(good) // 2]}"
+    functions = renderer.calls(text, [NOTE])
+    calls = [ToolCall(id=f"call_0_{index}", type="function", function=each) for index, each in enumerate(functions)]
+    assert any(not call["function"]["name"] for call in calls) or family == "gpt-oss"  # whose replies hold one message
+    talk = [USER, Message(role="assistant", content=text, tool_calls=calls)]
+    talk += [Message(role="tool", content=f"answer to {call['id']}", tool_call_id=call["id"]) for call in calls]
+    shown = tokenizers(family).decode(renderer.prompt(talk, [NOTE]))
+    assert all(f"answer to {call['id']}" in shown for call in calls)

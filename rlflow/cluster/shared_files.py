@@ -10,7 +10,7 @@ from rlflow.cluster.calls import answer, call_on
 from rlflow.config import Config, ProcessKind, Transport
 from rlflow.errors import ConfigError
 from rlflow.runtime.deadlines import within
-from rlflow.runtime.derived import teachers
+from rlflow.runtime.derived import held_teachers
 
 LOOK_S = 120.0
 """Seconds for a machine to start a process that looks."""
@@ -37,7 +37,7 @@ async def check_shared_files(
     if reward_model_path is not None:
         reward_model = {ProcessKind.reward_model}
         looked_for.append((reward_model_path, reward_model, f"{reward_model_path}, the folder of reward.model"))
-    for name, path in teachers(config).items():
+    for name, path in held_teachers(config).items():
         looked_for.append((path, {ProcessKind.teacher}, f"{path}, the folder of the {name}"))
     await asyncio.to_thread(token.write_text, "")
     try:

@@ -180,8 +180,8 @@ class TeacherConfig:
     from, beside the reward or instead of it; see docs/distillation.md."""
 
     models: dict[str, str] = field(default_factory=dict)
-    """A kind of task (Task.kind), or `default` for all others -> its teacher, as `model.path`, with the same tokenizer.
-    Empty: none. Kinds with the same path share one."""
+    """A kind of task (Task.kind), or `default` for all others -> its teacher, as `model.path`, or the URL of its
+    server up to and including /v1; with the same tokenizer. Empty: none. Kinds with the same path share one."""
     weight: float = 1.0
     """What log(teacher / policy) of a token is multiplied by when it is added to the token's advantage."""
     reward_weight: float = 1.0
@@ -191,7 +191,9 @@ class TeacherConfig:
     """Processes, each with a GPU, over which each teacher is sharded. With `cluster.roles=shared` there are as many as
     ranks of the trainer."""
     args: dict[str, Any] = field(default_factory=dict)
-    """`clamp` (10): the most that log(teacher / policy) of a token counts, in nats, up or down."""
+    """`clamp` (10): the most that log(teacher / policy) of a token counts, in nats, up or down. Of a URL: `model`, its
+    name there if the server has several; `key_variable`, the environment variable with the key; `concurrency` (32),
+    requests at once."""
 
 
 @dataclass

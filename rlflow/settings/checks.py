@@ -25,7 +25,14 @@ from rlflow.config import (
 from rlflow.curriculum.registry import check_curriculum
 from rlflow.errors import ConfigError
 from rlflow.rewards.scaled import scaling_of
-from rlflow.runtime.derived import can_compile, needs_reference, num_updates, samples_while_loading, sends_adapters
+from rlflow.runtime.derived import (
+    can_compile,
+    held_teachers,
+    needs_reference,
+    num_updates,
+    samples_while_loading,
+    sends_adapters,
+)
 from rlflow.settings import teacher_checks
 from rlflow.settings.cluster_checks import check_cluster
 from rlflow.settings.engine_args import check_engine_args
@@ -104,7 +111,7 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     ),
     (
         "cluster.roles",
-        lambda c: not (c.reward.model or c.teacher.models or needs_reference(c) or needs_critic(c.algorithm)),
+        lambda c: not (c.reward.model or held_teachers(c) or needs_reference(c) or needs_critic(c.algorithm)),
         "without a critic, a reference, a teacher or a reward model (with lora.rank the policy is its own reference); "
         "set it to separate",
     ),
@@ -266,6 +273,7 @@ def check(config: Config) -> None:
     check_stop(config)
     _check_contradictions(config)
     _check_reward(config)
+    teacher_checks.check_teacher(config)
     _check_algorithm(config)
     check_trainer(config)
     _check_rollout(config)

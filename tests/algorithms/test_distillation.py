@@ -15,6 +15,7 @@ from rlflow.algorithms.tokens import Tokens
 from rlflow.config import AlgorithmConfig, TeacherConfig
 from rlflow.errors import ConfigError
 
+KNOWN = "clamp, model, key_variable, concurrency"
 VOCABULARY, LENGTH = 5, 3
 CONTEXTS = [()] + [c for n in range(1, LENGTH) for c in itertools.product(range(VOCABULARY), repeat=n)]
 SEQUENCES = list(itertools.product(range(VOCABULARY), repeat=LENGTH))
@@ -99,8 +100,8 @@ def test_by_default_a_token_counts_ten_nats_at_most() -> None:
     ("args", "message"),
     [
         ({"clamp": 0.0}, "clamp must be above 0 and finite; got 0.0"),
-        ({"clap": 3.0}, "teacher.args.clap is not an argument of a teacher, which takes clamp; did you mean clamp?"),
-        ({"weight": 3.0}, "teacher.args.weight is not an argument of a teacher, which takes clamp"),
+        ({"clap": 3.0}, f"teacher.args.clap is not an argument of a teacher, which takes {KNOWN}; did you mean clamp?"),
+        ({"weight": 3.0}, f"teacher.args.weight is not an argument of a teacher, which takes {KNOWN}"),
     ],
 )
 def test_a_wrong_option_is_refused(args: dict[str, object], message: str) -> None:

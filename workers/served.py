@@ -1,6 +1,7 @@
 """A model behind an OpenAI-compatible URL that says how likely given tokens are, as vLLM's server does.
 
-    token ids -> POST URL/completions with prompt_logprobs -> log-probability of each token after those before it
+    token ids -> POST URL/completions with prompt_logprobs -> log-probability of each token after those before it, and
+        the likeliest tokens in its place
 
 Other servers leave `prompt_logprobs` out of their answers, and are refused before anything is started.
 """
@@ -9,16 +10,18 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import aiohttp
 import numpy as np
 
-from rlflow.algorithms.distillation import TeacherOptions
+from rlflow.algorithms.distillation import SAMPLED, TeacherOptions
 from rlflow.errors import ConfigError
 from rlflow.runtime.asking import Refused, ask, key_headers
-from rlflow.types import FloatArray
+from rlflow.types import BoolArray, FloatArray, Likely, Support
 
+Places: TypeAlias = Sequence[Mapping[str, Any] | None]
+"""What a server says of each place of a prompt: id -> {"logprob": nats}; None for the first."""
 MAX_BYTES = 1 << 20
 """Of an answer, beside what it says of tokens."""
 TOKEN_BYTES = 1024
@@ -33,6 +36,7 @@ class ServedModel:
     def __init__(self, url: str, options: TeacherOptions) -> None:
         """Raises ConfigError if the key is not in the environment."""
         self._url, self._name = url, options.model
+        self._num_likely = 0 if options.kl == SAMPLED else options.top_k
         self._headers = key_headers(options.key_variable, "teacher.args.key_variable")
         self._turns = asyncio.Semaphore(options.concurrency)
 
@@ -57,22 +61,28 @@ class ServedModel:
             raise Refused(f"{url} has the models {', '.join(names) or 'none'}; {chosen} in teacher.args.model")
         return self._name
 
-    async def logprobs(self, tokens: Sequence[int], ends_at: float) -> FloatArray:
-        """[L], of each token after those before it; 0 for the first. Raises NoAnswer at `ends_at`, a monotonic time."""
+    async def places(self, tokens: Sequence[int], ends_at: float) -> Places:
+        """What is said of the place of each token; see `said_of` and `likely_in`.
+
+        Raises NoAnswer at `ends_at`, a monotonic time.
+        """
         url = f"{self._url}/completions"
         # One token is sampled, because the server samples at least one.
         question = {
             "model": self._name,
             "prompt": list(tokens),
             "max_tokens": 1,
-            "prompt_logprobs": 0,
+            "prompt_logprobs": self._num_likely,
             "add_special_tokens": False,
         }
         async with self._turns:
             patience_s = max(0.0, ends_at - time.monotonic())
-            answer = await self._json(url, question, patience_s, MAX_BYTES + TOKEN_BYTES * len(tokens))
+            most = MAX_BYTES + TOKEN_BYTES * len(tokens) * (1 + self._num_likely)
+            answer = await self._json(url, question, patience_s, most)
         try:
-            return said_of(tokens, answer["choices"][0]["prompt_logprobs"])
+            found: Places = answer["choices"][0]["prompt_logprobs"]
+            said_of(tokens, found)
+            return found
         except (LookupError, TypeError, ValueError) as error:
             raise Refused(
                 f"{url} did not say how likely each of {len(tokens)} tokens is, in prompt_logprobs as vLLM's server "
@@ -97,18 +107,35 @@ class ServedModel:
         return answer
 
 
-def said_of(tokens: Sequence[int], said: Sequence[Mapping[str, Any] | None]) -> FloatArray:
-    """[L] from what the server says of the places of a prompt. Raises an error of Python if it says anything else.
+def said_of(tokens: Sequence[int], said: Places) -> FloatArray:
+    """[L], of each token after those before it, 0 for the first. Raises an error of Python for what cannot be meant.
 
     Example: tokens 7, 8 and said [None, {"8": {"logprob": -0.5}, "9": {"logprob": -1.5}}] -> [0, -0.5]
     """
     if len(said) != len(tokens):
         raise ValueError(len(said))
-    found = [0.0] + [each[str(token)]["logprob"] for token, each in zip(tokens[1:], said[1:], strict=True)]  # type: ignore[index]
+    found = [0.0] + [(each or {})[str(token)]["logprob"] for token, each in zip(tokens[1:], said[1:], strict=True)]
     logprobs = np.asarray(found, np.float32)
     if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
         raise ValueError("these are no log-probabilities")
     return logprobs
+
+
+def likely_in(said: Places, mask: BoolArray, k: int, num_ids: int) -> Likely:
+    """The `k` likeliest tokens in the places [L] of the mask, those that are among `num_ids` ids; `said` is of these
+    places alone.
+
+    Example: k 1, num_ids 9 and said [{"8": {"logprob": -0.5}, "5": {"logprob": -1.5}}] -> ids [8], logprobs [-0.5]
+    """
+    counts, ids, logprobs = np.zeros(len(mask), np.int32), list[int](), list[float]()
+    for place, each in zip(np.flatnonzero(mask).tolist(), said, strict=True):
+        assert each is not None, "only the first token of a prompt has none"
+        ranked = sorted(((one["logprob"], int(token)) for token, one in each.items()), reverse=True)[:k]
+        known = [(logprob, token) for logprob, token in ranked if token < num_ids]
+        counts[place] = len(known)
+        ids += [token for _, token in known]
+        logprobs += [logprob for logprob, _ in known]
+    return Likely(Support(ids=np.array(ids, np.int32), counts=counts), np.array(logprobs, np.float32))
 
 
 async def check_served(model: ServedModel, tokenizer: Any, rows: int, max_length: int, patience_s: float) -> None:
@@ -135,7 +162,7 @@ async def check_served(model: ServedModel, tokenizer: Any, rows: int, max_length
             f"the server takes {taken} tokens at once (max_model_len), and model.max_length is {max_length}, beside "
             f"which it needs one; start it with --max-model-len {max_length + 1} or more, or lower model.max_length"
         )
-    await model.logprobs([0, rows - 1, 0], time.monotonic() + patience_s)
+    await model.places([0, rows - 1, 0], time.monotonic() + patience_s)
 
 
 def texts_of_vocabulary(tokenizer: Any) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """A teacher behind a URL as a Ray actor: it asks the server what a `FrozenWorker` would compute.
 
-    payloads -> token ids of each sample -> server -> [L] for each sample -> a handle for each payload
+    payloads -> token ids of each sample -> server -> [L], or `Likely`, for each sample -> a handle for each payload
 
 Groups are asked about side by side, each on a thread of the actor; one event loop has all connections.
 """
@@ -12,13 +12,14 @@ import time
 import numpy as np
 import ray
 
-from rlflow.algorithms.distillation import teacher_options
+from rlflow.algorithms.distillation import num_likely, teacher_options
 from rlflow.config import Config
 from rlflow.errors import TeacherLost
+from rlflow.models.opening import num_ids, open_tokenizer
 from rlflow.runtime.asking import NoAnswer
 from rlflow.runtime.concurrency import all_or_none
-from rlflow.types import EpisodePayload, FloatArray, PayloadRef, Sample
-from rlflow.workers.served import ServedModel
+from rlflow.types import EpisodePayload, FloatArray, Likely, PayloadRef, Sample
+from rlflow.workers.served import ServedModel, likely_in, said_of
 
 GROUPS_AT_ONCE = 64
 """Calls that the actor takes at once; further ones wait."""
@@ -29,8 +30,9 @@ SHARE_OF_TIME = 0.9
 class ServedTeacher:
     """Wrapped by `ray.remote`, with `GROUPS_AT_ONCE` threads; called like a `FrozenWorker` that is the only rank."""
 
-    def __init__(self, config: Config, url: str, setting: str) -> None:
-        self._config, self._url, self._setting = config, url, setting
+    def __init__(self, config: Config, policy_path: str, url: str, setting: str) -> None:
+        self._config, self._policy_path, self._url, self._setting = config, policy_path, url, setting
+        self._num_likely = num_likely(config.teacher)
         self._loop = asyncio.new_event_loop()
 
     def rendezvous(self) -> str:
@@ -44,6 +46,9 @@ class ServedTeacher:
         return asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
     async def _start(self) -> str:
+        # A teacher's embedding may be larger than the policy's.
+        trust = self._config.model.trust_remote_code
+        self._num_ids = num_ids(open_tokenizer(self._policy_path, trust=trust)) if self._num_likely else 0
         self._model = await ServedModel(self._url, teacher_options(self._config.teacher)).__aenter__()
         try:
             return f"{await self._model.find_name(self._config.deadlines.start_s * SHARE_OF_TIME)} at {self._url}"
@@ -57,7 +62,7 @@ class ServedTeacher:
         rows = asyncio.run_coroutine_threadsafe(self._say(payloads, ends_at), self._loop).result()
         return (True, *rows)
 
-    async def _say(self, payloads: list[EpisodePayload], ends_at: float) -> list[list[FloatArray]]:
+    async def _say(self, payloads: list[EpisodePayload], ends_at: float) -> list[list[FloatArray | Likely]]:
         samples = [sample for payload in payloads for sample in payload.samples]
         try:
             rows = iter(await all_or_none([self._say_one(sample, ends_at) for sample in samples]))
@@ -65,14 +70,17 @@ class ServedTeacher:
             raise self._lost(error) from error
         return [[next(rows) for _ in payload.samples] for payload in payloads]
 
-    async def _say_one(self, sample: Sample, ends_at: float) -> FloatArray:
-        places = np.flatnonzero(sample.loss_mask)
-        said = np.zeros(len(sample.loss_mask), np.float32)
+    async def _say_one(self, sample: Sample, ends_at: float) -> FloatArray | Likely:
+        places, prompt = np.flatnonzero(sample.loss_mask), sample.prompt_ids.tolist()
+        tokens = prompt + sample.completion_ids[: places[-1] + 1 if len(places) else 0].tolist()
+        said = await self._model.places(tokens, ends_at) if len(places) else []
+        if self._num_likely:
+            of_loss = [said[len(prompt) + place] for place in places.tolist()]
+            return likely_in(of_loss, sample.loss_mask, self._num_likely, self._num_ids)
+        found = np.zeros(len(sample.loss_mask), np.float32)
         if len(places):
-            prompt, last = sample.prompt_ids.tolist(), int(places[-1]) + 1
-            tokens = prompt + sample.completion_ids[:last].tolist()
-            said[places] = (await self._model.logprobs(tokens, ends_at))[len(prompt) + places]
-        return said
+            found[places] = said_of(tokens, said)[len(prompt) + places]
+        return found
 
     def _lost(self, error: NoAnswer) -> TeacherLost:
         return TeacherLost(

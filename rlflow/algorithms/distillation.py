@@ -18,16 +18,25 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.algorithms.base import require_positive
+from rlflow.algorithms.base import require, require_positive
 from rlflow.config import TeacherConfig
+from rlflow.errors import ConfigError
 from rlflow.plugins.options import bind
 from rlflow.types import BoolArray, FloatArray
+
+SAMPLED, REVERSE, FORWARD = _KINDS = ("sampled", "reverse", "forward")
+MAX_TOP_K = 1024
+"""Each takes eight bytes for each token that a group learns from."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TeacherOptions:
     """`teacher.args`."""
 
+    kl: str = "sampled"
+    """`sampled`: an advantage, from the token that was sampled. `reverse`, `forward`: a loss, `divergence`."""
+    top_k: int = 20
+    """Tokens of each place that `divergence` tells apart. vLLM's server gives 20 if nothing else is said."""
     clamp: float = 10.0
     """The most that log(teacher / policy) of a token counts, in nats, up or down."""
     model: str | None = None
@@ -69,7 +78,20 @@ def teacher_options(teacher: TeacherConfig) -> TeacherOptions:
     options = bind(TeacherOptions, teacher.args, "teacher.args", "a teacher")()
     require_positive("clamp", options.clamp)
     require_positive("concurrency", options.concurrency)
+    require(options.kl in _KINDS, "kl", ", ".join(_KINDS[:-1]) + f" or {_KINDS[-1]}", options.kl)
+    require(1 <= options.top_k <= MAX_TOP_K, "top_k", f"from 1 to {MAX_TOP_K}", options.top_k)
+    unused = "top_k" if options.kl == SAMPLED else "clamp"
+    if unused in teacher.args:
+        raise ConfigError(f"teacher.args.{unused} has no effect with teacher.args.kl={options.kl}; leave it out")
     return options
+
+
+def num_likely(teacher: TeacherConfig) -> int:
+    """How many tokens the teacher names in the place of each token; 0 if it only judges the one that was sampled."""
+    if not teacher.models:
+        return 0
+    options = teacher_options(teacher)
+    return 0 if options.kl == SAMPLED else options.top_k
 
 
 def distillation_of(teacher: TeacherConfig) -> Distillation:

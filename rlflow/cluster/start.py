@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import ray
 
+from rlflow.algorithms.distillation import num_likely
 from rlflow.algorithms.registry import chosen_advantage, needs_critic
 from rlflow.cluster.calls import (
     DISK,
@@ -291,11 +292,11 @@ def _create_frozen(config: Config, model_path: str, devices: Devices, threads: i
     """Name -> ranks, of the reference and of each teacher."""
     actor = watched(FrozenWorker, config, concurrency_groups={WATCH: 1})
 
-    def create(name: str, path: str, kind: ProcessKind, first: int, count: int) -> list[Any]:
+    def create(name: str, path: str, kind: ProcessKind, first: int, count: int, likely: int = 0) -> list[Any]:
         """`count` ranks, which are the processes from `first` on of their kind."""
         return [
             actor.options(**devices.of(kind, first + rank)).remote(
-                f"{name} rank {rank}", config, path, rank, count, threads
+                f"{name} rank {rank}", config, path, rank, count, threads, likely
             )
             for rank in range(count)
         ]
@@ -306,17 +307,17 @@ def _create_frozen(config: Config, model_path: str, devices: Devices, threads: i
     count = teacher_ranks(config)
     held = held_teachers(config)
     for number, (name, path) in enumerate(held.items()):
-        found[name] = create(name, path, ProcessKind.teacher, number * count, count)
-    return found | _create_served(config, devices, len(held) * count)
+        found[name] = create(name, path, ProcessKind.teacher, number * count, count, num_likely(config.teacher))
+    return found | _create_served(config, model_path, devices, len(held) * count)
 
 
-def _create_served(config: Config, devices: Devices, first: int) -> dict[str, list[Any]]:
+def _create_served(config: Config, model_path: str, devices: Devices, first: int) -> dict[str, list[Any]]:
     """Name -> the process that asks the server of a teacher. `first`: its number among the processes of teachers."""
     actor = watched(ServedTeacher, config, concurrency_groups={WATCH: 1})
     return {
         name: [
             actor.options(max_concurrency=GROUPS_AT_ONCE, **devices.of(ProcessKind.teacher, first + number)).remote(
-                name, config, url, f"teacher.models.{name.removeprefix(TEACHER).strip()}"
+                name, config, model_path, url, f"teacher.models.{name.removeprefix(TEACHER).strip()}"
             )
         ]
         for number, (name, url) in enumerate(served_teachers(config).items())

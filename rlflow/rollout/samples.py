@@ -13,8 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from rlflow.batching.routes import no_route
 from rlflow.rollout.requests import Completion, GenerateRequest
-from rlflow.types import NO_VERSION, ExpertArray, Sample, Support, Turn, no_route
+from rlflow.types import NO_VERSION, ExpertArray, Sample, Support, Turn
 
 
 def chains_of(turns: Sequence[Turn]) -> list[list[Turn]]:

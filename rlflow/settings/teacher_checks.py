@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from urllib.parse import urlsplit
 
-from rlflow.algorithms.distillation import teacher_options
+from rlflow.algorithms.distillation import num_likely
 from rlflow.config import Config, ModelPlacement
 from rlflow.errors import ConfigError
 from rlflow.plugins.names import did_you_mean
@@ -43,8 +43,11 @@ def check_teacher(config: Config) -> None:
     unused = [name for name in ("model", "key_variable", "concurrency") if name in config.teacher.args]
     if unused and not served:
         raise ConfigError(f"teacher.args.{unused[0]} has no effect without a URL in teacher.models; leave it out")
-    if config.teacher.models:
-        teacher_options(config.teacher)
+    if num_likely(config.teacher) and config.rollout.top_k is not None:
+        raise ConfigError(
+            "rollout.top_k must be null with teacher.args.kl, which compares what policy and teacher say of all "
+            f"tokens; got {config.rollout.top_k}"
+        )
     for kind, url in config.teacher.models.items():
         if is_served(url):
             _check_url(f"teacher.models.{kind}", url)

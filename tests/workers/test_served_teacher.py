@@ -135,7 +135,7 @@ async def ask(answers: list[tuple[int, Any]], options: TeacherOptions | None = N
 
     async with served(reply) as url, ServedModel(f"{url}/v1", options or TeacherOptions()) as model:
         await model.find_name(for_s)
-        return (await model.logprobs([7, 8], time.monotonic() + for_s)).tolist(), asked
+        return said_of([7, 8], await model.places([7, 8], time.monotonic() + for_s)).tolist(), asked
 
 
 def says(value: Any) -> dict[str, Any]:
@@ -195,7 +195,7 @@ async def test_requests_at_once_are_bounded() -> None:
         return web.json_response(RIGHT)
 
     async with served(reply) as url, ServedModel(f"{url}/v1", TeacherOptions(model="m", concurrency=3)) as model:
-        await asyncio.gather(*(model.logprobs([7, 8], time.monotonic() + 5) for _ in range(20)))
+        await asyncio.gather(*(model.places([7, 8], time.monotonic() + 5) for _ in range(20)))
     assert 2 <= most <= 3
 
 

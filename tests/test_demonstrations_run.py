@@ -86,6 +86,16 @@ def norm_of_first_dpo_gradient(beta: float) -> float:
     return float(torch.stack([each.grad.norm() for each in model.parameters() if each.grad is not None]).norm())
 
 
+def test_a_teacher_says_what_else_may_follow(tmp_path: Path) -> None:
+    """The teacher is the start, so that the first divergence is 0; the replies lead the policy away from it."""
+    data = write_talks(tmp_path / "talks.jsonl", *TALKS)
+    words = ["+teacher.models.default=tiny", "+teacher.args.kl=forward", "+teacher.args.top_k=16", "run.steps=2"]
+    train(tmp_path / "run", data, *words)
+    first, second = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert first["distil/kl"] == pytest.approx(0, abs=1e-5) and second["distil/kl"] > 1e-5
+    assert "distil/clamped" not in first
+
+
 def test_the_loss_is_that_of_transformers_and_falls(tmp_path: Path) -> None:
     data = write_talks(tmp_path / "talks.jsonl", *TALKS)
     out = train(tmp_path / "run", data, "run.steps=12", "trainer.learning_rate=3e-3")

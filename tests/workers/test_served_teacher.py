@@ -19,11 +19,11 @@ import ray
 from aiohttp import web
 from children import TIMEOUT_S
 from served import served
-from training import save_model, tiny_llama
+from training import save_model, tiny_groups, tiny_llama
 from transformers import AutoTokenizer
 from vllm_server import KEY, vllm_server
 
-from rlflow.algorithms.distillation import TeacherOptions
+from rlflow.algorithms.distillation import TeacherOptions, teacher_options
 from rlflow.cluster.gpus import gpu_plan
 from rlflow.cluster.placement import fit
 from rlflow.cluster.slots import SLIVER, Machine
@@ -37,8 +37,9 @@ from rlflow.runtime.derived import by_device
 from rlflow.settings.checks import check
 from rlflow.telemetry import metrics
 from rlflow.types import GroupOrder
-from rlflow.workers.served import ServedModel, said_of, texts_of_vocabulary
+from rlflow.workers.served import ServedModel, likely_in, said_of, texts_of_vocabulary
 from rlflow.workers.teachers import check_teachers, with_folders
+from rlflow.workers.trainer.frozen import FrozenPolicy
 
 URL = "http://teacher:8000/v1"
 
@@ -96,6 +97,17 @@ def test_a_served_teacher_takes_no_gpu_and_is_kept_off_a_full_machine() -> None:
 def test_each_token_has_what_is_said_of_it() -> None:
     said = [None, {"8": {"logprob": -0.5}, "9": {"logprob": -1.5}}, {"7": {"logprob": -2.0}}]
     assert said_of([7, 8, 7], said).tolist() == [0.0, -0.5, -2.0]
+
+
+def test_the_likeliest_tokens_are_those_that_the_policy_has() -> None:
+    """Of the second place the likeliest token is unknown to the policy; that which was sampled is the third."""
+    said = [
+        {"8": {"logprob": -0.5}, "5": {"logprob": -1.5}},
+        {"9": {"logprob": -0.25}, "4": {"logprob": -2.0}, "3": {"logprob": -5.0}},
+    ]
+    found = likely_in(said, np.array([True, False, True]), k=2, num_ids=9)
+    assert found.tokens.ids.tolist() == [8, 5, 4] and found.tokens.counts.tolist() == [2, 0, 1]
+    assert found.logprobs.tolist() == [-0.5, -1.5, -2.0]
 
 
 @pytest.mark.parametrize(
@@ -265,6 +277,31 @@ async def test_a_server_says_what_a_teacher_of_the_run_computes(
                 assert np.abs(own).max() > 1 and np.abs(own - its).max() < 1e-4
         finally:
             await fleet.stop()
+
+
+@pytest.mark.slow
+async def test_a_server_names_the_tokens_that_a_teacher_of_the_run_names(
+    url: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEACHER_KEY", KEY)
+    config = taught(default=url)
+    config.teacher.args = {"kl": "forward", "top_k": 5, "key_variable": "TEACHER_KEY"}
+    config.model.max_length = 64
+    samples = [one for group in tiny_groups() for one in group]
+    own = FrozenPolicy(config, folder).likeliest([samples], 5, 259)
+    async with ServedModel(url, teacher_options(config.teacher)) as model:
+        await model.find_name(5.0)
+        for each, expected in zip(samples, own, strict=True):
+            one, places = each.sample, np.flatnonzero(each.sample.loss_mask)
+            said = await model.places([*one.prompt_ids.tolist(), *one.completion_ids.tolist()], time.monotonic() + 30)
+            of_loss = [said[len(one.prompt_ids) + place] for place in places.tolist()]
+            found = likely_in(of_loss, one.loss_mask, 5, 259)
+            assert found.tokens.ids.tolist() == expected.tokens.ids.tolist()
+            assert found.tokens.counts.tolist() == expected.tokens.counts.tolist()
+            assert np.abs(found.logprobs - expected.logprobs).max() < 1e-4
+    config.teacher.args["top_k"] = 100
+    with pytest.raises(ConfigError, match="cannot be a teacher: http://.* answered HTTP 400: .*100"):
+        await asyncio.to_thread(check_teachers, config, resolve_model("tiny"))
 
 
 @pytest.mark.slow

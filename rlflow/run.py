@@ -32,6 +32,7 @@ from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerLost, descri
 from rlflow.groups.ledger import Ledger
 from rlflow.groups.sampler import TaskSampler
 from rlflow.models.resolve import resolve_model, resolve_reward_model
+from rlflow.rollout.hint import check_hints
 from rlflow.rundir.directory import RunDir, claim, rewound
 from rlflow.rundir.restarts import MAX_RESTARTS, Restarts, Setback, larger_setback
 from rlflow.rundir.store import RunState
@@ -94,6 +95,7 @@ def train(config: Config) -> tuple[Path, signal.Signals | None]:
     check_tokens(config, model_path)
     check_heads(config, model_path)
     check_kinds(config, {task.kind for task in tasks})
+    check_hints(config.teacher, tasks)
     taught = with_folders(config)
     check_teachers(taught, model_path)
     check_shown(config, model_path, chain(tasks, evaluation_tasks))

@@ -179,10 +179,9 @@ class Turn:
     experts: ExpertArray | None = None
     """[R, layers, k], of the tokens of prompt and output from `first_routed` on. The last token has no route, because
     the model has not read it. None: a dense model, or an engine that does not say."""
-    first_routed: int = 0
-    """Earlier tokens have their routes in the turns that this one continues."""
-    continues: int | None = None
-    """Index of the earlier turn whose prompt and output `prompt_ids` begins with; None when there is none."""
+    first_routed: int = 0  # earlier tokens have their routes in the turns that this one continues
+    continues: int | None = None  # index of the earlier turn whose prompt and output `prompt_ids` begins with
+    teacher_prompt_ids: list[int] | None = None  # as in Sample, of a turn that continues none
     anchor: str = ""  # names what the policy was told since `continues`; see TurnSummary
     reward: float = 0.0  # what the environment gave for it
     images: tuple[ImageSpan, ...] = ()  # those in prompt_ids, in their order
@@ -225,6 +224,7 @@ class Sample:
     experts: ExpertArray | None = None
     """[P + L, layers, k], what a mixture of experts chose when the tokens were sampled; None if no route is known."""
     images: tuple[ImageSpan, ...] = ()  # in their order; the pixels are elsewhere, once for the whole group
+    teacher_prompt_ids: IntArray | None = None  # what a teacher reads before the completion; None: prompt_ids
 
     @property
     def num_tokens(self) -> int:

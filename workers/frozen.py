@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 import ray
 
+from rlflow.algorithms.distillation import num_likely
 from rlflow.config import Config
 from rlflow.models.opening import num_ids, open_tokenizer
+from rlflow.rollout.samples import as_told
 from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.types import EpisodePayload, FloatArray, Likely, PayloadRef, TrainSample
 
@@ -14,16 +16,16 @@ class FrozenWorker:
     """Wrapped by `ray.remote`; `start` loads the model of `model_path`."""
 
     def __init__(
-        self, config: Config, model_path: str, rank: int, num_ranks: int, threads: int, num_likely: int = 0
+        self, config: Config, model_path: str, rank: int, num_ranks: int, threads: int, is_teacher: bool = False
     ) -> None:
-        """With `num_likely`, a teacher that says which tokens are likeliest in the place of each."""
         share_cpu(threads)
         keep_memory()
         self._config = config
         self._model_path = model_path
         self._rank = rank
         self._num_ranks = num_ranks
-        self._num_likely = num_likely
+        self._is_teacher = is_teacher
+        self._num_likely = num_likely(config.teacher) if is_teacher else 0
 
     def rendezvous(self) -> str:
         """Where the ranks may meet."""
@@ -52,7 +54,8 @@ class FrozenWorker:
         except Exception:
             self._say([])  # the other ranks wait for this one
             raise
-        groups = [[TrainSample(sample=sample, advantage=0.0) for sample in payload.samples] for payload in payloads]
+        read = as_told if self._is_teacher else lambda sample: sample
+        groups = [[TrainSample(sample=read(one), advantage=0.0) for one in payload.samples] for payload in payloads]
         rows = iter(self._say(groups))
         return (True, *([next(rows) for _ in group] for group in groups))
 

@@ -16,6 +16,7 @@ from rlflow.algorithms.distillation import num_likely, teacher_options
 from rlflow.config import Config
 from rlflow.errors import TeacherLost
 from rlflow.models.opening import num_ids, open_tokenizer
+from rlflow.rollout.samples import as_told
 from rlflow.runtime.asking import NoAnswer
 from rlflow.runtime.concurrency import all_or_none
 from rlflow.types import EpisodePayload, FloatArray, Likely, PayloadRef, Sample
@@ -71,6 +72,7 @@ class ServedTeacher:
         return [[next(rows) for _ in payload.samples] for payload in payloads]
 
     async def _say_one(self, sample: Sample, ends_at: float) -> FloatArray | Likely:
+        sample = as_told(sample)
         places, prompt = np.flatnonzero(sample.loss_mask), sample.prompt_ids.tolist()
         tokens = prompt + sample.completion_ids[: places[-1] + 1 if len(places) else 0].tolist()
         said = await self._model.places(tokens, ends_at) if len(places) else []

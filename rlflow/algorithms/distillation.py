@@ -37,6 +37,8 @@ class TeacherOptions:
     """`sampled`: an advantage, from the token that was sampled. `reverse`, `forward`: a loss, `divergence`."""
     top_k: int = 20
     """Tokens of each place that `divergence` tells apart. vLLM's server gives 20 if nothing else is said."""
+    prompt: str | None = None
+    """What the teacher is asked instead of the policy; see `rlflow.rollout.hint`."""
     clamp: float = 10.0
     """The most that log(teacher / policy) of a token counts, in nats, up or down."""
     model: str | None = None

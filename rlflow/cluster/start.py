@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import ray
 
-from rlflow.algorithms.distillation import num_likely
 from rlflow.algorithms.registry import chosen_advantage, needs_critic
 from rlflow.cluster.calls import (
     DISK,
@@ -292,11 +291,11 @@ def _create_frozen(config: Config, model_path: str, devices: Devices, threads: i
     """Name -> ranks, of the reference and of each teacher."""
     actor = watched(FrozenWorker, config, concurrency_groups={WATCH: 1})
 
-    def create(name: str, path: str, kind: ProcessKind, first: int, count: int, likely: int = 0) -> list[Any]:
+    def create(name: str, path: str, kind: ProcessKind, first: int, count: int) -> list[Any]:
         """`count` ranks, which are the processes from `first` on of their kind."""
         return [
             actor.options(**devices.of(kind, first + rank)).remote(
-                f"{name} rank {rank}", config, path, rank, count, threads, likely
+                f"{name} rank {rank}", config, path, rank, count, threads, kind is ProcessKind.teacher
             )
             for rank in range(count)
         ]
@@ -307,7 +306,7 @@ def _create_frozen(config: Config, model_path: str, devices: Devices, threads: i
     count = teacher_ranks(config)
     held = held_teachers(config)
     for number, (name, path) in enumerate(held.items()):
-        found[name] = create(name, path, ProcessKind.teacher, number * count, count, num_likely(config.teacher))
+        found[name] = create(name, path, ProcessKind.teacher, number * count, count)
     return found | _create_served(config, model_path, devices, len(held) * count)
 
 

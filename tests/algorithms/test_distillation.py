@@ -13,7 +13,7 @@ from rlflow.algorithms.tokens import Tokens
 from rlflow.config import AlgorithmConfig, TeacherConfig
 from rlflow.errors import ConfigError
 
-KNOWN = "kl, top_k, clamp, model, key_variable, concurrency"
+KNOWN = "kl, top_k, prompt, clamp, model, key_variable, concurrency"
 
 
 @pytest.mark.parametrize("loss", ["reinforce", "ppo_clip", "cispo", "aipo"])

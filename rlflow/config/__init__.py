@@ -183,7 +183,8 @@ class TeacherConfig:
     """A kind of task (Task.kind), or `default` for all others -> its teacher, as `model.path`, or the URL of its
     server up to and including /v1; with the same tokenizer. Empty: none. Kinds with the same path share one."""
     weight: float = 1.0
-    """What log(teacher / policy) of a token is multiplied by when it is added to the token's advantage."""
+    """What log(teacher / policy) of a token is multiplied by when it is added to the token's advantage; or what the
+    divergence is, when it is added to the loss (`args.kl`)."""
     reward_weight: float = 1.0
     """What the advantage that comes from rewards is multiplied by. 0: the teacher alone decides. Then no reward is
     needed, and one that the environment gives is only shown."""
@@ -191,9 +192,10 @@ class TeacherConfig:
     """Processes, each with a GPU, over which each teacher is sharded. With `cluster.roles=shared` there are as many as
     ranks of the trainer."""
     args: dict[str, Any] = field(default_factory=dict)
-    """`clamp` (10): the most that log(teacher / policy) of a token counts, in nats, up or down. Of a URL: `model`, its
-    name there if the server has several; `key_variable`, the environment variable with the key; `concurrency` (32),
-    requests at once."""
+    """`clamp` (10): the most that log(teacher / policy) of a token counts, in nats, up or down. `kl`: `reverse` or
+    `forward` for a loss over the teacher's `top_k` (20) likeliest tokens, in place of `sampled`. `prompt`: what it is
+    asked instead, such as "{prompt} It is {answer}.". Of a URL: `model`, its name there if the server has several;
+    `key_variable`, the environment variable with the key; `concurrency` (32), requests at once."""
 
 
 @dataclass

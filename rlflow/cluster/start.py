@@ -155,7 +155,7 @@ async def start_fleet(
     model_path: str,
     spec: EnvironmentSpec,
     alarm: Callable[[str], None],
-    reward_model_path: str | None = None,
+    reward_models: Mapping[str, str] = {},
     *,
     tell: Callable[[str], None],
     is_restart: bool = False,
@@ -163,7 +163,7 @@ async def start_fleet(
     """Create every actor at once and wait until all of them are ready. Without a trainer (trainer.ranks=0) the engines
     serve the model of `model_path` as version 0.
 
-    `reward_model_path` is the folder of `reward.model`, which scores in place of a function.
+    `reward_models` are the folders of `reward.model` by their names.
     `alarm` is told what people should know later: that an engine was lost, for example. `tell` hears what is ready.
     After a loss (`is_restart`) there may be fewer machines than cluster.pools says.
     """
@@ -171,13 +171,13 @@ async def start_fleet(
     await devices.reserve()
     config = devices.config
     if machines := devices.machines():
-        await check_shared_files(config, machines, model_path, reward_model_path)
+        await check_shared_files(config, machines, model_path, reward_models)
     threads = _threads(config)
     common = (config, model_path, devices, threads)
     engines = _create_engines(*common)
     trainers = _create_ranks(*common, ProcessKind.trainer)
     critics = _create_ranks(*common, ProcessKind.critic) if needs_critic(config.algorithm) else []
-    rewards = start_rewards(config, spec.reward, reward_model_path, devices, threads, MANY_CALLS)
+    rewards = start_rewards(config, spec.reward, reward_models, devices, threads, MANY_CALLS)
     runners = start_runners(config, model_path, spec, list(rewards), list(engines), devices, MANY_CALLS)
     frozen = _create_frozen(*common)
 

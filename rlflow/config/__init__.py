@@ -159,14 +159,16 @@ class RewardConfig:
     """What scores an episode: a name, as in `env.name`, or a list of names. `environment` is the environment's own
     reward; null means it alone, or `model`."""
     weights: list[float] | None = None
-    """One for each function; the reward is their weighted sum. null means 1 each. 0 makes a function a metric only."""
+    """One for each function, then for each model; the reward is the weighted sum. null means 1 each. 0 makes one of
+    them a metric only."""
     args: dict[str, Any] = field(default_factory=dict)
     """Function -> its keyword arguments; `my.py:brief` goes by `brief`. With `model`: `mean` (0) and `deviation` (1) of
     its scores, with which a reward is (score - mean) / deviation, and `clip` (null), how far from 0 it may be."""
-    model: str | None = None
-    """A sequence classifier with one label whose score is the reward: a local folder, or a hub id."""
+    model: Any = None
+    """A sequence classifier with one label whose score is the reward: a local folder, or a hub id. Or several by names
+    of your own, whose weights and args follow those of the functions, if `function` names some."""
     model_replicas: int = 1
-    """Processes that hold the whole reward model, on a GPU each."""
+    """Processes that hold each reward model whole, on a GPU each."""
     workers: int = 1
     """Processes that call the functions, each for one episode at a time."""
     timeout_s: float = 10.0

@@ -321,10 +321,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "with rollout.drain=true, where nothing that is trained is under way when weights are loaded; leave it null",
     ),
     (
-        {"reward.model": "mine", "reward.function": "my.py:score"},
-        "reward.function=my.py:score contradicts reward.model=mine: a reply has one reward; set one of them to null",
-    ),
-    (
         {"reward.model": "mine", "reward.workers": 4},
         "reward.workers=4 has no effect with reward.model; set it to 1, and reward.model_replicas for more processes",
     ),

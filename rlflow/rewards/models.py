@@ -3,7 +3,7 @@
 reward.model: {helpful: a, harmless: b}, reward.function: [format], reward.weights: [0.1, 1, 2] (functions first)
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +48,9 @@ def calls_functions(reward: RewardConfig) -> bool:
 
 def weights_of(reward: RewardConfig) -> list[float]:
     """One for each function, then one for each model. Raises ConfigError for another number of them."""
-    functions = reward.function if isinstance(reward.function, list) else [reward.function]
-    counts = {"function": len(functions) if calls_functions(reward) else 0, "model": len(model_paths(reward))}
+    given = reward.function
+    num_functions = len(given) if isinstance(given, Sequence) and not isinstance(given, str) else 1
+    counts = {"function": num_functions if calls_functions(reward) else 0, "model": len(model_paths(reward))}
     if reward.weights is None:
         return [1.0] * sum(counts.values())
     if len(reward.weights) != sum(counts.values()):

@@ -28,6 +28,11 @@ def check_reward(config: Config) -> None:
     reward, ranks = config.reward, config.trainer.ranks
     if reward.model is not None:
         chosen_models(reward)
+    if reward.model is not None and reward.function is not None and reward.weights is None:
+        raise ConfigError(  # a recipe may name a function that was meant to be replaced
+            f"reward.function={reward.function} and reward.model={reward.model} both score; say in reward.weights how "
+            "they count together, functions first, or set reward.function=null"
+        )
     if reward.weights is not None and not all(math.isfinite(weight) for weight in reward.weights):
         raise ConfigError(f"reward.weights must be finite numbers; got {reward.weights}")
     if reward.weights is not None and not any(reward.weights):

@@ -82,12 +82,12 @@ def test_a_model_may_not_go_by_the_name_of_a_function() -> None:
 
 
 def test_each_model_has_processes_of_its_own() -> None:
-    config = Config(reward=both(model_replicas=2))
+    config = Config(reward=both(model_replicas=2, weights=[1.0, 1.0, 1.0, 0.0]))
     check(config)
     assert gpu_plan(config).counts[ProcessKind.reward_model] == 4
     kinds = [slot.kind for slot in slots_of(config, on_gpus=True)]
     assert (kinds.count(ProcessKind.reward_model), kinds.count(ProcessKind.reward)) == (4, 1)
-    config.reward.function = None
+    config.reward.function, config.reward.weights = None, None
     assert ProcessKind.reward not in [slot.kind for slot in slots_of(config, on_gpus=True)]
     config.trainer.ranks, config.cluster.roles = 2, ModelPlacement.shared
     assert gpu_plan(config).on_a_gpu(ProcessKind.reward_model) == 2

@@ -321,6 +321,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "with rollout.drain=true, where nothing that is trained is under way when weights are loaded; leave it null",
     ),
     (
+        {"reward.model": "mine", "reward.function": "my.py:score"},
+        "reward.function=my.py:score and reward.model=mine both score; say in reward.weights how they count together, "
+        "functions first, or set reward.function=null",
+    ),
+    (
         {"reward.model": "mine", "reward.workers": 4},
         "reward.workers=4 has no effect with reward.model; set it to 1, and reward.model_replicas for more processes",
     ),

@@ -26,7 +26,7 @@ def hinted(messages: Sequence[Message], task: Task, template: str) -> list[Messa
     place = next(replies, len(messages)) - 1
     if place < 0:
         return list(messages)
-    values = {_ASKED: messages[place]["content"], **_known(task)}
+    values = _known(task) | {_ASKED: messages[place]["content"]}
     # In one pass: what a value has in braces is no field.
     filled = _FIELD.sub(lambda found: values.get(found[1], found[0]), template)
     return [*messages[:place], {**messages[place], "content": filled}, *messages[place + 1 :]]

@@ -348,8 +348,8 @@ async def test_two_models_and_a_function_are_weighed_and_added(tmp_path: Path) -
 async def test_killed_reward_models_come_back_and_no_reply_is_lost(tmp_path: Path) -> None:
     config = tiny_config()
     config.run.dir = str(tmp_path)
-    config.reward.model_replicas = 2
     folder = save_reward_model(tmp_path)
+    config.reward.model, config.reward.model_replicas = folder, 2
     with ray_cluster(config):
         actors = start_rewards(config, None, {"model": folder}, Devices(config), threads=1, max_calls=64)
         await asyncio.gather(*(actor.start.remote() for actor in actors.values()))

@@ -124,8 +124,8 @@ def test_a_teacher_that_was_told_more_is_learnt_from(tmp_path: Path) -> None:
     train(tmp_path / "run", data, *words)
     first, second = metrics.read(tmp_path / "run" / "metrics.jsonl")
     expected = plain_divergence(16)
-    assert expected > 1e-5
-    assert first["distil/kl"] == pytest.approx(expected, rel=1e-2) and second["distil/kl"] != first["distil/kl"]
+    assert expected > 4e-5  # which is far above the rounding of float32, about 1e-6
+    assert first["distil/kl"] == pytest.approx(expected, abs=5e-6) and second["distil/kl"] != first["distil/kl"]
     assert "distil/clamped" not in first
 
 

@@ -214,7 +214,7 @@ async def test_requests_at_once_are_bounded() -> None:
 def test_a_dead_server_is_refused_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlflow.workers.teachers.ANSWER_S", 0.3)
     config = taught(default="http://127.0.0.1:9/v1")
-    with pytest.raises(ConfigError, match="teacher.models.default=http://127.0.0.1:9/v1 cannot be a teacher: no ans"):
+    with pytest.raises(ConfigError, match="teacher.models.default=http://127.0.0.1:9/v1 cannot be a teacher: no"):
         check_teachers(config, resolve_model("tiny"))
     config.teacher.args = {"key_variable": "NO_SUCH_KEY"}
     with pytest.raises(ConfigError, match="teacher.args.key_variable=NO_SUCH_KEY is not set in the environment"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from children import TIMEOUT_S, ended_after
 
@@ -38,8 +40,9 @@ def vllm_server(folder: str, *words: str) -> Iterator[tuple[str, subprocess.Pope
     command += ["--served-model-name", "teacher", "--block-size", "32", "--uvicorn-log-level", "warning", *words]
     log = Path(folder, "server.log")
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, text=True, env=os.environ | _ENVIRONMENT)
-    with ended_after(process):
+        options: dict[str, Any] = {"stdout": output, "stderr": output, "text": True, "env": os.environ | _ENVIRONMENT}
+        process = subprocess.Popen(command, start_new_session=True, **options)
+    with _group_ended_after(process), ended_after(process):
         ends_at = time.monotonic() + TIMEOUT_S
         while not _answers(f"http://127.0.0.1:{port}/health"):
             with suppress(subprocess.TimeoutExpired):
@@ -47,6 +50,16 @@ def vllm_server(folder: str, *words: str) -> Iterator[tuple[str, subprocess.Pope
                 raise AssertionError(f"vLLM's server ended with {code}: {log.read_text()[-2000:]}")
             assert time.monotonic() < ends_at, log.read_text()[-2000:]
         yield f"http://127.0.0.1:{port}/v1", process
+
+
+@contextmanager
+def _group_ended_after(process: subprocess.Popen[str]) -> Iterator[None]:
+    """A server that is killed leaves its engine behind, which is a process of its own."""
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _answers(url: str) -> bool:

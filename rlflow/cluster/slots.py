@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from rlflow.cluster.gpus import gpu_plan
 from rlflow.config import Config, Placement, PoolConfig, ProcessKind, Transport
 from rlflow.errors import ConfigError
-from rlflow.runtime.derived import ranks_per_share, sends_adapters, transport_of
+from rlflow.rewards.models import calls_functions
+from rlflow.runtime.derived import ranks_per_share, sends_adapters, served_teachers, transport_of
 from rlflow.settings.cluster_checks import pool_of
 
 ENGINES_PER_RUNNER = 8
@@ -87,8 +88,10 @@ def slots_of(config: Config, *, on_gpus: bool) -> list[Slot]:
                 )
             )
     waiting = [(ProcessKind.runner, index) for index in range(num_runners(config))]
-    if config.reward.model is None:
+    if calls_functions(config.reward):
         waiting.append((ProcessKind.reward, 0))
+    first = plan.counts.get(ProcessKind.teacher, 0)
+    waiting += [(ProcessKind.teacher, first + number) for number in range(len(served_teachers(config)))]
     slots += [
         Slot(processes=(each,), cpus=SLIVER, gpus=0, pool=pool_of(config.cluster.pools, each[0])) for each in waiting
     ]

@@ -4,7 +4,7 @@ import re
 import string
 from collections.abc import Sequence
 
-from rlflow.envs.texts import END_OF_THOUGHT
+from rlflow.envs.texts import after_thoughts
 from rlflow.types import Json
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -19,12 +19,12 @@ def tagged_answer(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str:
-    """The tagged answer; else what follows the last </think>; else the whole text. Without space around it.
+    """The tagged answer; else what follows the thoughts; else the whole text. Without space around it.
 
     Example: final_answer("<think>2 + 3</think> 5") == "5"
     """
     tagged = tagged_answer(text)
-    return text.rpartition(END_OF_THOUGHT)[2].strip() if tagged is None else tagged
+    return after_thoughts(text).strip() if tagged is None else tagged
 
 
 def normalise(text: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from rlflow.types import Json, Message
 
-END_OF_THOUGHT = "</think>"
+_ENDS_OF_THOUGHT = ("</think>", "<|channel|>final<|message|>")  # the second is gpt-oss's
 
 
 def text_of(value: object) -> str:
@@ -23,12 +23,22 @@ def text_of(value: object) -> str:
         return str(value)
 
 
+def after_thoughts(text: str) -> str:
+    """The text after the last tag that ends thoughts; all of it without one.
+
+    Example: after_thoughts("<think>7?</think> 12") == " 12"
+    """
+    for end in _ENDS_OF_THOUGHT:
+        text = text.rpartition(end)[2]
+    return text
+
+
 def answer_part(reply: Message) -> str:
     """The part of a reply after its thoughts, stripped.
 
     Example: answer_part({"role": "assistant", "content": "<think>7?</think> 12"}) == "12"
     """
-    return reply["content"].rpartition(END_OF_THOUGHT)[2].strip()
+    return after_thoughts(reply["content"]).strip()
 
 
 def with_observation(prompt: Sequence[Message], observation: str) -> list[Message]:

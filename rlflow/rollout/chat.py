@@ -27,7 +27,7 @@ from rlflow.rollout.render import ChatRenderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.rollout.samples import turn_of
 from rlflow.rollout.stopping import stopped
-from rlflow.types import NO_VERSION, EpisodeEnd, ImageSpan, Message, ToolCall, Turn
+from rlflow.types import NO_VERSION, EpisodeEnd, FunctionCall, ImageSpan, Message, ToolCall, Turn
 
 Value = TypeVar("Value")
 
@@ -159,7 +159,7 @@ class Chat:
             else:
                 ids = await self._aside(self._renderer.given, messages, given, tools)
                 completion = self._demonstrated(ids, request)
-            reply = await self._record(number, messages, request, parent, keys[-1], completion, trainable)
+            reply = await self._record(number, messages, tools, request, parent, keys[-1], completion, trainable)
             reply.turn.teacher_prompt_ids = told
             return reply
         except (NoReply, TemplateRefused, EnvironmentFailure):
@@ -235,6 +235,7 @@ class Chat:
         self,
         number: int,
         messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
         request: GenerateRequest,
         parent: _Said | None,
         key: bytes,
@@ -247,10 +248,10 @@ class Chat:
         assert len(set(sizes)) == 1, f"numbers of tokens, log-probabilities and versions differ: {sizes}"
         if not completion.ids:
             raise self._refuse(EpisodeEnd.EMPTY_COMPLETION, f"{self.phase} gave no token")
-        text = await self._aside(self._renderer.parse, completion.ids)
+        text, found = await self._aside(self._read, completion.ids, tools)
         calls = [
             ToolCall(id=f"call_{number}_{index}", type="function", function=function)
-            for index, function in enumerate(self._renderer.calls(text))
+            for index, function in enumerate(found)
         ]
         message = Message(role="assistant", content=text)
         if calls:
@@ -274,6 +275,10 @@ class Chat:
         self._said[_next_key(key, message)] = said
         self.end, self.end_detail = None, ""
         return Reply(message=message, turn=turn)
+
+    def _read(self, ids: list[int], tools: Sequence[ToolSchema]) -> tuple[str, list[FunctionCall]]:
+        text = self._renderer.parse(ids)
+        return text, self._renderer.calls(text, tools)
 
     def _refuse(self, end: EpisodeEnd, detail: str) -> NoReply:
         self.end, self.end_detail = end, detail

@@ -4,35 +4,48 @@ Sampled tokens are never tokenised again: a conversation grows by the template's
 text does not start with the held tokens (the template rewrote history, or the tokenizer does not round-trip), it forks.
 """
 
+import json
+import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
-from inspect import signature
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import TemplateError
-from jinja2.meta import find_undeclared_variables
 
 from rlflow.config import Config
-from rlflow.errors import ConfigError, TemplateRefused
+from rlflow.errors import TemplateRefused
 from rlflow.models.images import takes_images
 from rlflow.models.opening import open_config, open_tokenizer
-from rlflow.plugins.names import did_you_mean
-from rlflow.rollout.tool_calls import CallStyle, arguments_of, describe_tools, find_calls, tools_as_text
-from rlflow.types import FunctionCall, Json, Message, TextPart, ToolCall
+from rlflow.rollout.chat_template import PROBE_CALL, PROBE_TOOL, THOUGHT, ChatTemplate
+from rlflow.rollout.tool_calls import (
+    arguments_of,
+    describe_tools,
+    find_calls,
+    tools_as_text,
+    with_named_ids,
+    without_calls,
+)
+from rlflow.rollout.tool_parsers import CallReader
+from rlflow.rollout.tool_syntax import CallStyle, Syntax, after_thoughts
+from rlflow.types import FunctionCall, Json, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ToolSchemas = Sequence[dict[str, Json]]
 
-_PROBE, _NEXT = "zq_probe_zq", "zq_next_zq"
-_THOUGHT = "<think>"
-_REFUSALS = (TemplateError, TypeError, KeyError, ValueError)
-_PROBE_TOOL: dict[str, Json] = {
-    "type": "function",
-    "function": {"name": _PROBE, "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
-}
+_TAG = re.compile("<tool_call>")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ToolSupport:
+    """How tools and their calls are written."""
+
+    syntax: Syntax | None
+    """The model's own; None if the system message describes the tools and calls stand between <tool_call> tags."""
+    reason: str = ""
+    """Why it is not the model's own."""
 
 
 class ChatRenderer(Protocol):
@@ -58,11 +71,11 @@ class ChatRenderer(Protocol):
         ...
 
     def parse(self, ids: Sequence[int]) -> str:
-        """The text of a reply, without special tokens."""
+        """The text of a reply, without special tokens, but for those with which the model writes calls."""
         ...
 
-    def calls(self, text: str) -> list[FunctionCall]:
-        """The tool calls in a reply."""
+    def calls(self, text: str, tools: ToolSchemas = ()) -> list[FunctionCall]:
+        """The tool calls in a reply; `tools` say which types their arguments have."""
         ...
 
     def given(self, messages: Sequence[Message], reply: Message, tools: ToolSchemas = ()) -> list[int]:
@@ -78,8 +91,8 @@ class Renderer:
         sampled                 "4<|im_end|>"
         extend(.., [user "no"]) "\\n<|im_start|>user\\nno<|im_end|>\\n<|im_start|>assistant\\n"
 
-    Tools and their answers go through the template if it shows both; otherwise they are written into the messages of
-    system and user (`tool_calls.py`).
+    Tools and their answers go through the template if it shows both and its calls can be read; otherwise they are
+    written into the messages of system and user (`tool_calls.py`).
     """
 
     def __init__(
@@ -93,21 +106,10 @@ class Renderer:
 
         Raises ConfigError if there is no chat template, or one that does not read all of `template_args`.
         """
-        if not tokenizer.chat_template:
-            raise ConfigError(
-                "model.path: the tokenizer has no chat template, so messages cannot be turned into tokens; use an "
-                "instruction-tuned model, or add a chat_template.jinja to the model's folder"
-            )
-        self._tokenizer = tokenizer
-        self._has_images = has_images
-        self._template_args = dict(template_args or {})
-        if self._template_args:
-            _check_template_args(tokenizer, self._template_args)
-        self.style = self._native_style()
-        """How the template itself writes calls; None if it knows no tools."""
+        self._template = ChatTemplate(tokenizer, template_args or {}, has_images=has_images)
 
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> list[int]:
-        return self._encode(self._text(messages, tools))
+        return self._template.encode(self._text(messages, tools))
 
     def extend(
         self,
@@ -117,14 +119,18 @@ class Renderer:
         tools: ToolSchemas = (),
     ) -> list[int] | None:
         text = self._text([*messages_so_far, *new_messages], tools)
-        held = self._decode(held_ids, skip_special_tokens=False)
-        return self._encode(text[len(held) :]) if text.startswith(held) else None
+        held = self._template.decode(held_ids, skip_special_tokens=False)
+        return self._template.encode(text[len(held) :]) if text.startswith(held) else None
 
     def parse(self, ids: Sequence[int]) -> str:
-        return self._decode(ids, skip_special_tokens=True)
+        return self._template.parse(ids)
 
-    def calls(self, text: str) -> list[FunctionCall]:
-        return find_calls(text, self.style or CallStyle.TAGGED)
+    def calls(self, text: str, tools: ToolSchemas = ()) -> list[FunctionCall]:
+        said, probed = self._after_thoughts(text), self._template.call
+        # Nothing is loaded for a reply that holds no call in either way.
+        if not _TAG.search(said) and not (probed.syntax and probed.syntax.opening.search(said)):
+            return []
+        return self._calls(said, tools, self.tool_support.syntax)
 
     def given(self, messages: Sequence[Message], reply: Message, tools: ToolSchemas = ()) -> list[int]:
         before = self._text(messages, tools)
@@ -135,70 +141,89 @@ class Renderer:
                     "the model's chat template begins replies itself, so that a given reply cannot be taken out of it, "
                     "and this one has tool calls; write them into its content as the model does, without tool_calls"
                 )
-            has_begun = before.rstrip().endswith(_THOUGHT) and reply["content"].startswith(_THOUGHT)
-            return self.as_sampled(reply["content"].removeprefix(_THOUGHT).lstrip() if has_begun else reply["content"])
-        ids = self._encode(whole[len(before) :])
-        last = next((place for place, id_ in enumerate(ids) if id_ in self._ending), len(ids))
-        return ids[: last + 1]
+            has_begun = before.rstrip().endswith(THOUGHT) and reply["content"].startswith(THOUGHT)
+            return self.as_sampled(reply["content"].removeprefix(THOUGHT).lstrip() if has_begun else reply["content"])
+        return self._template.to_end(self._template.encode(whole[len(before) :]))
 
     def as_sampled(self, text: str) -> list[int]:
         """The tokens of a reply as a model would sample it: the text and the template's end of turn."""
-        written = self._apply([Message(role="user", content="x"), Message(role="assistant", content=_PROBE)], [])
-        ending = self._encode(written[written.rfind(_PROBE) + len(_PROBE) :])
-        return [*self._encode(text), *ending[:1]]
+        ids = self._template.encode(text)
+        return ids if ids and ids[-1] == self._template.call.end else [*ids, *self._template.ending()]
 
     def ends(self) -> list[int]:
         """The special tokens that the template writes after a reply, at the end or before a question; maybe none."""
-        talk, found = [Message(role="user", content="x"), Message(role="assistant", content=_PROBE)], list[int]()
-        for messages in (talk, [*talk, Message(role="user", content=_NEXT)]):
-            with suppress(*_REFUSALS):
-                written = self._apply(messages, [], add_generation_prompt=False)
-                found += self._encode(written[written.rfind(_PROBE) + len(_PROBE) :].partition(_NEXT)[0])
-        special = {id_ for id_, token in self._tokenizer.added_tokens_decoder.items() if token.special}
-        return [id_ for id_ in found if id_ in special]
+        return self._template.ends()
+
+    @property
+    def begins_thoughts(self) -> bool:
+        """True if prompts end with the tag that opens a thought."""
+        return self._template.begins_thoughts
+
+    @property
+    def has_special_calls(self) -> bool:
+        """True if the model writes calls with special tokens, which then belong to the text of a reply."""
+        return self._template.has_special_calls
 
     @cached_property
-    def _ending(self) -> frozenset[int]:
-        return frozenset(self.ends())
+    def tool_support(self) -> ToolSupport:
+        """Has a call read back as the template writes it. Raises ConfigError if that needs vLLM and there is none."""
+        call = self._template.call
+        if call.syntax is None:
+            return ToolSupport(syntax=None, reason=call.reason)
+        read = self._calls(self._after_thoughts(call.text), [PROBE_TOOL], call.syntax)
+        wanted = (PROBE_CALL["name"], arguments_of(PROBE_CALL))
+        if [(each["name"], arguments_of(each)) for each in read] == [wanted]:
+            return ToolSupport(syntax=call.syntax)
+        reason = f"the parser {call.syntax.parser} reads {read} in what the chat template writes: {call.text!r}"
+        return ToolSupport(syntax=None, reason=reason)
 
-    def _native_style(self) -> CallStyle | None:
-        """Tries it out: the template must show tools, calls in a known style, and the answers of tools."""
-        user = Message(role="user", content="x")
-        function = FunctionCall(name="named", arguments="{}")
-        call = Message(
-            role="assistant", content="", tool_calls=[ToolCall(id="call00000", type="function", function=function)]
-        )
-        answer = Message(role="tool", content=_PROBE, tool_call_id="call00000", name="named")
-        try:
-            with_tools = self._apply([user], [_PROBE_TOOL])
-            before = self._apply([user], [])
-            with_call = self._apply([user, call], [], add_generation_prompt=False)
-            with_answer = self._apply([user, call, answer], [])
-        except _REFUSALS:
-            return None
-        if _PROBE not in with_tools or _PROBE not in with_answer:
-            return None
-        written = with_call[len(before) :] if with_call.startswith(before) else with_call
-        style = CallStyle.TAGGED if "<tool_call>" in written else CallStyle.BARE
-        if style is CallStyle.BARE:
-            written = written[written.find("{") : written.rfind("}") + 1]
-        calls = find_calls(written, style)
-        return style if calls and calls[0] == function else None
+    def probe_call(self) -> str:
+        """PROBE_CALL as the model would sample it, without thoughts."""
+        if self.tool_support.syntax is None:
+            written = json.dumps({"name": PROBE_CALL["name"], "arguments": arguments_of(PROBE_CALL)})
+            return f"<tool_call>\n{written}\n</tool_call>"
+        return self._after_thoughts(self._template.call.text).strip("\n")
+
+    def _after_thoughts(self, text: str) -> str:
+        return after_thoughts(text, has_begun=self.begins_thoughts)
+
+    @cached_property
+    def _reader(self) -> CallReader:
+        syntax = self._template.call.syntax
+        assert syntax is not None, "the template has a syntax"
+        return CallReader(syntax, self._template.tokenizer)
+
+    def _calls(self, said: str, tools: ToolSchemas, syntax: Syntax | None) -> list[FunctionCall]:
+        if syntax is not None and syntax.style is None:
+            return self._reader.read(said, tools)
+        return find_calls(said, CallStyle.TAGGED if syntax is None or syntax.style is None else syntax.style)
+
+    def _holds_calls(self, message: Message) -> bool:
+        """Whether the text of a reply with calls holds them, as that of a sampled one does."""
+        syntax = self.tool_support.syntax if "tool_calls" in message else None
+        opening = syntax.opening if syntax else _TAG
+        return "tool_calls" in message and opening.search(self._after_thoughts(message["content"])) is not None
 
     def _text(self, messages: Sequence[Message], tools: ToolSchemas, *, is_over: bool = False) -> str:
         """`is_over`: nobody is asked to reply."""
-        # A sampled reply holds its calls as text already.
-        shown = [
-            Message(role=message["role"], content=message["content"])
-            if "tool_calls" in message and self.calls(message["content"])
-            else message
-            for message in messages
-        ]
-        if self.style is None:
-            shown = tools_as_text(describe_tools(shown, tools) if tools else shown)
-            tools = ()
+        is_of_tools = bool(tools) or any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+        syntax = self.tool_support.syntax if is_of_tools else None
+        if syntax is not None and syntax.has_named_ids:
+            messages = with_named_ids(messages)
+        shown = self._with_calls_as_text(messages)
+        other = None if syntax is None else self._with_calls_apart(messages, syntax)
+        if other is not None and self._template.call.is_apart:
+            shown, other = other, shown
+        if is_of_tools and syntax is None:
+            shown, tools = tools_as_text(describe_tools(shown, tools) if tools else shown), ()
         try:
-            text = self._apply(shown, tools, add_generation_prompt=not is_over)
+            try:
+                text = self._template.apply(shown, tools, is_over=is_over)
+            except TemplateError:
+                # Some templates look for a call before the answer of a tool; some take no broken one.
+                if other is None:
+                    raise
+                text = self._template.apply(other, tools, is_over=is_over)
         except (TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise TemplateRefused(
@@ -208,26 +233,23 @@ class Renderer:
         # JSON may hold halves of characters (surrogates), which tokenizers refuse: join them, or write a question mark.
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
-    def _apply(self, messages: Sequence[Message], tools: ToolSchemas, *, add_generation_prompt: bool = True) -> str:
-        text = self._tokenizer.apply_chat_template(
-            [_for_template(message, self._has_images) for message in messages],
-            tools=list(tools) or None,  # pyright: ignore[reportArgumentType]  schemas are dicts
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **self._template_args,
-        )
-        assert isinstance(text, str)
-        return text
+    def _with_calls_as_text(self, messages: Sequence[Message]) -> list[Message]:
+        """A sampled reply holds its calls as text already."""
+        return [
+            Message(role=message["role"], content=message["content"]) if self._holds_calls(message) else message
+            for message in messages
+        ]
 
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        text = self._tokenizer.decode(
-            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
+    def _with_calls_apart(self, messages: Sequence[Message], syntax: Syntax) -> list[Message]:
+        """For the template to write them: the text of a reply goes without the calls that it holds."""
+        if self._template.is_harmony:  # it takes such a text to pieces itself
+            return list(messages)
+        return [
+            Message(**{**message, "content": without_calls(message["content"], syntax.style)})
+            if self._holds_calls(message)
+            else message
+            for message in messages
+        ]
 
 
 def open_renderer(config: Config, folder: str) -> Renderer:
@@ -235,38 +257,3 @@ def open_renderer(config: Config, folder: str) -> Renderer:
     tokenizer = open_tokenizer(folder, trust=config.model.trust_remote_code)
     model_config = open_config(folder, trust=config.model.trust_remote_code)
     return Renderer(tokenizer, config.rollout.template_args, has_images=takes_images(model_config))
-
-
-def _check_template_args(tokenizer: "PreTrainedTokenizerBase", template_args: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an argument that the chat template does not read, or is given anyway."""
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    given = {"messages", *signature(tokenizer.apply_chat_template).parameters} - {"documents"}
-    given, read = given | tokenizer.special_tokens_map.keys(), set[str]()
-    templates = tokenizer.chat_template
-    for template in templates.values() if isinstance(templates, dict) else [templates]:
-        environment = _compile_jinja_template(template).environment
-        given |= environment.globals.keys()
-        read |= find_undeclared_variables(environment.parse(template))
-    for name in template_args.keys() - (read - given):
-        others = sorted(read - given)
-        raise ConfigError(
-            f"rollout.template_args.{name} has no effect: beside what it is always given, the model's chat template "
-            f"reads {', '.join(others) or 'nothing'}{did_you_mean(name, others) or '; leave it out'}"
-        )
-
-
-def _for_template(message: Message, has_images: bool = False) -> dict[str, Any]:
-    """The message with each call's arguments as an object, because templates expect one where OpenAI has text."""
-    shown: dict[str, Any] = {name: value for name, value in message.items() if name != "parts"}
-    if has_images:
-        text = [TextPart(type="text", text=message["content"])]
-        shown["content"] = [
-            part if part["type"] == "text" else {"type": "image"} for part in message.get("parts", text)
-        ]
-    if "tool_calls" in message:
-        shown["tool_calls"] = [
-            {**call, "function": {"name": call["function"]["name"], "arguments": arguments_of(call["function"])}}
-            for call in message["tool_calls"]
-        ]
-    return shown

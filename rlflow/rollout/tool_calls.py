@@ -1,23 +1,23 @@
-"""Tool calls in the text that a model samples. Pure.
+"""Tool calls in the text that a model samples, in the styles that need no parser of vLLM. Pure.
 
-Models write them in two ways. `tagged` is the way of Qwen, Hermes and most others:
-
-    <tool_call>
-    {"name": "add", "arguments": {"a": 1, "b": 2}}
-    </tool_call>
-
-and `bare` is Llama 3's: the reply is the object {"name": ..., "parameters": ...} and nothing else.
+tagged      <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
+bare        {"name": "add", "parameters": {"a": 1, "b": 2}}
+harmony     <|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}<|call|>
 """
 
 import json
 import re
-from collections.abc import Sequence
-from enum import StrEnum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rlflow.types import FunctionCall, Json, Message
+from rlflow.rollout.tool_syntax import SYNTAXES, CallStyle
+from rlflow.types import FunctionCall, Json, Message, ToolCall
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
+_CHANNEL = re.compile(r"<\|channel\|>(\w+)")
+_END_OF_MESSAGE = re.compile(r"<\|(?:end|call|return)\|>")
 
 INSTRUCTIONS = """# Tools
 
@@ -28,13 +28,6 @@ To call one, reply with its name and its arguments as one JSON object between ta
 <tool_call>
 {{"name": "the function's name", "arguments": {{"an argument's name": "its value"}}}}
 </tool_call>"""
-
-
-class CallStyle(StrEnum):
-    """How a model writes its calls."""
-
-    TAGGED = "tagged"
-    BARE = "bare"
 
 
 def find_calls(text: str, style: CallStyle) -> list[FunctionCall]:
@@ -48,15 +41,74 @@ def find_calls(text: str, style: CallStyle) -> list[FunctionCall]:
     """
     if style is CallStyle.TAGGED:
         return [_call_of(found.strip()) for found in _TAGGED.findall(text)]
+    if style is CallStyle.HARMONY:
+        return [call_or_garbage(one.recipient, one.body, one.body) for one in _harmony(text) if one.recipient]
     stripped = text.strip()
     return [_call_of(stripped)] if stripped.startswith("{") and '"name"' in stripped else []
 
 
-def without_calls(text: str, style: CallStyle) -> str:
-    """The text of a reply without its calls."""
+def call_or_garbage(name: str, arguments: str, text: str) -> FunctionCall:
+    """A call; one without a name that holds `text` if the arguments are not a JSON object."""
+    try:
+        is_object = isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    return FunctionCall(name=name, arguments=arguments) if is_object else FunctionCall(name="", arguments=text)
+
+
+def without_calls(text: str, style: CallStyle | None) -> str:
+    """The text of a reply that holds calls, without them. None is a syntax that vLLM reads."""
     if style is CallStyle.TAGGED:
         return _TAGGED.sub("", text).strip()
-    return "" if find_calls(text, style) else text
+    if style is CallStyle.BARE and find_calls(text, style):
+        return ""
+    if _is_harmony(text):
+        return harmony_fields(text)["content"]
+    read_by_vllm = [syntax.opening for syntax in SYNTAXES if syntax.style is None]
+    openings = (found.start() for opening in read_by_vllm if (found := opening.search(text)))
+    return text[: min(openings, default=len(text))].strip()
+
+
+def harmony_fields(text: str) -> dict[str, str]:
+    """The `content` and the `thinking` of a reply of gpt-oss, as its chat template takes them.
+
+    Source: https://cookbook.openai.com/articles/openai-harmony
+
+    Example: harmony_fields("<|channel|>analysis<|message|>2<|end|><|start|>assistant<|channel|>final<|message|>4")
+             == {"content": "4", "thinking": "2"}
+    """
+    said = [one for one in _harmony(text) if not one.recipient]
+    return {
+        "content": "\n".join(one.body for one in said if one.channel != "analysis"),
+        "thinking": "\n".join(one.body for one in said if one.channel == "analysis"),
+    }
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Harmony:
+    """One message of a reply of gpt-oss, which may hold several."""
+
+    channel: str
+    recipient: str
+    body: str
+
+
+def _is_harmony(text: str) -> bool:
+    return "<|message|>" in text and ("<|channel|>" in text or "to=" in text)
+
+
+def _harmony(text: str) -> Iterator[_Harmony]:
+    for part in text.split("<|start|>assistant"):
+        header, begun, body = part.partition("<|message|>")
+        channel = _CHANNEL.search(header)
+        recipient = _RECIPIENT.search(header) if begun or channel else None
+        if not begun and recipient is None:
+            body = part
+        yield _Harmony(
+            channel=channel[1] if channel else "",
+            recipient=recipient[1] if recipient else "",
+            body=_END_OF_MESSAGE.split(body, maxsplit=1)[0],
+        )
 
 
 def describe_tools(messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> list[Message]:
@@ -92,6 +144,23 @@ def tools_as_text(messages: Sequence[Message]) -> list[Message]:
             converted.append(shown)
         follows_answer = message["role"] == "tool"
     return converted
+
+
+def with_named_ids(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with the ids of calls as `Syntax.has_named_ids` says, also in the answers of tools."""
+    named: dict[str, str] = {}
+    shown: list[Message] = []
+    for message in messages:
+        message = message.copy()
+        if "tool_calls" in message:
+            for call in message["tool_calls"]:
+                named[call["id"]] = f"functions.{call['function']['name']}:{len(named)}"
+            calls = [ToolCall(**{**call, "id": named[call["id"]]}) for call in message["tool_calls"]]
+            message["tool_calls"] = calls
+        elif "tool_call_id" in message:
+            message["tool_call_id"] = named.get(message["tool_call_id"], message["tool_call_id"])
+        shown.append(message)
+    return shown
 
 
 def arguments_of(call: FunctionCall) -> Any:

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
             while (question := _ask()) is not None:
                 if question.strip():
                     messages.append(Message(role="user", content=question))
-                    reply = partial(_reply, server, renderer, options)
+                    reply = partial(_reply, server, renderer, options, with_special=renderer.has_special_calls)
                     converse(messages, reply, tools) if tools else messages.append(reply(messages, ())[0])
     return 0
 
@@ -168,14 +168,25 @@ def _ask() -> str | None:
 
 
 def _reply(
-    server: Server, renderer: ChatRenderer, options: argparse.Namespace, messages: Sequence[Message], tools: ToolSchemas
+    server: Server,
+    renderer: ChatRenderer,
+    options: argparse.Namespace,
+    messages: Sequence[Message],
+    tools: ToolSchemas,
+    *,
+    with_special: bool = False,
 ) -> tuple[Message, bool]:
-    """A Reply, printed as it comes until its end or Ctrl-C. Raises RunError when the model cannot reply."""
+    """A Reply, printed as it comes until its end or Ctrl-C. Raises RunError when the model cannot reply.
+
+    `with_special`: special tokens are part of the text.
+    """
     prompt = renderer.prompt(messages, tools)
     room = server.context - len(prompt)
     if room < 1:
         raise RunError(f"the conversation fills the model's context of {server.context} tokens; begin again")
     body = {"model": server.name, "prompt": prompt, "stream": True, "temperature": options.temperature}
+    if with_special:
+        body["skip_special_tokens"] = False
     body["max_tokens"] = min(room, options.max_tokens or room)
     said, end = "", None
     try:
@@ -196,7 +207,7 @@ def _reply(
         print(" [ended]", end="")
     print(" [cut off]" if end == "length" else "")
     message, is_whole = Message(role="assistant", content=said), end == "stop"
-    if calls := renderer.calls(said) if tools and is_whole else []:
+    if calls := renderer.calls(said, tools) if tools and is_whole else []:
         numbered = ((f"call_{len(messages)}_{index}", call) for index, call in enumerate(calls))
         message["tool_calls"] = [ToolCall(id=name, type="function", function=call) for name, call in numbered]
     return message, is_whole

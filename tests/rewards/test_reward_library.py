@@ -34,6 +34,7 @@ from rlflow.types import Message, Task
         ("<think>2 + 3</think> 5", "5"),
         ("<think>a</think><answer> 4 </answer> or <answer>5</answer>.", "5"),
         ("no end <answer>5", "no end <answer>5"),
+        ("<|channel|>analysis<|message|>7?<|end|><|start|>assistant<|channel|>final<|message|> 12", "12"),
     ],
 )
 def test_final_answer(text: str, answer: str) -> None:

@@ -27,6 +27,7 @@ from rlflow.types import (
     EpisodePayload,
     FunctionCall,
     GroupOrder,
+    Json,
     Message,
     PlayedGroup,
     Sample,
@@ -70,7 +71,7 @@ class LetterRenderer:
     def parse(self, ids: Sequence[int]) -> str:
         return "".join(chr(token) for token in ids if token != STOP)
 
-    def calls(self, text: str) -> list[FunctionCall]:
+    def calls(self, text: str, tools: Sequence[dict[str, Json]] = ()) -> list[FunctionCall]:
         return [FunctionCall(name=text[1:], arguments="{}")] if text.startswith("!") else []
 
 

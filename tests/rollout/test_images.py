@@ -81,7 +81,7 @@ class LetterEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self.requests.append(request)
-        ids = [*self.renderer._encode("ok"), END]
+        ids = [*self.renderer.as_sampled("ok")[:2], END]
         return Completion(ids=ids, logprobs=[-1.0] * 3, versions=[0] * 3, cache_versions=[0] * 3, finish_reason="stop")
 
 

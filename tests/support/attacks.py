@@ -189,7 +189,7 @@ class _Letters:
     def parse(self, ids: Sequence[int]) -> str:
         return "".join(chr(token) for token in ids if token != _STOP)
 
-    def calls(self, text: str) -> list[FunctionCall]:
+    def calls(self, text: str, tools: Sequence[dict[str, Json]] = ()) -> list[FunctionCall]:
         return [FunctionCall(name="add", arguments='{"a": 1, "b"')] if text == "!garbage" else []
 
 

@@ -35,7 +35,7 @@ class LetterRenderer:
     def parse(self, ids: Sequence[int]) -> str:
         return "".join(chr(token) for token in ids if token != STOP)
 
-    def calls(self, text: str) -> list[FunctionCall]:
+    def calls(self, text: str, tools: Sequence[dict[str, Json]] = ()) -> list[FunctionCall]:
         return find_calls(text, CallStyle.TAGGED)
 
 

@@ -1,12 +1,16 @@
 """`rlflow env check` and `rlflow env new`, and through them every shipped environment."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
+from tool_templates import tokenizer_of
 
 from rlflow.cli import main
+from rlflow.models.resolve import resolve_model
 from rlflow.tools.env.check import Played, _problems
 from rlflow.types import EpisodeEnd, EpisodeSummary
 
@@ -35,6 +39,20 @@ def test_an_expert_earns_everything_and_nonsense_does_not(name: str, capfd: pyte
     assert found["scripts"]["nonsense"]["reward"] < 0.5
     assert found["scripts"]["broken call"]["episodes"] == 4
     assert set(found["template_forks"].values()) == {0}
+    assert found["tool_parser"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "parser"), [("Qwen3.5, no thoughts", "qwen3_coder"), ("Mistral", "mistral")])
+def test_an_expert_calls_tools_as_the_family_does(
+    family: str, parser: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer_of(family).save_pretrained(tmp_path)
+    shutil.copy(Path(resolve_model("smollm2-135m")) / "config.json", tmp_path)
+    save_file({}, tmp_path / "model.safetensors")  # nothing is sampled
+    code, found = check(capfd, "calculator", f"model.path={tmp_path}", "--tasks", "2")
+    assert (code, found["problems"], found["tool_parser"]) == (0, [], parser)
+    assert found["scripts"]["expert"] == {"episodes": 2, "reward": 1.0, "ends": {"completed": 2}}
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 from rlflow.config import Config
 from rlflow.environments.find import load_environment
 from rlflow.environments.pool import EnvironmentPool
-from rlflow.envs.base import POLICY, Environment, EnvironmentSpec, Program
+from rlflow.envs.base import POLICY, Environment, EnvironmentSpec, Program, ToolSchema
 from rlflow.errors import ConfigError
 from rlflow.models.images import open_images
 from rlflow.models.resolve import resolve_model
@@ -30,10 +30,12 @@ from rlflow.rollout.chat import Chat, Reply
 from rlflow.rollout.episode import EnvironmentSource, PlayedEpisode, play_episode, summarized
 from rlflow.rollout.gateway.server import Gateway
 from rlflow.rollout.images import Album
-from rlflow.rollout.render import Renderer, open_renderer
+from rlflow.rollout.render import Renderer, ToolSupport, open_renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
+from rlflow.rollout.tool_calls import find_calls, without_calls
+from rlflow.rollout.tool_syntax import CallStyle
 from rlflow.tools.env.template_check import Trial, check_template
-from rlflow.types import EpisodeEnd, EpisodeSummary, Message, Task, Verdict
+from rlflow.types import EpisodeEnd, EpisodeSummary, Message, Task, ToolCall, Verdict
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,7 +46,6 @@ Script = Callable[[Task, Sequence[Message]], str]
 """(task, the conversation so far) -> the text of the next reply."""
 
 NONSENSE = "I do not know."
-BROKEN_CALL = '<tool_call>\n{"name": "no_such_tool", "arguments": {"x": \n</tool_call>'
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,6 +72,7 @@ class Report:
     slowest: dict[str, float]
     """Phase -> seconds of its slowest call."""
     template: list[Trial]
+    tools: ToolSupport
     problems: list[str]
 
 
@@ -111,6 +113,8 @@ async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -
         worlds, score = _TimedSource(pool, slowest), _timed(scorer.score, "scoring", slowest)
 
         cut: dict[str, list[str]] = {}
+        call = renderer.probe_call()
+        broken_call = call[: len(call) // 2]
 
         async def play(task: Task, name: str) -> tuple[PlayedEpisode, Verdict | None]:
             chat = ScriptedChat(task, scripts[name], renderer, config, Album(images))
@@ -125,7 +129,7 @@ async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -
 
         scripts: dict[str, Script] = {
             "nonsense": lambda task, messages: NONSENSE,
-            "broken call": lambda task, messages: BROKEN_CALL,
+            "broken call": lambda task, messages: broken_call,
         }
         if spec.expert is not None:
             scripts = {"expert": spec.expert, **scripts}
@@ -137,7 +141,13 @@ async def _check(config: Config, spec: EnvironmentSpec, tasks: Sequence[Task]) -
             for name, episodes in zip(scripts, zip(*groups, strict=True), strict=True)
         ]
     template = check_template(renderer)
-    return Report(played=played, slowest=slowest, template=template, problems=_problems(played, template))
+    return Report(
+        played=played,
+        slowest=slowest,
+        template=template,
+        tools=renderer.tool_support,
+        problems=_problems(played, template),
+    )
 
 
 class _TimedSource:
@@ -176,17 +186,19 @@ class ScriptedChat(Chat):
         self._task = task
         self._script = script
         self._scripted_renderer = renderer
-        self._text = NONSENSE
+        self._ids: list[int] = []
         self._limit = config.rollout.max_new_tokens
         self.cut = ""
         """Why a reply was cut off."""
 
     async def reply(self, messages: Sequence[Message], *arguments: Any, agent: str = POLICY, **options: Any) -> Reply:
-        self._text = self._script(self._task, messages) if agent == POLICY else NONSENSE
+        text = self._script(self._task, messages) if agent == POLICY else NONSENSE
+        tools = arguments[0] if arguments else options.get("tools", ())
+        self._ids = sampled_ids(self._scripted_renderer, messages, text, tools)
         return await super().reply(messages, *arguments, agent=agent, **options)
 
     async def _complete(self, request: GenerateRequest, /) -> Completion:
-        ids = self._scripted_renderer.as_sampled(self._text)
+        ids = self._ids
         kept = ids[: request.max_new_tokens]
         if len(kept) < len(ids):
             limit = "rollout.max_new_tokens" if len(kept) == self._limit else "model.max_length"
@@ -198,6 +210,19 @@ class ScriptedChat(Chat):
             cache_versions=[0] * len(kept),
             finish_reason="stop" if len(kept) == len(ids) else "length",
         )
+
+
+def sampled_ids(renderer: Renderer, messages: Sequence[Message], text: str, tools: Sequence[ToolSchema]) -> list[int]:
+    """The tokens of a script's reply, whose calls stand between <tool_call> tags, as the model would sample them."""
+    calls = find_calls(text, CallStyle.TAGGED)
+    syntax = renderer.tool_support.syntax if calls and tools else None
+    if syntax is None or syntax.style is CallStyle.TAGGED or not all(call["name"] for call in calls):
+        return renderer.as_sampled(text)
+    named = [
+        ToolCall(id=f"call{number:05}", type="function", function=function) for number, function in enumerate(calls)
+    ]
+    reply = Message(role="assistant", content=without_calls(text, CallStyle.TAGGED), tool_calls=named)
+    return renderer.given(messages, reply, tools)
 
 
 def _problems(played: Sequence[Played], template: Sequence[Trial]) -> list[str]:
@@ -253,8 +278,16 @@ def _lines(report: Report) -> list[str]:
         for one in report.template
     )
     lines.append(f"chat template, conversations of {report.template[0].turns} replies: {kept}")
+    lines.append(f"tool calls: {_shown_support(report.tools)}")
     lines += [f"problem: {problem}" for problem in report.problems] or ["no problem found"]
     return lines
+
+
+def _shown_support(tools: ToolSupport) -> str:
+    if tools.syntax is None:
+        return f"as text: the system message describes the tools, because {tools.reason}"
+    reader = "" if tools.syntax.style is not None else ", read by vLLM's parser"
+    return f"{tools.syntax.parser}{reader}; a call that the chat template wrote was read back"
 
 
 def _as_json(report: Report) -> dict[str, object]:
@@ -268,6 +301,7 @@ def _as_json(report: Report) -> dict[str, object]:
             for one in report.played
         },
         "slowest_s": report.slowest,
+        "tool_parser": None if report.tools.syntax is None else report.tools.syntax.parser,
         "template_forks": {trial.name: trial.forks for trial in report.template},
         "problems": report.problems,
     }

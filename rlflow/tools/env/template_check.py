@@ -4,27 +4,15 @@ A template that rewrites earlier replies costs samples: the episode forks where 
 change is computed once more.
 """
 
-import json
 from dataclasses import dataclass
 
 from rlflow.errors import ConfigError
+from rlflow.rollout.chat_template import PROBE_CALL, PROBE_TOOL
 from rlflow.rollout.render import Renderer
-from rlflow.rollout.tool_calls import CallStyle
-from rlflow.types import FunctionCall, Json, Message, ToolCall
+from rlflow.rollout.tool_syntax import CallStyle
+from rlflow.types import Message, ToolCall
 
 TURNS = 4
-_TOOL: dict[str, Json] = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds two numbers.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer", "description": "One."}, "b": {"type": "integer"}},
-            "required": ["a", "b"],
-        },
-    },
-}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -44,10 +32,10 @@ def check_template(renderer: Renderer) -> list[Trial]:
 
     The last kind is left out where a reply with a call holds nothing else.
     """
-    is_bare = renderer.style is CallStyle.BARE
-    wanted = json.dumps({"name": "add", "parameters" if is_bare else "arguments": {"a": 1, "b": 2}})
-    call = wanted if is_bare else f"<tool_call>\n{wanted}\n</tool_call>"
-    thought = "<think>\nI add them.\n</think>\n\n"
+    syntax, call = renderer.tool_support.syntax, renderer.probe_call()
+    is_bare = syntax is not None and syntax.style is CallStyle.BARE
+    opens = "" if renderer.begins_thoughts else "<think>\n"  # the prompt may hold it
+    thought = f"{opens}I add them.\n</think>\n\n"
     trials = [
         _play(renderer, "plain", "It is 3.", is_call=False),
         _play(renderer, "thoughts", f"{thought}It is 3.", is_call=False),
@@ -57,8 +45,7 @@ def check_template(renderer: Renderer) -> list[Trial]:
 
 
 def _play(renderer: Renderer, name: str, text: str, *, is_call: bool) -> Trial:
-    tools = [_TOOL] if is_call else []
-    function = FunctionCall(name="add", arguments='{"a": 1, "b": 2}')
+    tools = [PROBE_TOOL] if is_call else []
     messages = [Message(role="user", content="What is 1 + 2?")]
     forks = 0
     try:
@@ -68,8 +55,8 @@ def _play(renderer: Renderer, name: str, text: str, *, is_call: bool) -> Trial:
             reply, answer = Message(role="assistant", content=text), Message(role="user", content="And again?")
             if is_call:
                 identity = f"call{turn:05}"
-                reply["tool_calls"] = [ToolCall(id=identity, type="function", function=function)]
-                answer = Message(role="tool", content="3", tool_call_id=identity, name="add")
+                reply["tool_calls"] = [ToolCall(id=identity, type="function", function=PROBE_CALL)]
+                answer = Message(role="tool", content="3", tool_call_id=identity, name=PROBE_CALL["name"])
             added = renderer.extend(held, [*messages, reply], [answer], tools)
             messages += [reply, answer]
             forks += added is None

@@ -62,7 +62,7 @@ def without_calls(text: str, style: CallStyle | None) -> str:
         return _TAGGED.sub("", text).strip()
     if style is CallStyle.BARE and find_calls(text, style):
         return ""
-    if _is_harmony(text):
+    if is_harmony(text):
         return harmony_fields(text)["content"]
     read_by_vllm = [syntax.opening for syntax in SYNTAXES if syntax.style is None]
     openings = (found.start() for opening in read_by_vllm if (found := opening.search(text)))
@@ -93,7 +93,8 @@ class _Harmony:
     body: str
 
 
-def _is_harmony(text: str) -> bool:
+def is_harmony(text: str) -> bool:
+    """Whether a reply is in the format of gpt-oss."""
     return "<|message|>" in text and ("<|channel|>" in text or "to=" in text)
 
 

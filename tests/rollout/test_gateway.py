@@ -16,9 +16,10 @@ from rlflow.errors import EngineLost, TemplateRefused
 from rlflow.rollout.chat import Chat
 from rlflow.rollout.client import EngineClient, RemoteCalls
 from rlflow.rollout.gateway.server import MAX_BODY_BYTES
+from rlflow.rollout.gateway.wire import shown_message
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
 from rlflow.rollout.samples import chains_of, sample_of
-from rlflow.types import EpisodeEnd
+from rlflow.types import EpisodeEnd, FunctionCall, Message, ToolCall, Turn
 
 
 async def test_a_conversation_goes_on_with_the_tokens_that_were_sampled() -> None:
@@ -391,3 +392,21 @@ async def test_the_openai_package_speaks_to_it() -> None:
     # The tools were named in mid-conversation, which is another conversation to the model.
     assert [len(chain) for chain in chains_of(visit.chat.turns)] == [1, 2]
     assert visit.engine.requests[2].prompt_ids == ids_of(f"Thi.ab.hi.>so: {CALL}.3.>".replace("ab", chr(AB)))
+
+
+@pytest.mark.parametrize(
+    ("sampled", "is_call", "shown"),
+    [
+        ("so: <tool_call>\n<function=f>\n</function>\n</tool_call>", True, "so:"),
+        ('so: [TOOL_CALLS]f{"a": 1}', True, "so:"),
+        ('{"name": "f", "parameters": {}}', True, ""),
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>so", False, "so"),
+        ("a <|channel|> of mine", False, "a <|channel|> of mine"),
+    ],
+)
+def test_a_program_sees_the_text_without_the_markup_of_the_family(sampled: str, is_call: bool, shown: str) -> None:
+    message = Message(role="assistant", content=sampled)
+    if is_call:
+        message["tool_calls"] = [ToolCall(id="1", type="function", function=FunctionCall(name="f", arguments="{}"))]
+    turn = Turn(prompt_ids=[], output_ids=[], logprobs=[], versions=[], cache_versions=[], finish_reason="stop")
+    assert shown_message(message, turn)["content"] == shown

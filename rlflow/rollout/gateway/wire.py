@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 
 from rlflow.envs.base import POLICY, ToolSchema
 from rlflow.rollout.stopping import first_stop
-from rlflow.rollout.tool_calls import CallStyle, without_calls
+from rlflow.rollout.tool_calls import find_calls, harmony_fields, is_harmony, without_calls
+from rlflow.rollout.tool_syntax import CallStyle
 from rlflow.types import ROLES, FunctionCall, Message, ToolCall, Turn
 
 JsonObject: TypeAlias = dict[str, Any]
@@ -321,15 +322,18 @@ def shown_reply(message: Message, turn: Turn, request: ChatRequest) -> Shown:
 
 
 def shown_message(message: Message, turn: Turn) -> Message:
-    """The reply as a program sees it: the calls, and the text without them.
+    """The reply as a program sees it: the calls, and the text without them and without gpt-oss's channels.
 
     If a call was cut off or has no name, the program sees the text as it was sampled.
     """
     calls = message.get("tool_calls", [])
     content = message["content"]
-    if not calls or turn.finish_reason == "length" or not all(call["function"]["name"] for call in calls):
+    if turn.finish_reason == "length" or not all(call["function"]["name"] for call in calls):
         return Message(role="assistant", content=content)
-    style = CallStyle.TAGGED if "<tool_call>" in content else CallStyle.BARE
+    if not calls:
+        return Message(role="assistant", content=harmony_fields(content)["content"] if is_harmony(content) else content)
+    bare = CallStyle.BARE if find_calls(content, CallStyle.BARE) else None
+    style = CallStyle.TAGGED if "<tool_call>" in content else bare
     return Message(role="assistant", content=without_calls(content, style), tool_calls=calls)
 
 

@@ -23,9 +23,7 @@ from rlflow.algorithms.registry import chosen_advantage, needs_critic
 from rlflow.cluster.calls import (
     DISK,
     WATCH,
-    RayActorCritic,
     RayFrozenModel,
-    RayTrainer,
     answer,
     open_calls,
     wait_until_ended,
@@ -39,9 +37,11 @@ from rlflow.cluster.ray import agents_end_with_this_process, join_ray, private_r
 from rlflow.cluster.rewards import start_rewards
 from rlflow.cluster.runners import RayRunners, start_runners
 from rlflow.cluster.shared_files import check_shared_files
+from rlflow.cluster.trainers import RayActorCritic, RayTrainer
 from rlflow.config import Config, Placement, ProcessKind
 from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerError, WorkerLost
+from rlflow.groups.silent import has_no_gradient
 from rlflow.roles import REFERENCE, StagedWeights, Workers
 from rlflow.rollout.fleet import EngineFleet
 from rlflow.runtime import scratch
@@ -188,6 +188,7 @@ async def start_fleet(
         policy_is_reference=policy_is_reference(config),
         recomputes=recomputes(config.algorithm),
         needs_log_ratios=chosen_advantage(config).traits.needs_log_ratios,
+        is_silent=partial(has_no_gradient, config),
     )
     critic = RayTrainer(critics, config.trainer, name="critic") if critics else None
     ranks = {f"trainer rank {rank}": actor for rank, actor in enumerate(trainers)}

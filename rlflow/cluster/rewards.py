@@ -1,4 +1,4 @@
-"""The actors that score: one that has processes call functions, or replicas of a reward model."""
+"""The actors that score: some that have processes call functions, or replicas of a reward model."""
 
 from collections.abc import Awaitable, Sequence
 from typing import Any
@@ -37,9 +37,14 @@ def start_rewards(
         chosen = choose_rewards(config.reward, own)
         if is_environment_alone(chosen):
             return {}
-        actor, name = watched(ScorerPool, config), "reward"
-        worker = actor.options(name=name, **options, **devices.of(ProcessKind.reward, 0))
-        return {name: worker.remote(name, chosen, config.reward.workers, config.reward.timeout_s)}
+        actor, count = watched(ScorerPool, config), devices.count(ProcessKind.reward)
+        workers = -(-config.reward.workers // count)
+        return {
+            (name := f"reward {index}"): actor.options(
+                name=name, **options, **devices.of(ProcessKind.reward, index)
+            ).remote(name, chosen, workers, config.reward.timeout_s)
+            for index in range(count)
+        }
     actor = watched(RewardModelWorker, config)
     return {
         (name := f"reward model {index}"): actor.options(

@@ -70,17 +70,22 @@ def check_ledger(run: Path, num_tasks: int) -> None:
 
 
 def test_ranks_and_engines_on_machines_of_their_own_train_together(tmp_path: Path) -> None:
-    """Where networks of one's own need no more than this user may, ranks and engines meet over one."""
+    """Where networks of one's own need no more than this user may, ranks and engines meet over one.
+
+    Runners and rewards have two machines, and each of these has one of them.
+    """
     run = tmp_path / "run"
     with RayNodes(with_networks=has_networks()) as nodes:
         nodes.add("rollout", "rollout", cpus=1)
         nodes.add("training", "training", cpus=1)
-        nodes.add("others")
+        nodes.add("others", "others")
         settings = [
             f"+cluster.pools={{rollout: {ENGINES}, training: {{processes: [trainer]}}, others: {{}}}}",
             "rollout.engines=2", "trainer.ranks=2", "run.steps=2", "weights.verify=full", "env.args.size=4",
         ]  # fmt: skip
         with running(nodes, run, *settings) as process:
+            for index in range(2):  # each in a line of its own
+                wait_for(process, f"runner {index}, reward {index}\n")
             wait_for(process, "report: ")
             assert process.wait(TIMEOUT_S) == 0
     assert [record["step"] for record in metrics.read(run / "metrics.jsonl")] == [1, 2]

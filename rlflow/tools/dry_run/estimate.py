@@ -12,6 +12,7 @@ from rlflow.config import Backend, Config, Dtype, Offload, Placement, ProcessKin
 from rlflow.errors import ConfigError
 from rlflow.runtime.derived import (
     dtype_of,
+    live_groups,
     max_running,
     num_shares,
     num_updates,
@@ -258,7 +259,7 @@ def _tokens_of_step(config: Config) -> int:
 
 def _batch(config: Config, facts: ModelFacts, cache: int) -> Batch:
     groups, size, max_length = config.algorithm.groups_per_step, config.algorithm.group_size, config.model.max_length
-    live_groups = min(1 + config.staleness.max_versions, config.run.steps) * groups
+    live = live_groups(config)
     # A prompt of one token, because all of it can be shared.
     longest = EpisodeSummary(
         end=EpisodeEnd.COMPLETED,
@@ -278,8 +279,8 @@ def _batch(config: Config, facts: ModelFacts, cache: int) -> Batch:
         groups=groups,
         episodes=groups * size,
         tokens=_tokens_of_step(config),
-        live_groups=live_groups,
-        live_episodes=live_groups * size,
+        live_groups=live,
+        live_episodes=live * size,
         decoding=config.rollout.engines * max_running(config),
         cached_sequences=cached_sequences(config, facts, cache),
         updates=updates,

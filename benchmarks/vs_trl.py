@@ -1,6 +1,7 @@
 """rlflow's GRPO beside TRL's GRPOTrainer on this machine's CPU: same model, prompts, batch, float32; samples a second.
 
     .venv/bin/python benchmarks/vs_trl.py
+    .venv/bin/python benchmarks/vs_trl.py --prompt-tokens 256 --groups 4 --group-size 16 --max-new-tokens 64 --rounds 1
 
 The two run in turn (ours, TRL, ours, TRL, ...), each in a process of its own, so that neither gets the quieter half of
 the time. The first steps of a run are left out: they pay for caches and first allocations. The last line printed is one
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -39,6 +41,7 @@ class Setting:
     steps: int
     groups: int
     group_size: int
+    prompt_tokens: int
     max_new_tokens: int
     max_length: int
     learning_rate: float
@@ -56,7 +59,7 @@ def samples_per_s(step_s: Sequence[float], samples: int) -> list[float]:
     return [samples / seconds for seconds in step_s[WARM_UP_STEPS:]]
 
 
-def run_ours(setting: Setting, folder: Path) -> list[float]:
+def run_ours(setting: Setting, prompts: Path, folder: Path) -> list[float]:
     """Seconds of each step of an rlflow run."""
     run_dir = folder / "rlflow"
     settings = {
@@ -64,6 +67,9 @@ def run_ours(setting: Setting, folder: Path) -> list[float]:
         "model.path": setting.model,
         "model.dtype": "float32",
         "model.max_length": setting.max_length,
+        "env.name": "dataset",
+        "env.args.path": prompts,
+        "reward.function": "rlflow.envs.arithmetic.reward:is_right",
         "algorithm.groups_per_step": setting.groups,
         "algorithm.group_size": setting.group_size,
         "rollout.max_new_tokens": setting.max_new_tokens,
@@ -113,12 +119,30 @@ def run_process(name: str, command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def write_prompts(path: Path, count: int) -> None:
-    """The first tasks of the arithmetic environment as TRL's rows: conversational prompt, answer."""
+def write_prompts(path: Path, count: int, prompt_tokens: int, model: Path) -> None:
+    """The first tasks of the arithmetic environment as rows of a data set: conversational prompt, answer.
+
+    Each prompt is made at least `prompt_tokens` long by solved sums before its question, other ones for each task, so
+    that no two tasks share more than their system prompt.
+    """
+    from transformers import AutoTokenizer
+
     tasks = load().tasks()
     if count > len(tasks):
         raise SystemExit(f"vs_trl: error: {count} prompts are needed, the environment has {len(tasks)}; lower --steps")
-    rows = [{"prompt": list(task.prompt), "answer": task.answer} for task in tasks[:count]]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = []
+    for index, task in enumerate(tasks[:count]):
+        system, user = task.prompt
+        draw, examples = random.Random(index), ""
+        while True:
+            prompt = [system, {"role": "user", "content": examples + str(user["content"])}]
+            length = len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+            if length >= prompt_tokens:
+                break
+            first, second = draw.randrange(10), draw.randrange(10)
+            examples += f"{first} + {second} = {first + second}\n"
+        rows.append({"prompt": prompt, "answer": task.answer})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -128,13 +152,16 @@ def measure(setting: Setting, modes: Sequence[str], rounds: int, python: Path) -
     with tempfile.TemporaryDirectory(prefix="rlflow-vs-trl-") as name:
         folder = Path(name)
         prompts = folder / "prompts.jsonl"
-        write_prompts(prompts, setting.steps * setting.groups)
+        write_prompts(prompts, setting.steps * setting.groups, setting.prompt_tokens, setting.model)
         for round_number in range(rounds):
             for mode in modes:
                 for system in ("rlflow", f"trl_{mode}"):
                     print(f"round {round_number + 1} of {rounds}: {system} ...", file=sys.stderr, flush=True)
                     is_ours = system == "rlflow"
-                    step_s = run_ours(setting, folder) if is_ours else run_trl(setting, mode, python, prompts, folder)
+                    if is_ours:
+                        step_s = run_ours(setting, prompts, folder)
+                    else:
+                        step_s = run_trl(setting, mode, python, prompts, folder)
                     found.setdefault(system, []).append(samples_per_s(step_s, setting.samples))
     return found
 
@@ -156,6 +183,7 @@ def summarize(found: dict[str, list[list[float]]], setting: Setting) -> dict[str
         "systems": systems,
         "samples_per_step": setting.samples,
         "group_size": setting.group_size,
+        "prompt_tokens": setting.prompt_tokens,
         "max_new_tokens": setting.max_new_tokens,
         "dtype": "float32",
         "model": setting.model.name,
@@ -177,6 +205,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help=f"of one run; the first {WARM_UP_STEPS} do not count")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each system")
     parser.add_argument("--modes", nargs="+", choices=["transformers", "vllm"], default=["transformers", "vllm"])
+    parser.add_argument("--groups", type=int, default=8, help="tasks of one step")
+    parser.add_argument("--group-size", type=int, default=8, help="episodes of a task")
+    parser.add_argument("--prompt-tokens", type=int, default=0, help="at least; 0: questions alone, about 45")
     parser.add_argument("--max-new-tokens", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--trl-python", type=Path, help="the Python of an environment that has TRL; made if not given")
@@ -191,10 +222,11 @@ def main() -> None:
     setting = Setting(
         model=Path(resolve_model(arguments.model)),
         steps=arguments.steps,
-        groups=8,
-        group_size=8,
+        groups=arguments.groups,
+        group_size=arguments.group_size,
+        prompt_tokens=arguments.prompt_tokens,
         max_new_tokens=arguments.max_new_tokens,
-        max_length=256,
+        max_length=max(256, arguments.prompt_tokens + arguments.max_new_tokens + 64),
         learning_rate=arguments.learning_rate,
         threads=len(os.sched_getaffinity(0)),
     )

@@ -5,8 +5,9 @@ OpenAI-compatible endpoint. Either is single use: built for one episode from a p
 A module that ships one has a function `load(**args) -> EnvironmentSpec`.
 """
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +18,9 @@ ToolSchema = dict[str, Json]
 
 RewardFunction = Callable[..., object]
 """In any shape that `rlflow.rewards.call` knows. Runs in a killable process."""
+
+OwnReward = RewardFunction | Mapping[str, RewardFunction | str | None] | None
+"""A function, one for each kind of task, or what the environment gives in its steps."""
 
 POLICY = "policy"
 """The agent whose replies are passed to `step`."""
@@ -142,10 +146,12 @@ class EnvironmentSpec:
     tasks: Callable[[], Sequence[Task]]
     """Called once, by the driver. The order, the ids and the tasks themselves must not change between runs: a resumed
     run counts by the ids, and refuses tasks that were edited."""
-    build: Callable[[], Environment | Program]
-    """Called once an episode, in a process for environments."""
-    reward: RewardFunction | None = None
-    """None: the reward is what the environment itself gives, in its steps or its result."""
+    build: Callable[..., Environment | Program]
+    """Called once an episode, in a process for environments. A required parameter named `task` is given the task, so
+    that each task may have an environment of its own."""
+    reward: OwnReward = None
+    """None: the reward is what the environment itself gives, in its steps or its result. A mapping has one for each
+    kind of task; a kind `a/b` belongs to `a`."""
     evaluation_tasks: Callable[[], Sequence[Task]] | None = None
     """Held out from `tasks`; needed by `eval.every` only."""
     expert: Callable[[Task, Sequence[Message]], str] | None = None
@@ -153,8 +159,17 @@ class EnvironmentSpec:
     reply is the task's answer."""
     leases: tuple[str, ...] = ()
     """Resources that one episode at a time may use, such as the addresses of sites. Each episode is given one, as the
-    only argument of `build`. Empty: `build` takes no argument."""
+    first argument of `build`. Empty: there is no such argument."""
     gives_replies: bool = False
     """Whether its tasks bring their replies (`Task.demonstrations`), which need no reward."""
     reply_tokens: int = 0
     """What a reply may need; `rlflow eval` warns of a smaller `rollout.max_new_tokens`. 0: nobody knows."""
+
+
+def takes_task(build: Callable[..., object]) -> bool:
+    """Whether what builds an environment has a required parameter named `task`."""
+    try:
+        parameter = inspect.signature(build).parameters.get("task")
+    except (TypeError, ValueError):  # such as a class written in C
+        return False
+    return parameter is not None and parameter.default is parameter.empty

@@ -138,7 +138,7 @@ async def test_code_that_no_module_holds_runs_in_its_processes() -> None:
     environments = EnvironmentPool(Inner)
     try:
         assert (await scorers.score(said("four"))).reward == 2.0
-        world = await environments.open(seed=1)
+        world = await environments.open(1, Task(id="1", prompt=()))
         assert isinstance(world, Environment)
         prompt = await world.reset(Task(id="1", prompt=({"role": "user", "content": "Say it"},)))
         assert prompt.messages == [{"role": "user", "content": "Say it"}]

@@ -9,7 +9,7 @@ from rlflow.cluster.calls import ENDED
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.pulse import watched
 from rlflow.config import Config, ProcessKind
-from rlflow.envs.base import RewardFunction
+from rlflow.envs.base import OwnReward
 from rlflow.errors import RewardLost, first_line
 from rlflow.rewards.call import ChosenReward
 from rlflow.rewards.choose import ENVIRONMENT, choose_rewards, is_environment_alone
@@ -22,7 +22,7 @@ from rlflow.workers.reward_model import RewardModelWorker
 
 def start_rewards(
     config: Config,
-    own: RewardFunction | None,
+    own: OwnReward,
     model_path: str | None,
     devices: Devices,
     threads: int,

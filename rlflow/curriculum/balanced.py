@@ -1,40 +1,60 @@
-"""Equally many tasks of each kind (task-balanced sampling, QwenLong-L1.5, arXiv:2512.12967)."""
+"""Tasks of each kind in fixed shares (task-balanced sampling, QwenLong-L1.5, arXiv:2512.12967)."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.curriculum.base import Curriculum
 from rlflow.curriculum.uniform import Uniform
 from rlflow.errors import ConfigError
+from rlflow.plugins.names import did_you_mean
 from rlflow.types import Json, Task
 
 
 class Balanced(Curriculum):
     """The kinds in turn, whatever their sizes; within a kind, shuffled passes."""
 
-    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
-        """Raises ConfigError if all tasks are of one kind."""
+    def __init__(self, tasks: Sequence[Task], seed: int, *, weights: Mapping[str, float] | None = None) -> None:
+        """weights: kind -> how often it comes, relative to the others; 1 for a kind without. `a` has the kinds `a/b`
+        together, unless one of them has a weight of its own.
+
+        Raises ConfigError if all tasks are of one kind, for a weight of no kind, and one that is not positive.
+        """
+        given = dict(weights or {})
         of_kind: dict[str, list[Task]] = {}
         for task in tasks:
-            of_kind.setdefault(task.kind, []).append(task)
-        self._kinds = list(of_kind)
-        if len(self._kinds) < 2:
+            above = task.kind.partition("/")[0]
+            of_kind.setdefault(above if above in given and task.kind not in given else task.kind, []).append(task)
+        kinds = list(of_kind)
+        if len(kinds) < 2:
             raise ConfigError(
                 f"curriculum.kind=balanced has no effect where all {len(tasks)} tasks are of one kind, "
-                f"{self._kinds[0]!r}; give them kinds (Task.kind), or set it to uniform"
+                f"{kinds[0]!r}; give them kinds (Task.kind), or set it to uniform"
             )
+        for kind, weight in given.items():
+            if kind not in of_kind:
+                raise ConfigError(
+                    f"curriculum.args.weights.{kind} has no effect: no task is of this kind"
+                    f"{did_you_mean(kind, kinds)}; kinds are {', '.join(kinds)}"
+                )
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+                raise ConfigError(f"curriculum.args.weights.{kind} must be a positive number; got {weight!r}")
+        self._weights = {kind: float(given.get(kind, 1.0)) for kind in kinds}
         self._passes = {kind: Uniform(those, f"{seed}/{kind}") for kind, those in of_kind.items()}
-        self._turn = 0
+        self._due = dict.fromkeys(kinds, 0.0)
+        """How much each kind has to come; sums to 0."""
 
     def next(self) -> Task:
-        kind = self._kinds[self._turn]
-        self._turn = (self._turn + 1) % len(self._kinds)
-        return self._passes[kind].next()
+        for kind, weight in self._weights.items():
+            self._due[kind] += weight
+        chosen = max(self._due, key=self._due.__getitem__)
+        self._due[chosen] -= sum(self._weights.values())
+        return self._passes[chosen].next()
 
     def state(self) -> dict[str, Json]:
-        return {"turn": self._turn, "passes": {kind: passes.state() for kind, passes in self._passes.items()}}
+        return {"due": dict(self._due), "passes": {kind: passes.state() for kind, passes in self._passes.items()}}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._turn = state["turn"]
+        self._due = dict(state["due"])
         for kind, passes in self._passes.items():
             passes.restore(state["passes"][kind])

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rlflow.envs.base import Environment, EnvironmentSpec, Program
+from rlflow.envs.base import Environment, EnvironmentSpec, Program, takes_task
 from rlflow.envs.dataset.env import load as load_rows
 from rlflow.errors import ConfigError
 from rlflow.plugins.options import check_options, parameters_of
@@ -14,6 +14,7 @@ from rlflow.plugins.options import check_options, parameters_of
 
 def spec_of_class(name: str, kind: type[Environment | Program], arguments: Mapping[str, Any]) -> EnvironmentSpec:
     """The class as it is. Each of `arguments` goes to the parameters of its name: of its tasks, of its constructor.
+    A required parameter `task` of the constructor is given the episode's task.
 
     Its tasks are those of a static or class method `tasks`, and `evaluation_tasks` if it has one; without `tasks`, the
     rows of `path`, as `rlflow.envs.dataset` reads them. What the class gives in its steps is the reward.
@@ -31,7 +32,9 @@ def spec_of_class(name: str, kind: type[Environment | Program], arguments: Mappi
             "env.args.path=FILE with one row for each"
         )
     makers = [load_rows] if tasks is None else [maker for maker in (tasks, evaluation_tasks) if maker]
-    parameters = [each for taker in (*makers, kind) for each in parameters_of(taker)]
+    # The run gives each episode's constructor its task, unless env.args have something else of that name.
+    own = [each for each in parameters_of(kind) if each.name != "task" or "task" in arguments or not takes_task(kind)]
+    parameters = [*(each for maker in makers for each in parameters_of(maker)), *own]
     check_options(arguments, parameters, "env.args", f"env.name={name}")
     build = partial(kind, **_taken_by(kind, arguments))
     if tasks is None:

@@ -31,7 +31,8 @@ ENVIRONMENTS = Catalog(
         for module in sorted(pkgutil.iter_modules(rlflow.envs.__path__))
         if any(Path(folder, module.name, "config.yaml").is_file() for folder in rlflow.envs.__path__)
     }
-    | BENCHMARKS,
+    | BENCHMARKS
+    | {"mixture": "rlflow.environments.mixture:load"},
     group="rlflow.environments",
 )
 

@@ -180,7 +180,7 @@ class _Episode:
         if operation == "close":
             return await self._close()
         if operation == "open":
-            return self._open(message["seed"], message["resource"])
+            return self._open(message)
         if self._interruption is not None:
             raise EnvironmentFailure(
                 f"{operation}: the environment's task was cancelled between two calls, by a task group or cancel scope "
@@ -205,12 +205,14 @@ class _Episode:
         value = await asyncio.shield(asyncio.wrap_future(self._in_thread))
         return await value if inspect.isawaitable(value) else value
 
-    def _open(self, seed: int, resource: str | None) -> str:
-        world = self._host.build() if resource is None else self._host.build(resource)
+    def _open(self, message: Fields) -> str:
+        arguments = () if message["resource"] is None else (message["resource"],)
+        shown = {"task": task_of(message["task"])} if "task" in message else {}
+        world = self._host.build(*arguments, **shown)
         if not isinstance(world, Environment | Program):
             kinds = "an Environment or a Program"
             raise EnvironmentFailure(f"build: expected {kinds} of rlflow.envs.base; got {type(world).__name__}")
-        world.seed = seed
+        world.seed = message["seed"]
         if isinstance(world, Environment):
             world.ask = self._ask
         self._world = world

@@ -15,10 +15,11 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from rlflow.environments.remote import RemoteHost
-from rlflow.envs.base import Environment, Program
+from rlflow.envs.base import Environment, Program, takes_task
 from rlflow.errors import EnvironmentFailure, EnvironmentLost
 from rlflow.processes.machine_limits import memory_bytes
 from rlflow.processes.pool import HostedCode, Pool, payload_of
+from rlflow.types import Task
 
 _CLOSED = "the environment processes were closed"
 
@@ -59,6 +60,7 @@ class EnvironmentPool:
             lost=EnvironmentLost,
         )
         self._pool = Pool(lambda: RemoteHost(code), processes, lambda: EnvironmentLost(_CLOSED))
+        self._takes_task = takes_task(build)
         self._lease_timeout_s = lease_timeout_s
         self._turns = asyncio.Semaphore(len(leases)) if leases else None
         self._leases: asyncio.Queue[str] = asyncio.Queue()
@@ -99,10 +101,12 @@ class EnvironmentPool:
         finally:
             self._turns.release()
 
-    async def open(self, seed: int) -> Environment | Program:
-        """A new environment, with `seed` set; close it. Its methods raise EnvironmentFailure.
+    async def open(self, seed: int, task: Task) -> Environment | Program:
+        """A new environment, with `seed` set, for `task` if `build` takes one; close it.
 
-        May be cancelled at any time. Raises EnvironmentFailure, or EnvironmentLost when its process ended.
+        Its methods raise EnvironmentFailure. May be cancelled at any time.
+
+        Raises EnvironmentFailure, or EnvironmentLost when its process ended.
         """
         await self.start()
         lease = None if self._turns is None else await self._leases.get()
@@ -116,7 +120,7 @@ class EnvironmentPool:
         except BaseException:
             freed()
             raise
-        return await host.open(seed, lease, freed)
+        return await host.open(seed, task if self._takes_task else None, lease, freed)
 
     async def close(self) -> None:
         """Kill the processes and all that they started; what is under way raises EnvironmentLost."""

@@ -70,10 +70,12 @@ class RemoteHost(HostedProcess):
     def num_open(self) -> int:
         return len(self._episodes)
 
-    async def open(self, seed: int, resource: str | None, freed: Callable[[], None]) -> Environment | Program:
-        """Build one environment. `freed` is called once, when it certainly holds nothing any more, whatever happens.
+    async def open(
+        self, seed: int, task: Task | None, resource: str | None, freed: Callable[[], None]
+    ) -> Environment | Program:
+        """Build one environment, for `task` if `build` takes one.
 
-        Raises EnvironmentFailure.
+        `freed` is called once, when it certainly holds nothing any more, whatever happens. Raises EnvironmentFailure.
         """
         if self._lost:
             freed()
@@ -82,7 +84,8 @@ class RemoteHost(HostedProcess):
         self._episodes[episode.number] = episode
         self._idle.clear()
         try:
-            kind = await self.call("open", episode, seed=seed, resource=resource)
+            shown = {} if task is None else {"task": fields_of_task(task)}
+            kind = await self.call("open", episode, seed=seed, resource=resource, **shown)
         except BaseException:
             # Calls arrive in order, so that closing finds what opening has left.
             self._spawn(self._close_unopened(episode))

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from rlflow.errors import ConfigError
-from rlflow.types import EpisodeEnd, Transcript, Verdict
+from rlflow.types import EpisodeEnd, Task, Transcript, Verdict
 
 Reward = Callable[..., object]
 
@@ -69,6 +69,11 @@ class ChosenReward:
     environment gave in its steps."""
     weight: float = 1.0
     args: dict[str, Any] = field(default_factory=dict)
+    kind: str = ""
+    """The kind of tasks that it scores, with the kinds below it (`a` has `a/b`); empty: all."""
+
+    def scores(self, task: Task) -> bool:
+        return not self.kind or task.kind == self.kind or task.kind.startswith(f"{self.kind}/")
 
 
 class MissingColumn(Exception):

@@ -6,10 +6,11 @@ reward.function: [math, my.py:brief], reward.weights: [1, 0.1], reward.args: {br
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlflow.config import RewardConfig
-from rlflow.envs.base import RewardFunction
+from rlflow.envs.base import OwnReward, RewardFunction
 from rlflow.errors import ConfigError
 from rlflow.plugins.catalog import Catalog, modules_of
 from rlflow.plugins.given import find_given, is_given
@@ -37,11 +38,11 @@ _NOTHING = Transcript(
 )
 
 
-def choose_rewards(config: RewardConfig, own: RewardFunction | None) -> list[ChosenReward]:
+def choose_rewards(config: RewardConfig, own: OwnReward) -> list[ChosenReward]:
     """The functions that score, in their order; used when there is no `reward.model`.
 
     `own` is the environment's function, which the name `environment` means; if it has none, that means what the
-    environment gives in its steps.
+    environment gives in its steps. With a function for each kind of task it means all of these, named by their kinds.
 
     Raises ConfigError for an unknown name, a function that cannot be loaded or called, wrong weights or arguments.
     """
@@ -59,11 +60,6 @@ def choose_rewards(config: RewardConfig, own: RewardFunction | None) -> list[Cho
     # A function that was given travels itself, because no other process finds it by a path.
     functions = [find_given(each) if isinstance(each, str) and is_given(each) else each for each in functions]
     short_names = [name.rpartition(":")[2].rpartition(".")[2] if ":" in name else name for name in names]
-    (name, count), *_ = Counter(short_names).most_common(1)
-    if count > 1:
-        raise ConfigError(
-            f"reward.function names {count} functions {name!r}, and metrics and arguments go by that name; rename one"
-        )
     for name in config.args:
         if name not in short_names:
             raise ConfigError(
@@ -76,9 +72,20 @@ def choose_rewards(config: RewardConfig, own: RewardFunction | None) -> list[Cho
         if args is not None and not isinstance(args, Mapping):
             raise ConfigError(f"reward.args.{name} must be arguments as name: value; got {args!r:.80}")
         one = ChosenReward(name=name, function=function, weight=weight, args=dict(args or {}))
+        chosen += _of_kinds(one, function) if isinstance(function, Mapping) else [one]
+    (name, count), *_ = Counter(one.name for one in chosen).most_common(1)
+    if count > 1:
+        raise ConfigError(
+            f"reward.function names {count} functions {name!r}, and metrics and arguments go by that name; rename one"
+        )
+    for one in chosen:
         _check(one)
-        chosen.append(one)
     return chosen
+
+
+def _of_kinds(one: ChosenReward, functions: Mapping[str, Any]) -> list[ChosenReward]:
+    """The environment's reward where it has one for each kind of task."""
+    return [replace(one, name=kind, function=each, kind=kind) for kind, each in functions.items()]
 
 
 def is_environment_alone(chosen: Sequence[ChosenReward]) -> bool:
@@ -125,7 +132,7 @@ def _check(one: ChosenReward) -> None:
     """Raise ConfigError for a function that cannot be called, or not with its arguments."""
     function = load(one)
     known = KNOWN[shape_of(function)]
-    if one.name == ENVIRONMENT and one.args:
+    if (one.name == ENVIRONMENT or one.kind) and one.args:
         raise ConfigError("reward.args.environment has no effect; an environment takes its arguments from env.args")
     for name in one.args:
         if name in known:

@@ -42,8 +42,10 @@ def load(content: tuple[Sequence[ChosenReward], float]) -> Mapping[str, Callable
 
     def answer(chosen: Sequence[ChosenReward], fields: dict[str, Any]) -> list[dict[str, Any]]:
         transcripts = transcripts_of(fields)
-        verdicts = runner.run(score(chosen, timeout_s * len(transcripts), transcripts))
-        awaits_group = chosen is alone and bool(together)
+        task = transcripts[0].task
+        applied = [one for one in chosen if one.scores(task)]
+        verdicts = runner.run(score(applied, timeout_s * len(transcripts), transcripts))
+        awaits_group = chosen is alone and any(one.scores(task) for one in together)
         return [dataclasses.asdict(dataclasses.replace(each, awaits_group=awaits_group)) for each in verdicts]
 
     return {"score": partial(answer, alone), "score_group": partial(answer, together)}

@@ -52,8 +52,8 @@ class EnvironmentSource(Protocol):
         """Hold this around an episode: it reserves what an environment needs for itself alone, if anything."""
         ...
 
-    async def open(self, seed: int) -> Environment | Program:
-        """A new environment, built with `seed`."""
+    async def open(self, seed: int, task: Task) -> Environment | Program:
+        """A new environment for `task`, with `seed` set."""
         ...
 
 
@@ -261,7 +261,7 @@ class _Play:
         deadline = asyncio.timeout(self.config.env.setup_timeout_s)
         try:
             async with deadline:
-                self.world = await self.environments.open(self.seed)
+                self.world = await self.environments.open(self.seed, self.task)
                 if isinstance(self.world, Environment):
                     self.world.ask = self._ask
                     prompt = prompt_of(plain("reset", await _call("reset", self.world.reset, self.task), Prompt))

@@ -107,8 +107,8 @@ class Tools:
 
     limits: EnvConfig
     task: Task
-    build: Callable[[int], Awaitable[Environment | Program]]
-    """Takes the environment's seed."""
+    build: Callable[[int, Task], Awaitable[Environment | Program]]
+    """Takes the environment's seed and its task."""
     runner: asyncio.Runner
     schemas: list[ToolSchema] = field(default_factory=list)
     world: Environment | None = None
@@ -130,7 +130,7 @@ class Tools:
         return prompt.messages[: users[-1] if users else None]
 
     async def _begin(self) -> Prompt:
-        world = await self.build(0)
+        world = await self.build(0, self.task)
         if isinstance(world, Program):
             raise ConfigError(f"env.name={self.limits.name} is a program, which keeps its tools; name an Environment")
         world.ask, self.world = _nobody, world

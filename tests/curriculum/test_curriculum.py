@@ -141,6 +141,33 @@ def test_balanced_draws_each_kind_equally_and_each_task_of_a_kind_once_a_pass(si
         assert {counts[f"{kind}/{index}"] for index in range(size)} <= {rounds // size, -(-rounds // size)}
 
 
+def test_balanced_draws_kinds_by_weight() -> None:
+    sampler = make_sampler(make_kinds(4, 4, 4), "balanced", weights={"kind 0": 3, "kind 1": 0.5})
+    kinds = Counter(task_id.split("/")[0] for task_id in drawn(sampler, 90))
+    assert kinds == {"0": 60, "1": 10, "2": 20}
+
+
+def test_a_weight_of_a_kind_is_for_all_kinds_below_it() -> None:
+    kinds = ("maths/sums", "maths/products", "code/python", "code/shell")
+    tasks = [Task(id=kind, prompt=(), kind=kind) for kind in kinds]
+    sampler = make_sampler(tasks, "balanced", weights={"maths": 2, "code/python": 1})
+    counts = Counter(drawn(sampler, 80))
+    assert counts == {"maths/sums": 20, "maths/products": 20, "code/python": 20, "code/shell": 20}
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"kind 2": 1}, "weights.kind 2 has no effect: no task is of this kind; did you mean kind"),
+        ({"kind 0": 0}, "weights.kind 0 must be a positive number; got 0"),
+        ({"kind 0": True}, "weights.kind 0 must be a positive number; got True"),
+    ],
+)
+def test_a_weight_that_means_nothing_is_refused(weights: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_sampler(make_kinds(2, 2), "balanced", weights=weights)
+
+
 def test_balanced_needs_two_kinds() -> None:
     with pytest.raises(
         ConfigError, match="curriculum.kind=balanced has no effect where all 3 tasks are of one kind, ''"

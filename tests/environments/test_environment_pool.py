@@ -22,6 +22,8 @@ from rlflow.errors import ConfigError, EnvironmentFailure, EnvironmentLost
 from rlflow.plugins.loading import load_object
 from rlflow.types import Message, Task
 
+TASK = Task(id="t", prompt=({"role": "user", "content": "hi"},))
+
 
 @asynccontextmanager
 async def pool_of(
@@ -36,7 +38,7 @@ async def pool_of(
 
 
 async def opened(pool: EnvironmentPool, seed: int = 0) -> Environment:
-    world = await pool.open(seed)
+    world = await pool.open(seed, TASK)
     assert isinstance(world, Environment)
     return world
 
@@ -73,7 +75,7 @@ async def test_prompts_and_steps_arrive_and_episodes_share_the_processes_out() -
 @pytest.mark.slow
 async def test_a_program_runs_in_the_process() -> None:
     async with pool_of(partial(misbehaving.build, "program")) as pool:
-        program = await pool.open(0)
+        program = await pool.open(0, TASK)
         assert isinstance(program, Program)
         result = await program.run(task_of(""), Endpoint(base_url="http://x", api_key="k", model="m"))
         assert (result.reward, result.metrics) == (1.0, {"turns": 8.0})
@@ -103,7 +105,7 @@ async def test_methods_that_are_not_async_run_in_a_thread_of_their_episode(monke
         await gone(int(steps[0].metrics["pid"]))
         await emptied(pool)
     async with pool_of(partial(misbehaving.build, "plain program")) as pool:
-        program = await pool.open(0)
+        program = await pool.open(0, TASK)
         assert isinstance(program, Program)
         result = await program.run(task_of(), Endpoint(base_url="http://x", api_key="k", model="m"))
         assert result.reward == 0.25
@@ -171,7 +173,7 @@ async def test_what_an_environment_does_wrong_is_a_failure_and_the_process_goes_
 async def test_an_environment_that_cannot_be_built_is_a_failure() -> None:
     async with pool_of(partial(misbehaving.build, "raises")) as pool:
         with pytest.raises(EnvironmentFailure, match=r"^build: OSError: no licence \(misbehaving.py:"):
-            await pool.open(0)
+            await pool.open(0, TASK)
         await emptied(pool)
 
 
@@ -298,7 +300,7 @@ async def test_leases_are_exclusive_and_come_back_whatever_happens() -> None:
         first, second = await opened(pool), await opened(pool)
         for world in (first, second):
             await world.reset(task_of("raise"))
-        opening = asyncio.create_task(pool.open(0))
+        opening = asyncio.create_task(pool.open(0, TASK))
         await asyncio.wait([opening], timeout=0.1)
         assert not opening.done()
         opening.cancel()
@@ -324,7 +326,7 @@ async def test_an_opening_that_is_cancelled_leaves_nothing_open() -> None:
     async with pool_of() as pool:
         openings = []
         for turns in range(8):
-            openings.append(asyncio.create_task(pool.open(0)))
+            openings.append(asyncio.create_task(pool.open(0, TASK)))
             for _ in range(turns):
                 await asyncio.sleep(0)
             openings[-1].cancel()

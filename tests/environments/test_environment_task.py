@@ -14,6 +14,7 @@ from rlflow.environments.pool import EnvironmentPool
 from rlflow.envs.base import Environment
 from rlflow.errors import EnvironmentFailure
 
+TASK = task_of("unused")
 LEFT = "1 task, left\n"
 
 
@@ -33,7 +34,7 @@ async def test_scopes_and_variables_last_from_reset_to_close_however_the_episode
     await pool.start()
 
     async def opened(step: str, file: Path) -> Environment:
-        world = await pool.open(0)
+        world = await pool.open(0, TASK)
         assert isinstance(world, Environment)
         await world.reset(task_of(step, file=file))
         return world
@@ -90,7 +91,7 @@ async def test_a_group_of_tasks_that_breaks_between_steps_fails_the_next_step_an
 ) -> None:
     pool = EnvironmentPool(Scoped)
     try:
-        world, beside = await pool.open(0), await pool.open(1)
+        world, beside = await pool.open(0, TASK), await pool.open(1, TASK)
         assert isinstance(world, Environment) and isinstance(beside, Environment)
         await world.reset(task_of("break the group", file=tmp_path / "broken"))
         await beside.reset(task_of(file=tmp_path / "beside"))

@@ -33,7 +33,7 @@ class OneWorld:
     def lease(self) -> contextlib.AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
 
-    async def open(self, seed: int) -> Environment | Program:
+    async def open(self, seed: int, task: Task) -> Environment | Program:
         self.program.seed = seed
         return self.program
 

@@ -20,7 +20,7 @@ from playing import Episode, call, calling, play
 
 from rlflow.config import EnvConfig, RewardConfig
 from rlflow.environments.find import load_environment
-from rlflow.envs.base import EnvironmentSpec
+from rlflow.envs.base import Environment, EnvironmentSpec
 from rlflow.envs.openenv.env import ActionForm, form_of, observation_text
 from rlflow.envs.openenv.session import OpenEnvError, ServerFull, ServerLost, ServerSlow
 from rlflow.errors import ConfigError
@@ -94,8 +94,9 @@ async def test_twenty_episodes_four_at_a_time(url: str) -> None:
 @pytest.mark.slow
 async def test_a_full_server_says_so_and_a_closed_session_makes_room(url: str) -> None:
     spec = openenv(url, sessions=4)
-    opened = [spec.build(lease) for lease in spec.leases]  # pyright: ignore
+    opened = [spec.build(lease) for lease in spec.leases]
     for environment in opened:
+        assert isinstance(environment, Environment)
         await environment.reset(spec.tasks()[0])
     with pytest.raises(ServerFull, match="env.args.sessions must not exceed the server's max_concurrent_envs"):
         await with_lease(spec, 0, lambda _: "go")

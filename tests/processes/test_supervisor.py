@@ -19,7 +19,7 @@ from rlflow.environments.pool import EnvironmentPool
 
 async def main():
     pool = EnvironmentPool(misbehaving.build)
-    world = await pool.open(0)
+    world = await pool.open(0, misbehaving.task_of())
     await world.reset(misbehaving.task_of("block", reset="print"))
     await world.step(misbehaving.reply_of())
 

@@ -124,7 +124,7 @@ class OneWorld:
     def lease(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
-    async def open(self, seed: int) -> Environment:
+    async def open(self, seed: int, task: Task) -> Environment:
         return self.environment
 
 
@@ -731,7 +731,7 @@ class ThirdFails:
     def lease(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
-    async def open(self, seed: int) -> Environment:
+    async def open(self, seed: int, task: Task) -> Environment:
         self.calls += 1
         if self.calls == 3:
             raise EnvironmentFailure("build: RuntimeError: no licence")
@@ -902,7 +902,7 @@ class Asks(ScriptedEnvironment):
 class Builds(ThirdFails):
     world: type[ScriptedEnvironment] = ScriptedEnvironment
 
-    async def open(self, seed: int) -> Environment:
+    async def open(self, seed: int, task: Task) -> Environment:
         self.built.append(self.world())
         return self.built[-1]
 
@@ -971,12 +971,12 @@ class SomeHang(Builds):
     hanging: frozenset[int] = frozenset()
     refused: frozenset[int] = frozenset()
 
-    async def open(self, seed: int) -> Environment:
+    async def open(self, seed: int, task: Task) -> Environment:
         self.calls += 1
         if self.calls - 1 in self.refused:
             raise EnvironmentFailure("build: RuntimeError: no licence")
         self.world = Hangs if self.calls - 1 in self.hanging else ScriptedEnvironment
-        return await super().open(seed)
+        return await super().open(seed, task)
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ class Worlds:
     def lease(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    async def open(self, seed: int) -> Environment:
+    async def open(self, seed: int, task: Task) -> Environment:
         return Looking(messages=self.messages)
 
 

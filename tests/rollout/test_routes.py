@@ -199,7 +199,7 @@ class World:
     def lease(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
-    async def open(self, seed: int) -> Environment:
+    async def open(self, seed: int, task: Task) -> Environment:
         return SingleTurn()
 
     async def score(self, transcript: Transcript) -> Verdict:

@@ -173,7 +173,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"curriculum.kind": "balanced", "curriculum.args": {"explore": 0.1}},
-        "curriculum.args.explore is not an argument of curriculum.kind=balanced, which takes none",
+        "curriculum.args.explore is not an argument of curriculum.kind=balanced, which takes weights",
     ),
     (
         {"algorithm.kl": "k1"},

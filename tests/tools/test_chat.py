@@ -79,7 +79,7 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 def tools_in(runner: asyncio.Runner, world: type[Environment], **limits: float) -> Tools:
-    async def build(seed: int) -> Environment:
+    async def build(seed: int, task: Task) -> Environment:
         return world()
 
     return Tools(limits=EnvConfig(name="mine", **limits), task=TASK, build=build, runner=runner)  # pyright: ignore

@@ -148,8 +148,8 @@ class _TimedSource:
         self._slowest = slowest
         self.lease = worlds.lease
 
-    async def open(self, seed: int) -> Environment | Program:
-        world = await self._open(seed)
+    async def open(self, seed: int, task: Task) -> Environment | Program:
+        world = await self._open(seed, task)
         for phase in ("run",) if isinstance(world, Program) else ("reset", "step", "close"):
             setattr(world, phase, _timed(getattr(world, phase), phase, self._slowest))
         return world

@@ -90,7 +90,7 @@ async def measure(actors: list[Any], ranks: int, groups: list[ReadyGroup], calls
 async def main(options: argparse.Namespace) -> None:
     draw = random.Random(0)
     groups = [a_group(number, options.group_size, draw) for number in range(options.groups)]
-    actors = [ray.remote(StandIn).options(num_cpus=0).remote() for _ in range(options.actors)]
+    actors: list[Any] = [ray.remote(StandIn).options(num_cpus=0).remote() for _ in range(options.actors)]
     ray.get([actor.__ray_ready__.remote() for actor in actors])
     for ranks in map(int, options.ranks.split(",")):
         print(json.dumps(await measure(actors, ranks, groups, options.calls)), flush=True)

@@ -327,5 +327,5 @@ def test_what_is_sent_to_all_ranks_is_each_episode_once() -> None:
         )
         for number in range(6)
     ]
-    sent = [payload for share in shares(groups, 5, 64) for group in share.groups for payload in group.payloads]
-    assert sorted(sent) == sorted(payload for group in groups for payload in group.payloads)
+    sent = [str(payload) for share in shares(groups, 5, 64) for group in share.groups for payload in group.payloads]
+    assert sorted(sent) == [f"{number}.{index}" for number in range(6) for index in range(8)]

@@ -172,3 +172,15 @@ def test_a_machine_that_does_not_see_the_run_directory_is_named(tmp_path: Path) 
         with running(nodes, run) as process:
             wait_for(process, f"error: the machine {node.ip} does not see run.dir {run}; put it on a file system")
             assert process.wait(TIMEOUT_S) == 2
+
+
+def test_a_machine_with_other_packages_is_named(tmp_path: Path) -> None:
+    others = tmp_path / "packages"
+    about = others / "transformers-1.2.3.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 1.2.3\n")
+    with RayNodes() as nodes:
+        (node,) = nodes.add("training", cpus=3, finds_first=others)
+        with running(nodes, tmp_path / "run") as process:
+            wait_for(process, f"error: packages differ: {node.ip} has transformers 1.2.3, where the driver has ")
+            assert process.wait(TIMEOUT_S) == 2

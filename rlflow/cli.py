@@ -135,8 +135,8 @@ def _check_folder() -> None:
         os.getcwd()
     except FileNotFoundError:
         raise RunError(
-            "the current folder has been removed; change to one that is there. In a job of a Ray cluster Ray made it, and "
-            "nodes that share a folder for Ray's sessions remove it for each other: start each with its own --temp-dir"
+            "the current folder has been removed; change to one that is there. Ray makes that of a job, and nodes that "
+            "share a folder for Ray's sessions remove it for each other: start each with a --temp-dir of its own"
         ) from None
 
 

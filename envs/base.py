@@ -110,10 +110,15 @@ class Endpoint:
     """Where a program finds the policy, for this episode alone."""
 
     base_url: str
-    """OpenAI-compatible, on loopback, such as http://127.0.0.1:41234/<secret>/v1."""
+    """For OpenAI's packages; on loopback, such as http://127.0.0.1:41234/<secret>/v1."""
     api_key: str
     """Anything will do: the secret is in the URL."""
     model: str
+
+    @property
+    def root_url(self) -> str:
+        """What Anthropic's package takes as base_url: it adds /v1 itself."""
+        return self.base_url.removesuffix("/v1")
 
 
 @dataclass(kw_only=True, slots=True)

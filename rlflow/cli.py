@@ -46,6 +46,7 @@ _VERBS = {
         _Words.hydra,
     ),
     "stop": _Verb("have a run finish its step, save and end", "rlflow.tools.stop"),
+    "status": _Verb("what a run does now, and what each of its processes waits for", "rlflow.tools.runs.status"),
     "runs": _Verb("list the runs below a folder: rlflow runs [FOLDER] [--json]", "rlflow.tools.runs.command"),
     "compare": _Verb("lay the curves of runs side by side: rlflow compare A B ...", "rlflow.tools.runs.compare"),
     "recipes": _Verb("list the recipes, or print one", "rlflow.tools.recipes"),

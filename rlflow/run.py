@@ -260,7 +260,10 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stoppe
         held_out=observer.held_out,
     )
     stopper.hand_to(driver.request_stop)
-    watch = asyncio.create_task(_watch_engines(fleet, driver))
+    beside = [
+        asyncio.create_task(_watch_engines(fleet, driver)),
+        asyncio.create_task(observer.status.keep(driver.describe)),
+    ]
     try:
         state = run.run_dir.state
         if state is not None and run.run_dir.resume_from is not None:
@@ -274,7 +277,8 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stoppe
         return driver.step
     finally:
         stopper.hand_to(None)
-        watch.cancel()
+        for task in beside:
+            task.cancel()
         with first_error_stands():
             await asyncio.to_thread(ledger.close)  # waits for the disk
 

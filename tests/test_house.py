@@ -42,10 +42,10 @@ RUN = ("run", "workers", "processes", "algorithms", "curriculum")
 
 BUDGETS = {
     "front door, driver and groups": 5_465,
-    "what a run can reach": 38_490,
+    "what a run can reach": 39_520,
     "tools": 8_935,
-    "envs": 5_550,
-    "all product Python": 51_500,
+    "envs": 5_575,
+    "all product Python": 52_530,
 }
 MAX_FILE, MAX_FUNCTION, MAX_LOOSE_FILES = 450, 80, 12
 

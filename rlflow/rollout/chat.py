@@ -26,6 +26,7 @@ from rlflow.rollout.images import Album
 from rlflow.rollout.render import ChatRenderer
 from rlflow.rollout.requests import Completion, GenerateRequest
 from rlflow.rollout.samples import turn_of
+from rlflow.rollout.stopping import stopped
 from rlflow.types import NO_VERSION, EpisodeEnd, ImageSpan, Message, ToolCall, Turn
 
 Value = TypeVar("Value")
@@ -85,6 +86,8 @@ class Chat:
         self._prefix_key = prefix_key
         self._executor = executor
         self._album = album or Album(None)
+        self.template_args = config.rollout.template_args
+        """What every conversation tells the chat template."""
         self._said: dict[bytes, _Said] = {}
         self._agents: set[tuple[str, bool]] = set()
         self._num_asked = 0
@@ -111,10 +114,12 @@ class Chat:
         agent: str = POLICY,
         trainable: bool = True,
         max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
         given: Message | None = None,
     ) -> Reply:
         """Sample the reply of `agent` to a conversation, or record the one that is `given`.
 
+        The reply ends with the token that completes one of `stop`, which is part of its text.
         Only a `trainable` agent's tokens are recorded in `turns`. Raises NoReply if a limit of the episode forbids the
         reply (`end` says which), TemplateRefused if the chat template does not take the conversation,
         EnvironmentFailure for a text that spells an image's token, and whatever the engine raises (`failure` keeps it).
@@ -141,6 +146,8 @@ class Chat:
             request = self._request(prompt_ids, images, number, max_new_tokens, parent)
             if given is None:
                 completion = await self._generate(request)
+                if stop:
+                    completion = await self._aside(stopped, completion, request, stop, self._renderer.parse)
             else:
                 ids = await self._aside(self._renderer.given, messages, given, tools)
                 completion = self._demonstrated(ids, request)
@@ -150,6 +157,10 @@ class Chat:
         except Exception as error:
             self.failure = self.failure or error
             raise
+
+    async def count(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
+        """Tokens of a conversation that begins anew, up to its next reply. Raises TemplateRefused."""
+        return len(await self._aside(self._renderer.prompt, messages, tools))
 
     async def taken_up(self, messages: Sequence[Message]) -> list[Message]:
         """Messages of an environment, with the keys of their images. Raises EnvironmentFailure for an image that cannot

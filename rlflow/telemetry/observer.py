@@ -27,6 +27,7 @@ from rlflow.telemetry.health import Alarm, Health
 from rlflow.telemetry.metrics import MetricsFile, StepRecord
 from rlflow.telemetry.record import step_record
 from rlflow.telemetry.report.report import write_report
+from rlflow.telemetry.status import StatusFile
 from rlflow.telemetry.trace import Trace
 from rlflow.telemetry.trackers import Tracker, open_trackers
 
@@ -68,6 +69,7 @@ class RunObserver:
         is_asynchronous = config.staleness.max_versions > 0
         self._console = Console(config.run.steps, run_dir.path, before=before, is_asynchronous=is_asynchronous)
         self._killed = KilledLog(run_dir.path)
+        self.status = StatusFile(run_dir.path, self.alarm)
         failed = None if setback is None else self._tell_of_tracker  # at first, a person is there who can mend it
         self._trackers = open_trackers(config.trackers, run_dir.path, flatten(plain(config)), failed)
         self._closing = ExitStack()
@@ -96,6 +98,7 @@ class RunObserver:
 
     def phase(self, name: str) -> None:
         self._console.phase(name)
+        self.status.phase(name)
 
     def dropped(self, group_id: int, reason: DropReason, detail: str) -> None:
         if reason in (DropReason.FAILED, DropReason.NO_VERDICT):

@@ -59,13 +59,14 @@ async def test_the_task_is_its_standard_input_and_its_last_line_the_result() -> 
 
 async def test_the_endpoint_and_the_seed_are_in_the_environment() -> None:
     program = CommandProgram(
-        ("/bin/sh", "-c", "env | grep -E '^(OPENAI_BASE_URL|RLFLOW_)'; false"), os.getcwd(), "site-2"
+        ("/bin/sh", "-c", "env | grep -E '^(OPENAI_BASE_URL|ANTHROPIC_BASE_URL|RLFLOW_)'; false"), os.getcwd(), "site-2"
     )
     program.seed = 12
     with pytest.raises(EnvironmentFailure) as failure:
         await program.run(TASK, ENDPOINT)
     text = str(failure.value)
     assert "OPENAI_BASE_URL=http://127.0.0.1:9/s/v1\n" in text
+    assert "ANTHROPIC_BASE_URL=http://127.0.0.1:9/s\n" in text
     assert "RLFLOW_SEED=12" in text
     assert "RLFLOW_LEASE=site-2\n" in text
 

@@ -3,81 +3,22 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import aiohttp
 import pytest
-from letters import AB, LetterRenderer, ScriptedEngine, ids_of, limits
+from letters import AB, LetterRenderer, ids_of, limits
 from listening import listeners
+from visiting import ADD, CALL, USER, visiting
 
-from rlflow.envs.base import Endpoint
 from rlflow.errors import EngineLost, TemplateRefused
 from rlflow.rollout.chat import Chat
 from rlflow.rollout.client import EngineClient, RemoteCalls
-from rlflow.rollout.gateway.server import MAX_BODY_BYTES, Gateway
+from rlflow.rollout.gateway.server import MAX_BODY_BYTES
 from rlflow.rollout.requests import Completion, FinishReason, GenerateRequest
 from rlflow.rollout.samples import chains_of, sample_of
 from rlflow.types import EpisodeEnd
-
-USER: dict[str, Any] = {"role": "user", "content": "hi"}
-ADD: dict[str, Any] = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
-}
-CALL = '<tool_call>{"name": "add",  "arguments": {"b": 2, "a": 1}}</tool_call>'
-
-
-@dataclass
-class Visit:
-    """One episode at a gateway, and a client."""
-
-    gateway: Gateway
-    endpoint: Endpoint
-    chat: Chat
-    engine: ScriptedEngine
-    http: aiohttp.ClientSession
-
-    async def post(self, **fields: Any) -> tuple[int, dict[str, Any]]:
-        body = {"model": "gpt-4o", "messages": [USER], **fields}
-        async with self.http.post(f"{self.endpoint.base_url}/chat/completions", json=body) as answer:
-            return answer.status, await answer.json()
-
-    async def events(self, **fields: Any) -> list[str]:
-        """The lines of a stream that are not empty."""
-        body = {"messages": [USER], "stream": True, **fields}
-        async with self.http.post(f"{self.endpoint.base_url}/chat/completions", json=body) as answer:
-            assert answer.headers["Content-Type"].startswith("text/event-stream")
-            return [line for line in (await answer.text()).splitlines() if line]
-
-    async def asked(self, count: int) -> None:
-        """Wait until the engine was asked `count` times."""
-        async with asyncio.timeout(5):
-            while len(self.engine.requests) < count:
-                await asyncio.sleep(0)
-
-
-@asynccontextmanager
-async def visiting(
-    *replies: str | Exception,
-    finish_reason: FinishReason = "stop",
-    is_open: bool = True,
-    keep_alive_s: float = 10.0,
-    **changes: Any,
-) -> AsyncIterator[Visit]:
-    engine = ScriptedEngine(list(replies), finish_reason)
-    if is_open:
-        engine.is_open.set()
-    chat = Chat(engine, LetterRenderer(), limits(**changes), seed=3)
-    gateway = Gateway(keep_alive_s=keep_alive_s)
-    await gateway.start()
-    try:
-        async with aiohttp.ClientSession() as http:
-            yield Visit(gateway, gateway.open(chat), chat, engine, http)
-    finally:
-        await gateway.stop()
 
 
 async def test_a_conversation_goes_on_with_the_tokens_that_were_sampled() -> None:
@@ -225,14 +166,24 @@ async def test_sampling_settings_are_the_runs() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n": 2}, "`n` = 2 is not served: one reply is sampled for each request; send several requests"),
+        ({"n": 129}, "`n` = 129 is not served: one request has 128 replies at most"),
+        ({"n": 0}, "`n` must be a positive number; got 0"),
+        ({"stop": [1]}, "`stop` must be a text or a list of texts; got [1]"),
+        ({"response_format": {"type": "regex"}}, "a reply's format must be text, json_object or json_schema with a "),
+        ({"response_format": {"type": "json_schema"}}, 'json_schema with a schema; got "json_schema"'),
+        ({"tool_choice": "required"}, "`tool_choice` requires a call, and `tools` has none"),
         (
-            {"stop": ["\n"]},
-            '`stop` = ["\\n"] is not served: replies end where the model ends them; cut the text in the ',
+            {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+            '`tool_choice` names the tool "sub"; there are ["add"]',
         ),
-        ({"response_format": {"type": "json_object"}}, "replies are not constrained"),
-        ({"tool_choice": "required"}, "a call cannot be forced; send auto or none"),
-        ({"max_tokens": 0}, "`max_tokens` must be a positive number of tokens; got 0"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "send auto, none, required or the name of one tool"),
+        ({"guided_json": {"type": "object"}}, "replies are not constrained; ask for the form in the prompt"),
+        ({"top_logprobs": 5}, "only the sampled tokens' log-probabilities are known"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            "is not what the run tells the template, {}; set rollout.template_args for the whole run",
+        ),
+        ({"max_tokens": 0}, "`max_tokens` must be a positive number; got 0"),
         ({"messages": []}, "`messages` must be a list of at least one; got []"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0] must be an object whose `role` is one of"),
         (
@@ -296,9 +247,13 @@ async def test_only_the_url_of_an_open_episode_is_served() -> None:
             assert (await answer.json())["error"]["message"] == "no episode has this URL"
         async with visit.http.get(f"{visit.endpoint.base_url}/models", headers={"Authorization": "Bearer x"}) as answer:
             assert [model["id"] for model in (await answer.json())["data"]] == [visit.endpoint.model]
-        async with visit.http.post(f"{visit.endpoint.base_url}/responses", json={}) as answer:
+        async with visit.http.post(f"{visit.endpoint.base_url}/completions", json={}) as answer:
             assert answer.status == 404
-            assert "POST v1/responses is not served" in (await answer.json())["error"]["message"]
+            message = (await answer.json())["error"]["message"]
+        assert message == (
+            "POST v1/completions is not served; there are GET v1/models and POST v1/chat/completions, v1/responses, "
+            "v1/messages"
+        )
         visit.gateway.close(visit.endpoint)
         status, ended = await visit.post()
         assert (status, ended["error"]["message"]) == (410, "the episode of this URL has ended")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,10 @@ from rlflow.config import Config
 from rlflow.errors import RunError
 from rlflow.rundir.directory import claim, plain
 from rlflow.rundir.lock import hold, is_held
+from rlflow.telemetry.status import Status, StatusFile, read_status
 from rlflow.tools.runs.compare import welch
+from rlflow.tools.runs.read import read_run
+from rlflow.tools.runs.status import lines
 
 
 def write_run(
@@ -205,3 +210,53 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytes
     assert main(["compare", *map(str, runs), "--html", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"rlflow: error: --html={tmp_path} cannot be written (Is a directory); give another file"
+
+
+def test_the_status_of_a_run_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run", [0.25, 0.5], {2: 0.75})
+    began = {"step": 1, "name": "entropy", "state": "began", "since": 1, "level": 1, "what": "0.01 nats"}
+    ended = {**began, "name": "truncation", "state": "ended"}
+    alarms = [{**each, "cause": "a rate", "remedy": "a lower one"} for each in (began, ended)]
+    (folder / "alarms.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in alarms))
+    found = read_run(folder)
+    running = replace(found, state="running")
+    head = f"{folder}: running, step 2 of 10, reward 0.5, held-out 0.75 at step 2"
+    alarm = "alarm: entropy since step 1: 0.01 nats. Likely cause: a rate. Try: a lower one"
+    assert lines(running, None, 100.0) == [head, alarm, "it has not said yet what it does"]
+    status = Status(written_s=97.0, phase="waiting", phase_since_s=90.0, doing=["engine 0: up"])
+    assert lines(running, status, 100.0) == [head, alarm, "waiting, for 7.0 s (3.0 s ago)", "engine 0: up"]
+    assert lines(running, status, 200.0)[2].startswith("its driver has written nothing for 1m 43s: it is stuck, or")
+    assert lines(found, status, 100.0)[0].startswith(f"{folder}: interrupted")
+    assert len(lines(found, status, 100.0)) == 2
+    assert main(["status", str(folder), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["state"], facts["step"], facts["silent_s"], len(facts["alarms"])) == ("interrupted", 2, None, 1)
+
+
+async def test_a_status_is_written_while_a_run_goes_on_and_a_full_disk_does_not_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    file = StatusFile(tmp_path, told.append)
+    assert read_status(tmp_path) is None
+    file.phase("starting")
+    assert (status := read_status(tmp_path)) is not None
+    assert (status.phase, status.doing) == ("starting", [])
+    keeping = asyncio.create_task(file.keep(lambda: "engine 0: up\nengine 1: gone"))
+    await asyncio.sleep(0)
+    file.phase("training")
+    assert (status := read_status(tmp_path)) is not None
+    assert (status.phase, status.doing) == ("training", ["engine 0: up", "engine 1: gone"])
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+    def refuse(*_: object) -> None:
+        raise RunError("the disk is full")
+
+    monkeypatch.setattr("rlflow.telemetry.status.write_whole", refuse)
+    for phase in ("saving", "training"):
+        file.phase(phase)
+    assert len(told) == 1 and "status.json cannot be written: the disk is full" in told[0]
+    (tmp_path / "status.json").write_text("[]")
+    with pytest.raises(RunError, match="does not hold the status of a run"):
+        read_status(tmp_path)

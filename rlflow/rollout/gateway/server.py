@@ -1,12 +1,19 @@
-"""An OpenAI-compatible endpoint through which any program speaks to the policy, and is trained.
+"""The endpoint through which any program speaks to the policy, and is trained.
 
-    program -> POST <base_url>/chat/completions -> Chat.reply -> engines        one secret base URL for each episode
+    program -> POST <base_url>/chat/completions -> Api.read -> Chat.reply -> Api.answer      one secret URL an episode
+                              /responses
+                              /messages
 
 The chat records every token that was sampled. The gateway keeps only the replies that it sent, to recognise them when
-the program sends them back (`wire.SentReplies`). It listens on loopback only, in the event loop of its runner.
+the program sends them back (`sent.SentReplies`). It listens on loopback only, in the event loop of its runner.
 
-Served: `messages` of text, `tools`, `tool_choice` auto or none, `stream`, `max_tokens`, `logprobs`. A stream sends
-comments while the reply is being sampled, then the whole reply. Sampling settings such as `temperature` are accepted
+Served: text, tools, and what the three APIs say of them. A stream sends comments while the reply is being sampled, then
+the whole reply as events.
+
+Replies are not constrained, because a constrained token has another distribution than the policy's, which is what is
+trained. A forced call (`tool_choice`) or a format (`response_format`) becomes a sentence at the end of the last
+message; a reply that does otherwise is the policy's mistake, and the program sees it. A stop string cuts a reply that
+was sampled in whole. Each of `n` replies is a sample of its own. Sampling settings such as `temperature` are accepted
 and counted without effect, because training needs the run's own. A model named `untrained/judge` is the policy as
 another agent, which is not trained on. Anything else is refused with status 400 and the reason.
 """
@@ -19,20 +26,27 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from aiohttp import web
 
 from rlflow.envs.base import Endpoint
 from rlflow.errors import EnvironmentFailure, NoReply, TemplateRefused, first_line
 from rlflow.rollout.chat import Chat, Reply
+from rlflow.rollout.gateway.anthropic import MESSAGES
+from rlflow.rollout.gateway.completions import COMPLETIONS
+from rlflow.rollout.gateway.responses import RESPONSES
+from rlflow.rollout.gateway.sent import SentReplies
 from rlflow.rollout.gateway.wire import (
+    Answered,
+    Api,
     ChatRequest,
     JsonObject,
     Refused,
-    SentReplies,
-    answer_of,
-    read_request,
-    shown_message,
+    event,
+    excerpt,
+    instructed,
+    shown_reply,
 )
 from rlflow.runtime.deadlines import within
 from rlflow.types import EpisodeEnd, Message
@@ -49,6 +63,9 @@ KEEP_ALIVE_S = 10.0
 """Seconds between the comments of a stream that waits for its reply."""
 STOP_TIMEOUT_S = 10.0
 
+APIS = {"chat/completions": COMPLETIONS, "responses": RESPONSES, "messages": MESSAGES}
+"""Path below the base URL -> what it speaks."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -59,8 +76,10 @@ class _Visit:
     chat: Chat
     endpoint: Endpoint
     sent: SentReplies = field(default_factory=SentReplies)
-    replies: set[asyncio.Task[Reply]] = field(default_factory=set)
-    """Replies under way."""
+    remembered: dict[str, list[Message]] = field(default_factory=dict)
+    """The id of an answer -> its conversation. The limits of the episode bound both."""
+    replies: set[asyncio.Task[list[Reply]]] = field(default_factory=set)
+    """Replies under way, of each request."""
     failed: asyncio.Event = field(default_factory=asyncio.Event)
     metrics: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(
@@ -71,7 +90,7 @@ class _Visit:
     def count(self, name: str) -> None:
         self.metrics[f"gateway/{name}"] += 1
 
-    def note_end(self, reply: asyncio.Task[Reply]) -> None:
+    def note_end(self, reply: asyncio.Task[list[Reply]]) -> None:
         self.replies.discard(reply)
         error = None if reply.cancelled() else reply.exception()
         if error is not None and not isinstance(error, NoReply | TemplateRefused | EnvironmentFailure):
@@ -85,9 +104,11 @@ class Gateway:
         self._keep_alive_s = keep_alive_s
         self._visits: dict[str, _Visit] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
-        self._num_replies = 0
+        self._num_answers = 0
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
-        app.router.add_post("/{secret}/v1/chat/completions", self._complete)
+        for path, api in APIS.items():
+            app.router.add_post(f"/{{secret}}/v1/{path}", partial(self._serve, api))
+        app.router.add_post("/{secret}/v1/messages/count_tokens", self._count_tokens)
         app.router.add_get("/{secret}/v1/models", self._models)
         app.router.add_route("*", "/{secret}/{rest:.*}", self._unknown)
         # A client that hangs up cancels its handler and so the sampling. No access log, because URLs hold the secrets.
@@ -156,25 +177,36 @@ class Gateway:
 
     async def _unknown(self, request: web.Request) -> web.Response:
         self._visit_of(request)
+        rest = request.match_info["rest"]
+        cure = "; leave /v1 out of the base URL of a package that adds it" if rest.startswith("v1/v1/") else ""
         raise Refused(
-            f"{request.method} {request.match_info['rest']} is not served; there are POST v1/chat/completions and "
-            "GET v1/models",
+            f"{request.method} {rest} is not served; there are GET v1/models and POST "
+            f"{', '.join(f'v1/{path}' for path in APIS)}{cure}",
             status=404,
             code="not_found",
         )
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        visit = self._visit_of(request)
+        asked = MESSAGES.read(await _fields_of(request), visit.remembered)
+        try:
+            count = await visit.chat.count(_resolved(visit, asked), asked.tools)
+        except TemplateRefused as error:
+            raise _refusal_of(error, visit) from error
+        return web.json_response({"input_tokens": count})
+
+    async def _serve(self, api: Api, request: web.Request) -> web.StreamResponse:
         visit = self._visit_of(request)
         visit.count("requests")
         try:
-            asked = read_request(await request.read())
+            asked = api.read(await _fields_of(request), visit.remembered)
             if asked.ignored:
                 visit.count("sampling_ignored")
-            async with _reply_of(visit, asked) as reply:
+            async with _replies_to(visit, asked) as replies:
                 if asked.is_stream:
-                    return await self._stream(request, visit, asked, reply)
-                shown = await _shown_reply(visit, asked, reply)
-            return web.json_response(answer_of(shown, reply.result().turn, asked, head=self._head())[0])
+                    return await self._stream(request, visit, api, asked, replies)
+                await asyncio.wait((replies,))
+            return web.json_response(self._answer(visit, api, asked, replies))
         except (Refused, web.HTTPException):
             visit.count("refused")
             raise
@@ -183,32 +215,65 @@ class Gateway:
             raise
 
     async def _stream(
-        self, request: web.Request, visit: _Visit, asked: ChatRequest, reply: asyncio.Task[Reply]
+        self,
+        request: web.Request,
+        visit: _Visit,
+        api: Api,
+        asked: ChatRequest,
+        replies: asyncio.Task[list[Reply]],
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         # The status is sent with the first comment, so a reply that fails at once still gets a status of its own.
-        while not (await asyncio.wait((reply,), timeout=self._keep_alive_s))[0]:
+        while not (await asyncio.wait((replies,), timeout=self._keep_alive_s))[0]:
             await _write(request, response, ": the reply is being sampled\n\n")
         try:
-            shown = await _shown_reply(visit, asked, reply)
+            answer = self._answer(visit, api, asked, replies)
         except Refused as refusal:
             if not response.prepared:
                 raise
             visit.count("refused")
-            await _write(request, response, _event(refusal.body()))
+            await _write(request, response, event(refusal.body(), "error"))
             return response
-        chunks = answer_of(shown, reply.result().turn, asked, head=self._head())
-        await _write(request, response, "".join(map(_event, chunks)) + "data: [DONE]\n\n")
+        await _write(request, response, api.stream(answer, asked))
         return response
 
-    def _head(self) -> JsonObject:
-        self._num_replies += 1
-        return {"id": f"chatcmpl-{self._num_replies}", "created": int(time.time()), "model": MODEL}
+    def _answer(self, visit: _Visit, api: Api, asked: ChatRequest, replies: asyncio.Task[list[Reply]]) -> JsonObject:
+        """What the program is sent for replies that have ended. Raises Refused if there is none."""
+        if replies.cancelled():
+            raise Refused("the episode ended before the reply did", status=410, code="episode_ended")
+        error = replies.exception()
+        if error is not None:
+            raise _refusal_of(error, visit) from error
+        shown = [shown_reply(reply.message, reply.turn, asked) for reply in replies.result()]
+        for each, reply in zip(shown, replies.result(), strict=True):
+            visit.sent.add(each.message, reply.message, asked)
+        self._num_answers += 1
+        answer = api.answer(
+            Answered(request=asked, shown=shown, number=self._num_answers, created_s=int(time.time()), model=MODEL)
+        )
+        if asked.kept is not None:
+            visit.remembered[answer["id"]] = [*asked.kept, shown[0].message]
+        return answer
+
+
+async def _fields_of(request: web.Request) -> JsonObject:
+    try:
+        fields = json.loads(await request.read())
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the body is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise Refused(f"the body must be a JSON object; got {excerpt(fields)}")
+    return fields
+
+
+def _resolved(visit: _Visit, asked: ChatRequest) -> list[Message]:
+    """The conversation as the chat knows it."""
+    return instructed(visit.sent.resolve(asked.messages), asked.instruction)
 
 
 @asynccontextmanager
-async def _reply_of(visit: _Visit, asked: ChatRequest) -> AsyncIterator[asyncio.Task[Reply]]:
-    """The task of the reply, which is cancelled at the end of the block."""
+async def _replies_to(visit: _Visit, asked: ChatRequest) -> AsyncIterator[asyncio.Task[list[Reply]]]:
+    """The task of the replies, which is cancelled at the end of the block."""
     if visit.chat.failure is not None:
         raise _refusal_of(visit.chat.failure, visit)
     if len(visit.replies) >= MAX_OPEN_REQUESTS:
@@ -217,36 +282,41 @@ async def _reply_of(visit: _Visit, asked: ChatRequest) -> AsyncIterator[asyncio.
             status=429,
             code="rate_limit_exceeded",
         )
-    messages = visit.sent.resolve(asked.messages)
-    reply = asyncio.create_task(
-        visit.chat.reply(
-            messages,
-            asked.tools,
-            agent=asked.agent,
-            trainable=asked.is_trainable,
-            max_new_tokens=asked.max_new_tokens,
+    if not asked.template_args.items() <= visit.chat.template_args.items():
+        raise Refused(
+            f"`chat_template_kwargs` = {excerpt(asked.template_args)} is not what the run tells the template, "
+            f"{excerpt(visit.chat.template_args)}; set rollout.template_args for the whole run",
+            param="chat_template_kwargs",
         )
-    )
-    visit.replies.add(reply)
-    reply.add_done_callback(visit.note_end)
+    replies = asyncio.create_task(_sample(visit.chat, asked, _resolved(visit, asked)))
+    visit.replies.add(replies)
+    replies.add_done_callback(visit.note_end)
     try:
-        yield reply
+        yield replies
     finally:
-        reply.cancel()
+        replies.cancel()
 
 
-async def _shown_reply(visit: _Visit, asked: ChatRequest, reply: asyncio.Task[Reply]) -> Message:
-    """The message that the program is sent. Raises Refused if there is no reply."""
-    await asyncio.wait((reply,))
-    if reply.cancelled():
-        raise Refused("the episode ended before the reply did", status=410, code="episode_ended")
-    error = reply.exception()
-    if error is not None:
-        raise _refusal_of(error, visit) from error
-    result = reply.result()
-    shown = shown_message(result.message, result.turn)
-    visit.sent.add(shown, result.message, len(asked.messages))
-    return shown
+async def _sample(chat: Chat, asked: ChatRequest, messages: list[Message]) -> list[Reply]:
+    """All replies; if one fails, the others are cancelled."""
+    replies = [
+        asyncio.create_task(
+            chat.reply(
+                messages,
+                asked.tools,
+                agent=asked.agent,
+                trainable=asked.is_trainable,
+                max_new_tokens=asked.max_new_tokens,
+                stop=asked.stop,
+            )
+        )
+        for _ in range(asked.num_replies)
+    ]
+    try:
+        return await asyncio.gather(*replies)
+    finally:
+        for reply in replies:
+            reply.cancel()
 
 
 def _refusal_of(error: BaseException, visit: _Visit) -> Refused:
@@ -275,7 +345,3 @@ async def _write(request: web.Request, response: web.StreamResponse, text: str) 
     if not response.prepared:
         await response.prepare(request)
     await response.write(text.encode())
-
-
-def _event(body: JsonObject) -> str:
-    return f"data: {json.dumps(body)}\n\n"

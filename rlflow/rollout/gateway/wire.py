@@ -1,16 +1,18 @@
-"""OpenAI's chat completions on the wire <-> our messages. Pure.
+"""What the APIs of the gateway have in common. Pure.
 
-    body of a request -> ChatRequest          reply -> completion object, or the chunks of a stream
+    fields of a request -> Api.read -> ChatRequest        replies -> Api.answer -> body -> Api.stream -> events
 
-A setting that cannot be served faithfully is refused with the reason. Sampling settings are ignored: the run's apply.
+Each API is one file: `completions`, `responses`, `anthropic`. A setting that cannot be served faithfully is refused
+with the reason. Sampling settings are ignored: the run's apply.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from rlflow.envs.base import POLICY, ToolSchema
+from rlflow.rollout.stopping import first_stop
 from rlflow.rollout.tool_calls import CallStyle, without_calls
 from rlflow.types import ROLES, FunctionCall, Message, ToolCall, Turn
 
@@ -25,29 +27,40 @@ SAMPLING = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+    "reasoning_effort",
+    "reasoning",
+    "thinking",
+    "verbosity",
 )
 """Accepted without effect, because what is trained on must be sampled with the run's settings."""
 
 UNTRAINED = "untrained/"
 """A model of this prefix and an agent's name is the policy in that role; it is not trained on these replies."""
 
-_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "n": ((1,), "one reply is sampled for each request; send several requests"),
-    "stop": (([], ""), "replies end where the model ends them; cut the text in the program"),
-    "response_format": (({"type": "text"},), "replies are not constrained; ask for the format in the prompt"),
-    "logit_bias": (({},), "replies are sampled as the run says"),
-    "functions": (([],), "send `tools`"),
-    "function_call": (("auto", "none"), "send `tool_choice`"),
-    "modalities": ((["text"],), "there is only text"),
-    "audio": ((), "there is only text"),
-    "top_logprobs": ((0,), "only the sampled tokens' log-probabilities are known"),
-    "chat_template_kwargs": (({},), "set rollout.template_args for the whole run"),
-}
+NOT_CONSTRAINED = "replies are not constrained; ask for the form in the prompt"
+
+Unserved: TypeAlias = Mapping[str, tuple[tuple[object, ...], str]]
 """Setting -> the values that change nothing, and the answer to any other value."""
+
+NOT_SERVED: Unserved = {
+    "logit_bias": (({},), "replies are sampled as the run says"),
+    "bad_words": (([],), "replies are sampled as the run says"),
+    "min_tokens": ((0,), "replies end where the model ends them"),
+    "ignore_eos": ((False,), "replies end where the model ends them"),
+    "stop_token_ids": (([],), "send `stop`"),
+    "structured_outputs": ((), NOT_CONSTRAINED),
+    "guided_json": ((), NOT_CONSTRAINED),
+    "guided_regex": ((), NOT_CONSTRAINED),
+    "guided_choice": ((), NOT_CONSTRAINED),
+    "guided_grammar": ((), NOT_CONSTRAINED),
+    "continue_final_message": ((False,), "a reply begins anew; end the conversation with a message of the user"),
+    "top_logprobs": ((0,), "only the sampled tokens' log-probabilities are known"),
+}
+"""What no API serves."""
 
 
 class Refused(Exception):
-    """A request that is not served; becomes the answer that OpenAI's own server would give."""
+    """A request that is not served."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str = "") -> None:
         super().__init__(message)
@@ -56,125 +69,255 @@ class Refused(Exception):
         self.param = param
 
     def body(self) -> JsonObject:
+        """The answer, which the clients of OpenAI and of Anthropic both understand."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param or None, "code": self.code}}
+        error = {"message": str(self), "type": kind, "param": self.param or None, "code": self.code}
+        return {"type": "error", "error": error}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ChatRequest:
     """A program's request."""
 
+    fields: JsonObject
+    """All of its body."""
     messages: list[Message]
     """As the program sent them; earlier replies are as it was shown them, without the markup of tool calls."""
     tools: list[ToolSchema]
-    agent: str
-    is_trainable: bool
+    instruction: str = ""
+    """What the policy is told of the form of its reply, at the end of the last message; it may do otherwise."""
     max_new_tokens: int | None
-    is_stream: bool
-    with_usage: bool
-    """True if a stream ends with the numbers of tokens."""
-    with_logprobs: bool
-    ignored: tuple[str, ...]
-    """The settings that were sent and have no effect."""
+    stop: tuple[str, ...] = ()
+    """The reply ends with the first of them."""
+    num_replies: int = 1
+    template_args: JsonObject = field(default_factory=dict)
+    """What the chat template should be told; served only if the run tells it that anyway."""
+    with_logprobs: bool = False
+    has_object_arguments: bool = False
+    """Whether the API can say only calls whose arguments are a JSON object."""
+    kept: list[Message] | None = None
+    """The conversation that a later request names by the id of the answer; None if the API has no such names."""
+
+    @property
+    def is_stream(self) -> bool:
+        return bool(self.fields.get("stream"))
+
+    @property
+    def is_trainable(self) -> bool:
+        return not self._model.startswith(UNTRAINED)
+
+    @property
+    def agent(self) -> str:
+        return POLICY if self.is_trainable else self._model.removeprefix(UNTRAINED) or POLICY
+
+    @property
+    def ignored(self) -> list[str]:
+        """The settings that were sent and have no effect."""
+        ignored = [name for name in SAMPLING if self.fields.get(name) is not None]
+        choice = self.fields.get("tool_choice")
+        if self.fields.get("parallel_tool_calls") is False:
+            ignored.append("parallel_tool_calls")
+        if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
+            ignored.append("disable_parallel_tool_use")
+        return ignored
+
+    @property
+    def _model(self) -> str:
+        return str(self.fields.get("model") or "")
 
 
-def read_request(body: bytes) -> ChatRequest:
-    """The request in a body. Raises Refused."""
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"the body is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise Refused(f"the body must be a JSON object; got {_shown(fields)}")
-    for name, (harmless, reason) in _REFUSED.items():
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Shown:
+    """A reply as a program sees it."""
+
+    message: Message
+    turn: Turn
+    stop: str = ""
+    """The stop string that ended it; the message ends before it."""
+
+    @property
+    def finish_reason(self) -> str:
+        return "tool_calls" if "tool_calls" in self.message else self.turn.finish_reason
+
+    @property
+    def logprobs(self) -> list[JsonObject]:
+        """Of each sampled token. Tokens are named by their ids, as with vLLM's `return_tokens_as_token_ids`."""
+        return [
+            {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in zip(self.turn.output_ids, self.turn.logprobs, strict=True)
+        ]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Answered:
+    """A request with its replies, one or more."""
+
+    request: ChatRequest
+    shown: Sequence[Shown]
+    number: int
+    """No other answer of the gateway has it."""
+    created_s: int
+    """Seconds since 1970."""
+    model: str
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.shown[0].turn.prompt_ids)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(shown.turn.output_ids) for shown in self.shown)
+
+
+Remembered: TypeAlias = Mapping[str, list[Message]]
+"""The id of an answer -> its conversation, with the reply as the program saw it."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Api:
+    """One way of speaking to the policy."""
+
+    read: Callable[[JsonObject, Remembered], ChatRequest]
+    """Raises Refused."""
+    answer: Callable[[Answered], JsonObject]
+    stream: Callable[[JsonObject, ChatRequest], str]
+    """An answer as server-sent events. Each text and each call is one piece, sent when all of it is sampled."""
+
+
+def event(body: JsonObject, name: str = "") -> str:
+    """A server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(body)}\n\n"
+
+
+def refuse_unserved(fields: JsonObject, unserved: Unserved) -> None:
+    for name, (harmless, reason) in {**NOT_SERVED, **unserved}.items():
         if fields.get(name) is not None and fields[name] not in harmless:
-            raise Refused(f"`{name}` = {_shown(fields[name])} is not served: {reason}", param=name)
-    messages = fields.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise Refused(f"`messages` must be a list of at least one; got {_shown(messages)}", param="messages")
-    options = fields.get("stream_options") or {}
-    model = str(fields.get("model") or "")
-    untrained = model.removeprefix(UNTRAINED) if model.startswith(UNTRAINED) else ""
-    ignored = [name for name in SAMPLING if fields.get(name) is not None]
-    return ChatRequest(
-        messages=[_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
-        tools=_read_tools(fields),
-        agent=untrained or POLICY,
-        is_trainable=not untrained,
-        max_new_tokens=_read_limit(fields),
-        is_stream=bool(fields.get("stream")),
-        with_usage=isinstance(options, dict) and bool(options.get("include_usage")),
-        with_logprobs=bool(fields.get("logprobs")),
-        ignored=(*ignored, *(["parallel_tool_calls"] if fields.get("parallel_tool_calls") is False else [])),
-    )
+            raise Refused(f"`{name}` = {excerpt(fields[name])} is not served: {reason}", param=name)
 
 
-def _read_tools(fields: JsonObject) -> list[ToolSchema]:
-    """The tools that the model is told of; empty if the program wants no call."""
-    choice, tools = fields.get("tool_choice"), fields.get("tools") or []
-    if choice not in (None, "auto", "none"):
-        raise Refused(
-            f"`tool_choice` = {_shown(choice)} is not served: a call cannot be forced; send auto or none",
-            param="tool_choice",
-        )
-    is_list = isinstance(tools, list)
-    if not is_list or not all(isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools):
-        raise Refused('`tools` must be a list of {"type": "function", "function": {...}}', param="tools")
-    return [] if choice == "none" else tools
+def read_list(fields: JsonObject, name: str) -> list[Any]:
+    """A setting that is a list of at least one."""
+    found = fields.get(name)
+    if not isinstance(found, list) or not found:
+        raise Refused(f"`{name}` must be a list of at least one; got {excerpt(found)}", param=name)
+    return found
 
 
-def _read_limit(fields: JsonObject) -> int | None:
-    for name in ("max_completion_tokens", "max_tokens"):
-        limit = fields.get(name)
-        if limit is not None:
-            if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-                raise Refused(f"`{name}` must be a positive number of tokens; got {_shown(limit)}", param=name)
-            return limit
+def read_count(fields: JsonObject, *names: str) -> int | None:
+    """The first of these settings that is there: a positive number."""
+    for name in names:
+        count = fields.get(name)
+        if count is not None:
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise Refused(f"`{name}` must be a positive number; got {excerpt(count)}", param=name)
+            return count
     return None
 
 
-def _read_message(message: Any, where: str) -> Message:
+def read_texts(fields: JsonObject, name: str) -> tuple[str, ...]:
+    """A setting that is a text, or a list of texts; without empty ones."""
+    found = fields.get(name) or []
+    texts = [found] if isinstance(found, str) else found
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise Refused(f"`{name}` must be a text or a list of texts; got {excerpt(found)}", param=name)
+    return tuple(filter(None, texts))
+
+
+def read_message(message: Any, where: str, *kinds: str) -> Message:
+    """A message whose content is text, or a list of parts of these kinds."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ROLES:
-        raise Refused(f"{where} must be an object whose `role` is one of {', '.join(ROLES)}; got {_shown(message)}")
-    read = Message(role="system" if role == "developer" else role, content=_read_content(message, where))
-    if role == "assistant" and message.get("tool_calls"):
-        read["tool_calls"] = _read_calls(message["tool_calls"], f"{where}.tool_calls")
-    if role == "tool" and message.get("tool_call_id") is not None:
-        read["tool_call_id"] = str(message["tool_call_id"])
-    if role != "assistant" and isinstance(message.get("name"), str):
-        read["name"] = message["name"]
-    return read
-
-
-def _read_content(message: JsonObject, where: str) -> str:
+        raise Refused(f"{where} must be an object whose `role` is one of {', '.join(ROLES)}; got {excerpt(message)}")
     content = message.get("content")
-    if content is None and message["role"] == "assistant":
-        return ""
+    is_empty = content is None and role == "assistant"
+    text = "" if is_empty else read_text(content, f"{where}.content", *kinds)
+    return Message(role="system" if role == "developer" else role, content=text)
+
+
+def read_text(content: Any, where: str, *kinds: str) -> str:
+    """Text, or a list of parts of these kinds, a line each."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise Refused(f"{where}.content must be text, or a list of parts; got {_shown(content)}")
+        raise Refused(f"{where} must be text, or a list of parts; got {excerpt(content)}")
     texts = []
     for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise Refused(f"{where}.content has a part of the type {kind!r}; only text is served")
+            raise Refused(f"{where} has a part of the type {kind!r}; only text is served")
         texts.append(part["text"])
     return "\n".join(texts)
 
 
-def _read_calls(calls: Any, where: str) -> list[ToolCall]:
-    read = []
-    for call in calls if isinstance(calls, list) else [calls]:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Refused(f'{where} must be a list of {{"id": ..., "function": {{"name": ...}}}}; got {_shown(call)}')
-        arguments = function.get("arguments") or ""
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        named = FunctionCall(name=function["name"], arguments=text)
-        read.append(ToolCall(id=str(call.get("id") or ""), type="function", function=named))
-    return read
+def read_call(call_id: object, function: Any, where: str) -> ToolCall:
+    """An earlier call of a tool; `function` holds its name and arguments."""
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refused(f"{where} must have the `name` of a tool; got {excerpt(function)}")
+    arguments = function.get("arguments") or ""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return ToolCall(
+        id=str(call_id or ""), type="function", function=FunctionCall(name=function["name"], arguments=text)
+    )
+
+
+def schema_of(function: JsonObject) -> ToolSchema:
+    """A tool as the chat template is told of it."""
+    shown = {name: function[name] for name in ("name", "description", "parameters") if function.get(name) is not None}
+    return {"type": "function", "function": shown}
+
+
+def read_choice(choice: Any, tools: list[ToolSchema], forced: str | None) -> tuple[list[ToolSchema], str]:
+    """The tools that the policy is told of, and what it is told of calling them.
+
+    `choice` is auto, none or required; `forced` is the one tool that it must call, or None.
+    """
+    names = [function["name"] for tool in tools if isinstance(function := tool["function"], dict)]
+    if forced is not None:
+        if forced not in names:
+            raise Refused(f"`tool_choice` names the tool {excerpt(forced)}; there are {excerpt(names)}", param="tools")
+        return tools, f"Your next reply must call the tool {forced}."
+    if choice not in (None, "auto", "none", "required"):
+        raise Refused(
+            f"`tool_choice` = {excerpt(choice)} is not served; send auto, none, required or the name of one tool",
+            param="tool_choice",
+        )
+    if choice == "required" and not tools:
+        raise Refused("`tool_choice` requires a call, and `tools` has none", param="tools")
+    return ([] if choice == "none" else tools), ("Your next reply must call a tool." if choice == "required" else "")
+
+
+def format_instruction(form: Any, schema: Any, tools: list[ToolSchema]) -> str:
+    """What the policy is told of a format: json_object, or json_schema with a schema."""
+    if form in (None, "text"):
+        return ""
+    if form not in ("json_object", "json_schema") or (form == "json_schema" and not isinstance(schema, dict)):
+        raise Refused(f"a reply's format must be text, json_object or json_schema with a schema; got {excerpt(form)}")
+    what = f"JSON of this schema: {json.dumps(schema)}" if form == "json_schema" else "one JSON object"
+    return f"Your next reply{', unless it calls a tool,' if tools else ''} must be nothing but {what}"
+
+
+def instructed(messages: Sequence[Message], instruction: str) -> list[Message]:
+    """The conversation with an instruction at its end; as it is without one."""
+    *before, last = messages
+    if not instruction:
+        return [*before, last]
+    if last["role"] == "assistant":
+        raise Refused("`tool_choice` and formats are for conversations that do not end with a reply")
+    return [*before, Message(**{**last, "content": f"{last['content']}\n\n{instruction}"})]
+
+
+def shown_reply(message: Message, turn: Turn, request: ChatRequest) -> Shown:
+    """The reply to a request as the program sees it."""
+    shown = shown_message(message, turn)
+    if request.has_object_arguments and not all(map(_has_object, shown.get("tool_calls", []))):
+        shown = Message(role="assistant", content=message["content"])
+    ending = first_stop(message["content"], request.stop)
+    if ending is None:
+        return Shown(message=shown, turn=turn)
+    # A stop string in the markup of a call goes with the markup.
+    content = shown["content"].partition(ending.text)[0]
+    return Shown(message=Message(**{**shown, "content": content}), turn=turn, stop=ending.text)
 
 
 def shown_message(message: Message, turn: Turn) -> Message:
@@ -190,92 +333,17 @@ def shown_message(message: Message, turn: Turn) -> Message:
     return Message(role="assistant", content=without_calls(content, style), tool_calls=calls)
 
 
-def answer_of(shown: Message, turn: Turn, request: ChatRequest, *, head: JsonObject) -> list[JsonObject]:
-    """The answer to a request: one completion, or the chunks of a stream; `head` holds the id, time and model.
-
-    The reply is one chunk, sent when all of it is sampled. Log-probabilities name their tokens by ids, as with vLLM's
-    `return_tokens_as_token_ids`.
-    """
-    calls = shown.get("tool_calls", [])
-    message: JsonObject = {"role": "assistant", "content": None if calls and not shown["content"] else shown["content"]}
-    finish_reason = "tool_calls" if calls else turn.finish_reason
-    logprobs = None
-    if request.with_logprobs:
-        tokens = [
-            {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
-            for token, logprob in zip(turn.output_ids, turn.logprobs, strict=True)
-        ]
-        logprobs = {"content": tokens, "refusal": None}
-    prompt, sampled = len(turn.prompt_ids), len(turn.output_ids)
-    usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-    if not request.is_stream:
-        message["refusal"] = None
-        if calls:
-            message["tool_calls"] = calls
-        choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
-        return [{**head, "object": "chat.completion", "choices": [choice], "usage": usage}]
-    if calls:
-        message["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    choices = [
-        {"index": 0, "delta": message, "logprobs": logprobs, "finish_reason": None},
-        {"index": 0, "delta": {}, "logprobs": None, "finish_reason": finish_reason},
-    ]
-    head = {**head, "object": "chat.completion.chunk"}
-    if not request.with_usage:
-        return [{**head, "choices": [choice]} for choice in choices]
-    return [
-        *({**head, "choices": [choice], "usage": None} for choice in choices),
-        {**head, "choices": [], "usage": usage},
-    ]
-
-
-class SentReplies:
-    """Recognises the replies that a program sends back, so that a conversation goes on with their tokens.
-
-    Programs rewrite replies without meaning to: null or "" for no text, text in parts, calls without ids, arguments
-    with other spacing. If the text or the calls differ otherwise, or stand elsewhere in the conversation, the message
-    is the program's own.
-    """
-
-    def __init__(self) -> None:
-        self._sent: dict[tuple[object, ...], list[tuple[Message, Message]]] = {}
-        """Replies as the program saw them, and as the chat returned them, with everything that was sampled."""
-
-    def add(self, shown: Message, message: Message, position: int) -> None:
-        """Note that the program is sent `shown` for `message`, the reply to `position` messages."""
-        self._sent.setdefault(_key_of(shown, position), []).append((shown, message))
-
-    def resolve(self, messages: Sequence[Message]) -> list[Message]:
-        """The conversation, with each reply that was sent as the chat returned it."""
-        resolved = list(messages)
-        for position, message in enumerate(messages):
-            sent = self._sent.get(_key_of(message, position), []) if message["role"] == "assistant" else []
-            # Several replies may look alike, if they were asked for at once: take the last one with these calls or this
-            # very text.
-            likeness = [
-                (_ids_of(shown) == _ids_of(message), shown["content"] == message["content"]) for shown, _ in sent
-            ]
-            if sent:
-                resolved[position] = sent[max(range(len(sent)), key=lambda index: (likeness[index], index))][1]
-        return resolved
-
-
-def _key_of(message: Message, position: int) -> tuple[object, ...]:
-    functions = [call["function"] for call in message.get("tool_calls", [])]
-    return position, message["content"].strip(), *((each["name"], _canonical(each["arguments"])) for each in functions)
-
-
-def _ids_of(message: Message) -> tuple[str, ...]:
-    return tuple(call["id"] for call in message.get("tool_calls", []))
-
-
-def _canonical(arguments: str) -> str:
+def _has_object(call: ToolCall) -> bool:
+    """Whether the arguments can be sent as a JSON object: Python reads NaN and 1e999 too, which JSON cannot say."""
     try:
-        return json.dumps(json.loads(arguments), sort_keys=True)
+        arguments = json.loads(call["function"]["arguments"])
+        json.dumps(arguments, allow_nan=False)
     except (ValueError, RecursionError):
-        return arguments.strip()
+        return False
+    return isinstance(arguments, dict)
 
 
-def _shown(value: object) -> str:
+def excerpt(value: object) -> str:
+    """A value in a message to the user, at most 200 characters of it."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 200 else f"{text[:200]}..."

@@ -8,6 +8,7 @@ Each worker counts the processor time of its own code in a `Meter`, so that the 
 
 import asyncio
 import math
+import pickle
 import random
 import time
 from collections import OrderedDict, deque
@@ -15,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from ray import cloudpickle
 
 from rlflow.batching.shares import shares
 from rlflow.config import TrainerConfig, Update
@@ -313,7 +312,7 @@ class ModelledTrainer:
             tokens = sum(episode.num_completion_tokens for group in groups for episode in group.episodes)
             self.occupancy.change(1, loop.time())
         for share in shares(groups, self._ranks, TrainerConfig().micro_batch_tokens):
-            cloudpickle.dumps(share)
+            pickle.dumps(share)
         await asyncio.sleep(tokens * self._token_s)
         self.occupancy.change(-1, loop.time())
         self.num_tokens += tokens

@@ -36,6 +36,10 @@ class PayloadLost(WorkerError):
     """What a worker was to read, or has answered, was stored on a machine that is lost. The worker itself may live."""
 
 
+class TeacherLost(RunError):
+    """The server of a teacher is away, or refuses; no process of the run can be started again for it."""
+
+
 class EngineLost(WorkerError):
     """A rollout engine cannot answer: it died, or holds no complete weights. Another engine can."""
 
@@ -117,6 +121,10 @@ class DeadlineError(RunError):
 class WorkerHung(DeadlineError, WorkerLost):
     """A rank of the trainer, the critic or a frozen model did not answer in time. Its process may live, but nothing
     ends a collective that is stuck, so that it counts as lost."""
+
+
+VITAL_LOST = (WorkerHung, TeacherLost)
+"""What ends more than the group that it was raised for, because every other group needs it too."""
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -31,7 +31,9 @@ from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerLost, describe_failure, first_error_stands
 from rlflow.groups.ledger import Ledger
 from rlflow.groups.sampler import TaskSampler
-from rlflow.models.resolve import resolve_model, resolve_reward_model
+from rlflow.models.resolve import resolve_model, resolve_reward_models
+from rlflow.rewards.models import model_paths
+from rlflow.rollout.hint import check_hints
 from rlflow.rundir.directory import RunDir, claim, rewound
 from rlflow.rundir.restarts import MAX_RESTARTS, Restarts, Setback, larger_setback
 from rlflow.rundir.store import RunState
@@ -67,7 +69,7 @@ class _Run:
     """Their digests."""
     evaluation_tasks: Sequence[Task]
     model_path: str
-    reward_model_path: str | None
+    reward_models: Mapping[str, str]
     run_dir: RunDir
     setback: Setback | None = None
     """The loss that this start makes up for; None at the first start of this process."""
@@ -94,10 +96,11 @@ def train(config: Config) -> tuple[Path, signal.Signals | None]:
     check_tokens(config, model_path)
     check_heads(config, model_path)
     check_kinds(config, {task.kind for task in tasks})
+    check_hints(config.teacher, tasks)
     taught = with_folders(config)
     check_teachers(taught, model_path)
     check_shown(config, model_path, chain(tasks, evaluation_tasks))
-    reward_model_path = resolve_reward_model(config.reward.model) if config.reward.model is not None else None
+    reward_models = resolve_reward_models(model_paths(config.reward))
     with claim(config) as run_dir, _faults_kept_in(run_dir.path):
         state = run_dir.state
         if state is not None and state.step >= config.run.steps:
@@ -113,7 +116,7 @@ def train(config: Config) -> tuple[Path, signal.Signals | None]:
             rows=sampler.rows,
             evaluation_tasks=evaluation_tasks,
             model_path=model_path,
-            reward_model_path=reward_model_path,
+            reward_models=reward_models,
             run_dir=run_dir,
         )
         began_s = time.monotonic()
@@ -204,7 +207,7 @@ async def _start(run: _Run, observer: RunObserver) -> Fleet:
         run.model_path,
         run.spec,
         observer.alarm,
-        run.reward_model_path,
+        run.reward_models,
         tell=observer.message,
         is_restart=is_restart,
     )

@@ -15,7 +15,7 @@ replies 5 (token 43).
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, NotRequired, TypeAlias, TypedDict
+from typing import Literal, NamedTuple, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,14 +31,8 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 PayloadRef: TypeAlias = object
 """A handle to an EpisodePayload or to Pictures: a Ray ObjectRef in a run, anything in a test. The driver opens none."""
 
-
 NO_VERSION = -1
 """The version of a token that no policy of this run has sampled."""
-
-
-def no_route(experts: ExpertArray) -> int:
-    """What stands for every expert of a token whose route is not known. Example: 255 for uint8."""
-    return int(np.iinfo(experts.dtype).max)
 
 
 class FunctionCall(TypedDict):
@@ -185,12 +179,10 @@ class Turn:
     experts: ExpertArray | None = None
     """[R, layers, k], of the tokens of prompt and output from `first_routed` on. The last token has no route, because
     the model has not read it. None: a dense model, or an engine that does not say."""
-    first_routed: int = 0
-    """Earlier tokens have their routes in the turns that this one continues."""
-    continues: int | None = None
-    """Index of the earlier turn whose prompt and output `prompt_ids` begins with; None when there is none."""
-    anchor: str = ""
-    """Names what the policy was told since `continues`; see TurnSummary."""
+    first_routed: int = 0  # earlier tokens have their routes in the turns that this one continues
+    continues: int | None = None  # index of the earlier turn whose prompt and output `prompt_ids` begins with
+    teacher_prompt_ids: list[int] | None = None  # as in Sample, of a turn that continues none
+    anchor: str = ""  # names what the policy was told since `continues`; see TurnSummary
     reward: float = 0.0  # what the environment gave for it
     images: tuple[ImageSpan, ...] = ()  # those in prompt_ids, in their order
 
@@ -232,6 +224,7 @@ class Sample:
     experts: ExpertArray | None = None
     """[P + L, layers, k], what a mixture of experts chose when the tokens were sampled; None if no route is known."""
     images: tuple[ImageSpan, ...] = ()  # in their order; the pixels are elsewhere, once for the whole group
+    teacher_prompt_ids: IntArray | None = None  # what a teacher reads before the completion; None: prompt_ids
 
     @property
     def num_tokens(self) -> int:
@@ -380,8 +373,7 @@ class PlayedGroup:
     crowded_share: float = 0.0
     """Share of the parts of its replies that came from an engine in which other replies waited for room."""
     num_images: int = 0  # different ones, that its episodes show
-    pictures: PayloadRef | None = None
-    """A handle to them (`Pictures`), which counts in `num_bytes`; None if there are none."""
+    pictures: PayloadRef | None = None  # a handle to them (`Pictures`), which counts in `num_bytes`
 
 
 @dataclass(kw_only=True, slots=True)
@@ -438,6 +430,13 @@ class CriticTargets:
     returns: FloatArray  # [L]
 
 
+class Likely(NamedTuple):
+    """The tokens that a teacher finds likeliest in the place of each loss token."""
+
+    tokens: Support
+    logprobs: FloatArray  # [K], among all tokens
+
+
 @dataclass(kw_only=True, slots=True)
 class TrainSample:
     """A Sample with what the trainer adds to it. Example: the sample above with advantage 0.58."""
@@ -446,5 +445,6 @@ class TrainSample:
     advantage: float | FloatArray
     """One value for every token, or [L]."""
     frozen_logprobs: dict[str, FloatArray] = field(default_factory=dict)  # [L], by what a frozen model is to it
+    likely: Likely | None = None
     critic: CriticTargets | None = None
     pictures: Pictures = field(default_factory=dict)  # the images of its group

@@ -48,8 +48,8 @@ def train(run: Path, data: str, *overrides: str, recipe: str = "sft") -> str:
     return done.stdout
 
 
-def plain_logprobs(model: Any, tokenizer: Any, talk: Sequence[str]) -> Tensor:
-    """log p of each token of the replies, as transformers computes it for this talk alone."""
+def plain_rows(model: Any, tokenizer: Any, talk: Sequence[str]) -> tuple[Tensor, list[int]]:
+    """log softmax [N, V] in the place of each token of the replies, by transformers for this talk alone; the tokens."""
     ids: list[int] = []
     learned: list[bool] = []
     for question, reply in zip(talk[::2], talk[1::2], strict=True):
@@ -59,7 +59,15 @@ def plain_logprobs(model: Any, tokenizer: Any, talk: Sequence[str]) -> Tensor:
             added = tokenizer.encode(text, add_special_tokens=False)
             ids, learned = ids + added, learned + [is_reply] * len(added)
     logits = model(torch.tensor([ids])).logits[0, :-1].double()
-    return logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]][torch.tensor(learned[1:])]
+    return logits.log_softmax(-1)[torch.tensor(learned[1:])], [
+        id_ for id_, is_reply in zip(ids, learned, strict=True) if is_reply
+    ]
+
+
+def plain_logprobs(model: Any, tokenizer: Any, talk: Sequence[str]) -> Tensor:
+    """log p of each token of the replies."""
+    rows, ids = plain_rows(model, tokenizer, talk)
+    return rows[range(len(ids)), ids]
 
 
 def plain_model() -> tuple[Any, Any]:
@@ -84,6 +92,41 @@ def norm_of_first_dpo_gradient(beta: float) -> float:
         loss = loss - torch.nn.functional.logsigmoid(beta * margin) / len(PAIRS)
     loss.backward()
     return float(torch.stack([each.grad.norm() for each in model.parameters() if each.grad is not None]).norm())
+
+
+HINT = " Be brief."
+
+
+def plain_divergence(top_k: int) -> float:
+    """The mean over the replies' tokens of KL(teacher || policy), over the teacher's likeliest tokens and a bucket.
+
+    Both are the start, and the teacher has read the hint.
+    """
+    model, tokenizer = plain_model()
+    found: list[Tensor] = []
+    for talk in TALKS:
+        own = plain_rows(model, tokenizer, talk)[0]
+        its = plain_rows(model, tokenizer, [talk[0] + HINT, *talk[1:]])[0]
+        ids = its.topk(top_k, dim=-1).indices
+        p, q = (
+            torch.cat([each, 1 - each.sum(-1, keepdim=True)], -1)
+            for each in (its.exp().gather(-1, ids), own.exp().gather(-1, ids))
+        )
+        found.append((p * (p / q).log()).sum(-1))
+    return torch.cat(found).mean().item()
+
+
+def test_a_teacher_that_was_told_more_is_learnt_from(tmp_path: Path) -> None:
+    """The policy's own start, with a hint. Without one the first divergence would be 0."""
+    data = write_talks(tmp_path / "talks.jsonl", *TALKS)
+    words = ["+teacher.models.default=tiny", "+teacher.args.kl=forward", "+teacher.args.top_k=16", "run.steps=2"]
+    words += [f"+teacher.args.prompt='{{prompt}}{HINT}'", "trainer.learning_rate=1e-2"]
+    train(tmp_path / "run", data, *words)
+    first, second = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    expected = plain_divergence(16)
+    assert expected > 4e-5  # which is far above the rounding of float32, about 1e-6
+    assert first["distil/kl"] == pytest.approx(expected, abs=5e-6) and second["distil/kl"] != first["distil/kl"]
+    assert "distil/clamped" not in first
 
 
 def test_the_loss_is_that_of_transformers_and_falls(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -30,12 +30,14 @@ END_AFTER_S = 1.0
 class RewardModelWorker:
     """Wrapped by `ray.remote`. An actor that was restarted loads its model at the first request."""
 
-    def __init__(self, config: Config, folder: str, threads: int) -> None:
+    def __init__(self, config: Config, folder: str, threads: int, args: Mapping[str, object]) -> None:
+        """`args` are the options of `scaled`."""
         share_cpu(threads)
         keep_memory()
         self._config = config
         self._folder = folder
-        self._scaling = scaling_of(config.reward.args)
+        self._is_scaled = bool(args)
+        self._scaling = scaling_of(args)
         self._waiting: asyncio.Queue[tuple[Conversation, asyncio.Future[Verdict]]] = asyncio.Queue(MAX_WAITING)
         self._starting = asyncio.Lock()
         self._model: RewardModel | None = None
@@ -113,7 +115,7 @@ class RewardModelWorker:
         ]
 
     def _verdict(self, score: float, reward: float) -> Verdict:
-        return Verdict(reward=reward, metrics={"score": score} if self._config.reward.args else {})
+        return Verdict(reward=reward, metrics={"score": score} if self._is_scaled else {})
 
     def _end(self) -> None:
         """A thread cannot be ended, so the process is; Ray starts another."""

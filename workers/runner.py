@@ -10,9 +10,10 @@ that is full. An episode is not to blame for an engine that is silent: the group
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -25,6 +26,7 @@ from rlflow.rollout.chat import Chat, episode_seed
 from rlflow.rollout.client import EngineClient, EngineHandle, RemoteCalls
 from rlflow.rollout.demonstration import show
 from rlflow.rollout.episode import EnvironmentSource, PlayedEpisode, ProgramGateway, play_episode, summarized, unless
+from rlflow.rollout.hint import hinted
 from rlflow.rollout.images import Album
 from rlflow.rollout.render import ChatRenderer, open_renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
@@ -213,6 +215,7 @@ class EpisodeRunner:
             prefix_key=str(order.group_id),
             executor=self._rendering,
             album=group.album,
+            hint=self._hint_for(order),
         )
         if order.task.demonstrations:
             played = await show(order.task, index, chat)
@@ -235,6 +238,13 @@ class EpisodeRunner:
         verdict = await self._scorer.score(played.transcript)
         group.scoring.append((start_s, now()))
         return played, verdict
+
+    def _hint_for(self, order: GroupOrder) -> Callable[[Sequence[Message]], list[Message]] | None:
+        """None if the teacher reads what the policy reads, or nobody asks one, as in an evaluation."""
+        template = self._config.teacher.args.get("prompt") if self._config.teacher.models else None
+        if template is None or order.engine is not None:
+            return None
+        return partial(hinted, task=order.task, template=template)
 
 
 async def first_ended(plays: Sequence[_Play], order: GroupOrder) -> list[_Scored]:

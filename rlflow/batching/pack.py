@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlflow.batching.routes import no_route
 from rlflow.batching.tree import Segment, Tree
 from rlflow.types import (
     BoolArray,
@@ -24,8 +25,8 @@ from rlflow.types import (
     IntArray,
     Pictures,
     Sample,
+    Support,
     TrainSample,
-    no_route,
 )
 
 IndexArray = NDArray[np.int64]
@@ -37,6 +38,15 @@ class Conversation:
 
     prompt_ids: IntArray  # [P], at least one token
     reply_ids: IntArray  # [R]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LikelyTokens:
+    """What a teacher finds likeliest in the places of a row's targets; see types.Likely."""
+
+    ids: IndexArray  # [K]
+    of: IndexArray  # [K], index of the target
+    logprobs: FloatArray  # [K]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -74,6 +84,7 @@ class PackedBatch:
     num_sequences: int
     support_ids: IndexArray  # [K], the tokens that targets were chosen among; see types.Support
     support_of: IndexArray  # [K], index of the target; a target that has none was chosen among all tokens
+    likely: LikelyTokens | None = None  # None: no teacher said
     experts: ExpertArray | None = None  # [T, layers, k], the route that each token is to take; None: none has one
     images: tuple[ImageSpan, ...] = ()  # by their place in the row
     pictures: Pictures = field(default_factory=dict)  # the files of `images`
@@ -220,7 +231,8 @@ def _of_loss(samples: Sequence[TrainSample]) -> dict[str, Any]:
     targets = [sample.critic for sample in samples if sample.critic is not None]
     assert len(targets) in (0, len(samples)), "all samples of a row have targets for a critic, or none has"
     counts = [int(mask.sum()) for mask in masks]
-    supports = [_support(one.sample, start) for one, start in zip(samples, np.cumsum([0, *counts]), strict=False)]
+    starts = np.cumsum([0, *counts])
+    supports = [_support(one.sample, start) for one, start in zip(samples, starts, strict=False)]
 
     def of_loss(rows: Iterable[NDArray[Any]]) -> list[NDArray[Any]]:
         return [row[mask] for row, mask in zip(rows, masks, strict=True)]
@@ -240,6 +252,7 @@ def _of_loss(samples: Sequence[TrainSample]) -> dict[str, Any]:
         "num_sequences": len(samples),
         "support_ids": _join(ids for ids, _ in supports),
         "support_of": _join(of for _, of in supports),
+        "likely": _likely(samples, starts.tolist()),
     }
 
 
@@ -260,9 +273,32 @@ def _support(sample: Sample, first: int) -> tuple[IntArray, IndexArray]:
     """ids [K] and, counting the sample's loss tokens from `first`, the token of each [K]."""
     if sample.support is None:
         return np.zeros(0, np.int32), np.zeros(0, np.int64)
-    places = np.repeat(np.arange(len(sample.loss_mask)), sample.support.counts)
-    is_loss = sample.loss_mask[places]
-    return sample.support.ids[is_loss], first + np.cumsum(sample.loss_mask)[places[is_loss]] - 1
+    kept, of = _of_loss_tokens(sample.support, sample.loss_mask, first)
+    return sample.support.ids[kept], of
+
+
+def _likely(samples: Sequence[TrainSample], starts: Sequence[int]) -> LikelyTokens | None:
+    """`starts`: how many loss tokens come before each sample. Raises ValueError if only some samples have them."""
+    found = [(one.likely, one.sample.loss_mask, first) for one, first in zip(samples, starts, strict=False)]
+    said = [(likely, *_of_loss_tokens(likely.tokens, mask, first)) for likely, mask, first in found if likely]
+    if not said:
+        return None
+    if len(said) != len(samples):
+        raise ValueError(
+            f"all samples of a batch have a teacher's likeliest tokens, or none has; got {len(said)} of {len(samples)}"
+        )
+    return LikelyTokens(
+        ids=_join(likely.tokens.ids[kept] for likely, kept, _ in said),
+        of=_join(of for *_, of in said),
+        logprobs=_join_floats([likely.logprobs[kept] for likely, kept, _ in said]),
+    )
+
+
+def _of_loss_tokens(tokens: Support, mask: BoolArray, first: int) -> tuple[BoolArray, IndexArray]:
+    """Which of the ids [K] are those of loss tokens, and, counting loss tokens from `first`, the token of each."""
+    places = np.repeat(np.arange(len(mask)), tokens.counts)
+    kept = mask[places]
+    return kept, first + np.cumsum(mask)[places[kept]] - 1
 
 
 def _join(parts: Iterable[NDArray[np.integer]]) -> IndexArray:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from rlflow.algorithms.registry import needs_critic
 from rlflow.config import Config, ModelPlacement, Placement, ProcessKind, Speculative, Transport
 from rlflow.errors import ConfigError
-from rlflow.runtime.derived import reference_ranks, teacher_ranks, teachers, transport_of
+from rlflow.rewards.models import model_paths
+from rlflow.runtime.derived import held_teachers, reference_ranks, teacher_ranks, transport_of
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -42,8 +43,8 @@ def gpu_plan(config: Config) -> GpuPlan:
         ProcessKind.trainer: config.trainer.ranks,
         ProcessKind.critic: config.trainer.ranks if needs_critic(config.algorithm) else 0,
         ProcessKind.reference: reference_ranks(config),
-        ProcessKind.teacher: len(teachers(config)) * teacher_ranks(config),
-        ProcessKind.reward_model: config.reward.model_replicas if config.reward.model is not None else 0,
+        ProcessKind.teacher: len(held_teachers(config)) * teacher_ranks(config),
+        ProcessKind.reward_model: len(model_paths(config.reward)) * config.reward.model_replicas,
     }
     counts = {kind: count for kind, count in counts.items() if count}
     sharing = {ProcessKind.trainer}

@@ -10,14 +10,14 @@ from rlflow.cluster.calls import answer, call_on
 from rlflow.config import Config, ProcessKind, Transport
 from rlflow.errors import ConfigError
 from rlflow.runtime.deadlines import within
-from rlflow.runtime.derived import teachers
+from rlflow.runtime.derived import held_teachers
 
 LOOK_S = 120.0
 """Seconds for a machine to start a process that looks."""
 
 
 async def check_shared_files(
-    config: Config, machines: Mapping[ProcessKind, Mapping[str, str]], model_path: str, reward_model_path: str | None
+    config: Config, machines: Mapping[ProcessKind, Mapping[str, str]], model_path: str, reward_models: Mapping[str, str]
 ) -> None:
     """Raise ConfigError for the first machine that needs run.dir or a model and does not see it.
 
@@ -34,10 +34,9 @@ async def check_shared_files(
         (str(token), write, f"run.dir {run_dir}"),
         (model_path, read, f"{model_path}, the folder of model.path"),
     ]
-    if reward_model_path is not None:
-        reward_model = {ProcessKind.reward_model}
-        looked_for.append((reward_model_path, reward_model, f"{reward_model_path}, the folder of reward.model"))
-    for name, path in teachers(config).items():
+    for path in reward_models.values():
+        looked_for.append((path, {ProcessKind.reward_model}, f"{path}, the folder of reward.model"))
+    for name, path in held_teachers(config).items():
         looked_for.append((path, {ProcessKind.teacher}, f"{path}, the folder of the {name}"))
     await asyncio.to_thread(token.write_text, "")
     try:

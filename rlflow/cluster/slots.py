@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from rlflow.cluster.gpus import gpu_plan
 from rlflow.config import Config, Placement, PoolConfig, ProcessKind, Transport
 from rlflow.errors import ConfigError
-from rlflow.runtime.derived import live_groups, ranks_per_share, sends_adapters, transport_of
+from rlflow.rewards.models import calls_functions
+from rlflow.runtime.derived import live_groups, ranks_per_share, sends_adapters, served_teachers, transport_of
 from rlflow.settings.cluster_checks import pool_of
 
 EPISODES_PER_RUNNER = 1024
@@ -87,13 +88,14 @@ def slots_of(config: Config, *, on_gpus: bool) -> list[Slot]:
                     pool=pools[kind],
                 )
             )
-    return slots
+    first = plan.counts.get(ProcessKind.teacher, 0)
+    return slots + waiting_slots(config, ProcessKind.teacher, len(served_teachers(config)), first)
 
 
-def waiting_slots(config: Config, kind: ProcessKind, count: int) -> list[Slot]:
-    """Slots of processes that mostly wait."""
+def waiting_slots(config: Config, kind: ProcessKind, count: int, first: int = 0) -> list[Slot]:
+    """Slots of processes that mostly wait, numbered from `first`."""
     pool = pool_of(config.cluster.pools, kind)
-    return [Slot(processes=((kind, index),), cpus=SLIVER, gpus=0, pool=pool) for index in range(count)]
+    return [Slot(processes=((kind, first + index),), cpus=SLIVER, gpus=0, pool=pool) for index in range(count)]
 
 
 def num_waiting(config: Config, kind: ProcessKind, num_machines: int) -> int:
@@ -101,7 +103,7 @@ def num_waiting(config: Config, kind: ProcessKind, num_machines: int) -> int:
     if kind is ProcessKind.runner:
         live = live_groups(config) * config.algorithm.group_size
         return max(num_machines, -(-live // EPISODES_PER_RUNNER))
-    return num_machines if config.reward.model is None else 0
+    return num_machines if calls_functions(config.reward) else 0
 
 
 def _where(pools: Mapping[ProcessKind, str | None]) -> str:

@@ -43,23 +43,25 @@ from rlflow.config import Config, Placement, ProcessKind
 from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerError, WorkerLost
 from rlflow.groups.silent import has_no_gradient
-from rlflow.roles import REFERENCE, StagedWeights, Workers
+from rlflow.roles import REFERENCE, TEACHER, StagedWeights, Workers
 from rlflow.rollout.fleet import EngineFleet
 from rlflow.runtime import scratch
 from rlflow.runtime.deadlines import or_hung
 from rlflow.runtime.derived import (
+    held_teachers,
     needs_reference,
     object_store_bytes,
     policy_is_reference,
     recomputes,
     reference_ranks,
+    served_teachers,
     teacher_ranks,
-    teachers,
 )
 from rlflow.runtime.environment import ONE_ARENA
 from rlflow.runtime.signals import hang_ups_ignored
 from rlflow.telemetry.text import duration
 from rlflow.workers.frozen import FrozenWorker
+from rlflow.workers.served_teacher import GROUPS_AT_ONCE, ServedTeacher
 from rlflow.workers.trainer.actor import TrainerWorker
 
 T = TypeVar("T")
@@ -155,7 +157,7 @@ async def start_fleet(
     model_path: str,
     spec: EnvironmentSpec,
     alarm: Callable[[str], None],
-    reward_model_path: str | None = None,
+    reward_models: Mapping[str, str] = {},
     *,
     tell: Callable[[str], None],
     is_restart: bool = False,
@@ -163,7 +165,7 @@ async def start_fleet(
     """Create every actor at once and wait until all of them are ready. Without a trainer (trainer.ranks=0) the engines
     serve the model of `model_path` as version 0.
 
-    `reward_model_path` is the folder of `reward.model`, which scores in place of a function.
+    `reward_models` are the folders of `reward.model` by their names.
     `alarm` is told what people should know later: that an engine was lost, for example. `tell` hears what is ready.
     After a loss (`is_restart`) there may be fewer machines than cluster.pools says.
     """
@@ -172,13 +174,13 @@ async def start_fleet(
     config = devices.config
     if machines := devices.machines():
         await check_versions(machines)
-        await check_shared_files(config, machines, model_path, reward_model_path)
+        await check_shared_files(config, machines, model_path, reward_models)
     threads = _threads(config)
     common = (config, model_path, devices, threads)
     engines = _create_engines(*common)
     trainers = _create_ranks(*common, ProcessKind.trainer)
     critics = _create_ranks(*common, ProcessKind.critic) if needs_critic(config.algorithm) else []
-    rewards = start_rewards(config, spec.reward, reward_model_path, devices, threads, MANY_CALLS)
+    rewards = start_rewards(config, spec.reward, reward_models, devices, threads, MANY_CALLS)
     runners = start_runners(config, model_path, spec, list(rewards), list(engines), devices, MANY_CALLS)
     frozen = _create_frozen(*common)
 
@@ -301,7 +303,7 @@ def _create_frozen(config: Config, model_path: str, devices: Devices, threads: i
         """`count` ranks, which are the processes from `first` on of their kind."""
         return [
             actor.options(**devices.of(kind, first + rank)).remote(
-                f"{name} rank {rank}", config, path, rank, count, threads
+                f"{name} rank {rank}", config, path, rank, count, threads, kind is ProcessKind.teacher
             )
             for rank in range(count)
         ]
@@ -310,9 +312,23 @@ def _create_frozen(config: Config, model_path: str, devices: Devices, threads: i
     if needs_reference(config):
         found[REFERENCE] = create(REFERENCE, model_path, ProcessKind.reference, 0, reference_ranks(config))
     count = teacher_ranks(config)
-    for number, (name, path) in enumerate(teachers(config).items()):
+    held = held_teachers(config)
+    for number, (name, path) in enumerate(held.items()):
         found[name] = create(name, path, ProcessKind.teacher, number * count, count)
-    return found
+    return found | _create_served(config, model_path, devices, len(held) * count)
+
+
+def _create_served(config: Config, model_path: str, devices: Devices, first: int) -> dict[str, list[Any]]:
+    """Name -> the process that asks the server of a teacher. `first`: its number among the processes of teachers."""
+    actor = watched(ServedTeacher, config, concurrency_groups={WATCH: 1})
+    return {
+        name: [
+            actor.options(max_concurrency=GROUPS_AT_ONCE, **devices.of(ProcessKind.teacher, first + number)).remote(
+                name, config, model_path, url, f"teacher.models.{name.removeprefix(TEACHER).strip()}"
+            )
+        ]
+        for number, (name, url) in enumerate(served_teachers(config).items())
+    }
 
 
 async def _start_all(
@@ -359,7 +375,7 @@ def _threads(config: Config) -> int:
     cores = len(os.sched_getaffinity(0))
     ranks = config.trainer.ranks * (1 + needs_critic(config.algorithm))
     is_colocated = config.cluster.placement is Placement.colocated
-    computes_meanwhile = config.algorithm.dynamic_sampling or needs_reference(config) or teachers(config)
+    computes_meanwhile = config.algorithm.dynamic_sampling or needs_reference(config) or held_teachers(config)
     if is_colocated or (config.staleness.max_versions == 0 and not computes_meanwhile):
         # Engines and trainer take turns, so that each side may have all cores. With dynamic sampling groups are trained
         # while others are played in place of those that were filtered, and frozen models score while others are played.

@@ -159,14 +159,16 @@ class RewardConfig:
     """What scores an episode: a name, as in `env.name`, or a list of names. `environment` is the environment's own
     reward; null means it alone, or `model`."""
     weights: list[float] | None = None
-    """One for each function; the reward is their weighted sum. null means 1 each. 0 makes a function a metric only."""
+    """One for each function, then for each model; the reward is the weighted sum. null means 1 each. 0 makes one of
+    them a metric only."""
     args: dict[str, Any] = field(default_factory=dict)
     """Function -> its keyword arguments; `my.py:brief` goes by `brief`. With `model`: `mean` (0) and `deviation` (1) of
     its scores, with which a reward is (score - mean) / deviation, and `clip` (null), how far from 0 it may be."""
-    model: str | None = None
-    """A sequence classifier with one label whose score is the reward: a local folder, or a hub id."""
+    model: Any = None
+    """A sequence classifier with one label whose score is the reward: a local folder, or a hub id. Or several by names
+    of your own, whose weights and args follow those of the functions, if `function` names some."""
     model_replicas: int = 1
-    """Processes that hold the whole reward model, on a GPU each."""
+    """Processes that hold each reward model whole, on a GPU each."""
     workers: int = 1
     """Processes that call the functions, each for one episode at a time; at least one on each machine with engines."""
     timeout_s: float = 10.0
@@ -180,10 +182,11 @@ class TeacherConfig:
     from, beside the reward or instead of it; see docs/distillation.md."""
 
     models: dict[str, str] = field(default_factory=dict)
-    """A kind of task (Task.kind), or `default` for all others -> its teacher, as `model.path`, with the same tokenizer.
-    Empty: none. Kinds with the same path share one."""
+    """A kind of task (Task.kind), or `default` for all others -> its teacher, as `model.path`, or the URL of its
+    server up to and including /v1; with the same tokenizer. Empty: none. Kinds with the same path share one."""
     weight: float = 1.0
-    """What log(teacher / policy) of a token is multiplied by when it is added to the token's advantage."""
+    """What log(teacher / policy) of a token is multiplied by when it is added to the token's advantage; or what the
+    divergence is, when it is added to the loss (`args.kl`)."""
     reward_weight: float = 1.0
     """What the advantage that comes from rewards is multiplied by. 0: the teacher alone decides. Then no reward is
     needed, and one that the environment gives is only shown."""
@@ -191,7 +194,10 @@ class TeacherConfig:
     """Processes, each with a GPU, over which each teacher is sharded. With `cluster.roles=shared` there are as many as
     ranks of the trainer."""
     args: dict[str, Any] = field(default_factory=dict)
-    """`clamp` (10): the most that log(teacher / policy) of a token counts, in nats, up or down."""
+    """`clamp` (10): the most that log(teacher / policy) of a token counts, in nats, up or down. `kl`: `reverse` or
+    `forward` for a loss over the teacher's `top_k` (20) likeliest tokens, in place of `sampled`. `prompt`: what it is
+    asked instead, such as "{prompt} It is {answer}.". Of a URL: `model`, its name there if the server has several;
+    `key_variable`, the environment variable with the key; `concurrency` (32), requests at once."""
 
 
 @dataclass

@@ -21,6 +21,7 @@ from rlflow.errors import ConfigError
 from rlflow.plugins.catalog import Catalog
 from rlflow.plugins.options import check_options, parameters_of
 from rlflow.rewards.choose import check_columns, choose_rewards, columns_to_check
+from rlflow.rewards.models import calls_functions
 from rlflow.types import Task
 
 ENVIRONMENTS = Catalog(
@@ -49,7 +50,7 @@ def load_environment(config: EnvConfig, reward: RewardConfig, *, needs_reward: b
             "give package.module:function or file.py:function, or a reward.model"
         )
     # Rewards that cannot be loaded or called show before the workers start, which load them again.
-    columns = columns_to_check(choose_rewards(reward, spec.reward)) if reward.model is None else {}
+    columns = columns_to_check(choose_rewards(reward, spec.reward)) if calls_functions(reward) else {}
     held_out = spec.evaluation_tasks
     return replace(
         spec,

@@ -8,6 +8,7 @@ Rule: an episode that failed has no reward, and the group's statistics are as if
 from collections.abc import Mapping, Sequence
 
 from rlflow.algorithms.advantage.base import Scope, Scored, ScoredTurn, all_equal
+from rlflow.algorithms.distillation import num_likely
 from rlflow.algorithms.overlong import overlong_penalty
 from rlflow.algorithms.preferences import preference_metrics
 from rlflow.algorithms.registry import chosen_advantage
@@ -20,6 +21,8 @@ from rlflow.types import EpisodeEnd, EpisodeSummary, PlayedGroup, ReadyGroup, Ta
 
 _UNSCORED = {EpisodeEnd.REWARD_ERROR, EpisodeEnd.REWARD_TIMEOUT, EpisodeEnd.REWARD_INVALID, EpisodeEnd.NO_VERDICT}
 """Ends of episodes that were played and could not be scored."""
+LIKELY_BYTES = 8
+"""Of a token that a teacher finds likely, with its log-probability."""
 
 
 class Grader:
@@ -31,6 +34,7 @@ class Grader:
         self._max_new_tokens = config.rollout.max_new_tokens
         self._has_rewards = learns_from_rewards(config)
         self._advantage = chosen_advantage(config)
+        self._num_likely = num_likely(config.teacher)
 
     @property
     def needs_batch(self) -> bool:
@@ -62,6 +66,7 @@ class Grader:
         kept = [(summary, payload) for summary, payload in pairs if self._counts(summary)]
         if len(kept) < 1 + self._advantage.traits.compares:
             return None
+        num_loss_tokens = sum(summary.num_loss_tokens for summary, _ in kept)
         ready = ReadyGroup(
             group_id=played.group_id,
             task_id=task.id,
@@ -70,7 +75,7 @@ class Grader:
             payloads=[payload for _, payload in kept],
             advantages=[],
             baseline=baseline,
-            num_bytes=played.num_bytes,
+            num_bytes=played.num_bytes + LIKELY_BYTES * self._num_likely * num_loss_tokens,
             num_images=played.num_images,
             pictures=played.pictures,
         )

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rlflow.config import Config, Order
-from rlflow.errors import DeadlineError, EngineLost, PayloadLost, RunError, StaleGroup, WorkerHung, WorkerLost
+from rlflow.errors import VITAL_LOST, DeadlineError, EngineLost, PayloadLost, RunError, StaleGroup, WorkerLost
 from rlflow.groups import staleness
 from rlflow.groups.grading import Grader, why_no_verdict
 from rlflow.groups.ledger import DropReason, GroupState, Ledger
@@ -294,7 +294,7 @@ class Intake:
     async def _play_unless_lost(self, group_id: int, task: Task) -> None:
         try:
             await self._play(group_id, task)
-        except WorkerHung:
+        except VITAL_LOST:
             raise
         except StaleGroup as error:
             self._drop(group_id, DropReason.STALE, str(error))

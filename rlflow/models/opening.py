@@ -33,6 +33,11 @@ def open_tokenizer(folder: str, *, trust: bool, setting: str = POLICY) -> Any:
     return tokenizer
 
 
+def num_ids(tokenizer: Any) -> int:
+    """One more than the largest id that stands for a token."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def open_processor(folder: str, *, trust: bool) -> Any:
     """What turns images into pixels and tokens. Raises ConfigError if a package of it is missing."""
     from transformers import AutoProcessor

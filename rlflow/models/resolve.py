@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -38,6 +38,11 @@ def resolve_model(path: str, setting: str = POLICY) -> str:
     folder = _find(path, _HUB_FILES, setting)
     check_folder(folder, setting)
     return str(folder.resolve())
+
+
+def resolve_reward_models(paths: Mapping[str, str]) -> dict[str, str]:
+    """Name -> `resolve_reward_model` of each path."""
+    return {name: resolve_reward_model(path) for name, path in paths.items()}
 
 
 def resolve_reward_model(path: str) -> str:

@@ -17,6 +17,7 @@ from rlflow.plugins.given import find_given, is_given
 from rlflow.plugins.names import did_you_mean
 from rlflow.plugins.options import check_options, parameters_of
 from rlflow.rewards.call import KNOWN, ChosenReward, Log, MissingColumn, call, needed_columns, shape_of
+from rlflow.rewards.models import model_paths, weights_of
 from rlflow.types import EpisodeEnd, Task, Transcript
 
 ENVIRONMENT = "environment"
@@ -39,7 +40,7 @@ _NOTHING = Transcript(
 
 
 def choose_rewards(config: RewardConfig, own: OwnReward) -> list[ChosenReward]:
-    """The functions that score, in their order; used when there is no `reward.model`.
+    """The functions that score, in their order; see `models.calls_functions`.
 
     `own` is the environment's function, which the name `environment` means; if it has none, that means what the
     environment gives in its steps. With a function for each kind of task it means all of these, named by their kinds.
@@ -50,18 +51,18 @@ def choose_rewards(config: RewardConfig, own: OwnReward) -> list[ChosenReward]:
     names = [given] if isinstance(given, str) else given
     if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) and name for name in names):
         raise ConfigError(f"reward.function must be a name, or a list of names; got {config.function!r:.200}")
-    weights = [1.0] * len(names) if config.weights is None else config.weights
-    if len(weights) != len(names):
-        raise ConfigError(
-            f"reward.weights has {len(weights)} numbers and reward.function {len(names)} names; give one weight for "
-            "each"
-        )
+    weights, models = weights_of(config)[: len(names)], model_paths(config)
     functions: list[Any] = [own if name == ENVIRONMENT else REWARDS.path_of(name) for name in names]
     # A function that was given travels itself, because no other process finds it by a path.
     functions = [find_given(each) if isinstance(each, str) and is_given(each) else each for each in functions]
     short_names = [name.rpartition(":")[2].rpartition(".")[2] if ":" in name else name for name in names]
+    if both := sorted(models.keys() & set(short_names)):
+        raise ConfigError(
+            f"reward.function and reward.model both name {both[0]!r}, and metrics and options go by that name; rename "
+            "the model"
+        )
     for name in config.args:
-        if name not in short_names:
+        if name not in short_names and name not in models:
             raise ConfigError(
                 f"reward.args.{name} has no effect: reward.function names no {name!r}"
                 f"{did_you_mean(name, short_names)}; it names {', '.join(short_names)}"

@@ -7,10 +7,12 @@ is there, that says nothing about the reply: the group fails, and is played agai
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from rlflow.errors import RewardLost
 from rlflow.rewards.call import ChosenReward, added, combine, environment_verdict
+from rlflow.runtime.concurrency import all_or_none
 from rlflow.runtime.deadlines import within
 from rlflow.types import EpisodeEnd, Transcript, Verdict
 
@@ -64,6 +66,27 @@ class NoScorer(Scorer):
 
 def _unscored(transcript: Transcript) -> Verdict:
     return Verdict(reward=None, end=transcript.end)
+
+
+class ModelScorer(Scorer):
+    """Implements Scorer for reward models with weights, beside functions if there are any."""
+
+    def __init__(self, models: Sequence[tuple[ChosenReward, Scorer]], functions: Scorer | None) -> None:
+        """Each of `models` with the weight of its score, and with the processes that hold it."""
+        self._models = models
+        self._functions = functions
+
+    async def score(self, transcript: Transcript) -> Verdict:
+        """The weighted sum; if one of them fails, there is none."""
+        scorers = [scorer for _, scorer in self._models] + ([self._functions] if self._functions else [])
+        said = await all_or_none([scorer.score(transcript) for scorer in scorers])
+        parts = [combine([one], [verdict]) for (one, _), verdict in zip(self._models, said, strict=False)]
+        by_functions = said[len(parts) :]
+        return replace(added([*by_functions, *parts]), awaits_group=any(each.awaits_group for each in by_functions))
+
+    async def score_group(self, transcripts: Sequence[Transcript]) -> list[Verdict]:
+        assert self._functions is not None, "no verdict awaits the group"
+        return await self._functions.score_group(transcripts)
 
 
 class RewardProcess(Protocol):

@@ -74,10 +74,12 @@ class Chat:
         prefix_key: str | None = None,
         executor: Executor | None = None,
         album: Album | None = None,
+        hint: Callable[[Sequence[Message]], list[Message]] | None = None,
     ) -> None:
         """`seed` None samples without a seed; `executor` None runs templates and tokenizers in the event loop.
 
-        `album`: the images of the group; None for a model that takes none.
+        `album`: the images of the group; None for a model that takes none. `hint`: a conversation as the teacher is
+        told it; None if it reads what the policy read.
         """
         self._generate = generate
         self._renderer = renderer
@@ -86,6 +88,9 @@ class Chat:
         self._prefix_key = prefix_key
         self._executor = executor
         self._album = album or Album(None)
+        self._hint = hint
+        self._hint_tokens = 0
+        """How much longer the teacher's prompt is."""
         self.template_args = config.rollout.template_args
         """What every conversation tells the chat template."""
         self._said: dict[bytes, _Said] = {}
@@ -129,7 +134,7 @@ class Chat:
         try:
             keys = _keys([agent, trainable, list(tools)], messages)
             parent = next((self._said[key] for key in reversed(keys) if key in self._said), None)
-            added, album = None, self._album
+            added, album, told = None, self._album, None
             if parent is not None:
                 known, held_ids = len(parent.messages), album.held_in(parent.held_ids, parent.images)
                 added = await self._aside(self._renderer.extend, held_ids, messages[:known], messages[known:], tools)
@@ -143,6 +148,9 @@ class Chat:
             else:
                 parent, written = None, await self._aside(self._renderer.prompt, messages, tools)
                 prompt_ids, images = album.written_out(written, messages, 0)
+                if self._hint is not None and trainable:
+                    told = await self._aside(self._renderer.prompt, self._hint(messages), tools)
+                    self._hint_tokens = max(self._hint_tokens, len(told) - len(prompt_ids))
             request = self._request(prompt_ids, images, number, max_new_tokens, parent)
             if given is None:
                 completion = await self._generate(request)
@@ -151,7 +159,9 @@ class Chat:
             else:
                 ids = await self._aside(self._renderer.given, messages, given, tools)
                 completion = self._demonstrated(ids, request)
-            return await self._record(number, messages, request, parent, keys[-1], completion, trainable)
+            reply = await self._record(number, messages, request, parent, keys[-1], completion, trainable)
+            reply.turn.teacher_prompt_ids = told
+            return reply
         except (NoReply, TemplateRefused, EnvironmentFailure):
             raise
         except Exception as error:
@@ -192,9 +202,11 @@ class Chat:
         max_new_tokens: int | None,
         parent: _Said | None,
     ) -> GenerateRequest:
-        room = self._config.model.max_length - len(prompt_ids)
+        room = self._config.model.max_length - len(prompt_ids) - self._hint_tokens
         if room <= 0:
             size = f"the prompt has {len(prompt_ids)} tokens"
+            if self._hint_tokens:
+                size += f", and with what the teacher is told besides {len(prompt_ids) + self._hint_tokens}"
             detail = f"{size}, which leaves no room within model.max_length ({self._config.model.max_length})"
             raise self._refuse(EpisodeEnd.TRUNCATED_LENGTH if self.turns else EpisodeEnd.PROMPT_TOO_LONG, detail)
         seed = self._seed if self._seed is None or number == 0 else episode_seed(self._seed, number)
@@ -210,7 +222,7 @@ class Chat:
 
     def _demonstrated(self, ids: list[int], request: GenerateRequest) -> Completion:
         """A reply that no policy of this run has sampled. Raises NoReply if it is longer than model.max_length."""
-        length = len(request.prompt_ids) + len(ids)
+        length = len(request.prompt_ids) + len(ids) + self._hint_tokens
         if length > self._config.model.max_length:
             limit = f"model.max_length ({self._config.model.max_length})"
             raise self._refuse(EpisodeEnd.PROMPT_TOO_LONG, f"a demonstration has {length} tokens, more than {limit}")

@@ -30,6 +30,7 @@ def payload_bytes(payload: EpisodePayload) -> int:
         + sum(getattr(sample, name).nbytes for name in _COMPLETION_FIELDS)
         + (sample.support.ids.nbytes + sample.support.counts.nbytes if sample.support is not None else 0)
         + (sample.experts.nbytes if sample.experts is not None else 0)
+        + (sample.teacher_prompt_ids.nbytes if sample.teacher_prompt_ids is not None else 0)
         for sample in payload.samples
     )
 
@@ -54,6 +55,10 @@ def save_payloads(path: Path, stored: Sequence[EpisodePayload | Pictures]) -> st
     if routes := [sample.experts for sample in samples if sample.experts is not None]:
         arrays["experts"] = np.concatenate(routes)
         arrays["has_experts"] = np.array([sample.experts is not None for sample in samples])
+    if any(sample.teacher_prompt_ids is not None for sample in samples):
+        told = [np.zeros(0, np.int32) if (ids := one.teacher_prompt_ids) is None else ids for one in samples]
+        arrays["teacher_prompt_ids"] = _join(told, np.int32)
+        arrays["teacher_prompt_lengths"] = np.array([len(ids) for ids in told], dtype=np.int64)
     if any(sample.images for sample in samples):
         arrays["images_json"] = _as_json([[asdict(image) for image in sample.images] for sample in samples])
     albums = {place: each for place, each in enumerate(stored) if not isinstance(each, EpisodePayload)}
@@ -96,6 +101,10 @@ def load_payloads(path: Path) -> tuple[EpisodePayload | Pictures, ...]:
         lengths = arrays["has_experts"] * np.array([sample.num_tokens for sample in samples], np.int64)
         for sample, experts in zip(samples, _split(path, arrays["experts"], lengths), strict=True):
             sample.experts = experts if len(experts) else None
+    if "teacher_prompt_ids" in arrays:
+        told = _split(path, arrays["teacher_prompt_ids"], arrays["teacher_prompt_lengths"])
+        for sample, ids in zip(samples, told, strict=True):
+            sample.teacher_prompt_ids = ids if len(ids) else None
     if "images_json" in arrays:
         for sample, images in zip(samples, _from_json(arrays["images_json"]), strict=True):
             sample.images = tuple(ImageSpan(**image) for image in images)

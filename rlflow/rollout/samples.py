@@ -13,8 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from rlflow.batching.routes import no_route
 from rlflow.rollout.requests import Completion, GenerateRequest
-from rlflow.types import NO_VERSION, ExpertArray, Sample, Support, Turn, no_route
+from rlflow.types import NO_VERSION, ExpertArray, Sample, Support, Turn
 
 
 def chains_of(turns: Sequence[Turn]) -> list[list[Turn]]:
@@ -57,6 +58,10 @@ def sample_of(chain: Sequence[Turn], before: Sequence[Turn] = ()) -> Sample:
     cache_versions: list[int] = []
     support: list[list[int]] = []
     num_prompt_tokens = len(chain[0].prompt_ids)
+    root = [*before, *chain][0]
+    told = root.teacher_prompt_ids
+    if told is not None:
+        told = told + chain[0].prompt_ids[len(root.prompt_ids) :]
     for turn in chain:
         held = num_prompt_tokens + len(ids)
         assert turn.prompt_ids[num_prompt_tokens:held] == ids, "a turn that continues another holds its tokens"
@@ -77,7 +82,16 @@ def sample_of(chain: Sequence[Turn], before: Sequence[Turn] = ()) -> Sample:
         support=support_of(support),
         experts=experts_of([*before, *chain], num_prompt_tokens + len(ids)),
         images=chain[-1].images,
+        teacher_prompt_ids=None if told is None else np.array(told, dtype=np.int32),
     )
+
+
+def as_told(sample: Sample) -> Sample:
+    """What a teacher reads: the same completion, after the prompt that is meant for the teacher."""
+    if sample.teacher_prompt_ids is None:
+        return sample
+    # The routes are those of the policy after its own prompt.
+    return replace(sample, prompt_ids=sample.teacher_prompt_ids, teacher_prompt_ids=None, experts=None)
 
 
 def sample_of_reply(request: GenerateRequest, reply: Completion) -> Sample:

@@ -153,7 +153,7 @@ def learns_from_rewards(config: Config) -> bool:
 
 
 def teachers(config: Config) -> dict[str, str]:
-    """Name -> path of each teacher; kinds with the same path share one, which is named after the first of them.
+    """Name -> path or URL of each teacher; kinds with the same path share one, which is named after the first of them.
 
     Example: teacher.models {sums: a, products: b, default: a} -> {"teacher sums": a, "teacher products": b}
     """
@@ -161,6 +161,21 @@ def teachers(config: Config) -> dict[str, str]:
     for kind, path in config.teacher.models.items():
         names.setdefault(path, f"{TEACHER} {kind}")
     return {name: path for path, name in names.items()}
+
+
+def is_served(path: str) -> bool:
+    """Whether a teacher is behind a URL, so that no process of the run holds it."""
+    return path.startswith(("http://", "https://"))
+
+
+def held_teachers(config: Config) -> dict[str, str]:
+    """Of `teachers`, those that processes of the run hold."""
+    return {name: path for name, path in teachers(config).items() if not is_served(path)}
+
+
+def served_teachers(config: Config) -> dict[str, str]:
+    """Of `teachers`, those behind a URL; each has one process that asks it."""
+    return {name: path for name, path in teachers(config).items() if is_served(path)}
 
 
 def teacher_ranks(config: Config) -> int:

@@ -24,9 +24,15 @@ from rlflow.config import (
 )
 from rlflow.curriculum.registry import check_curriculum
 from rlflow.errors import ConfigError
-from rlflow.rewards.scaled import scaling_of
-from rlflow.runtime.derived import can_compile, needs_reference, num_updates, samples_while_loading, sends_adapters
-from rlflow.settings import teacher_checks
+from rlflow.runtime.derived import (
+    can_compile,
+    held_teachers,
+    needs_reference,
+    num_updates,
+    samples_while_loading,
+    sends_adapters,
+)
+from rlflow.settings import reward_checks, teacher_checks
 from rlflow.settings.cluster_checks import check_cluster
 from rlflow.settings.engine_args import check_engine_args
 from rlflow.settings.stop_when import check_stop
@@ -87,24 +93,13 @@ _OF_ENGINES = (
 
 _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     (
-        "reward.model_replicas",
-        lambda c: c.reward.model is None,
-        "without reward.model; give one, or set reward.workers for more processes that call a function",
-    ),
-    (
         "model.float32_head",
         lambda c: c.model.dtype is Dtype.float32,
         "with model.dtype=float32, in which the output layer is computed too; leave it false",
     ),
-    ("reward.weights", lambda c: c.reward.model, "with reward.model; leave it out"),
-    (
-        "reward.workers",
-        lambda c: c.reward.model,
-        "with reward.model; set it to 1, and reward.model_replicas for more processes",
-    ),
     (
         "cluster.roles",
-        lambda c: not (c.reward.model or c.teacher.models or needs_reference(c) or needs_critic(c.algorithm)),
+        lambda c: not (c.reward.model or held_teachers(c) or needs_reference(c) or needs_critic(c.algorithm)),
         "without a critic, a reference, a teacher or a reward model (with lora.rank the policy is its own reference); "
         "set it to separate",
     ),
@@ -256,7 +251,7 @@ def check(config: Config) -> None:
     _check_ranges(config)
     check_curriculum(config.curriculum)
     default = Config()
-    for key, has_none, why in (*_WITHOUT_EFFECT, *teacher_checks.WITHOUT_EFFECT):
+    for key, has_none, why in (*_WITHOUT_EFFECT, *reward_checks.WITHOUT_EFFECT, *teacher_checks.WITHOUT_EFFECT):
         value = attrgetter(key)(config)
         if value == attrgetter(key)(default) or not has_none(config):
             continue
@@ -265,7 +260,8 @@ def check(config: Config) -> None:
     _check_profile(config)
     check_stop(config)
     _check_contradictions(config)
-    _check_reward(config)
+    reward_checks.check_reward(config)
+    teacher_checks.check_teacher(config)
     _check_algorithm(config)
     check_trainer(config)
     _check_rollout(config)
@@ -388,27 +384,6 @@ def _check_rollout(config: Config) -> None:
         raise ConfigError(
             f"rollout.quantization={rollout.quantization} rounds each version as it comes, and with lora.send=adapters "
             "only adapters do; set lora.send=merged, or rollout.quantization to null"
-        )
-
-
-def _check_reward(config: Config) -> None:
-    reward, ranks = config.reward, config.trainer.ranks
-    if reward.model is not None and reward.function is not None:
-        raise ConfigError(
-            f"reward.function={reward.function} contradicts reward.model={reward.model}: a reply has one reward; set "
-            "one of them to null"
-        )
-    if reward.model is not None:
-        scaling_of(reward.args)
-    if reward.weights is not None and not all(math.isfinite(weight) for weight in reward.weights):
-        raise ConfigError(f"reward.weights must be finite numbers; got {reward.weights}")
-    if reward.weights is not None and not any(reward.weights):
-        raise ConfigError(f"reward.weights must not all be 0, because then there is no reward; got {reward.weights}")
-    if reward.model is not None and config.cluster.roles is ModelPlacement.shared and reward.model_replicas > ranks:
-        raise ConfigError(
-            "cluster.roles=shared puts each replica of the reward model on the GPU of another rank of the trainer; got "
-            f"reward.model_replicas={reward.model_replicas} and trainer.ranks={ranks}; lower the first, or set "
-            "cluster.roles=separate"
         )
 
 

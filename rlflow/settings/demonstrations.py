@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rlflow.algorithms.distillation import num_likely
 from rlflow.algorithms.registry import Kind, advantage_of, needs_critic, resolve
 from rlflow.algorithms.schedules import share_power
 from rlflow.config import Config
@@ -59,9 +60,11 @@ def _check_algorithm(config: Config, numbers: set[int]) -> None:
     for name in ("oversample", "oversample_episodes"):
         if (value := getattr(config.rollout, name)) > 1:
             raise ConfigError(f"rollout.{name} must be 1 with demonstrations, all of which are shown; got {value}")
-    needing = {"teacher.models": config.teacher.models, "algorithm.corrections": algorithm.corrections}
+    # A teacher that names likely tokens needs nobody's log-probabilities.
+    judges = config.teacher.models and not num_likely(config.teacher)
+    needing = {"teacher.args.kl=sampled": judges, "algorithm.corrections": algorithm.corrections}
     for name in (name for name, value in needing.items() if value):
         raise ConfigError(
             f"{name} needs the log-probabilities of the policy that sampled, which demonstrations do not "
-            "have; leave it out"
+            f"have; {'set it to reverse or forward' if name.startswith('teacher') else 'leave it out'}"
         )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from enumeration import LENGTH, SEQUENCES, exact_gradient, logprobs_of, random_logits
 
 from rlflow.algorithms.distillation import distillation_of, distilled
 from rlflow.algorithms.registry import objective_of
@@ -15,40 +13,7 @@ from rlflow.algorithms.tokens import Tokens
 from rlflow.config import AlgorithmConfig, TeacherConfig
 from rlflow.errors import ConfigError
 
-VOCABULARY, LENGTH = 5, 3
-CONTEXTS = [()] + [c for n in range(1, LENGTH) for c in itertools.product(range(VOCABULARY), repeat=n)]
-SEQUENCES = list(itertools.product(range(VOCABULARY), repeat=LENGTH))
-
-
-def random_logits(seed: int) -> Tensor:
-    """A policy over every context: [contexts, vocabulary]."""
-    return torch.randn(len(CONTEXTS), VOCABULARY, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def logprobs_of(logits: Tensor) -> Tensor:
-    """Of each token of every sequence: [sequences, length]."""
-    table = logits.log_softmax(-1)
-    return torch.stack(
-        [
-            torch.stack([table[CONTEXTS.index(each[:place]), each[place]] for place in range(LENGTH)])
-            for each in SEQUENCES
-        ]
-    )
-
-
-def exact_gradient(policy: Tensor, teacher: Tensor) -> Tensor:
-    """Of KL(policy || teacher) at each context, times the probability of the context, which is taken as it is."""
-    policy = policy.clone().requires_grad_()
-    own, its = policy.log_softmax(-1), teacher.log_softmax(-1)
-    reached = []
-    for context in CONTEXTS:
-        probability = torch.ones((), dtype=torch.float64)
-        for place, token in enumerate(context):
-            probability = probability * own[CONTEXTS.index(context[:place]), token].exp()
-        reached.append(probability.detach())
-    (torch.stack(reached) * (own.exp() * (own - its)).sum(-1)).sum().backward()
-    assert policy.grad is not None
-    return policy.grad
+KNOWN = "kl, top_k, prompt, clamp, model, key_variable, concurrency"
 
 
 @pytest.mark.parametrize("loss", ["reinforce", "ppo_clip", "cispo", "aipo"])
@@ -98,9 +63,17 @@ def test_by_default_a_token_counts_ten_nats_at_most() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        ({"kl": "jensen"}, "kl must be sampled, reverse or forward; got 'jensen'"),
+        ({"kl": "reverse", "top_k": 0}, "top_k must be from 1 to 1024; got 0"),
+        ({"kl": "reverse", "top_k": 1025}, "top_k must be from 1 to 1024; got 1025"),
+        (
+            {"kl": "forward", "clamp": 5.0},
+            "teacher.args.clamp has no effect with teacher.args.kl=forward; leave it out",
+        ),
+        ({"top_k": 8}, "teacher.args.top_k has no effect with teacher.args.kl=sampled; leave it out"),
         ({"clamp": 0.0}, "clamp must be above 0 and finite; got 0.0"),
-        ({"clap": 3.0}, "teacher.args.clap is not an argument of a teacher, which takes clamp; did you mean clamp?"),
-        ({"weight": 3.0}, "teacher.args.weight is not an argument of a teacher, which takes clamp"),
+        ({"clap": 3.0}, f"teacher.args.clap is not an argument of a teacher, which takes {KNOWN}; did you mean clamp?"),
+        ({"weight": 3.0}, f"teacher.args.weight is not an argument of a teacher, which takes {KNOWN}"),
     ],
 )
 def test_a_wrong_option_is_refused(args: dict[str, object], message: str) -> None:

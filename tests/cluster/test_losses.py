@@ -143,7 +143,7 @@ def run_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any
         rows="",
         evaluation_tasks=(),
         model_path="",
-        reward_model_path=None,
+        reward_models={},
         run_dir=run_dir,
     )
     return run, told, fleets

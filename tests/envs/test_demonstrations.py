@@ -122,8 +122,10 @@ def test_all_demonstrations_are_shown(name: str) -> None:
 def test_a_teacher_judges_what_was_sampled() -> None:
     config = settings()
     config.teacher.models = {"default": "tiny"}
-    with pytest.raises(ConfigError, match="^teacher.models needs the log-probabilities"):
+    with pytest.raises(ConfigError, match="^teacher.args.kl=sampled needs .*; set it to reverse or forward$"):
         check_demonstrations(config, [GIVEN])
+    config.teacher.args = {"kl": "forward"}
+    check_demonstrations(config, [GIVEN])
 
 
 def test_somebody_must_reply() -> None:

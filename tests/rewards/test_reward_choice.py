@@ -67,7 +67,7 @@ def test_without_a_name_the_environment_scores() -> None:
 
 async def test_no_process_is_started_where_only_the_steps_of_an_environment_count() -> None:
     config = Config()
-    assert start_rewards(config, None, None, cast(Devices, None), threads=1, max_calls=1) == {}
+    assert start_rewards(config, None, {}, cast(Devices, None), threads=1, max_calls=1) == {}
     config.reward.weights = [3.0]
     scorer = scorer_of(config, [])
     assert (await scorer.score(said("4", environment_reward=0.5))).reward == 1.5
@@ -237,7 +237,10 @@ def test_arguments_need_no_plus_on_the_command_line() -> None:
     [
         ({"weights": [1.0, float("inf")]}, "reward.weights must be finite numbers; got [1.0, inf]"),
         ({"weights": [0.0, 0.0]}, "reward.weights must not all be 0, because then there is no reward; got [0.0, 0.0]"),
-        ({"model": "mine", "weights": [2.0]}, "reward.weights=[2.0] has no effect with reward.model; leave it out"),
+        (
+            {"model": "mine", "weights": [2.0]},
+            "reward.weights=[2.0] has no effect with reward.model alone; leave it out",
+        ),
         (
             {"model": "mine", "args": {"f1": {}}},
             "reward.args.f1 is not an argument of reward.model, which takes mean, deviation, clip",

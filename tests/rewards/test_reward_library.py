@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from served import served
 
 from rlflow.envs.answers import final_answer, normalise, token_f1
 from rlflow.envs.calculator.env import right_by_tool
@@ -265,17 +266,8 @@ class Server:
 
     @asynccontextmanager
     async def url(self) -> AsyncIterator[str]:
-        application = web.Application()
-        application.router.add_post("/v1/chat/completions", self.reply)
-        runner = web.AppRunner(application, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        try:
-            yield f"http://{host}:{port}/v1"
-        finally:
-            await runner.cleanup()
+        async with served(self.reply) as address:
+            yield f"{address}/v1"
 
 
 def says(text: str | None) -> tuple[int, str]:
@@ -291,7 +283,7 @@ async def ask(server: Server, timeout_s: float = 10.0, **options: Any) -> float:
 
 
 async def test_a_judge_is_asked_once_more_when_it_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlflow.envs.rewards.judge.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("rlflow.runtime.asking.FIRST_PAUSE_S", 0.01)
     monkeypatch.setenv("JUDGE_KEY", "secret")
     server = Server((429, "slow down"), (503, ""), says("Fine.\nScore: 0.5"))
     template = "{prompt} | {completion} | {answer}"
@@ -321,7 +313,7 @@ async def test_what_a_judge_cannot_say_is_an_error_at_once(answer: tuple[int, st
 
 
 async def test_a_judge_that_stays_busy_or_silent_is_an_error_before_the_deadline() -> None:
-    with pytest.raises(JudgeError, match="no judgement from .* within 0.18 s: HTTP 503: overloaded"):
+    with pytest.raises(JudgeError, match="no answer from .* within 0.18 s: HTTP 503: overloaded"):
         await ask(Server((503, "overloaded")), timeout_s=0.2)
 
     class Silent(Server):
@@ -329,14 +321,14 @@ async def test_a_judge_that_stays_busy_or_silent_is_an_error_before_the_deadline
             await asyncio.Event().wait()
             raise AssertionError
 
-    with pytest.raises(JudgeError, match="no judgement from .* within 0.18 s: it did not answer"):
+    with pytest.raises(JudgeError, match="no answer from .* within 0.18 s: it did not answer"):
         await ask(Silent(), timeout_s=0.2)
 
 
 async def test_a_dead_judge_is_an_error() -> None:
     async with Server(says("1")).url() as url:
         pass
-    with pytest.raises(JudgeError, match="no judgement from .* within 0.18 s: Cannot connect"):
+    with pytest.raises(JudgeError, match="no answer from .* within 0.18 s: Cannot connect"):
         await judge(PROMPT, "", None, 0.2, url=url, model="m")
 
 

@@ -271,7 +271,7 @@ def test_a_driver_that_goes_on_after_a_loss_checks_too(tmp_path: Path) -> None:
             rows="",
             evaluation_tasks=[],
             model_path="",
-            reward_model_path=None,
+            reward_models={},
             run_dir=replace(run_dir, resume_from=None, state=None),
         )
         told = Told()

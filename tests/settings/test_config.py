@@ -322,7 +322,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"reward.model": "mine", "reward.function": "my.py:score"},
-        "reward.function=my.py:score contradicts reward.model=mine: a reply has one reward; set one of them to null",
+        "reward.function=my.py:score and reward.model=mine both score; say in reward.weights how they count together, "
+        "functions first, or set reward.function=null",
     ),
     (
         {"reward.model": "mine", "reward.workers": 4},

@@ -730,7 +730,7 @@ def test_a_reward_model_is_read_from_its_config_alone(
     asked = ["recipe=smoke", "reward.function=null", f"reward.model={write_config(tmp_path, **fields)}"]
     code, out, _ = dry_run(*asked, capsys=capsys, monkeypatch=monkeypatch)
     assert code == 0
-    assert "\nReward model, of which each replica is whole\n" in out
+    assert "\nReward model, the largest, of which each replica is whole\n" in out
     assert "a GPU of 16 GB or more; reward model 0\n" in out
     write_config(tmp_path, **{**fields, "num_labels": 3})
     code, _, error = dry_run(*asked, capsys=capsys, monkeypatch=monkeypatch)

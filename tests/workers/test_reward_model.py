@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +20,9 @@ from transformers import AutoTokenizer, MistralConfig, MistralForSequenceClassif
 
 from rlflow.batching.pack import Conversation, pack_conversations, row_tokens
 from rlflow.cluster.devices import Devices
-from rlflow.cluster.rewards import RayReward, start_rewards
+from rlflow.cluster.rewards import RayReward, scorer_of, start_rewards
 from rlflow.cluster.start import ray_cluster
+from rlflow.config import RewardConfig
 from rlflow.errors import ConfigError
 from rlflow.models.resolve import resolve_reward_model
 from rlflow.rewards.client import RewardClient
@@ -112,7 +113,7 @@ def test_wrong_options_of_a_score_are_refused(options: dict[str, object], proble
 async def test_the_reward_is_the_scaled_score_which_is_kept_as_a_metric(tmp_path: Path) -> None:
     config = tiny_config()
     config.reward.args = {"mean": 10.0, "deviation": 2.0, "clip": 4.5}
-    worker = RewardModelWorker(config, save_reward_model(tmp_path), 1)
+    worker = RewardModelWorker(config, save_reward_model(tmp_path), 1, config.reward.args)
     verdict = await worker.score(replied(SUM, "5"))
     expected = plain_score(str(tmp_path), [*SUM.prompt, assistant("5")])
     assert verdict.metrics["score"] == pytest.approx(expected, abs=1e-5)
@@ -250,7 +251,7 @@ class ScriptedWorker(RewardModelWorker):
     def __init__(self, model: ScriptedModel, timeout_s: float = 30.0, max_tokens: int = 16) -> None:
         config = tiny_config()
         config.reward.timeout_s, config.trainer.micro_batch_tokens = timeout_s, max_tokens
-        super().__init__(config, "", 1)
+        super().__init__(config, "", 1, {})
         self.scripted = model
         self.ended = asyncio.Event()
 
@@ -321,13 +322,36 @@ async def test_a_row_that_fails_is_an_error_and_the_next_one_is_scored() -> None
 
 
 @pytest.mark.slow
+async def test_two_models_and_a_function_are_weighed_and_added(tmp_path: Path) -> None:
+    config = tiny_config()
+    config.run.dir = str(tmp_path)
+    folders = {"helpful": save_reward_model(tmp_path / "a"), "brief": save_reward_model(tmp_path / "b", hidden_size=48)}
+    config.reward = RewardConfig(
+        function="exact_match", model=folders, weights=[4.0, 1.0, 0.5], args={"brief": {"mean": 2.0}}
+    )
+    with ray_cluster(config):
+        actors = start_rewards(config, None, folders, Devices(config), threads=1, max_calls=64)
+        assert list(actors) == ["reward", "reward model helpful 0", "reward model brief 0"]
+        await asyncio.gather(*(actor.start.remote() for actor in actors.values()))
+        transcript = replied(replace(SUM, answer="5"), "5")
+        verdict = await scorer_of(config, list(actors)).score(transcript)
+    first, second = (plain_score(each, [*SUM.prompt, assistant("5")]) for each in folders.values())
+    assert first != pytest.approx(second, abs=1e-3)
+    assert verdict.reward == pytest.approx(4 + first + 0.5 * (second - 2), abs=1e-5)
+    assert verdict.metrics["rewards/exact_match"] == 1.0
+    assert verdict.metrics["rewards/helpful"] == pytest.approx(first, abs=1e-5)
+    assert verdict.metrics["rewards/brief"] == pytest.approx(second - 2, abs=1e-5)
+    assert verdict.metrics["rewards/brief/score"] == pytest.approx(second, abs=1e-5)
+
+
+@pytest.mark.slow
 async def test_killed_reward_models_come_back_and_no_reply_is_lost(tmp_path: Path) -> None:
     config = tiny_config()
     config.run.dir = str(tmp_path)
-    config.reward.model_replicas = 2
     folder = save_reward_model(tmp_path)
+    config.reward.model, config.reward.model_replicas = folder, 2
     with ray_cluster(config):
-        actors = start_rewards(config, None, folder, Devices(config), threads=1, max_calls=64)
+        actors = start_rewards(config, None, {"model": folder}, Devices(config), threads=1, max_calls=64)
         await asyncio.gather(*(actor.start.remote() for actor in actors.values()))
         client = RewardClient([RayReward(name) for name in actors], patience_s=120.0)
         expected = await client.score(replied(SUM, "5"))

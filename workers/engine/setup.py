@@ -19,7 +19,15 @@ from rlflow.models.chatml import chatml_end
 from rlflow.models.images import takes_images
 from rlflow.models.opening import build_model, open_config
 from rlflow.rollout.requests import PART_TOKENS
-from rlflow.runtime.derived import CPU_CACHE_GB, dtype_of, max_running, needs_reference, sends_adapters, transport_of
+from rlflow.runtime.derived import (
+    CPU_CACHE_GB,
+    dtype_of,
+    held_teachers,
+    max_running,
+    needs_reference,
+    sends_adapters,
+    transport_of,
+)
 from rlflow.runtime.environment import share_cpu
 from rlflow.settings.engine_args import known_arguments, vllm_source
 
@@ -211,7 +219,7 @@ def memory_share(config: Config) -> float:
     """The share of a GPU that an engine may take when rollout.kv_cache_gb does not say how large its cache is."""
     if config.cluster.placement is not Placement.colocated:
         return SEPARATE_SHARE
-    stays = needs_reference(config) or bool(config.teacher.models) or config.reward.model is not None
+    stays = needs_reference(config) or bool(held_teachers(config)) or config.reward.model is not None
     return SHARED_SHARE if stays and config.cluster.roles is ModelPlacement.shared else COLOCATED_SHARE
 
 

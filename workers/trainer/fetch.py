@@ -24,6 +24,7 @@ from rlflow.types import (
     CriticTargets,
     EpisodePayload,
     FloatArray,
+    Likely,
     Pictures,
     ReadyGroup,
     Sample,
@@ -83,8 +84,15 @@ class Fetcher:
                 kept = [without_old_tokens(sample, self._oldest_version) for sample in samples]
             said = [{name: rows[place][number] for name, rows in frozen.items()} for number in range(len(samples))]
             found += [
-                TrainSample(sample=sample, advantage=row, frozen_logprobs=logprobs, critic=target, pictures=pictures)
-                for sample, row, logprobs, target in zip(kept, rows, said, targets, strict=True)
+                TrainSample(
+                    sample=sample,
+                    advantage=row,
+                    frozen_logprobs={name: one for name, one in each.items() if not isinstance(one, Likely)},
+                    likely=next((one for one in each.values() if isinstance(one, Likely)), None),
+                    critic=target,
+                    pictures=pictures,
+                )
+                for sample, row, each, target in zip(kept, rows, said, targets, strict=True)
             ]
         return found
 

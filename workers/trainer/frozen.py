@@ -7,8 +7,10 @@ empty ones, because a layer is gathered by all ranks together.
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -16,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from rlflow.batching.pack import pack
 from rlflow.batching.plan import packed_runs, runs_of
 from rlflow.config import Config
-from rlflow.types import FloatArray, TrainSample
+from rlflow.types import FloatArray, Likely, Sample, Support, TrainSample
 from rlflow.weights.shape.layout import chunk_of
 from rlflow.workers.trainer.gate import settle_way
 from rlflow.workers.trainer.layers import decoder_layers
@@ -65,6 +67,18 @@ class FrozenPolicy:
             found.extend(split_logprobs(logprobs, samples))
         return found
 
+    @torch.no_grad()
+    def likeliest(self, groups: Sequence[Sequence[TrainSample]], k: int, num_ids: int) -> list[Likely]:
+        """The `k` likeliest of the first `num_ids` tokens in the place of each loss token, for each sample."""
+        rows = self._rows([sample for group in groups for sample in group])
+        found: list[Likely] = []
+        for samples in rows + [[]] * (int(self._most(len(rows))) - len(rows)):
+            ids, logprobs = (each.cpu().numpy() for each in self._policy(pack([samples]), likeliest_of=(k, num_ids)))
+            ends = np.cumsum([int(one.sample.loss_mask.sum()) for one in samples])
+            cut = zip(samples, *(np.split(each, ends)[:-1] for each in (ids, logprobs)), strict=True)
+            found += [likely_of(one.sample, of_one, said) for one, of_one, said in cut]
+        return found
+
     def _most(self, number: float) -> float:
         """The largest number that a rank has."""
         if self._num_ranks == 1:
@@ -78,6 +92,12 @@ class FrozenPolicy:
         if (way := way_of(self._policy.model)) is Way.packed:
             return packed_runs(samples, self._max_tokens)
         return runs_of(samples, self._max_tokens, padded=way is Way.padded)
+
+
+def likely_of(sample: Sample, ids: NDArray[np.integer], logprobs: FloatArray) -> Likely:
+    """From what is likely in the places of a sample's loss tokens, [N, k] each."""
+    counts = np.where(sample.loss_mask, ids.shape[1], 0).astype(np.int32)
+    return Likely(Support(ids=ids.reshape(-1).astype(np.int32), counts=counts), logprobs.reshape(-1))
 
 
 def _sharded(config: Config, model_path: str, rank: int, num_ranks: int, device: torch.device) -> Policy:

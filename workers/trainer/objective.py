@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms.aggregation import Denominator, denominator, token_weights
-from rlflow.algorithms.distillation import distillation_of
+from rlflow.algorithms.distillation import FORWARD, SAMPLED, distillation_of, teacher_options
+from rlflow.algorithms.divergence import divergence
 from rlflow.algorithms.entropy import leaves_out_negatives, next_bonus, without_negatives
 from rlflow.algorithms.kl.base import next_coefficient
 from rlflow.algorithms.proximal import interpolate_proximal
@@ -113,7 +114,9 @@ class PolicyObjective(Objective):
         self._algorithm = config.algorithm
         self._max_length = config.rollout.max_new_tokens
         self._chosen = objective_of(config.algorithm)
-        self._distil = distillation_of(config.teacher) if config.teacher.models else None
+        self._teacher = config.teacher
+        self._options = teacher_options(config.teacher) if config.teacher.models else None
+        self._distil = distillation_of(config.teacher)
         self._kl_coefficient = config.algorithm.kl_coefficient
         self._leaves_out_negatives = False
         self._bonus, self._gives_bonus = config.algorithm.entropy_bonus, True
@@ -122,11 +125,12 @@ class PolicyObjective(Objective):
 
     def __call__(self, outputs: tuple[Tensor, ...], packed: PackedBatch, version: int) -> Row:
         logprobs, entropies, *balance = outputs
+        likely = None if packed.likely is None else balance.pop(0)
         device = logprobs.device
         versions = torch.from_numpy(packed.versions).to(device)
         is_given = versions.eq(NO_VERSION)  # by a demonstration, whose ratio is 1, because nobody has sampled it
         behaviour = torch.from_numpy(packed.behaviour_logprobs).to(device).where(~is_given, logprobs.detach())
-        advantages, distance, is_clamped = self._advantages(packed, device)
+        advantages, distance, is_clamped = self._advantages(packed, likely, device)
         tokens = Tokens(
             logprobs=logprobs,
             proximal=self._proximal(logprobs, behaviour, versions, packed, version),
@@ -144,6 +148,8 @@ class PolicyObjective(Objective):
             kl = self._chosen.kl(logprobs, torch.from_numpy(_said_by(REFERENCE, packed)).to(device))
             if not self._algorithm.kl_in_reward:
                 loss = loss + self._kl_coefficient * kl
+        if self._learns_divergence:
+            loss = loss + self._teacher.weight * distance
         if self._bonus and self._gives_bonus:
             loss = loss - self._bonus * entropies
         if balance:
@@ -207,8 +213,10 @@ class PolicyObjective(Objective):
             del metrics["sampling/older_cache_share"], metrics["sampling/older_cache_logp_difference_mean"]
         if self._algorithm.kl_coefficient == 0:
             del metrics["kl"]
-        if self._distil is None:
-            del metrics["distil/kl"], metrics["distil/clamped"]
+        if self._options is None:
+            del metrics["distil/kl"]
+        if self._options is None or self._learns_divergence:
+            del metrics["distil/clamped"]
         if not self._algorithm.corrections:
             del metrics["correction/mean"], metrics["correction/rejected"]
         if self._algorithm.entropy_high is None:
@@ -266,19 +274,41 @@ class PolicyObjective(Objective):
             self._gives_bonus = bool(state.get("gives_bonus", 1.0))
         self._leaves_out_negatives = bool(state.get("leaves_out_negatives", 0.0))
 
-    def _advantages(self, packed: PackedBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def _learns_divergence(self) -> bool:
+        """Whether the teacher's likeliest tokens are learnt from, and not what it says of the sampled ones."""
+        return self._options is not None and self._options.kl != SAMPLED
+
+    def _advantages(
+        self, packed: PackedBatch, likely: Tensor | None, device: torch.device
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """What the tokens are trained with, how far the policy was from its teacher, and where that was clamped; [N].
 
-        Without a teacher, zeros and nowhere.
+        Without a teacher, zeros and nowhere. `likely` are the policy's log-probabilities [K] of the teacher's likeliest
+        tokens; then the distance has a gradient.
         """
-        if self._distil is None:
+        if self._options is None or self._learns_divergence:
             advantages = torch.from_numpy(packed.advantages).to(device)
-            return advantages, (nothing := torch.zeros_like(advantages)), nothing
+            nothing = torch.zeros_like(advantages)
+            if self._options is None:
+                return advantages, nothing, nothing
+            return self._teacher.reward_weight * advantages, self._divergence(packed, likely, device), nothing
         said = _said_by(TEACHER, packed)
         found = self._distil(packed.advantages, packed.behaviour_logprobs, said)
         columns = (found.advantages, packed.behaviour_logprobs - said, found.is_clamped)
         advantages, distance, is_clamped = (torch.from_numpy(each).to(device) for each in columns)
         return advantages, distance, is_clamped
+
+    def _divergence(self, packed: PackedBatch, likely: Tensor | None, device: torch.device) -> Tensor:
+        """[N] nats. Raises ValueError if no teacher said what it finds likely."""
+        assert self._options is not None
+        its = packed.likely
+        if its is None or likely is None:
+            if packed.num_loss_tokens:
+                raise ValueError("the settings ask for a teacher's likeliest tokens; pass them in TrainSample.likely")
+            return torch.zeros(0, device=device)
+        said, of = (torch.from_numpy(each).to(device) for each in (its.logprobs, its.of))
+        return divergence(likely, said, of, packed.num_loss_tokens, is_forward=self._options.kl == FORWARD)
 
     def _proximal(
         self, logprobs: Tensor, behaviour: Tensor, versions: Tensor, packed: PackedBatch, version: int

@@ -29,7 +29,7 @@ from rlflow.workers.trainer.rank_group import ALONE, RankGroup
 from rlflow.workers.trainer.routing import lay_routes, replay_routes
 from rlflow.workers.trainer.rows import boundaries, end_to_end, rows_of
 from rlflow.workers.trainer.sequence_parallel import RowPart, gather, own_tokens, places_in
-from rlflow.workers.trainer.token_logprobs import MAX_LOGITS, TokenLogprobs, among_support, logit_rule
+from rlflow.workers.trainer.token_logprobs import MAX_LOGITS, TokenLogprobs, among_support, likeliest, logit_rule
 from rlflow.workers.trainer.vision import Vision, freeze_tower, policy_class
 from rlflow.workers.trainer.way import Way, way_of
 
@@ -86,13 +86,18 @@ class Policy(nn.Module):
             self.balance = replay_routes(self.model, with_balance=is_balanced)
         return self.balance
 
-    def forward(self, packed: PackedBatch, has_plain: bool = False) -> tuple[Tensor, ...]:
+    def forward(
+        self, packed: PackedBatch, has_plain: bool = False, likeliest_of: tuple[int, int] | None = None
+    ) -> tuple[Tensor, ...]:
         """Log-probabilities [N] and entropies [N] of the loss tokens, float32, both with a gradient.
 
-        With a balance loss, its [N] too, if there is a gradient. With `has_plain`, in place of the entropies what
-        transformers alone says of the log-probabilities.
+        If the row has likely tokens, their log-probabilities [K] come next, with a gradient too, and with a balance
+        loss its [N], if there is a gradient. With `has_plain`, in place of the entropies what transformers alone says
+        of the log-probabilities. With `likeliest_of`, k and a number of ids, what `likeliest` finds instead, [N, k].
         """
         hidden = hidden_states(self.model, packed, self.vision, self._row_group)
+        if likeliest_of is not None:
+            return self._likeliest(hidden, packed, *likeliest_of)
         found = self.logprobs_of(hidden, packed)
         if has_plain:
             return found[0], plain_logprobs(self.model, packed, self._rule.temperature, self.vision)
@@ -103,7 +108,18 @@ class Policy(nn.Module):
         places = torch.from_numpy(own).to(hidden.device)
         return (*found, gather(balance, places, packed.num_loss_tokens, self._row_group))
 
-    def logprobs_of(self, hidden: Tensor, packed: PackedBatch) -> tuple[Tensor, Tensor]:
+    def _likeliest(self, hidden: Tensor, packed: PackedBatch, k: int, num_ids: int) -> tuple[Tensor, Tensor]:
+        """A frozen policy's, whose rows and head no other rank shares."""
+        head = self.model.get_output_embeddings()
+        assert head is not None and self._head_group is self._row_group is ALONE, "no frozen policy is shared"
+        unique, inverse = (
+            torch.from_numpy(each).to(hidden.device) for each in np.unique(packed.loss_positions, return_inverse=True)
+        )
+        found = likeliest(hidden[unique], head.weight, head.bias, self._rule, self._max_logits, k, num_ids)
+        ids, logprobs = (each[inverse] for each in found)
+        return ids, logprobs
+
+    def logprobs_of(self, hidden: Tensor, packed: PackedBatch) -> tuple[Tensor, ...]:
         """`forward` from the states [T, hidden size] of the last layer on, or from this rank's part of them."""
         device = hidden.device
         head = self.model.get_output_embeddings()
@@ -124,7 +140,11 @@ class Policy(nn.Module):
         targets, support_ids, support_of = (
             torch.from_numpy(part).to(device) for part in (packed.targets, packed.support_ids, packed.support_of)
         )
-        # What a token was chosen among are further targets in its row.
+        # What a token was chosen among are further targets in its row, and so is what a teacher finds likely.
+        count, likely = len(targets), packed.likely
+        if likely is not None:
+            assert not len(support_of), "the settings allow one of the two"
+            support_ids, support_of = (torch.from_numpy(part).to(device) for part in (likely.ids, likely.of))
         row_of, targets = torch.cat([row_of, row_of[support_of]]), torch.cat([targets, support_ids])
         tokens = torch.nonzero((row_of >= start) & (row_of < stop))[:, 0]
         # An embedding gathers rows, because its backward is deterministic on the CPU.
@@ -135,6 +155,8 @@ class Policy(nn.Module):
         # Only one of the two groups has other ranks.
         group = self._row_group if self._row_group.size > 1 else self._head_group
         logprobs, entropies = (gather(of_own, tokens, len(targets), group) for of_own in own)
+        if likely is not None:
+            return logprobs[:count], entropies[:count], logprobs[count:]
         return among_support(logprobs, entropies, support_of) if len(support_of) else (logprobs, entropies)
 
 

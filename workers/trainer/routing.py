@@ -21,8 +21,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from rlflow.batching.pack import IndexArray
+from rlflow.batching.routes import no_route
 from rlflow.errors import ConfigError, RunError
-from rlflow.types import ExpertArray, no_route
+from rlflow.types import ExpertArray
 from rlflow.workers.trainer.balance import Balance
 from rlflow.workers.trainer.layers import decoder_layers, num_experts
 

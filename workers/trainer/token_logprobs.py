@@ -134,6 +134,23 @@ class TokenLogprobs(torch.autograd.Function):
         return hidden_gradient.to(hidden.dtype), weight_gradient, bias_gradient, None, None, None, None
 
 
+@torch.no_grad()
+def likeliest(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule, max_logits: int, k: int, num_ids: int
+) -> tuple[Tensor, Tensor]:
+    """The `k` likeliest of the first `num_ids` tokens for each row, the likeliest first, and their log-probabilities
+    among all tokens; both [R, k]. At most `max_logits` logits are in memory."""
+    ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
+    logprobs = hidden.new_empty(len(hidden), k, dtype=torch.float32)
+    size = max(1, max_logits // len(weight))
+    for start in range(0, len(hidden), size):
+        rows = slice(start, start + size)
+        logits = _logits(hidden[rows], weight, bias, rule)
+        values, ids[rows] = logits[:, :num_ids].topk(k, dim=-1)
+        logprobs[rows] = values - logits.logsumexp(dim=-1, keepdim=True)
+    return ids, logprobs
+
+
 def among_support(logprobs: Tensor, entropies: Tensor, support_of: Tensor) -> tuple[Tensor, Tensor]:
     """Normalise log-probabilities among the tokens that could have been sampled; top-p and top-k replayed.
 

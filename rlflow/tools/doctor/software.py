@@ -18,6 +18,7 @@ from rlflow.config import Config
 from rlflow.errors import ConfigError, DeadlineError, SandboxError
 from rlflow.models.resolve import resolve_config, resolve_model, resolve_reward_model
 from rlflow.processes.sandbox.run import describe
+from rlflow.rewards.models import model_paths
 from rlflow.runtime.deadlines import within
 from rlflow.runtime.derived import learns_from_rewards, teachers
 from rlflow.runtime.gpus import GPU_BUILD, driver_problem
@@ -218,10 +219,9 @@ def check_model(
 def check_reward_model(
     here: Here, needs: Needs, load: Callable[[str], str] = resolve_reward_model
 ) -> Iterator[Finding]:
-    path = needs.config.reward.model
-    assert path is not None
-    load(path)
-    yield ok("reward model", path)
+    for path in model_paths(needs.config.reward).values():
+        load(path)
+        yield ok("reward model", path)
 
 
 def check_teacher_models(here: Here, needs: Needs) -> Iterator[Finding]:

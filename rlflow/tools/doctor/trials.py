@@ -165,7 +165,7 @@ def attempt(topic: str, here: Here, needs: Needs, check: Check) -> list[Finding]
 
         name, config = TRIALS[topic][0], needs.config
         path = config.reward.model if topic == "reward_model" else config.model.path
-        if path and name.endswith("model") and isinstance(problem.__cause__, LocalEntryNotFoundError):
+        if isinstance(path, str) and name.endswith("model") and isinstance(problem.__cause__, LocalEntryNotFoundError):
             findings.append(absent_model(name, path, here))
         else:
             findings.append(of_config_error(name, problem))

@@ -12,6 +12,7 @@ from typing import Any
 from rlflow.cluster.slots import machines_of
 from rlflow.config import Config, Transport
 from rlflow.errors import ConfigError, first_line
+from rlflow.rewards.models import model_paths
 from rlflow.runtime.derived import by_device, max_running
 from rlflow.settings.checks import check
 from rlflow.tools.dry_run.estimate import USABLE, Estimate, estimate, smallest_gpu
@@ -24,7 +25,7 @@ _TITLES = {
     "critic": "Critic rank, with the same micro-batches",
     "reference": "Reference rank",
     "teacher": "Teacher rank, of the largest teacher",
-    "reward_model": "Reward model, of which each replica is whole",
+    "reward_model": "Reward model, the largest, of which each replica is whole",
 }
 _CURES = {
     "engine": "raise rollout.tensor_parallel, or lower rollout.kv_cache_gb if it is set",
@@ -90,11 +91,11 @@ def _estimated(config: Config) -> tuple[Estimate, Config]:
         check_engine(config, facts.cache, folder, on_gpu=on_gpus)
     if has_tokenizer(Path(folder)):
         check_tokens(config, folder)
-    scorer = None
-    if config.reward.model is not None:
-        scorer_folder = resolve_config(config.reward.model, REWARD)
-        check_gives_score(Path(scorer_folder))
-        scorer = read_reward_model(config, scorer_folder)
+    scorers = [resolve_config(path, REWARD) for path in model_paths(config.reward).values()]
+    for each in scorers:
+        check_gives_score(Path(each))
+    read = (read_reward_model(config, each) for each in scorers)
+    scorer = max(read, key=lambda facts: facts.num_parameters, default=None)
     return estimate(config, facts, MAX_LOGITS, scorer, read_teachers(config)), config
 
 

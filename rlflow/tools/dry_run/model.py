@@ -26,7 +26,7 @@ from rlflow.config import Config, LoraConfig
 from rlflow.errors import ConfigError, first_line
 from rlflow.models.opening import build_model, open_config
 from rlflow.models.resolve import POLICY, REWARD, TEACHERS, resolve_config
-from rlflow.runtime.derived import dtype_of, teachers
+from rlflow.runtime.derived import dtype_of, held_teachers
 from rlflow.tools.dry_run.memory import FLOAT32, Activations, ModelFacts, RewardModelFacts, Weight
 from rlflow.workers.engine.setup import BYTES_PER_ELEMENT, CacheShape, cache_shape
 from rlflow.workers.trainer.layers import backbone, decoder_layers, keeps
@@ -92,10 +92,10 @@ def _with_repeated_heads(alone: Activations, cache: CacheShape, config: Config) 
 
 
 def read_teachers(config: Config) -> list[ModelFacts]:
-    """The facts of each teacher, from its config.json. Raises ConfigError as `read_model`."""
+    """The facts of each teacher that the run holds, from its config.json. Raises ConfigError as `read_model`."""
     trainer = replace(config.trainer, tensor_parallel=1, sequence_parallel=1)
     whole = replace(config, lora=LoraConfig(), trainer=trainer)
-    return [read_model(whole, resolve_config(path, TEACHERS)) for path in teachers(config).values()]
+    return [read_model(whole, resolve_config(path, TEACHERS)) for path in held_teachers(config).values()]
 
 
 def read_reward_model(config: Config, folder: str) -> RewardModelFacts:

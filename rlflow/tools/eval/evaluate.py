@@ -23,7 +23,8 @@ from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import ConfigError, RunError, first_error_stands
 from rlflow.groups.evaluation import Evaluation, evaluate
 from rlflow.groups.scores import Score
-from rlflow.models.resolve import resolve_model, resolve_reward_model
+from rlflow.models.resolve import resolve_model, resolve_reward_models
+from rlflow.rewards.models import model_paths
 from rlflow.runtime.derived import by_device, without_training
 from rlflow.runtime.disk import disk_errors, write_whole
 from rlflow.runtime.signals import Stopper, run_until_done
@@ -113,7 +114,7 @@ def evaluate_target(
             f"{config.env.name} needs rollout.max_new_tokens={needed} and a model.max_length with room for the prompt"
         )
     base_path = resolve_model(config.model.path) if base else None
-    reward_model = resolve_reward_model(config.reward.model) if config.reward.model is not None else None
+    reward_models = resolve_reward_models(model_paths(config.reward))
     if folder is None:
         where = Path("runs") if target.run is None else target.run / "evaluations"
         folder = where / f"eval-{_file_word(target.name)}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -122,10 +123,10 @@ def evaluate_target(
         folder.mkdir(parents=True, exist_ok=True)
     config = replace(config, run=replace(config.run, dir=str(folder)))
     with target.model(folder) as model:
-        found = [_evaluate_model(config, spec, tasks, model, reward_model, target.name)]
+        found = [_evaluate_model(config, spec, tasks, model, reward_models, target.name)]
     if base_path is not None:
         name = f"base {config.model.path}"
-        found.append(_evaluate_model(config, spec, tasks, base_path, reward_model, name))
+        found.append(_evaluate_model(config, spec, tasks, base_path, reward_models, name))
     evaluated = Evaluated(tables=found)
     write_whole(folder / "evaluation.json", json.dumps(evaluated.records, indent=1) + "\n", "the scores")
     return evaluated
@@ -137,7 +138,12 @@ def _file_word(name: str) -> str:
 
 
 def _evaluate_model(
-    config: Config, spec: EnvironmentSpec, tasks: Sequence[Task], model_path: str, reward_model: str | None, name: str
+    config: Config,
+    spec: EnvironmentSpec,
+    tasks: Sequence[Task],
+    model_path: str,
+    reward_models: Mapping[str, str],
+    name: str,
 ) -> EvaluationTable:
     """Start a fleet without training, and have it play; the answers go to run.dir."""
     check_tokens(config, model_path)
@@ -148,7 +154,7 @@ def _evaluate_model(
     _tell(f"{name} plays {len(tasks)} tasks of {config.env.name}, {config.eval.episodes} times and once more greedily")
     with ray_cluster(config, folder):
         config = without_training(by_device(config, on_gpus=has_gpus()))
-        playing = _play(config, spec, tasks, model_path, reward_model, answers)
+        playing = _play(config, spec, tasks, model_path, reward_models, answers)
         evaluation = run_until_done(_unless_stopped(playing, answers))
     if evaluation.reward is None:
         raise RunError(f"nothing was scored: {evaluation.detail}")
@@ -180,11 +186,11 @@ async def _play(
     spec: EnvironmentSpec,
     tasks: Sequence[Task],
     model_path: str,
-    reward_model: str | None,
+    reward_models: Mapping[str, str],
     answers: Path,
 ) -> Evaluation:
     start_s = time.monotonic()
-    fleet = await start_fleet(config, model_path, spec, _tell, reward_model, tell=_tell)
+    fleet = await start_fleet(config, model_path, spec, _tell, reward_models, tell=_tell)
     _tell(f"started in {time.monotonic() - start_s:.0f} s; playing")
     runners = fleet.workers.runners
 

@@ -39,10 +39,11 @@ from training import (
 from transformers import PreTrainedConfig
 
 from rlflow.batching.pack import PackedBatch, pack
+from rlflow.batching.routes import no_route
 from rlflow.config import Aggregation, Backend, Checkpointing, Config
 from rlflow.errors import ConfigError
 from rlflow.tools.dry_run.model import read_model
-from rlflow.types import CriticTargets, Sample, TrainSample, no_route
+from rlflow.types import CriticTargets, Sample, TrainSample
 from rlflow.workers.trainer import policy as policy_module
 from rlflow.workers.trainer.actor import build_backend
 from rlflow.workers.trainer.attention import attention_layout

@@ -110,6 +110,7 @@ def _run(words: list[str]) -> int:
             return _complete(words)
         if not words or words[0] not in _VERBS:
             _front_parser().parse_args(words[:1])  # prints what was asked for, or what is wrong, and exits
+        _check_folder()
         module = importlib.import_module(_VERBS[words[0]].module)
         options = parse(words, module.add_arguments)
         if "run" in options and not options.run.is_dir():
@@ -127,6 +128,17 @@ def _run(words: list[str]) -> int:
         )
     except KeyboardInterrupt:  # before a run has begun; a run handles the signal by itself
         return 130
+
+
+def _check_folder() -> None:
+    """Raise RunError if the folder that this process was started in is there no more; relative paths need it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise RunError(
+            "the current folder has been removed; change to one that is there. Ray makes that of a job, and nodes that "
+            "share a folder for Ray's sessions remove it for each other: start each with a --temp-dir of its own"
+        ) from None
 
 
 def _front_parser() -> argparse.ArgumentParser:

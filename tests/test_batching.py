@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from rlflow.batching.pack import PackedBatch, pack, spread_over_turns
 from rlflow.batching.plan import BatchPiece, MicroBatchPlan, packed_runs, plan_micro_batches
+from rlflow.batching.shares import Share, share_of, shares
 from rlflow.batching.tree import num_distinct_tokens
 from rlflow.roles import REFERENCE
-from rlflow.types import EpisodeEnd, EpisodeSummary, ImageSpan, Sample, TrainSample
+from rlflow.types import EpisodeEnd, EpisodeSummary, ImageSpan, ReadyGroup, Sample, TrainSample
 
 
 def episode(prompt: int, completion: int) -> EpisodeSummary:
@@ -281,3 +282,50 @@ def test_pack_rejects_a_partial_reference() -> None:
 def test_pack_rejects_an_empty_prompt() -> None:
     with pytest.raises(ValueError, match="at least one token; got none"):
         pack([[train_sample([], [7], [1], 1.0)]])
+
+
+def test_a_share_has_the_episodes_of_its_own_micro_batches_alone() -> None:
+    """Also what hangs on each episode: payload, advantage, the log-probabilities of frozen models, values."""
+    first = ReadyGroup(
+        group_id=7,
+        task_id="sums",
+        task_kind="",
+        episodes=[episode(10, tokens) for tokens in (1, 2, 3)],
+        payloads=["a", "b", "c"],
+        advantages=[[1.0], None, [-1.0]],
+        num_bytes=6,
+        frozen={REFERENCE: ["ra", "rb", "rc"]},
+        values=["va", "vb", "vc"],
+        pictures="picture",
+    )
+    second = replace(first, group_id=8, payloads=["d", "e", "f"], advantages=[], frozen={}, values=None)
+    found = share_of([first, second], [plan((1, (2,)), (0, (1,))), plan(), plan((0, (2, 0)))])
+    assert found.plans == (plan((0, (0,)), (1, (0,))), plan(), plan((1, (1, 2))))
+    assert [group.payloads for group in found.groups] == [["f"], ["b", "c", "a"]]
+    one, other = found.groups
+    assert (one.group_id, one.advantages, one.frozen, one.values, one.pictures) == (8, [], {}, None, "picture")
+    assert (other.group_id, other.advantages) == (7, [None, [-1.0], [1.0]])
+    assert (other.frozen, other.values) == ({REFERENCE: ["rb", "rc", "ra"]}, ["vb", "vc", "va"])
+    assert [each.num_completion_tokens for each in other.episodes] == [2, 3, 1]
+    assert first.payloads == ["a", "b", "c"], "what the driver has stays whole"
+
+
+def test_without_groups_a_rank_has_nothing_to_do() -> None:
+    assert shares([], 2, 100) == [Share(), Share()]
+
+
+def test_what_is_sent_to_all_ranks_is_each_episode_once() -> None:
+    groups = [
+        ReadyGroup(
+            group_id=number,
+            task_id="",
+            task_kind="",
+            episodes=[episode(10, 20 + index) for index in range(8)],
+            payloads=[f"{number}.{index}" for index in range(8)],
+            advantages=[[0.0]] * 8,
+            num_bytes=1,
+        )
+        for number in range(6)
+    ]
+    sent = [str(payload) for share in shares(groups, 5, 64) for group in share.groups for payload in group.payloads]
+    assert sorted(sent) == [f"{number}.{index}" for number in range(6) for index in range(8)]

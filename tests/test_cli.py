@@ -381,3 +381,14 @@ def test_an_installation_without_torch_is_told_what_to_install(cli: Cli, monkeyp
     assert cli("recipes", "torch") == (2, "", f"rlflow: error: {message}\n")
     with pytest.raises(ModuleNotFoundError, match="No module named 'mine'"):
         cli("recipes", "mine")
+
+
+def test_a_folder_that_has_been_removed_costs_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    command = f"rmdir ../gone && exec {sys.executable} -m rlflow train recipe=smoke"
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    ended = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "the current folder has been removed; change to one that is there" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1

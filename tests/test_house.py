@@ -41,11 +41,11 @@ RUN = ("run", "workers", "processes", "algorithms", "curriculum")
 """Where a run begins: what they load, at once or by name, is what a run can reach."""
 
 BUDGETS = {
-    "front door, driver and groups": 5_535,
-    "what a run can reach": 41_150,
-    "tools": 9_045,
+    "front door, driver and groups": 5_665,
+    "what a run can reach": 41_500,
+    "tools": 9_270,
     "envs": 5_575,
-    "all product Python": 54_230,
+    "all product Python": 54_850,
 }
 MAX_FILE, MAX_FUNCTION, MAX_LOOSE_FILES = 450, 80, 12
 

@@ -2,7 +2,7 @@
 
     groups (metadata) -> plan_micro_batches -> for each rank, micro-batches of pieces     (which episodes, where)
 
-Rules: a plan depends on the metadata alone, so every rank computes the same plan. Every episode is in exactly one
+Rules: a plan depends on the metadata alone, which is all that the driver has. Every episode is in exactly one
 micro-batch, and all ranks have equally many micro-batches.
 
 Example: groups of 3 and 1 episodes on two ranks may become rank 0: [group 0, episodes 0 and 1], rank 1: [group 0,

@@ -22,7 +22,7 @@ from rlflow.cluster.calls import answer, call_on
 from rlflow.cluster.fit_errors import check_counts
 from rlflow.cluster.gpus import check_gpus
 from rlflow.cluster.placement import Placed, describe, fit
-from rlflow.cluster.slots import Machine, Slot
+from rlflow.cluster.slots import Machine, Slot, num_waiting
 from rlflow.config import POOL_LABEL, Config, ProcessKind
 from rlflow.errors import ConfigError, WorkerError
 from rlflow.runtime.deadlines import within
@@ -127,6 +127,12 @@ class Devices:
         places = [self._bundles[number] for number in range(len(self._bundles))]
         found = [nodes_of[group.id][index] for group, index in places]
         return [names.get(node, node) for node in found]
+
+    def count(self, kind: ProcessKind) -> int:
+        """The number of runners, or of actors that score."""
+        if self._placed is None:
+            return num_waiting(self.config, kind, 1)
+        return sum(slot.kind is kind for slot in self._placed.slots)
 
     def of(self, kind: ProcessKind, index: int) -> dict[str, Any]:
         """Ray's options for process number `index` of a kind."""

@@ -1,19 +1,35 @@
 """Which process runs on which machine, and whether they all fit. Pure: a dry run can ask too, because no Ray is
 imported.
 
-    config -> slots -> blocks, largest first -> a machine for each block -> Placed
+    config -> slots -> blocks, largest first -> a machine for each block -> runners beside the engines -> Placed
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import cycle, groupby
 
 from rlflow.cluster.fit_errors import check_sizes, check_sums, too_scattered
-from rlflow.cluster.slots import Machine, Slot, SlotBlock, blocks_of, cpus_of, machines_of, needs_one_machine, slots_of
+from rlflow.cluster.slots import (
+    SLIVER,
+    Machine,
+    Slot,
+    SlotBlock,
+    blocks_of,
+    cpus_of,
+    machines_of,
+    needs_one_machine,
+    num_waiting,
+    slots_of,
+    waiting_slots,
+)
 from rlflow.config import Config, ProcessKind
 from rlflow.errors import ConfigError
 from rlflow.runtime.derived import TransportChoice, sends_adapters, transports_for
+from rlflow.settings.cluster_checks import pool_of
+
+WAITING = (ProcessKind.runner, ProcessKind.reward)
+"""What mostly waits, and is spread over the machines of the engines."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -52,7 +68,7 @@ def _fit(config: Config, machines: Sequence[Machine]) -> Placed:
     check_sizes(config.cluster.pools, machines)
     on_gpus = any(machine.gpus for machine in machines)
     slots = slots_of(config, on_gpus=on_gpus)
-    check_sums(config, slots, machines)
+    check_sums(config, [*slots, *_one_of_each(config)], machines)
     is_one_machine = needs_one_machine(config, on_gpus=on_gpus)
     pinned = {ProcessKind.trainer, ProcessKind.critic} | ({ProcessKind.engine} if is_one_machine else set())
     blocks = blocks_of(config, slots, is_one_machine=is_one_machine)
@@ -62,12 +78,53 @@ def _fit(config: Config, machines: Sequence[Machine]) -> Placed:
     found = _place(trainers_first, machines) or _place(by_size, machines)
     if found is None:
         raise ConfigError(too_scattered(config, by_size, machines, is_one_machine=is_one_machine))
+    places = [found[index] for index in range(len(slots))]
+    spread = _spread(config, slots, places, machines)
+    if not spread:
+        raise ConfigError(too_scattered(config, by_size, machines, is_one_machine=is_one_machine))
+    slots += [slot for slot, _ in spread]
+    places += [name for _, name in spread]
     return Placed(
         slots=tuple(slots),
-        machines=tuple(found[index] for index in range(len(slots))),
+        machines=tuple(places),
         is_pinned=tuple(slot.kind in pinned for slot in slots),
         config=config,
     )
+
+
+def _one_of_each(config: Config) -> list[Slot]:
+    """The fewest slots of what mostly waits."""
+    return [slot for kind in WAITING for slot in waiting_slots(config, kind, min(1, num_waiting(config, kind, 1)))]
+
+
+def _spread(
+    config: Config, slots: Sequence[Slot], places: Sequence[str], machines: Sequence[Machine]
+) -> list[tuple[Slot, str]]:
+    """Runners and actors that score, each with its machine; [] if no machine has room for one of a kind.
+
+    So that neither they nor the processes that they start crowd one machine, they are where engines are; in a pool
+    without engines, on all of its machines; else on as many as have engines.
+    """
+    free, engines = {machine.name: machine.cpus for machine in machines}, set[str]()
+    for slot, name in zip(slots, places, strict=True):
+        free[name] -= slot.cpus
+        if any(kind is ProcessKind.engine for kind, _ in slot.processes):
+            engines.add(name)
+    found: list[tuple[Slot, str]] = []
+    for kind in WAITING:
+        pool = pool_of(config.cluster.pools, kind)
+        there = [each.name for each in machines if pool in (None, each.pool) and free[each.name] >= SLIVER - 1e-6]
+        if not there:
+            return []
+        elsewhere = there if pool is not None else sorted(there, key=free.__getitem__)[: max(1, len(engines))]
+        names = [name for name in there if name in engines] or elsewhere
+        waiting = waiting_slots(config, kind, num_waiting(config, kind, len(names)))
+        for number, (slot, name) in enumerate(zip(waiting, cycle(names), strict=False)):
+            if number >= len(names) and free[name] < 2 * SLIVER - 1e-6:
+                break  # each machine has one, more would only be faster, and the last sliver is for the rewards
+            free[name] -= slot.cpus
+            found.append((slot, name))
+    return found
 
 
 def machines_taken(config: Config) -> list[str]:

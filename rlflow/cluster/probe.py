@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rlflow.cluster.calls import RayTrainer, answer
+from rlflow.cluster.calls import answer
+from rlflow.cluster.trainers import RayTrainer
 from rlflow.errors import WorkerError
 from rlflow.models.images import probe_picture
 from rlflow.rollout.requests import Completion, GenerateRequest, ProbePrompt

@@ -33,6 +33,8 @@ from rlflow.runtime.environment import variables
 LOOPBACK = "127.0.0.1"
 CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 30.0
+_DUMP = "[state-dump]"
+"""Marks a line of a raylet's log that describes its state."""
 
 
 @contextmanager
@@ -111,6 +113,26 @@ def _read_variables_again() -> None:
     """Ray read the variables of its tokens when it was imported, or when it was last asked for a token."""
     RayConfig.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextmanager
+def without_dumps() -> Iterator[None]:
+    """What Ray tells the driver of a lost machine is shown without the dumps of Ray's state, of which it quotes many
+    lines."""
+    show = worker.print_to_stdstream
+
+    def shown(data: dict[str, Any], *arguments: Any, **options: Any) -> None:
+        show({**data, "lines": [told_without_dumps(line) for line in data["lines"]]}, *arguments, **options)
+
+    worker.print_to_stdstream = shown
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = show
+
+
+def told_without_dumps(message: str) -> str:
+    return "\n".join(line for line in message.splitlines() if _DUMP not in line)
 
 
 def join_ray(address: str, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""The actors that score: one that has processes call functions, and replicas of each reward model."""
+"""The actors that score: some that have processes call functions, and replicas of each reward model."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -20,8 +20,8 @@ from rlflow.runtime.derived import learns_from_rewards
 from rlflow.types import Transcript, Verdict
 from rlflow.workers.reward_model import RewardModelWorker
 
-FUNCTIONS = "reward"
-"""The name of the actor that has functions called."""
+FUNCTIONS = "scorer"
+"""How the names begin of the actors that have functions called."""
 
 
 def start_rewards(
@@ -39,8 +39,12 @@ def start_rewards(
     options: dict[str, Any] = {"max_concurrency": max_calls, "max_restarts": -1}
     found: dict[str, Any] = {}
     if calls_functions(config.reward) and not is_environment_alone(chosen := choose_rewards(config.reward, own)):
-        actor = watched(ScorerPool, config).options(name=FUNCTIONS, **options, **devices.of(ProcessKind.reward, 0))
-        found[FUNCTIONS] = actor.remote(FUNCTIONS, chosen, config.reward.workers, config.reward.timeout_s)
+        actor, count = watched(ScorerPool, config), devices.count(ProcessKind.reward)
+        for index in range(count):
+            name, place = f"{FUNCTIONS} {index}", devices.of(ProcessKind.reward, index)
+            workers = -(-config.reward.workers // count)
+            scores = actor.options(name=name, **options, **place)
+            found[name] = scores.remote(name, chosen, workers, config.reward.timeout_s)
     replicas = config.reward.model_replicas
     for number, model in enumerate(chosen_models(config.reward)):
         actor = watched(RewardModelWorker, config)
@@ -80,8 +84,8 @@ def scorer_of(config: Config, names: Sequence[str], *, is_silent: bool = False) 
 
 
 def _functions(config: Config, names: Sequence[str], client: Callable[[Sequence[str]], Scorer]) -> Scorer:
-    if FUNCTIONS in names:
-        return client([FUNCTIONS])
+    if own := [name for name in names if name.startswith(f"{FUNCTIONS} ")]:
+        return client(own)
     weight = weights_of(config.reward)[0]
     reward = ChosenReward(name=ENVIRONMENT, function=None, weight=weight)
     return EnvironmentScorer(reward, is_needed=learns_from_rewards(config))

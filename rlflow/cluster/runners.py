@@ -18,7 +18,6 @@ from rlflow.cluster.calls import answer, has_ended, wait_until_back
 from rlflow.cluster.devices import Devices
 from rlflow.cluster.pulse import watched
 from rlflow.cluster.rewards import scorer_of
-from rlflow.cluster.slots import num_runners
 from rlflow.config import Config, ProcessKind
 from rlflow.environments.find import is_silent
 from rlflow.environments.pool import EnvironmentPool
@@ -44,14 +43,14 @@ def start_runners(
     devices: Devices,
     max_calls: int,
 ) -> list[Any]:
-    """One actor for every few engines. `rewards` and `engines` are names of actors."""
+    """One actor on each machine with engines, at least. `rewards` and `engines` are names of actors."""
     actor = watched(RunnerActor, config)
     options = {"max_concurrency": max_calls, "max_restarts": -1}
     return [
         actor.options(**options, **devices.of(ProcessKind.runner, index)).remote(
             f"episode runner {index}", config, model_path, spec.build, leases, rewards, engines
         )
-        for index, leases in enumerate(shares_of(spec.leases, num_runners(config)))
+        for index, leases in enumerate(shares_of(spec.leases, devices.count(ProcessKind.runner)))
     ]
 
 

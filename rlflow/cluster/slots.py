@@ -11,10 +11,11 @@ from rlflow.cluster.gpus import gpu_plan
 from rlflow.config import Config, Placement, PoolConfig, ProcessKind, Transport
 from rlflow.errors import ConfigError
 from rlflow.rewards.models import calls_functions
-from rlflow.runtime.derived import ranks_per_share, sends_adapters, served_teachers, transport_of
+from rlflow.runtime.derived import live_groups, ranks_per_share, sends_adapters, served_teachers, transport_of
 from rlflow.settings.cluster_checks import pool_of
 
-ENGINES_PER_RUNNER = 8
+EPISODES_PER_RUNNER = 1024
+"""Live episodes that one runner, which is one process on one core, is to play."""
 SLIVER = 0.01
 """CPUs reserved for a process that mostly waits: enough to keep it off a machine that has none left."""
 
@@ -56,7 +57,7 @@ class SlotBlock:
 
 
 def slots_of(config: Config, *, on_gpus: bool) -> list[Slot]:
-    """One slot for each process, except those that share the GPU of a rank of the trainer."""
+    """One slot for each process that computes, except those that share the GPU of a rank of the trainer."""
     plan = gpu_plan(config)
     # Without GPUs there is nothing to share but the machine.
     sharing = plan.sharing if on_gpus else (ProcessKind.trainer,)
@@ -87,20 +88,22 @@ def slots_of(config: Config, *, on_gpus: bool) -> list[Slot]:
                     pool=pools[kind],
                 )
             )
-    waiting = [(ProcessKind.runner, index) for index in range(num_runners(config))]
-    if calls_functions(config.reward):
-        waiting.append((ProcessKind.reward, 0))
     first = plan.counts.get(ProcessKind.teacher, 0)
-    waiting += [(ProcessKind.teacher, first + number) for number in range(len(served_teachers(config)))]
-    slots += [
-        Slot(processes=(each,), cpus=SLIVER, gpus=0, pool=pool_of(config.cluster.pools, each[0])) for each in waiting
-    ]
-    return slots
+    return slots + waiting_slots(config, ProcessKind.teacher, len(served_teachers(config)), first)
 
 
-def num_runners(config: Config) -> int:
-    """One episode runner for every few engines, at least one."""
-    return -(-max(1, config.rollout.engines) // ENGINES_PER_RUNNER)
+def waiting_slots(config: Config, kind: ProcessKind, count: int, first: int = 0) -> list[Slot]:
+    """Slots of processes that mostly wait, numbered from `first`."""
+    pool = pool_of(config.cluster.pools, kind)
+    return [Slot(processes=((kind, first + index),), cpus=SLIVER, gpus=0, pool=pool) for index in range(count)]
+
+
+def num_waiting(config: Config, kind: ProcessKind, num_machines: int) -> int:
+    """How many runners, or actors that score, play on so many machines: one on each at least, and enough runners."""
+    if kind is ProcessKind.runner:
+        live = live_groups(config) * config.algorithm.group_size
+        return max(num_machines, -(-live // EPISODES_PER_RUNNER))
+    return num_machines if calls_functions(config.reward) else 0
 
 
 def _where(pools: Mapping[ProcessKind, str | None]) -> str:

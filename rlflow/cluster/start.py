@@ -23,9 +23,7 @@ from rlflow.algorithms.registry import chosen_advantage, needs_critic
 from rlflow.cluster.calls import (
     DISK,
     WATCH,
-    RayActorCritic,
     RayFrozenModel,
-    RayTrainer,
     answer,
     open_calls,
     wait_until_ended,
@@ -35,13 +33,16 @@ from rlflow.cluster.engines import EngineActor, Membership, RayEngine
 from rlflow.cluster.probe import EngineProbe
 from rlflow.cluster.profile import profile
 from rlflow.cluster.pulse import watched
-from rlflow.cluster.ray import agents_end_with_this_process, join_ray, private_ray
+from rlflow.cluster.ray import agents_end_with_this_process, join_ray, private_ray, without_dumps
 from rlflow.cluster.rewards import start_rewards
 from rlflow.cluster.runners import RayRunners, start_runners
 from rlflow.cluster.shared_files import check_shared_files
+from rlflow.cluster.trainers import RayActorCritic, RayTrainer
+from rlflow.cluster.versions import check_versions
 from rlflow.config import Config, Placement, ProcessKind
 from rlflow.envs.base import EnvironmentSpec
 from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerError, WorkerLost
+from rlflow.groups.silent import has_no_gradient
 from rlflow.roles import REFERENCE, TEACHER, StagedWeights, Workers
 from rlflow.rollout.fleet import EngineFleet
 from rlflow.runtime import scratch
@@ -97,6 +98,7 @@ def ray_cluster(config: Config, run_dir: Path | None = None) -> Iterator[None]:
     quiet = {"log_to_driver": False, "logging_level": "error"}
     with ExitStack() as stack:
         folder = stack.enter_context(scratch.opened(run_dir))
+        stack.enter_context(without_dumps())
         if config.cluster.address is not None:
             # The processes of a cluster that is there do not have this process's environment.
             theirs = {**_EVERYWHERE, scratch.VARIABLE: os.environ[scratch.VARIABLE]}
@@ -171,6 +173,7 @@ async def start_fleet(
     await devices.reserve()
     config = devices.config
     if machines := devices.machines():
+        await check_versions(machines)
         await check_shared_files(config, machines, model_path, reward_models)
     threads = _threads(config)
     common = (config, model_path, devices, threads)
@@ -184,13 +187,7 @@ async def start_fleet(
     membership = Membership(runners)
     processes = [RayEngine(engine, index, config.deadlines) for index, engine in enumerate(engines.values())]
     engine_fleet = EngineFleet(config, processes, membership.tell, alarm)
-    policy = RayTrainer(
-        trainers,
-        config.trainer,
-        policy_is_reference=policy_is_reference(config),
-        recomputes=recomputes(config.algorithm),
-        needs_log_ratios=chosen_advantage(config).traits.needs_log_ratios,
-    )
+    policy = _policy(config, trainers)
     critic = RayTrainer(critics, config.trainer, name="critic") if critics else None
     ranks = {f"trainer rank {rank}": actor for rank, actor in enumerate(trainers)}
     ranks |= {f"critic rank {rank}": actor for rank, actor in enumerate(critics)}
@@ -260,6 +257,17 @@ async def run_unless_lost(fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
         for task in (working, *watching):
             task.cancel()
         await asyncio.gather(working, *watching, return_exceptions=True)  # so that no failure goes unread
+
+
+def _policy(config: Config, ranks: list[Any]) -> RayTrainer:
+    return RayTrainer(
+        ranks,
+        config.trainer,
+        policy_is_reference=policy_is_reference(config),
+        recomputes=recomputes(config.algorithm),
+        needs_log_ratios=chosen_advantage(config).traits.needs_log_ratios,
+        is_silent=partial(has_no_gradient, config),
+    )
 
 
 def _create_engines(config: Config, model_path: str, devices: Devices, threads: int) -> dict[str, Any]:

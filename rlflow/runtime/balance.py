@@ -18,20 +18,32 @@ def karmarkar_karp(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
         raise ValueError(f"num_ranks must be at least 1; got {num_ranks}")
     if costs and min(costs) < 0:
         raise ValueError(f"costs must not be negative; got {min(costs)}")
-    empty: list[tuple[float, list[int]]] = [(0.0, []) for _ in range(num_ranks - 1)]
-    # Difference, first item (unique, so that nothing further is compared), ranks by falling load.
-    heap = [(-float(cost), index, [(float(cost), [index]), *empty]) for index, cost in enumerate(costs)]
-    if not heap:
+    if not costs:
         return [[] for _ in range(num_ranks)]
+    # Difference, first item (unique, so that nothing further is compared), ranks by falling load. Ranks without an item
+    # come last and are left out: at first that is all of them but one.
+    heap = [(-float(cost), index, [(float(cost), [index])]) for index, cost in enumerate(costs)]
     heapq.heapify(heap)
     while len(heap) > 1:
         _, first, ranks = heapq.heappop(heap)
         _, second, others = heapq.heappop(heap)
+        both = max(0, len(ranks) + len(others) - num_ranks)
+        alone, cheapest = ranks[: len(ranks) - both], ranks[len(ranks) - both :]
         merged = [
-            (load + other_load, items + other_items)
-            for (load, items), (other_load, other_items) in zip(ranks, reversed(others), strict=True)
+            *alone,
+            *(
+                (load + other_load, items + other_items)
+                for (load, items), (other_load, other_items) in zip(cheapest, reversed(others), strict=False)
+            ),
+            *reversed(others[: len(others) - both]),
         ]
-        merged.sort(key=lambda rank: -rank[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], min(first, second), merged))
+        merged.sort(key=_by_falling_load)
+        least = merged[-1][0] if len(merged) == num_ranks else 0.0
+        heapq.heappush(heap, (least - merged[0][0], min(first, second), merged))
     loads = heap[0][2]
-    return [sorted(items) for _, items in sorted(loads, key=lambda rank: (-rank[0], sorted(rank[1])))]
+    found = [sorted(items) for _, items in sorted(loads, key=lambda rank: (-rank[0], sorted(rank[1])))]
+    return found + [[] for _ in range(num_ranks - len(found))]
+
+
+def _by_falling_load(rank: tuple[float, list[int]]) -> float:
+    return -rank[0]

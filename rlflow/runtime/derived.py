@@ -108,6 +108,11 @@ def num_shards(trainer: TrainerConfig) -> int:
     return trainer.ranks // trainer.replicas
 
 
+def live_groups(config: Config) -> int:
+    """The most groups that are under way, ready or in training under the staleness bound."""
+    return min(1 + config.staleness.max_versions, config.run.steps) * config.algorithm.groups_per_step
+
+
 def least_streamed_tokens(trainer: TrainerConfig) -> int:
     """Tokens of ready groups for which a pass through the model pays, before the step is full.
 

@@ -16,9 +16,10 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayError, RayTaskError, TaskCancelledError
 
-from rlflow.cluster.calls import DISK, WATCH, RayTrainer, answer, has_ended, open_calls, wait_until_ended
+from rlflow.cluster.calls import DISK, WATCH, answer, has_ended, open_calls, wait_until_ended
 from rlflow.cluster.pulse import watched
 from rlflow.cluster.start import ray_cluster
+from rlflow.cluster.trainers import RayTrainer
 from rlflow.config import Config, TrainerConfig
 from rlflow.errors import ConfigError, DeadlineError, PayloadLost, RunError, WorkerError, WorkerLost
 from rlflow.roles import StepOutcome

@@ -70,17 +70,22 @@ def check_ledger(run: Path, num_tasks: int) -> None:
 
 
 def test_ranks_and_engines_on_machines_of_their_own_train_together(tmp_path: Path) -> None:
-    """Where networks of one's own need no more than this user may, ranks and engines meet over one."""
+    """Where networks of one's own need no more than this user may, ranks and engines meet over one.
+
+    Runners and rewards have two machines, and each of these has one of them.
+    """
     run = tmp_path / "run"
     with RayNodes(with_networks=has_networks()) as nodes:
         nodes.add("rollout", "rollout", cpus=1)
         nodes.add("training", "training", cpus=1)
-        nodes.add("others")
+        nodes.add("others", "others")
         settings = [
             f"+cluster.pools={{rollout: {ENGINES}, training: {{processes: [trainer]}}, others: {{}}}}",
             "rollout.engines=2", "trainer.ranks=2", "run.steps=2", "weights.verify=full", "env.args.size=4",
         ]  # fmt: skip
         with running(nodes, run, *settings) as process:
+            for index in range(2):  # each in a line of its own
+                wait_for(process, f"runner {index}, reward {index}\n")
             wait_for(process, "report: ")
             assert process.wait(TIMEOUT_S) == 0
     assert [record["step"] for record in metrics.read(run / "metrics.jsonl")] == [1, 2]
@@ -166,4 +171,16 @@ def test_a_machine_that_does_not_see_the_run_directory_is_named(tmp_path: Path) 
         (node,) = nodes.add("training", cpus=3, hides=run)
         with running(nodes, run) as process:
             wait_for(process, f"error: the machine {node.ip} does not see run.dir {run}; put it on a file system")
+            assert process.wait(TIMEOUT_S) == 2
+
+
+def test_a_machine_with_other_packages_is_named(tmp_path: Path) -> None:
+    others = tmp_path / "packages"
+    about = others / "transformers-1.2.3.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 1.2.3\n")
+    with RayNodes() as nodes:
+        (node,) = nodes.add("training", cpus=3, finds_first=others)
+        with running(nodes, tmp_path / "run") as process:
+            wait_for(process, f"error: packages differ: {node.ip} has transformers 1.2.3, where the driver has ")
             assert process.wait(TIMEOUT_S) == 2

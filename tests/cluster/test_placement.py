@@ -56,8 +56,8 @@ def test_64_gpus_are_shared_out_without_splitting_an_engine() -> None:
     assert where(placed, ProcessKind.trainer) == [f"m{rank // 8}" for rank in range(32)]
     assert where(placed, ProcessKind.engine) == ["m4", "m4", "m5", "m5", "m6", "m6", "m7", "m7"]
     lines = describe(placed, there)
-    assert lines[0] == "m0: 8 of 8 GPUs; trainer 0-7, runner 0, reward 0"
-    assert lines[7] == "m7: 8 of 8 GPUs; engine 6-7"
+    assert lines[0] == "m0: 8 of 8 GPUs; trainer 0-7"
+    assert lines[7] == "m7: 8 of 8 GPUs; engine 6-7, runner 3, reward 3"
 
 
 def test_a_fleet_without_training_needs_gpus_for_its_engines_alone() -> None:
@@ -133,7 +133,7 @@ def test_colocated_engines_find_their_weights_on_every_machine() -> None:
     assert placed.config.weights.transport is Transport.shm
     assert describe(placed, machines(2, 2)) == [
         "m0: 2 of 2 GPUs; trainer 0-1, engine 0-1, runner 0, reward 0",
-        "m1: 2 of 2 GPUs; trainer 2-3, engine 2-3",
+        "m1: 2 of 2 GPUs; trainer 2-3, engine 2-3, runner 1, reward 1",
     ]
     asked.weights.transport = Transport.ipc
     with pytest.raises(ConfigError, match="weights.transport=ipc needs the trainer and all engines on one machine"):
@@ -330,3 +330,46 @@ def test_weights_cross_the_network_between_cpus_where_they_must() -> None:
     assert describe_way(placed) == ["weights.transport=p2p: trainer and engines are on several machines"]
     asked = config(3, 2)
     assert describe_way(fit(asked, small)) == []
+
+
+def test_each_machine_with_engines_has_a_runner_and_an_actor_that_scores() -> None:
+    """The pools of recipe=grpo_32b at 64 GPUs, with more live episodes than a runner for each machine plays."""
+    rollout = [ProcessKind.engine, ProcessKind.runner, ProcessKind.reward]
+    pools = {
+        "rollout": PoolConfig(processes=rollout, machines=4, cpus=64, gpus=8),
+        "training": PoolConfig(machines=4, cpus=64, gpus=8),
+    }
+    asked = config(8, 32, tensor_parallel=4, pools=pools)
+    asked.algorithm.groups_per_step, asked.algorithm.group_size, asked.staleness.max_versions = 64, 16, 4
+    there = machines_of(pools)
+    assert there is not None
+    placed = fit(asked, there)
+    names = [f"rollout {index}" for index in range(4)]
+    assert where(placed, ProcessKind.reward) == names
+    assert where(placed, ProcessKind.runner) == [*names, "rollout 0"], "5,120 live episodes are five times 1,024"
+    asked.staleness.max_versions = 0
+    assert where(fit(asked, there), ProcessKind.runner) == names
+
+
+def test_runners_are_spread_over_a_pool_of_their_own() -> None:
+    pools = {
+        "players": PoolConfig(processes=[ProcessKind.runner, ProcessKind.reward], machines=3, cpus=8, gpus=0),
+        "rest": PoolConfig(machines=1, cpus=64, gpus=4),
+    }
+    there = machines_of(pools)
+    assert there is not None
+    placed = fit(config(2, 2, pools=pools), there)
+    assert where(placed, ProcessKind.runner) == where(placed, ProcessKind.reward) == [f"players {i}" for i in range(3)]
+
+
+def test_where_engines_leave_no_cpu_as_many_other_machines_have_runners() -> None:
+    asked = config(2, 2)
+    placed = fit(asked, [*machines(0, 0, cpus=2), *(Machine(name=f"idle {i}", cpus=1, gpus=0) for i in range(3))])
+    assert where(placed, ProcessKind.engine) == ["idle 0", "idle 1"]
+    assert where(placed, ProcessKind.runner) == where(placed, ProcessKind.reward) == ["idle 2", "m1"]
+
+
+def test_a_reward_model_takes_the_place_of_actors_that_score() -> None:
+    asked = config(2, 2)
+    asked.reward.model, asked.reward.model_replicas = "mine", 1
+    assert where(fit(asked, machines(3, 3)), ProcessKind.reward) == []

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import ray
 from listening import is_loopback, listeners
+from ray._private import worker as ray_worker
 
 from rlflow.cluster import ray as local_ray
 from rlflow.cluster.start import ray_cluster
@@ -133,3 +134,15 @@ def test_a_cluster_that_anyone_may_join_is_warned_of(
     written = capsys.readouterr().err
     assert warned in written
     assert bool(warned) == bool(written)
+
+
+def test_a_lost_machine_is_told_without_dumps_of_rays_state(capsys: pytest.CaptureFixture[str]) -> None:
+    show = ray_worker.print_to_stdstream
+    dumps = "\n".join(f"    [2026-01-01 00:00:00,000 I 7 7] raylet.cc:1: [state-dump] line {i}" for i in range(20))
+    lost = {"lines": [f"Raylet is terminated.\n{dumps}\n    killed by a signal"], "pid": "raylet", "is_err": False}
+    with local_ray.without_dumps():
+        ray_worker.print_to_stdstream(lost, ignore_prefix=False)
+    said = capsys.readouterr().out
+    assert "Raylet is terminated." in said and "killed by a signal" in said
+    assert "state-dump" not in said and said.count("\n") <= 3
+    assert ray_worker.print_to_stdstream is show

@@ -18,7 +18,7 @@ from ledgers import copied
 
 import rlflow.run
 from rlflow.cli import main
-from rlflow.cluster.calls import RayActorCritic
+from rlflow.cluster.trainers import RayActorCritic
 from rlflow.config import Config
 from rlflow.environments.find import load_environment
 from rlflow.errors import CheckpointDamaged, ConfigError, RunError, WorkerLost

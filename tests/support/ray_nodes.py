@@ -148,9 +148,9 @@ class RayNodes:
     def __exit__(self, *_: object) -> None:
         self._nodes.close()
 
-    def add(self, *pools: str, cpus: int = 2, hides: Path | None = None) -> list[Node]:
+    def add(self, *pools: str, cpus: int = 2, hides: Path | None = None, finds_first: Path | None = None) -> list[Node]:
         """One more node in each of these pools; returns when they are part of the cluster. None of what the other
-        machines have in the folder `hides` is there."""
+        machines have in the folder `hides` is there. Its processes look for packages in `finds_first` first."""
         nodes = [
             self._launch(
                 self._next_ip(),
@@ -158,6 +158,7 @@ class RayNodes:
                 f"--num-cpus={cpus}",
                 f"--labels=rlflow-pool={pool}",
                 hides=hides,
+                finds_first=finds_first,
             )
             for pool in pools
         ]
@@ -180,7 +181,7 @@ class RayNodes:
         self._number += 1
         return f"10.201.77.{self._number}" if self._with_networks else f"127.0.0.{self._number}"
 
-    def _launch(self, ip: str, *options: str, hides: Path | None = None) -> Node:
+    def _launch(self, ip: str, *options: str, hides: Path | None = None, finds_first: Path | None = None) -> Node:
         network = self._nodes.enter_context(_network(ip)) if self._with_networks else None
         command = [
             *_within(network), *_hiding(hides), sys.executable, "-c", "from ray.scripts.scripts import main; main()",
@@ -190,7 +191,7 @@ class RayNodes:
         ]  # fmt: skip
         process = subprocess.Popen(
             command,
-            env=self._environment,
+            env=self._environment | ({"PYTHONPATH": str(finds_first)} if finds_first else {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -14,6 +14,7 @@ from rlflow.cli import main
 from rlflow.config import Update
 from rlflow.errors import ConfigError, RunError, StaleGroup, WorkerError
 from rlflow.roles import StagedWeights
+from rlflow.tools.simulate import simulate as module
 from rlflow.tools.simulate.clock import run_virtually
 from rlflow.tools.simulate.models import Meter, ModelledEngine, ModelledEngines, ModelledRunners, ModelledTrainer, Slots
 from rlflow.tools.simulate.plan import Figures, Plan, check
@@ -46,6 +47,16 @@ def test_a_seed_repeats_and_another_one_differs() -> None:
     first, again, other = simulate(plan), simulate(plan), simulate(replace(plan, seed=1))
     assert without_machine(first) == without_machine(again)
     assert first.step_s != other.step_s
+
+
+def test_more_ranks_cost_the_driver_alone_anything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also: how far a simulation is goes to standard error."""
+    monkeypatch.setattr(module, "_TELL_S", 0.0)
+    one, many = (without_machine(simulate(replace(SMALL, ranks=ranks))) for ranks in (1, 40))
+    assert one == many
+    assert capsys.readouterr().err.startswith("staleness 4: step 1 of 16\nstaleness 4: step 2 of 16\n")
 
 
 def test_staleness_is_faster_than_synchronous() -> None:

@@ -25,6 +25,7 @@ from rlflow.envs.base import SingleTurn
 from rlflow.errors import ConfigError
 from rlflow.groups.ledger import DropReason
 from rlflow.groups.sampler import TaskSampler
+from rlflow.groups.silent import has_no_gradient
 from rlflow.models.resolve import resolve_model
 from rlflow.roles import REFERENCE, TEACHER
 from rlflow.runtime.derived import frozen_models, learns_from_rewards, teachers, without_training
@@ -33,7 +34,6 @@ from rlflow.settings.teacher_checks import check_kinds
 from rlflow.telemetry.record import step_record
 from rlflow.types import EpisodeEnd, GroupOrder, PayloadRef, Transcript
 from rlflow.workers.teachers import check_teachers, with_folders
-from rlflow.workers.trainer.actor import TrainerWorker
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 
 TWO = {"sums": "a", "products": "b", "default": "a"}
@@ -287,9 +287,7 @@ def test_groups_of_equal_reward_go_through_the_model_if_there_is_a_teacher() -> 
     group = make_ready(0, 0, 0)
     group.advantages = [[0.0], [0.0]]
     for config, is_silent_group in ((Config(), True), (taught({"default": "a"}), False)):
-        worker = TrainerWorker.__new__(TrainerWorker)
-        worker._config, worker._token_advantage = config, None
-        assert worker._has_no_gradient(group) is is_silent_group
+        assert has_no_gradient(config, group) is is_silent_group
 
 
 def test_the_gradient_is_that_of_the_mixed_advantages(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from rlflow.algorithms.registry import needs_critic, token_advantage_of
 from rlflow.algorithms.token_advantage.gae import Moments
-from rlflow.batching.plan import MicroBatchPlan, plan_micro_batches
+from rlflow.batching.shares import RankWork, Share
 from rlflow.config import Backend, Config, Offload
 from rlflow.errors import ConfigError
 from rlflow.roles import StagedWeights, StepOutcome
 from rlflow.rollout.requests import ProbePrompt
 from rlflow.runtime.clock import now
-from rlflow.runtime.derived import num_shares, ranks_per_share
+from rlflow.runtime.derived import ranks_per_share
 from rlflow.runtime.disk import disk_errors
 from rlflow.runtime.environment import keep_memory, share_cpu
 from rlflow.runtime.gpus import has_gpu
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from rlflow.workers.trainer.packed import MicroBatch, TrainerBackend
     from rlflow.workers.trainer.profile import RankProfile
     from rlflow.workers.trainer.shards import Snapshot
-
-
-SILENT_RUN = 8
-"""One in so many groups without a gradient goes through the model, for the metrics."""
 
 
 class TrainerWorker:
@@ -49,7 +45,6 @@ class TrainerWorker:
         self._rank = rank
         self._world_size = world_size
         self._snapshot: Snapshot | None = None
-        self._num_silent = 0
         self._moments: Moments | None = None
         """The moments of the advantages of the step's tokens, if a critic gives each its own."""
         self._profile: RankProfile | None = None
@@ -73,26 +68,21 @@ class TrainerWorker:
             self._sender = build_sender(self._config, self._backend, self._rank, self._world_size, rendezvous)
         return str(agreement)
 
-    def measure(self, groups: list[ReadyGroup], oldest_version: int | None) -> None:
+    def measure(self, share: Share, oldest_version: int | None) -> None:
         """Take the moments of all tokens' advantages in the groups of a step, with which they will be whitened."""
-        self._moments = Moments(*self._backend.add_up(moments_of(_flat(self._share(groups, oldest_version)))))
+        self._moments = Moments(*self._backend.add_up(moments_of(_flat(self._samples(share, oldest_version)))))
 
-    def accumulate(self, groups: list[ReadyGroup], oldest_version: int | None) -> Span:
-        """Add the gradients of this rank's share of `groups`. Every rank plans the same shares from the metadata."""
+    def accumulate(self, work: RankWork, oldest_version: int | None) -> Span:
+        """Add the gradients of this rank's share of some groups."""
         start_s = now()
-        silent, loud = [], []
-        for group in groups:
-            (silent if self._has_no_gradient(group) else loud).append(group)
-        share = self._share(loud, oldest_version)
+        trained = self._samples(work.trained, oldest_version)
         if self._token_advantage is not None and not self._is_critic:
             assert self._moments is not None, "the advantages of a step are measured before it is trained"
-            whiten_all(_flat(share), self._moments)
-        self._backend.accumulate(share)
-        observed, passed_over = by_turns(silent, self._num_silent)
-        self._num_silent += len(silent)
-        self._backend.observe(self._share(observed, oldest_version))
-        self._backend.pass_over(self._share(passed_over, oldest_version))
-        return self._span("train", start_s, groups=len(groups), tokens=sum(group.num_tokens for group in groups))
+            whiten_all(_flat(trained), self._moments)
+        self._backend.accumulate(trained)
+        self._backend.observe(self._samples(work.observed, oldest_version))
+        self._backend.pass_over(self._samples(work.passed_over, oldest_version))
+        return self._span("train", start_s, groups=work.num_groups, tokens=work.num_tokens)
 
     def probe_prompts(self) -> list[ProbePrompt]:
         """See `gate.probe_prompts`."""
@@ -107,67 +97,46 @@ class TrainerWorker:
         rows = self._backend.per_token([[row]])
         return [row for found in rows for row in found]
 
-    def values(self, groups: list[ReadyGroup]) -> tuple[bool | list[FloatArray], ...]:
+    def values(self, share: Share) -> tuple[bool | list[FloatArray], ...]:
         """A critic's answer: True, then for each episode of this rank's share the values [L] of its samples.
 
         The episodes are in order of training. Only the first rank of a group returns them.
         """
-        return self._per_token(groups, self._backend.per_token)
+        return self._per_token(share, self._backend.per_token)
 
-    def references(self, groups: list[ReadyGroup]) -> tuple[bool | list[FloatArray], ...]:
+    def references(self, share: Share) -> tuple[bool | list[FloatArray], ...]:
         """Like `values`, from a policy with adapters: log-probabilities [L] under the model that the run began with."""
-        return self._per_token(groups, self._backend.reference_logprobs)
+        return self._per_token(share, self._backend.reference_logprobs)
 
-    def logprobs(self, groups: list[ReadyGroup]) -> tuple[bool | list[FloatArray], ...]:
+    def logprobs(self, share: Share) -> tuple[bool | list[FloatArray], ...]:
         """Like `values`, from a policy: log-probabilities [L] under the current weights."""
-        return self._per_token(groups, self._backend.per_token)
+        return self._per_token(share, self._backend.per_token)
 
-    def log_ratios(self, groups: list[ReadyGroup]) -> list[list[float]]:
-        """`fetch.log_ratios` of each group whose turn is this rank's, which is every `world_size`-th."""
-        return [log_ratios(group) for group in groups[self._rank :: self._world_size]]
+    def log_ratios(self, groups: Sequence[ReadyGroup]) -> list[list[float]]:
+        """`fetch.log_ratios` of each of these groups."""
+        return [log_ratios(group) for group in groups]
 
     def _per_token(
-        self, groups: list[ReadyGroup], ask: Callable[[Sequence[MicroBatch]], list[list[FloatArray]]]
+        self, share: Share, ask: Callable[[Sequence[MicroBatch]], list[list[FloatArray]]]
     ) -> tuple[bool | list[FloatArray], ...]:
-        fetch = Fetcher(groups, None, None)
-        pieces = [[fetch.bare(piece) for piece in plan.pieces] for plan in self._plans(groups)]
+        fetch = Fetcher(share.groups, None, None)
+        pieces = [[fetch.bare(piece) for piece in plan.pieces] for plan in share.plans]
         micro_batches = [[[one for episode in piece for one in episode] for piece in batch] for batch in pieces]
         rows = iter(row for found in ask(micro_batches) for row in found)
         if self._rank % ranks_per_share(self._config.trainer):
             return (True,)
         return (True, *([next(rows) for _ in episode] for batch in pieces for piece in batch for episode in piece))
 
-    def _has_no_gradient(self, group: ReadyGroup) -> bool:
-        """True if every token's loss is zero for any policy: no episode was better than another, and no other term."""
-        if self._token_advantage is not None or self._config.teacher.models:
-            return False
-        values = (value for advantages in group.advantages if advantages is not None for value in advantages)
-        algorithm = self._config.algorithm
-        bonus = algorithm.entropy_bonus or algorithm.entropy_target
-        kl_coefficient = 0.0 if algorithm.kl_in_reward else algorithm.kl_coefficient
-        others = kl_coefficient, bonus, algorithm.balance_coefficient
-        return not any(values) and not any(others)
-
-    def _share(self, groups: list[ReadyGroup], oldest_version: int | None) -> list[MicroBatch]:
-        """This rank's micro-batches of `groups`; none when there are no groups."""
-        if not groups:
-            return []
+    def _samples(self, share: Share, oldest_version: int | None) -> list[MicroBatch]:
         algorithm = self._config.algorithm
         kl_coefficient = algorithm.kl_coefficient if algorithm.kl_in_reward else 0.0
-        fetch = Fetcher(groups, oldest_version, self._token_advantage, kl_coefficient)
-        return [[fetch.samples(piece) for piece in plan.pieces] for plan in self._plans(groups)]
-
-    def _plans(self, groups: list[ReadyGroup]) -> list[MicroBatchPlan]:
-        episodes = [group.episodes for group in groups]
-        trainer = self._config.trainer
-        plans = plan_micro_batches(episodes, num_shares(trainer), trainer.micro_batch_tokens)
-        return plans[self._rank // ranks_per_share(trainer)]
+        fetch = Fetcher(share.groups, oldest_version, self._token_advantage, kl_coefficient)
+        return [[fetch.samples(piece) for piece in plan.pieces] for plan in share.plans]
 
     def step(self, is_last: bool) -> StepOutcome:
         """See `TrainerBackend.step`."""
         start_s = now()
         outcome = self._backend.step(is_last=is_last)
-        self._num_silent = 0
         outcome.spans.append(self._span("train", start_s, outcome="updated" if outcome.applied else "skipped"))
         return outcome
 
@@ -232,15 +201,6 @@ class TrainerWorker:
 
 def _flat(share: Sequence[MicroBatch]) -> list[TrainSample]:
     return [sample for batch in share for piece in batch for sample in piece]
-
-
-def by_turns(silent: Sequence[ReadyGroup], num_before: int) -> tuple[list[ReadyGroup], list[ReadyGroup]]:
-    """The groups to observe, and those to pass over: the first of an update, which has had `num_before`, and every
-    8th."""
-    observed, passed_over = [], []
-    for number, group in enumerate(silent, num_before):
-        (passed_over if number % SILENT_RUN else observed).append(group)
-    return observed, passed_over
 
 
 def build_backend(

@@ -11,10 +11,12 @@ from typing import Any
 
 from rlflow.cluster.slots import machines_of
 from rlflow.config import Config, Transport
+from rlflow.errors import ConfigError, first_line
 from rlflow.rewards.models import model_paths
 from rlflow.runtime.derived import by_device, max_running
 from rlflow.settings.checks import check
 from rlflow.tools.dry_run.estimate import USABLE, Estimate, estimate, smallest_gpu
+from rlflow.tools.dry_run.host import too_much
 from rlflow.tools.dry_run.memory import ProcessMemory, size
 
 _TITLES = {
@@ -51,6 +53,26 @@ _WHERE = {
 def dry_run(config: Config, *, json_wanted: bool) -> int:
     """Print the estimate; returns the exit code, 0. Raises ConfigError for whatever the run would refuse."""
     from rlflow.algorithms.registry import check_functions
+
+    check_functions(config)
+    found, decided = _estimated(config)
+    print(json.dumps(as_json(found)) if json_wanted else as_text(found, decided, config))
+    return 0
+
+
+def check_main_memory(config: Config) -> list[str]:
+    """What a person should know of the main memory of cluster.pools before the run is sent there."""
+    if all(pool.memory_gb is None for pool in config.cluster.pools.values()):
+        return []
+    try:
+        found, _ = _estimated(config)
+    except (ConfigError, ModuleNotFoundError) as error:
+        return [f"whether its pods have enough memory was not checked: {first_line(error)}"]
+    return too_much(found.hosts)
+
+
+def _estimated(config: Config) -> tuple[Estimate, Config]:
+    """The estimate, and the settings with what null has become on the machines. Raises ConfigError."""
     from rlflow.models.resolve import REWARD, check_gives_score, has_tokenizer, resolve_config
     from rlflow.tools.dry_run.model import read_model, read_reward_model, read_teachers  # imports torch, transformers
     from rlflow.workers.engine.setup import check_engine
@@ -58,9 +80,8 @@ def dry_run(config: Config, *, json_wanted: bool) -> int:
     from rlflow.workers.trainer.heads import check_heads
     from rlflow.workers.trainer.token_logprobs import MAX_LOGITS
 
-    check_functions(config)
     machines = machines_of(config.cluster.pools)
-    asked, on_gpus = config, machines is None or any(machine.gpus for machine in machines)
+    on_gpus = machines is None or any(machine.gpus for machine in machines)
     config = by_device(config, on_gpus=on_gpus)
     check(config)  # what null has become may be refused
     folder = resolve_config(config.model.path)
@@ -75,9 +96,7 @@ def dry_run(config: Config, *, json_wanted: bool) -> int:
         check_gives_score(Path(each))
     read = (read_reward_model(config, each) for each in scorers)
     scorer = max(read, key=lambda facts: facts.num_parameters, default=None)
-    found = estimate(config, facts, MAX_LOGITS, scorer, read_teachers(config))
-    print(json.dumps(as_json(found)) if json_wanted else as_text(found, config, asked))
-    return 0
+    return estimate(config, facts, MAX_LOGITS, scorer, read_teachers(config)), config
 
 
 def as_json(found: Estimate) -> dict[str, Any]:
@@ -109,6 +128,7 @@ def as_text(found: Estimate, config: Config, asked: Config) -> str:
         _step(found, config),
         *([sent] if config.rollout.engines else []),
         _start(found),
+        *([_hosts(found)] if found.hosts else []),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections)
 
@@ -129,6 +149,16 @@ def _start(found: Estimate) -> list[str]:
     if start.converted:
         lines.append(f"  {size(start.converted):>10}  for rank 0, which loads this family whole and sends the parts")
     return lines
+
+
+def _hosts(found: Estimate) -> list[str]:
+    lines = ["Main memory of each machine, about, without the cache of files"]
+    for host in found.hosts:
+        lines.append(f"  {host.pool}")
+        lines += [f"  {size(item.num_bytes):>10}  {item.name} ({item.note})" for item in host.items]
+        limit = "" if host.limit is None else f"; its pod has {size(host.limit)}"
+        lines.append(f"  {size(host.total):>10}  in all{limit}")
+    return [*lines, *(f"  TOO LITTLE: {line}" for line in too_much(found.hosts))]
 
 
 def _gpus(found: Estimate) -> list[str]:

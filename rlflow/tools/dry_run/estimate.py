@@ -6,12 +6,13 @@ from itertools import pairwise
 
 from rlflow.batching.plan import plan_micro_batches
 from rlflow.cluster.gpus import GpuPlan, check_gpus, gpu_plan
-from rlflow.cluster.placement import describe, fit
+from rlflow.cluster.placement import Placed, describe, fit
 from rlflow.cluster.slots import machines_of
 from rlflow.config import Backend, Config, Dtype, Offload, Placement, ProcessKind, Transport
 from rlflow.errors import ConfigError
 from rlflow.runtime.derived import (
     dtype_of,
+    live_groups,
     max_running,
     num_shares,
     num_updates,
@@ -21,6 +22,7 @@ from rlflow.runtime.derived import (
     transport_of,
     transports_for,
 )
+from rlflow.tools.dry_run.host import HostMemory, host_memory
 from rlflow.tools.dry_run.memory import (
     CACHE,
     FLOAT32,
@@ -123,6 +125,8 @@ class Estimate:
     batch: Batch
     weights: WeightUpdate
     start: StartMemory
+    hosts: tuple[HostMemory, ...]
+    """Main memory on machines of cluster.pools with GPUs; empty where their sizes are not given."""
 
 
 def estimate(
@@ -145,6 +149,7 @@ def estimate(
         )
     machines = machines_of(config.cluster.pools)
     lines: list[str] = []
+    placed: Placed | None = None
     way = transports_for(config, on_gpus=True)[0] if config.weights.transport is None else None
     if machines is not None:
         placed = fit(config, machines)
@@ -177,6 +182,13 @@ def estimate(
         del processes[ProcessKind.engine]
         items = (item for item in processes[ProcessKind.trainer].items if item.name != STAGED)
         processes[ProcessKind.trainer] = ProcessMemory(items=tuple(items))
+    weights = _weights(config, facts, None if way is None or sends_adapters(config) else way.reason)
+    start = StartMemory(rank=FLOAT32 * largest_shard(config, facts), converted=facts.converted)
+    hosts: tuple[HostMemory, ...] = ()
+    if placed is not None and any(machine.gpus for machine in machines or ()):
+        hosts = host_memory(
+            config, placed, processes, loading=start.rank, converted=start.converted, staged=weights.staged
+        )
     return Estimate(
         recipe=config.run.name,
         model_type=facts.model_type,
@@ -189,8 +201,9 @@ def estimate(
         machines=tuple(lines),
         processes={kind.value: memory for kind, memory in processes.items()},
         batch=_batch(config, facts, cache),
-        weights=_weights(config, facts, None if way is None or sends_adapters(config) else way.reason),
-        start=StartMemory(rank=FLOAT32 * largest_shard(config, facts), converted=facts.converted),
+        weights=weights,
+        start=start,
+        hosts=hosts,
     )
 
 
@@ -258,7 +271,7 @@ def _tokens_of_step(config: Config) -> int:
 
 def _batch(config: Config, facts: ModelFacts, cache: int) -> Batch:
     groups, size, max_length = config.algorithm.groups_per_step, config.algorithm.group_size, config.model.max_length
-    live_groups = min(1 + config.staleness.max_versions, config.run.steps) * groups
+    live = live_groups(config)
     # A prompt of one token, because all of it can be shared.
     longest = EpisodeSummary(
         end=EpisodeEnd.COMPLETED,
@@ -278,8 +291,8 @@ def _batch(config: Config, facts: ModelFacts, cache: int) -> Batch:
         groups=groups,
         episodes=groups * size,
         tokens=_tokens_of_step(config),
-        live_groups=live_groups,
-        live_episodes=live_groups * size,
+        live_groups=live,
+        live_episodes=live * size,
         decoding=config.rollout.engines * max_running(config),
         cached_sequences=cached_sequences(config, facts, cache),
         updates=updates,

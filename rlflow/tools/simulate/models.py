@@ -8,6 +8,7 @@ Each worker counts the processor time of its own code in a `Meter`, so that the 
 
 import asyncio
 import math
+import pickle
 import random
 import time
 from collections import OrderedDict, deque
@@ -16,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlflow.config import Update
+from rlflow.batching.shares import shares
+from rlflow.config import TrainerConfig, Update
 from rlflow.errors import StaleGroup, WorkerError
 from rlflow.roles import LoadOutcome, Mean, StagedWeights, StepOutcome
 from rlflow.rollout.health import waves
@@ -289,9 +291,13 @@ class ModelledRunners:
 
 
 class ModelledTrainer:
-    """Takes its time for each token; the optimiser step itself takes none."""
+    """Takes its time for each token; the optimiser step itself takes none.
+
+    What the driver does to hand out groups is not modelled: it plans for each rank and packs what it would send it.
+    """
 
     def __init__(self, plan: Plan, meter: Meter) -> None:
+        self._ranks = plan.ranks
         self._token_s = plan.train_token_s
         self._meter = meter
         self.occupancy = Occupancy()
@@ -305,6 +311,8 @@ class ModelledTrainer:
         with self._meter:
             tokens = sum(episode.num_completion_tokens for group in groups for episode in group.episodes)
             self.occupancy.change(1, loop.time())
+        for share in shares(groups, self._ranks, TrainerConfig().micro_batch_tokens):
+            pickle.dumps(share)
         await asyncio.sleep(tokens * self._token_s)
         self.occupancy.change(-1, loop.time())
         self.num_tokens += tokens

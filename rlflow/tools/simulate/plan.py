@@ -54,6 +54,7 @@ class Plan:
     trainer_speed: Annotated[
         float, "tokens a second of the trainer, over those of a fleet that is never idle", _POSITIVE_NUMBER
     ] = 1.0
+    ranks: Annotated[int, "ranks of the trainer, each of which is sent its share of the groups", _AT_LEAST_1] = 8
     failures: Annotated[float, "probability that a group is lost half-way", _PROBABILITY] = 0.0
     seed: Annotated[int, "of the lengths, the failures and the order of the tasks", _NOT_NEGATIVE] = 0
 

@@ -8,6 +8,7 @@ file count as the driver's, as they would in a run.
 import asyncio
 import gc
 import os
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -29,6 +30,8 @@ from rlflow.types import Task
 
 _NEVER_S = 1e9
 """Deadlines of the simulated run: nothing can hang here, and the fleet may be as slow as it likes."""
+_TELL_S = 5.0
+"""Real seconds between two lines that say how far a simulation is."""
 _PASS_STEPS = 4
 """Steps that a pass over the tasks lasts."""
 
@@ -49,7 +52,10 @@ class _Mark:
 
 @dataclass(kw_only=True, slots=True)
 class _Watcher:
-    """The driver's Observer: marks the first and the last measured step, then ends the simulation."""
+    """The driver's Observer: marks the first and the last measured step, then ends the simulation.
+
+    Every few seconds it says how far the simulation is.
+    """
 
     plan: Plan
     meter: Meter
@@ -59,6 +65,7 @@ class _Watcher:
     last: _Mark | None = None
     staleness: Counter[int] = field(default_factory=Counter)
     num_samples: int = 0
+    told_s: float = field(default_factory=time.monotonic)
 
     async def step(self, report: StepReport) -> dict[str, float | int | None]:
         if self.last is not None:
@@ -67,9 +74,13 @@ class _Watcher:
             if self.first is not None:
                 self.staleness.update(report.trained_version - group.oldest_version for group in report.groups)
                 self.num_samples += sum(len(group.episodes) for group in report.groups)
+        steps = self.plan.warm_up_steps + self.plan.steps
+        if time.monotonic() - self.told_s > _TELL_S:
+            self.told_s = time.monotonic()
+            print(f"staleness {self.plan.max_versions}: step {report.step} of {steps}", file=sys.stderr, flush=True)
         if report.step == self.plan.warm_up_steps:
             self.first = self.mark(report.counts)
-        elif report.step == self.plan.warm_up_steps + self.plan.steps:
+        elif report.step == steps:
             self.last = self.mark(report.counts)
             self.over.set()
         return {}

@@ -150,9 +150,12 @@ def _is_planned(config: Config, options: _Options, packaged: Collection[str], pl
     The plan is YAML; what is on which machine is in its comments.
     """
     from rlflow.cluster.placement import machines_taken
+    from rlflow.tools.dry_run.command import check_main_memory
     from rlflow.tools.submit.check import check_run
 
     machines = machines_taken(config)
+    for each in check_main_memory(config):
+        print(f"rlflow: warning: {each}", file=sys.stderr)
     for each in check_run(config, packaged, config_folder(options.words)):
         print(f"rlflow: not checked before the job starts: {each}", file=sys.stderr)
     if options.dry_run:

@@ -214,7 +214,11 @@ class RayJobs:
         except TimeoutError:
             raise RunError(f"job {name} has not ended within {seconds:g} s; Ray kills it about now") from None
         except (ConnectionLost, AuthenticationError) as error:
-            _tell(f"{first_line(error)}; the job may well go on\n{how_to_go_on(name, self._where)}")
+            _tell(
+                f"{first_line(error)}; whether the job goes on is not known: it does if only the way to the cluster is "
+                "cut, and it has ended if Ray's head (its gcs_server) has; then submit again with the same run.dir to "
+                f"go on after the last checkpoint\n{how_to_go_on(name, self._where)}"
+            )
             return LOST
         except UnknownJob as error:
             raise RunError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import sys
 from pathlib import Path
@@ -29,15 +28,16 @@ from training import (
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from rlflow.batching.plan import in_order_of_training, plan_micro_batches
+from rlflow.batching.shares import RankWork, Share
 from rlflow.cli import main
-from rlflow.cluster.calls import RayTrainer
 from rlflow.cluster.gpus import gpu_plan
+from rlflow.cluster.trainers import RayTrainer
 from rlflow.config import Checkpointing, Config, LoraConfig, ProcessKind, Send, TrainerConfig
 from rlflow.errors import ConfigError, RunError
 from rlflow.roles import REFERENCE
 from rlflow.runtime.derived import needs_reference, policy_is_reference
 from rlflow.tools.export import export
-from rlflow.types import CriticTargets, ReadyGroup, Span
+from rlflow.types import CriticTargets, Span
 from rlflow.weights.shm.arena import tensor_at
 from rlflow.workers.trainer.actor import TrainerWorker
 from rlflow.workers.trainer.lora import add_adapters, is_adapter, merged, parts_of, peft_config, peft_name, targets_of
@@ -324,14 +324,19 @@ class FakeMethod:
         self._num_returns = num_returns
         return self
 
-    def remote(self, groups: list[ReadyGroup], *_: object) -> Any:
-        self._log.append((self._name, self._rank, [group.frozen.get(REFERENCE) for group in groups]))
-        done: asyncio.Future[Span] = asyncio.get_running_loop().create_future()
-        done.set_result(Span(actor=f"trainer {self._rank}", name=self._name, start_s=0.0, end_s=1.0))
-        if self._num_returns == 1:
-            return done
-        plans = plan_micro_batches([group.episodes for group in groups], 2, 16)
-        return [done, *in_order_of_training(plans[self._rank])]
+    def remote(self, work: Share | RankWork, *_: object) -> Any:
+        share = work.trained if isinstance(work, RankWork) else work
+        own = [
+            (share.groups[group].payloads[index], share.groups[group].frozen.get(REFERENCE, {index: None})[index])
+            for group, index in in_order_of_training(share.plans)
+        ]
+        self._log.append((self._name, self._rank, own))
+        done = answered(Span(actor=f"trainer {self._rank}", name=self._name, start_s=0.0, end_s=1.0))
+        return done if self._num_returns == 1 else [done, *(place for place, _ in own)]
+
+
+async def answered(span: Span) -> Span:
+    return span
 
 
 class FakeRank:
@@ -349,12 +354,14 @@ async def test_a_policy_that_is_its_own_reference_is_asked_before_it_learns(num_
         policy_is_reference=True,
     )
     groups = [make_ready(number, *[0] * count) for number, count in enumerate(num_episodes)]
+    for number, group in enumerate(groups):
+        group.payloads = [(number, index) for index in range(len(group.episodes))]
     await trainer.prepare(groups, None)
     await trainer.accumulate(groups, None)
-    nothing = [None] * len(groups)
-    handles = [[(number, index) for index in range(count)] for number, count in enumerate(num_episodes)]
-    assert log[:2] == [("references", rank, nothing) for rank in range(2)]
-    assert log[2:] == [("accumulate", rank, handles) for rank in range(2)]
+    plans = plan_micro_batches([group.episodes for group in groups], 2, 16)
+    own = [in_order_of_training(each) for each in plans]
+    assert log[:2] == [("references", rank, [(place, None) for place in own[rank]]) for rank in range(2)]
+    assert log[2:] == [("accumulate", rank, [(place, place) for place in own[rank]]) for rank in range(2)]
 
 
 def test_no_process_holds_the_reference_of_a_policy_with_adapters() -> None:

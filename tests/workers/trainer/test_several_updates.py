@@ -15,8 +15,9 @@ from torch import Tensor
 from training import VOCABULARY, largest_relative_difference, save_model, tiny_config, tiny_llama
 from transformers import AutoModelForCausalLM
 
-from rlflow.cluster.calls import DISK, RayActorCritic, RayTrainer
+from rlflow.cluster.calls import DISK
 from rlflow.cluster.start import ray_cluster
+from rlflow.cluster.trainers import RayActorCritic, RayTrainer
 from rlflow.config import Backend, Config, Proximal
 from rlflow.groups.minibatches import minibatches
 from rlflow.runtime.derived import recomputes

@@ -38,10 +38,10 @@ from transformers import AutoModelForCausalLM
 from rlflow.batching.pack import pack
 from rlflow.config import Aggregation, Checkpointing, Config, Dtype, Schedule
 from rlflow.errors import RunError
+from rlflow.groups.silent import by_turns, has_no_gradient
 from rlflow.roles import StepOutcome
 from rlflow.types import TrainSample
 from rlflow.weights.shape.layout import chunk_of
-from rlflow.workers.trainer.actor import TrainerWorker, by_turns
 from rlflow.workers.trainer.flops import flops, packed_sizes
 from rlflow.workers.trainer.fsdp import FsdpTrainer
 from rlflow.workers.trainer.process_group import join
@@ -618,16 +618,13 @@ def test_groups_that_are_passed_over_count_like_those_that_are_observed(model_pa
 
 
 @pytest.mark.parametrize("term", [None, "kl_coefficient", "entropy_bonus", "entropy_target", "balance_coefficient"])
-def test_equal_rewards_leave_the_gradient_of_other_terms(term: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):  # which a worker sets for its process
-        monkeypatch.setenv(name, "1")
+def test_equal_rewards_leave_the_gradient_of_other_terms(term: str | None) -> None:
     config = tiny_config()
     if term is not None:
         setattr(config.algorithm, term, 0.1)
-    worker = TrainerWorker(config, "never read", 0, 1, threads=1)
     equal = replace(make_ready(0, 0, 0), advantages=[[0.0], [0.0]])
-    assert worker._has_no_gradient(equal) is (term is None)
-    assert not worker._has_no_gradient(replace(equal, advantages=[[0.0], [0.5]]))
+    assert has_no_gradient(config, equal) is (term is None)
+    assert not has_no_gradient(config, replace(equal, advantages=[[0.0], [0.5]]))
 
 
 def test_of_eight_groups_without_gradient_the_first_is_observed() -> None:

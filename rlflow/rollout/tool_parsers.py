@@ -7,7 +7,9 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlflow.errors import ConfigError
+from pydantic import ValidationError
+
+from rlflow.errors import ConfigError, EnvironmentFailure
 from rlflow.rollout.tool_calls import arguments_of, call_or_garbage
 from rlflow.rollout.tool_syntax import Syntax
 from rlflow.types import FunctionCall, Json
@@ -48,26 +50,44 @@ class CallReader:
         """The calls in a reply, in order; `tools` say which types their arguments have.
 
         What begins like a call and is none becomes a call without a name whose arguments are that text.
+
+        Raises EnvironmentFailure for a tool whose schema vLLM does not take.
         """
         starts = self._syntax.starts(text)
         if not starts:
             return []
+        known = self._known(tools)
         pieces = [text[start:end].strip() for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
         are_whole = all(map(self._syntax.is_whole, pieces))
-        together = self._read(text, text[starts[0] :].strip(), tools) if are_whole else []
+        together = self._read(text, text[starts[0] :].strip(), known) if are_whole else []
         if len(together) >= len(pieces) and all(call["name"] for call in together):
             return together
         # A parser may drop what it cannot read, and all that stands beside it: each call alone is read or kept.
         apart: list[FunctionCall] = []
         for piece in pieces:
-            calls = self._read(text[: starts[0]] + piece, piece, tools) if self._syntax.is_whole(piece) else []
+            calls = self._read(text[: starts[0]] + piece, piece, known) if self._syntax.is_whole(piece) else []
             apart += calls or [FunctionCall(name="", arguments=piece)]
         # Text that begins a call may also stand inside an argument.
         return together if _num_named(together) > _num_named(apart) else apart
 
-    def _read(self, text: str, garbage: str, tools: Sequence[dict[str, Json]]) -> list[FunctionCall]:
-        """What vLLM's parser reads, `garbage` where that is no call; [] if it reads nothing, raises, or loses arguments."""
-        known = [self._tool.model_validate(tool) for tool in map(_as_openai, tools) if tool is not None]
+    def _known(self, tools: Sequence[dict[str, Json]]) -> list[Any]:
+        """The tools as vLLM has them, without those that have no name."""
+        known: list[Any] = []
+        for tool in map(_as_openai, tools):
+            if tool is None:
+                continue
+            try:
+                known.append(self._tool.model_validate(tool))
+            except ValidationError as error:
+                faults = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+                raise EnvironmentFailure(
+                    f"the schema of the tool {_name_of(tool)!r} is not one that models are shown: {'; '.join(faults)}; "
+                    "correct it where the environment gives its tools"
+                ) from error
+        return known
+
+    def _read(self, text: str, garbage: str, known: list[Any]) -> list[FunctionCall]:
+        """What vLLM's parser reads, `garbage` where that is no call; [] if it reads nothing, raises or loses any of it."""
         request = self._request(messages=[{"role": "user", "content": ""}], tools=known or None)
         try:
             # A parser keeps what it has read: each reply needs its own.
@@ -82,6 +102,12 @@ class CallReader:
 
 def _num_named(calls: Sequence[FunctionCall]) -> int:
     return sum(bool(call["name"]) for call in calls)
+
+
+def _name_of(tool: dict[str, Json]) -> Json:
+    function = tool["function"]
+    assert isinstance(function, dict), "as OpenAI has it"
+    return function["name"]
 
 
 def _as_openai(tool: dict[str, Json]) -> dict[str, Json] | None:

@@ -12,6 +12,7 @@ import pytest
 from letters import limits
 from tool_templates import FAMILIES, OWN_SYNTAX, tokenizer_of
 
+from rlflow.errors import EnvironmentFailure
 from rlflow.rollout.chat import Chat
 from rlflow.rollout.render import Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
@@ -254,14 +255,22 @@ def test_vllm_is_loaded_for_tools_alone() -> None:
         user = {"role": "user", "content": "x"}
         renderer.prompt([user, {"role": "assistant", "content": "y"}, user])
         assert renderer.calls("no call") == []
+        assert renderer.calls("[TOOL_CALLS]f[ARGS]{} <tool_call>") == []
         assert "vllm" not in sys.modules
-        assert renderer.calls("[TOOL_CALLS]f[ARGS]{}") == [{"name": "f", "arguments": "{}"}]
+        tool = {"type": "function", "function": {"name": "f"}}
+        assert renderer.calls("[TOOL_CALLS]f[ARGS]{}", [tool]) == [{"name": "f", "arguments": "{}"}]
         assert "vllm" in sys.modules
     """
     support = Path(__file__).parents[1] / "support"
     code = f"import sys; sys.path.insert(0, {str(support)!r})\n{textwrap.dedent(script)}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_schema_that_vllm_refuses_costs_the_episode_and_names_the_tool() -> None:
+    tool: dict[str, Json] = {"type": "function", "function": {"name": "bad", "description": ["x"]}}
+    with pytest.raises(EnvironmentFailure, match=r"the tool 'bad' .*function\.description"):
+        renderer_of("Mistral").calls("[TOOL_CALLS]bad[ARGS]{}", [NOTE, tool])
 
 
 @pytest.mark.parametrize("family", ["Qwen2.5", "Qwen3.5", "Mistral", "Llama-3.1", "Phi-3"])

@@ -87,7 +87,7 @@ class CallReader:
         return known
 
     def _read(self, text: str, garbage: str, known: list[Any]) -> list[FunctionCall]:
-        """What vLLM's parser reads, `garbage` where that is no call; [] if it reads nothing, raises or loses any of it."""
+        """What vLLM's parser reads, `garbage` where that is no call; [] if it raises, or loses any of it."""
         request = self._request(messages=[{"role": "user", "content": ""}], tools=known or None)
         try:
             # A parser keeps what it has read: each reply needs its own.

@@ -98,10 +98,11 @@ def _one_of_each(config: Config) -> list[Slot]:
 def _spread(
     config: Config, slots: Sequence[Slot], places: Sequence[str], machines: Sequence[Machine]
 ) -> list[tuple[Slot, str]]:
-    """Runners and actors that score, each with its machine. Raises ConfigError if no machine has room for one of a kind.
+    """Runners and actors that score, each with its machine.
 
     So that neither they nor the processes that they start crowd one machine, they are where engines are; in a pool
-    without engines, on all of its machines; else on as many as have engines.
+    without engines, on all of its machines; else on as many as have engines. Raises ConfigError if no machine has room
+    for one of a kind.
     """
     free, engines = {machine.name: machine.cpus for machine in machines}, set[str]()
     for slot, name in zip(slots, places, strict=True):

@@ -39,7 +39,7 @@ def start_rewards(
     options: dict[str, Any] = {"max_concurrency": max_calls, "max_restarts": -1}
     found: dict[str, Any] = {}
     if calls_functions(config.reward) and not is_environment_alone(chosen := choose_rewards(config.reward, own)):
-        actor, count = watched(ScorerPool, config), devices.count(ProcessKind.reward)
+        actor, count = watched(ScorerPool, config), len(devices.places(ProcessKind.reward))
         for index in range(count):
             name, place = f"{FUNCTIONS} {index}", devices.of(ProcessKind.reward, index)
             workers = -(-config.reward.workers // count)

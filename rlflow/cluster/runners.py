@@ -47,13 +47,14 @@ def start_runners(
     names of actors."""
     actor = watched(RunnerActor, config)
     options = {"max_concurrency": max_calls, "max_restarts": -1}
+    places = devices.places(ProcessKind.runner)
+    leases = leases_of_runners(spec.leases, len(places), config.algorithm.group_size)
+    places = places[: len(leases)]
     return [
         actor.options(**options, **devices.of(ProcessKind.runner, index)).remote(
-            f"episode runner {index}", config, model_path, spec.build, leases, rewards, engines
+            f"episode runner {index}", config, model_path, spec.build, own, places.count(place), rewards, engines
         )
-        for index, leases in enumerate(
-            leases_of_runners(spec.leases, devices.count(ProcessKind.runner), config.algorithm.group_size)
-        )
+        for index, (own, place) in enumerate(zip(leases, places, strict=True))
     ]
 
 
@@ -76,11 +77,19 @@ class RunnerActor(EpisodeRunner):
         model_path: str,
         build: Callable[..., Environment | Program],
         leases: Sequence[str],
+        num_runners: int,
         rewards: list[str],
         engines: list[str],
     ) -> None:
+        """`num_runners` are on this machine, this one included."""
         found = [cast(EngineHandle, ray.get_actor(name)) for name in engines]
-        self._pool = EnvironmentPool(build, config.env.processes, leases, lease_timeout_s=config.deadlines.group_s)
+        self._pool = EnvironmentPool(
+            build,
+            config.env.processes,
+            leases,
+            lease_timeout_s=config.deadlines.group_s,
+            num_runners=num_runners,
+        )
         self._gateway = Gateway()
         self._starting = asyncio.Lock()
         self._is_started = False

@@ -138,7 +138,7 @@ class EnvConfig:
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's `load`, or of its class."""
     processes: int = 1
-    """Processes per episode runner in which environments run; each runs Python on one core."""
+    """Processes of environments on each machine with episode runners, which divide them; at least one a runner."""
     max_turns: int = 32
     """Replies of the policy in one episode."""
     max_observation_chars: int = 20_000

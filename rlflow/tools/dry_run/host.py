@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rlflow.cluster.placement import Placed
 from rlflow.config import Config, Placement, ProcessKind, Transport
+from rlflow.environments.pool import processes_of_runner
 from rlflow.runtime.derived import transport_of
 from rlflow.tools.dry_run.memory import Item, ProcessMemory, size
 
@@ -89,7 +90,8 @@ def host_memory(
 def _playing(config: Config, here: Sequence[tuple[ProcessKind, int]], num_runners: int) -> list[Item]:
     counts = Counter(kind for kind, _ in here)
     engines, runners, rewards = (counts[kind] for kind in BASE)
-    parallel, hosted = config.rollout.tensor_parallel, runners * config.env.processes
+    parallel = config.rollout.tensor_parallel
+    hosted = runners * processes_of_runner(config.env.processes, max(1, runners))
     scoring = max(1, config.reward.workers // max(1, num_runners)) if rewards else 0
     store = int(config.staleness.max_ready_mb * 2**20) * runners // num_runners
     return [

@@ -170,7 +170,7 @@ class RewardConfig:
     model_replicas: int = 1
     """Processes that hold each reward model whole, on a GPU each."""
     workers: int = 1
-    """Processes that call the functions, each for one episode at a time; at least one on each machine with engines."""
+    """Processes that call the functions, each for one episode at a time; actors that score divide them, rounded up."""
     timeout_s: float = 10.0
     """The limit for all functions on one episode, or one batch through the model; waiting is not counted. Functions
     that see a group have as long for each of its episodes. A process that takes longer is killed and replaced."""

@@ -157,6 +157,8 @@ class EnvironmentSpec:
     reward: OwnReward = None
     """None: the reward is what the environment itself gives, in its steps or its result. A mapping has one for each
     kind of task; a kind `a/b` belongs to `a`."""
+    silent_kinds: tuple[str, ...] = ()
+    """Kinds of tasks that nothing here gives a reward to, where `reward` is a mapping."""
     evaluation_tasks: Callable[[], Sequence[Task]] | None = None
     """Held out from `tasks`; needed by `eval.every` only."""
     expert: Callable[[Task, Sequence[Message]], str] | None = None

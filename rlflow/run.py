@@ -172,6 +172,7 @@ async def _train(run: _Run) -> signal.Signals | None:
         while True:
             with RunObserver(run.config, run.run_dir, run.setback) as observer:
                 fleet: Fleet | None = None
+                status = asyncio.create_task(observer.status.keep())
                 try:
                     fleet = await stopper.run_unless_stopped(_start(run, observer), observer.message)
                     if fleet is None:
@@ -192,6 +193,7 @@ async def _train(run: _Run) -> signal.Signals | None:
                     if fleet is not None:
                         with first_error_stands():
                             await fleet.stop()
+                    status.cancel()
     finally:
         stopper.restore()
 
@@ -263,10 +265,8 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stoppe
         held_out=observer.held_out,
     )
     stopper.hand_to(driver.request_stop)
-    beside = [
-        asyncio.create_task(_watch_engines(fleet, driver)),
-        asyncio.create_task(observer.status.keep(driver.describe)),
-    ]
+    watch = asyncio.create_task(_watch_engines(fleet, driver))
+    observer.status.describe = driver.describe
     try:
         state = run.run_dir.state
         if state is not None and run.run_dir.resume_from is not None:
@@ -280,8 +280,8 @@ async def _drive(run: _Run, observer: RunObserver, fleet: Fleet, stopper: Stoppe
         return driver.step
     finally:
         stopper.hand_to(None)
-        for task in beside:
-            task.cancel()
+        watch.cancel()
+        observer.status.describe = str
         with first_error_stands():
             await asyncio.to_thread(ledger.close)  # waits for the disk
 

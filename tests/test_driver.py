@@ -402,13 +402,13 @@ def settings_of_runs(draw: st.DrawFn) -> Config:
     """Every combination of the scheduler's settings that `check` lets through."""
     config = Config()
     config.staleness.max_versions = draw(st.integers(0, 3))
-    config.trainer.streaming = draw(st.booleans())
+    config.trainer.streaming = draw(st.sampled_from([None, False]))
     config.eval.every = draw(st.sampled_from([0, 0, 3]))
     if config.staleness.max_versions:
         config.staleness.order = draw(st.sampled_from(Order))
     if config.staleness.order is Order.ready_first:
         config.staleness.late = draw(st.sampled_from([Late.requeue, Late.mask]))
-    if config.trainer.streaming:
+    if config.trainer.streaming is None:
         config.cluster.placement = draw(st.sampled_from(Placement))
         config.algorithm.advantage = draw(st.sampled_from(["grpo", "reinforce_pp_baseline"]))
         config.algorithm.groups_per_step = 3  # as in the worlds

@@ -17,7 +17,7 @@ import numpy as np
 
 from rlflow.algorithms.distillation import SAMPLED, TeacherOptions
 from rlflow.errors import ConfigError
-from rlflow.runtime.asking import Refused, ask, key_headers
+from rlflow.runtime.asking import NoAnswer, Refused, ask, key_headers
 from rlflow.types import BoolArray, FloatArray, Likely, Support
 
 Places: TypeAlias = Sequence[Mapping[str, Any] | None]
@@ -76,7 +76,8 @@ class ServedModel:
             "add_special_tokens": False,
         }
         async with self._turns:
-            patience_s = max(0.0, ends_at - time.monotonic())
+            if (patience_s := ends_at - time.monotonic()) <= 0:
+                raise NoAnswer(f"{url} was so busy with other questions that this one was not asked in time")
             most = MAX_BYTES + TOKEN_BYTES * len(tokens) * (1 + self._num_likely)
             answer = await self._json(url, question, patience_s, most)
         try:

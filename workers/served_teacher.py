@@ -22,14 +22,15 @@ from rlflow.runtime.concurrency import all_or_none
 from rlflow.types import EpisodePayload, FloatArray, Likely, PayloadRef, Sample
 from rlflow.workers.served import ServedModel, likely_in, said_of
 
-GROUPS_AT_ONCE = 64
-"""Calls that the actor takes at once; further ones wait."""
 SHARE_OF_TIME = 0.9
 """The share of deadlines.train_s in which the server is asked; the rest is for saying what went wrong."""
 
 
 class ServedTeacher:
-    """Wrapped by `ray.remote`, with `GROUPS_AT_ONCE` threads; called like a `FrozenWorker` that is the only rank."""
+    """Wrapped by `ray.remote`; called like a `FrozenWorker` that is the only rank.
+
+    It has a thread for each group that is under way, because the driver's deadline for a group begins when it asks.
+    """
 
     def __init__(self, config: Config, policy_path: str, url: str, setting: str) -> None:
         self._config, self._policy_path, self._url, self._setting = config, policy_path, url, setting

@@ -5,7 +5,8 @@
 Without the bucket of the others, probability that the policy moves out of the k tokens would count for nothing. If k is
 the vocabulary, this is the whole KL; otherwise it is less, because tokens within the bucket are not told apart. Reverse
 is KL(pi || pi_T), and forward KL(pi_T || pi), with the places that are reached taken as they are (Agarwal et al.,
-arXiv:2306.13649).
+arXiv:2306.13649). Where the policy gives all tokens of the bucket less than 1e-6, forward KL no longer pulls it towards
+them; a larger k leaves less to the bucket.
 
 Example: pi (0.5, 0.25, 0.25), pi_T (0.5, 0.4, 0.1) and k 1 -> both say 0.5 and 0.5 -> 0
 """
@@ -26,6 +27,7 @@ def divergence(own: Tensor, its: Tensor, of: Tensor, count: int, *, is_forward: 
 
 
 def _log_rest(logprobs: Tensor, of: Tensor, count: int) -> Tensor:
-    """log [N] of the probability of the tokens that are not listed; where it is lost in rounding, that of rounding."""
+    """log [N] of the probability of the tokens that are not listed; where it is lost in rounding (below 1e-6 in
+    float32), that of rounding, without a gradient."""
     rest = 1 - logprobs.new_zeros(count).index_add(0, of, logprobs.exp())
     return rest.clamp(min=8 * torch.finfo(rest.dtype).eps).log()

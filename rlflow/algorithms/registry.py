@@ -178,10 +178,10 @@ def check_functions(config: Config) -> None:
             f"critic has no effect with algorithm.advantage={algorithm.advantage}, which needs no critic; leave its "
             f"settings alone, or take algorithm.advantage=gae"
         )
-    if chosen.traits.scope is Scope.batch and not config.trainer.streaming:
+    if chosen.traits.scope is Scope.batch and config.trainer.streaming is False:
         raise ConfigError(
             f"trainer.streaming=false has no effect with algorithm.advantage={algorithm.advantage}, which waits for "
-            "all groups of a step anyway; leave it true"
+            "all groups of a step anyway; leave it null"
         )
     objective_of(algorithm)
     loss = resolve(Kind.loss, algorithm.loss).traits

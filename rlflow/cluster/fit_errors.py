@@ -126,7 +126,7 @@ _SETTINGS = {
     ProcessKind.critic: "critic",
     ProcessKind.reference: "cluster.reference_ranks",
     ProcessKind.teacher: "teachers x teacher.ranks",
-    ProcessKind.reward_model: "reward.model_replicas",
+    ProcessKind.reward_model: "reward models x reward.model_replicas",
     ProcessKind.runner: "runners",
     ProcessKind.reward: "rewards",
 }

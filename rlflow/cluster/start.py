@@ -49,6 +49,7 @@ from rlflow.runtime import scratch
 from rlflow.runtime.deadlines import or_hung
 from rlflow.runtime.derived import (
     held_teachers,
+    live_groups,
     needs_reference,
     object_store_bytes,
     policy_is_reference,
@@ -61,7 +62,7 @@ from rlflow.runtime.environment import ONE_ARENA
 from rlflow.runtime.signals import hang_ups_ignored
 from rlflow.telemetry.text import duration
 from rlflow.workers.frozen import FrozenWorker
-from rlflow.workers.served_teacher import GROUPS_AT_ONCE, ServedTeacher
+from rlflow.workers.served_teacher import ServedTeacher
 from rlflow.workers.trainer.actor import TrainerWorker
 
 T = TypeVar("T")
@@ -323,9 +324,9 @@ def _create_served(config: Config, model_path: str, devices: Devices, first: int
     actor = watched(ServedTeacher, config, concurrency_groups={WATCH: 1})
     return {
         name: [
-            actor.options(max_concurrency=GROUPS_AT_ONCE, **devices.of(ProcessKind.teacher, first + number)).remote(
-                name, config, model_path, url, f"teacher.models.{name.removeprefix(TEACHER).strip()}"
-            )
+            actor.options(
+                max_concurrency=live_groups(config), **devices.of(ProcessKind.teacher, first + number)
+            ).remote(name, config, model_path, url, f"teacher.models.{name.removeprefix(TEACHER).strip()}")
         ]
         for number, (name, url) in enumerate(served_teachers(config).items())
     }

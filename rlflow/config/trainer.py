@@ -56,8 +56,9 @@ class TrainerConfig:
     micro_batch_tokens: int = 4096
     """Tokens that go through the model at once on a rank, or on the ranks that share a micro-batch; this changes memory
     and speed, never the gradient."""
-    streaming: bool = True
-    """Accumulate the gradient of each group when it is ready; false waits for all groups of the step."""
+    streaming: bool | None = None
+    """Accumulate the gradient of each group when it is ready; false waits for all groups of the step. null: true with
+    GPUs. Without, trainer and engines take turns, because both are far slower when they compute on the same cores."""
     gradient_checkpointing: Checkpointing = Checkpointing.none
     """Compute decoder layers again in the backward pass instead of keeping what it needs. `full` keeps the input of
     each layer; `selective` also attention and the small products, and computes the MLP again; with `fsdp` only."""

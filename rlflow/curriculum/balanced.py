@@ -8,6 +8,7 @@ from rlflow.curriculum.base import Curriculum
 from rlflow.curriculum.uniform import Uniform
 from rlflow.errors import ConfigError
 from rlflow.plugins.names import did_you_mean
+from rlflow.runtime.kinds import name_for
 from rlflow.types import Json, Task
 
 
@@ -23,8 +24,7 @@ class Balanced(Curriculum):
         given = dict(weights or {})
         of_kind: dict[str, list[Task]] = {}
         for task in tasks:
-            above = task.kind.partition("/")[0]
-            of_kind.setdefault(above if above in given and task.kind not in given else task.kind, []).append(task)
+            of_kind.setdefault(name_for(task.kind, given) or task.kind, []).append(task)
         kinds = list(of_kind)
         if len(kinds) < 2:
             raise ConfigError(
@@ -55,6 +55,13 @@ class Balanced(Curriculum):
         return {"due": dict(self._due), "passes": {kind: passes.state() for kind, passes in self._passes.items()}}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._due = dict(state["due"])
+        """Raises ConfigError for the state of other kinds."""
+        due = state.get("due", {})
+        if due.keys() != self._due.keys():
+            raise ConfigError(
+                f"the checkpoint was saved with tasks drawn by the kinds {', '.join(due) or '(none)'}, and they are "
+                f"{', '.join(self._due)} now; leave curriculum.args.weights as they were, or begin another run.dir"
+            )
+        self._due = dict(due)
         for kind, passes in self._passes.items():
             passes.restore(state["passes"][kind])

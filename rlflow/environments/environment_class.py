@@ -22,9 +22,7 @@ def spec_of_class(name: str, kind: type[Environment | Program], arguments: Mappi
     Raises:
         ConfigError: an argument that nothing takes or that is missing, or an abstract class.
     """
-    if inspect.isabstract(kind):
-        missing = ", ".join(sorted(kind.__abstractmethods__))
-        raise ConfigError(f"env.name={name} does not define {missing}; an environment needs it")
+    _check_whole(name, kind)
     tasks, evaluation_tasks = (_maker(name, kind, method) for method in ("tasks", "evaluation_tasks"))
     if tasks is None and "path" not in arguments:
         raise ConfigError(
@@ -32,9 +30,7 @@ def spec_of_class(name: str, kind: type[Environment | Program], arguments: Mappi
             "env.args.path=FILE with one row for each"
         )
     makers = [load_rows] if tasks is None else [maker for maker in (tasks, evaluation_tasks) if maker]
-    # The run gives each episode's constructor its task, unless env.args have something else of that name.
-    own = [each for each in parameters_of(kind) if each.name != "task" or "task" in arguments or not takes_task(kind)]
-    parameters = [*(each for maker in makers for each in parameters_of(maker)), *own]
+    parameters = [*(each for maker in makers for each in parameters_of(maker)), *_parameters(kind, arguments)]
     check_options(arguments, parameters, "env.args", f"env.name={name}")
     build = partial(kind, **_taken_by(kind, arguments))
     if tasks is None:
@@ -44,6 +40,26 @@ def spec_of_class(name: str, kind: type[Environment | Program], arguments: Mappi
         build=build,
         evaluation_tasks=evaluation_tasks and partial(evaluation_tasks, **_taken_by(evaluation_tasks, arguments)),
     )
+
+
+def build_of_class(
+    name: str, kind: type[Environment | Program], arguments: Mapping[str, Any]
+) -> Callable[..., Environment | Program]:
+    """What builds the class, where the tasks are somebody else's. Raises ConfigError as `spec_of_class` does."""
+    _check_whole(name, kind)
+    check_options(arguments, _parameters(kind, arguments), "env.args", f"env.name={name}")
+    return partial(kind, **arguments)
+
+
+def _check_whole(name: str, kind: type) -> None:
+    if inspect.isabstract(kind):
+        missing = ", ".join(sorted(kind.__abstractmethods__))
+        raise ConfigError(f"env.name={name} does not define {missing}; an environment needs it")
+
+
+def _parameters(kind: type, arguments: Mapping[str, Any]) -> list[inspect.Parameter]:
+    """Those of the constructor that `arguments` may set. The run gives it the episode's task, unless they do."""
+    return [each for each in parameters_of(kind) if each.name != "task" or "task" in arguments or not takes_task(kind)]
 
 
 def _maker(name: str, kind: type, method: str) -> Callable[..., Any] | None:

@@ -20,7 +20,7 @@ from rlflow.envs.tools import ToolEnvironment
 from rlflow.errors import ConfigError
 from rlflow.plugins.catalog import Catalog
 from rlflow.plugins.options import check_options, parameters_of
-from rlflow.rewards.choose import check_columns, choose_rewards, columns_to_check
+from rlflow.rewards.choose import ENVIRONMENT, check_columns, choose_rewards, columns_to_check
 from rlflow.rewards.models import calls_functions
 from rlflow.types import Task
 
@@ -44,9 +44,11 @@ def load_environment(config: EnvConfig, reward: RewardConfig, *, needs_reward: b
     Raises ConfigError for an unknown name, for arguments that nothing takes, and for a missing reward.
     """
     spec = environment_of(config)
+    _check_rewards_of_kinds(spec, reward)
     if needs_reward and not spec.gives_replies and has_no_reward(spec, reward):
+        whose = f" for {', '.join(spec.silent_kinds)}" if spec.silent_kinds else ""
         raise ConfigError(
-            f"reward.function is required with env.name={config.name}, which has no reward of its own; "
+            f"reward.function is required with env.name={config.name}, which has no reward of its own{whose}; "
             "give package.module:function or file.py:function, or a reward.model"
         )
     # Rewards that cannot be loaded or called show before the workers start, which load them again.
@@ -59,8 +61,23 @@ def load_environment(config: EnvConfig, reward: RewardConfig, *, needs_reward: b
     )
 
 
+def _check_rewards_of_kinds(spec: EnvironmentSpec, reward: RewardConfig) -> None:
+    """Raise ConfigError for a reward that was named for one kind of tasks, and does not count."""
+    rewards = spec.reward if isinstance(spec.reward, Mapping) else {}
+    named = [kind for kind, each in rewards.items() if isinstance(each, str)]
+    functions = [reward.function] if isinstance(reward.function, str) else reward.function
+    counts = reward.model is None if functions is None else ENVIRONMENT in functions
+    if named and not counts:
+        raise ConfigError(
+            f"the reward of {named[0]} has no effect, because reward.function and reward.model leave the rewards of "
+            "the environment out; add `environment` to reward.function, or leave it out"
+        )
+
+
 def has_no_reward(spec: EnvironmentSpec, reward: RewardConfig) -> bool:
-    """Whether it is known before anything is played that nothing gives a reward."""
+    """Whether it is known before anything is played that nothing gives a reward, at least for some kinds of tasks."""
+    if spec.silent_kinds and reward.model is None and reward.function in (None, ENVIRONMENT, [ENVIRONMENT]):
+        return True
     return reward.function is None and reward.model is None and spec.reward is None and is_silent(spec.build)
 
 

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from rlflow.config import EnvConfig
+from rlflow.environments.environment_class import build_of_class
 from rlflow.environments.find import ENVIRONMENTS, environment_of, is_silent
 from rlflow.envs.base import Environment, EnvironmentSpec, Program, takes_task
 from rlflow.envs.dataset.env import load as load_rows
@@ -41,13 +42,13 @@ def load(
     evaluation_path: as `path`, for `eval.every`.
     column: of a row, the name of its environment.
 
-    Raises ConfigError for an environment that cannot be loaded, has leases or brings its own replies, or has no reward.
+    Raises ConfigError for an environment that cannot be loaded, has leases or brings its own replies.
     """
     if not environments:
         raise ConfigError(f"{_SETTING} is empty; give it at least one environment as NAME: {{name: ...}}")
     members = {name: _member(name, given, path) for name, given in environments.items()}
     specs = {name: member.spec for name, member in members.items()}
-    rewards = {name: member.reward for name, member in members.items()}
+    silent = tuple(name for name, member in members.items() if member.is_silent)
     if path is not None:
         rows = load_rows(path=path, evaluation_path=evaluation_path)
         tasks: MakeTasks = partial(_of_rows, rows.tasks, tuple(members), column)
@@ -61,7 +62,8 @@ def load(
     return EnvironmentSpec(
         tasks=tasks,
         build=partial(build_member, {name: spec.build for name, spec in specs.items()}),
-        reward=rewards,
+        reward={name: member.reward for name, member in members.items() if not member.is_silent},
+        silent_kinds=silent,
         evaluation_tasks=held_out,
         expert=partial(_expert, {name: spec.expert for name, spec in specs.items()}),
         reply_tokens=max(spec.reply_tokens for spec in specs.values()),
@@ -83,6 +85,8 @@ def name_of(task: Task) -> str:
 class _Member:
     spec: EnvironmentSpec
     reward: Any
+    is_silent: bool
+    """Whether it gives no reward, and none was named for it."""
 
 
 def _member(name: str, given: object, rows: str | None) -> _Member:
@@ -105,9 +109,11 @@ def _member(name: str, given: object, rows: str | None) -> _Member:
     if spec.leases or spec.gives_replies or isinstance(spec.reward, Mapping):
         what = "has leases" if spec.leases else "brings its replies" if spec.gives_replies else "is a mixture itself"
         raise ConfigError(f"{where}: {given['name']} {what}, which a mixture cannot have; train on it alone")
-    if reward is None and spec.reward is None and is_silent(spec.build):
-        raise ConfigError(f"{where}: {given['name']} has no reward of its own; name one, as {where}.reward=math")
-    return _Member(spec=spec, reward=spec.reward if reward is None else REWARDS.path_of(reward))
+    return _Member(
+        spec=spec,
+        reward=spec.reward if reward is None else REWARDS.path_of(reward),
+        is_silent=reward is None and spec.reward is None and is_silent(spec.build),
+    )
 
 
 def _spec(config: EnvConfig, rows: str | None) -> EnvironmentSpec:
@@ -116,7 +122,7 @@ def _spec(config: EnvConfig, rows: str | None) -> EnvironmentSpec:
     if rows is None or not callable(found):
         return environment_of(config)
     if isinstance(found, type) and issubclass(found, Environment | Program):
-        return EnvironmentSpec(tasks=list, build=partial(found, **config.args))
+        return EnvironmentSpec(tasks=list, build=build_of_class(config.name, found, config.args))
     takes_path = any(each.name == "path" for each in parameters_of(found))
     return environment_of(replace(config, args={"path": rows, **config.args}) if takes_path else config)
 

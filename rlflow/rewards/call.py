@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from rlflow.errors import ConfigError
+from rlflow.runtime.kinds import name_for
 from rlflow.types import EpisodeEnd, Task, Transcript, Verdict
 
 Reward = Callable[..., object]
@@ -73,7 +74,7 @@ class ChosenReward:
     """The kind of tasks that it scores, with the kinds below it (`a` has `a/b`); empty: all."""
 
     def scores(self, task: Task) -> bool:
-        return not self.kind or task.kind == self.kind or task.kind.startswith(f"{self.kind}/")
+        return not self.kind or name_for(task.kind, [self.kind]) is not None
 
 
 class MissingColumn(Exception):

@@ -56,11 +56,6 @@ def choose_rewards(config: RewardConfig, own: OwnReward) -> list[ChosenReward]:
     # A function that was given travels itself, because no other process finds it by a path.
     functions = [find_given(each) if isinstance(each, str) and is_given(each) else each for each in functions]
     short_names = [name.rpartition(":")[2].rpartition(".")[2] if ":" in name else name for name in names]
-    if both := sorted(models.keys() & set(short_names)):
-        raise ConfigError(
-            f"reward.function and reward.model both name {both[0]!r}, and metrics and options go by that name; rename "
-            "the model"
-        )
     for name in config.args:
         if name not in short_names and name not in models:
             raise ConfigError(
@@ -78,6 +73,11 @@ def choose_rewards(config: RewardConfig, own: OwnReward) -> list[ChosenReward]:
     if count > 1:
         raise ConfigError(
             f"reward.function names {count} functions {name!r}, and metrics and arguments go by that name; rename one"
+        )
+    if both := sorted(models.keys() & {one.name for one in chosen}):
+        raise ConfigError(
+            f"reward.function and reward.model both name {both[0]!r}, and metrics and options go by that name; rename "
+            "the model"
         )
     for one in chosen:
         _check(one)

@@ -81,7 +81,11 @@ class ModelScorer(Scorer):
         scorers = [scorer for _, scorer in self._models] + ([self._functions] if self._functions else [])
         said = await all_or_none([scorer.score(transcript) for scorer in scorers])
         parts = [combine([one], [verdict]) for (one, _), verdict in zip(self._models, said, strict=False)]
-        by_functions = said[len(parts) :]
+        # Of an episode without a reward where none is needed, which is no failure beside the score of a model.
+        by_functions = [
+            replace(each, end=EpisodeEnd.NO_VERDICT) if each.end is transcript.end else each
+            for each in said[len(parts) :]
+        ]
         return replace(added([*by_functions, *parts]), awaits_group=any(each.awaits_group for each in by_functions))
 
     async def score_group(self, transcripts: Sequence[Transcript]) -> list[Verdict]:

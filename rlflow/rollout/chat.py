@@ -179,6 +179,10 @@ class Chat:
             return list(messages)
         return await self._aside(self._album.taken_up, messages)
 
+    def has_room_for(self, replies: int) -> bool:
+        """Whether the episode may have as many further replies of the policy."""
+        return self._num_asked_policy + replies <= self._config.env.max_turns
+
     def _begin(self, agent: str, trainable: bool, *, is_given: bool) -> int:
         """Count a reply, within the limits of what may be sampled; returns its number in the episode."""
         max_turns = self._config.env.max_turns

@@ -17,6 +17,7 @@ from rlflow.config import (
     Transport,
 )
 from rlflow.roles import REFERENCE, TEACHER
+from rlflow.runtime.kinds import name_for
 
 DEFAULT_KIND = "default"
 """The key of teacher.models for kinds of tasks that are no key themselves."""
@@ -34,8 +35,9 @@ nats."""
 def by_device(config: Config, *, on_gpus: bool) -> Config:
     """The settings with a value where null means that the machines decide; `on_gpus` is whether any of them has GPUs.
 
-    The head may have none while others have: so this is asked once, of all machines, before any process starts. One
-    null stays: rollout.kv_cache_gb on GPUs, where each engine takes what it finds.
+    The head may have none while others have: so this is asked once, of all machines, before any process starts. Two
+    nulls stay: rollout.kv_cache_gb on GPUs, where each engine takes what it finds, and trainer.streaming where groups
+    are not trained one by one.
     """
     model, rollout = config.model, config.rollout
     rollout = replace(rollout, seeded=not on_gpus if rollout.seeded is None else rollout.seeded)
@@ -43,7 +45,15 @@ def by_device(config: Config, *, on_gpus: bool) -> Config:
     if not on_gpus:
         rollout.kv_cache_gb = rollout.kv_cache_gb or CPU_CACHE_GB
     dtype = model.dtype or (Dtype.bfloat16 if on_gpus else Dtype.float32)
-    return replace(config, model=replace(model, dtype=dtype), rollout=rollout)
+    trainer = config.trainer
+    if trainer.streaming is None and on_gpus and can_stream(config):
+        trainer = replace(trainer, streaming=True)
+    return replace(config, model=replace(model, dtype=dtype), rollout=rollout, trainer=trainer)
+
+
+def can_stream(config: Config) -> bool:
+    """Whether the groups of a step may be trained one by one, as far as placement and updates decide it."""
+    return config.cluster.placement is Placement.separate and num_updates(config.algorithm) == 1
 
 
 def without_training(config: Config) -> Config:
@@ -188,7 +198,7 @@ def frozen_models(config: Config, task_kind: str) -> dict[str, str]:
     found = {REFERENCE: REFERENCE} if needs_reference(config) else {}
     models = config.teacher.models
     if models:
-        path = models[task_kind if task_kind in models else DEFAULT_KIND]
+        path = models[name_for(task_kind, models) or DEFAULT_KIND]
         found[TEACHER] = next(name for name, its in teachers(config).items() if its == path)
     return found
 

@@ -169,13 +169,13 @@ _WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     (
         "trainer.streaming",
         lambda c: c.cluster.placement is Placement.colocated,
-        "with cluster.placement=colocated, which trains a step when its last group is ready; leave it true",
+        "with cluster.placement=colocated, which trains a step when its last group is ready; leave it null",
     ),
     (
         "trainer.streaming",
         lambda c: num_updates(c.algorithm) > 1,
         "with several updates a step (algorithm.epochs, algorithm.minibatches), which wait for its groups anyway; "
-        "leave it true",
+        "leave it null",
     ),
     *(
         (key, lambda c: not c.rollout.engines, "with rollout.engines=0, where nothing is sampled; leave it out")

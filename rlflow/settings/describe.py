@@ -18,7 +18,7 @@ import yaml
 
 from rlflow.config import Config, PoolConfig
 from rlflow.errors import ConfigError
-from rlflow.settings.explain import expected
+from rlflow.settings.explain import takes
 from rlflow.settings.recipe_files import recipe_names
 
 _USAGE = """\
@@ -55,7 +55,8 @@ def settings(kind: type = Config, prefix: str = "") -> Iterator[Setting]:
         if isinstance(hint, type) and is_dataclass(hint):
             yield from settings(hint, f"{key}.")
             continue
-        yield Setting(key=key, default=_default(each), takes=expected(hint), meaning=_meaning(kind, each.name, hint))
+        meaning = _meaning(kind, each.name, hint)
+        yield Setting(key=key, default=_default(each), takes=takes(key, hint), meaning=meaning)
         if hint == dict[str, PoolConfig]:
             yield from settings(PoolConfig, f"{key}.NAME.")
 

@@ -88,9 +88,14 @@ def _explain_value(key: str, message: str) -> str:
             return f"{key} is a section and takes no value itself; set one of its keys, such as {example}"
         return f"{key}: {message}"
     if "is not Optional" in message:
-        return f"{key} must be {expected(kind)}; got null"
+        return f"{key} must be {takes(key, kind)}; got null"
     found = re.search(r"[Vv]alue '(.*?)'(?: \(| of type| is not|,)", message)
-    return f"{key} must be {expected(kind)}" + (f"; got {found[1]}" if found else f": {message}")
+    return f"{key} must be {takes(key, kind)}" + (f"; got {found[1]}" if found else f": {message}")
+
+
+def takes(key: str, kind: Any) -> str:
+    """What a setting with this annotation takes, in words."""
+    return "a path, or a mapping of names to paths, or null" if key == "reward.model" else expected(kind)
 
 
 def expected(kind: Any) -> str:

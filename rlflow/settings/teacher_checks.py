@@ -8,6 +8,7 @@ from rlflow.config import Config, ModelPlacement
 from rlflow.errors import ConfigError
 from rlflow.plugins.names import did_you_mean
 from rlflow.runtime.derived import DEFAULT_KIND, held_teachers, is_served, learns_from_rewards, served_teachers
+from rlflow.runtime.kinds import name_for
 
 WITHOUT_EFFECT: list[tuple[str, Callable[[Config], object], str]] = [
     *(
@@ -85,17 +86,19 @@ def check_kinds(config: Config, kinds: Collection[str]) -> None:
     if not models:
         return
     named, known = models.keys() - {DEFAULT_KIND}, ", ".join(sorted(map(repr, kinds)))
-    if DEFAULT_KIND not in models and (missing := sorted(set(kinds) - named)):
+    name_of = {kind: name_for(kind, named) for kind in kinds}
+    missing = sorted(kind for kind, name in name_of.items() if name is None)
+    if DEFAULT_KIND not in models and missing:
         raise ConfigError(
             f"teacher.models has no teacher for tasks of the kind {missing[0]!r}; it has {', '.join(sorted(named))}; "
             "add one, or one for `default`, which is for all other kinds"
         )
-    if unused := sorted(named - set(kinds)):
+    if unused := sorted(named - set(name_of.values())):
         raise ConfigError(
             f"teacher.models.{unused[0]} has no effect, because no task is of that kind"
             f"{did_you_mean(unused[0], sorted(kinds))}; kinds of tasks are {known}; leave it out, or correct its name"
         )
-    if DEFAULT_KIND in models and named == set(kinds):
+    if DEFAULT_KIND in models and not missing:
         raise ConfigError(
             f"teacher.models.default has no effect, because each kind of task ({known}) has its own teacher; leave "
             "it out"

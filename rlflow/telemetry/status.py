@@ -1,6 +1,7 @@
 """status.json: what a run does now, for `rlflow status` on any machine that sees the run's directory.
 
-The driver's loop writes it every few seconds, so that its age says whether the driver lives.
+The driver's loop writes it every few seconds from the start of the workers to their end, so that its age says whether
+the driver lives.
 """
 
 import asyncio
@@ -34,8 +35,10 @@ class StatusFile:
     def __init__(self, run_dir: Path, tell: Callable[[str], None]) -> None:
         self._path, self._tell = run_dir / NAME, tell
         self._phase, self._since_s = "", time.time()
-        self._describe: Callable[[], str] = str
+        self.describe: Callable[[], str] = str
+        """What each part of the run does; set while there are parts."""
         self._is_off = False
+        self._path.unlink(missing_ok=True)  # of an earlier start
 
     def phase(self, name: str) -> None:
         """What the run does from now on."""
@@ -43,15 +46,11 @@ class StatusFile:
             self._phase, self._since_s = name, time.time()
             self._write()
 
-    async def keep(self, describe: Callable[[], str]) -> None:
-        """Write what `describe` says, until cancelled."""
-        self._describe = describe
-        try:
-            while not self._is_off:
-                self._write()
-                await asyncio.sleep(EVERY_S)
-        finally:
-            self._describe = str
+    async def keep(self) -> None:
+        """Write it again and again, until cancelled."""
+        while not self._is_off:
+            self._write()
+            await asyncio.sleep(EVERY_S)
 
     def _write(self) -> None:
         if self._is_off:
@@ -60,7 +59,7 @@ class StatusFile:
             written_s=time.time(),
             phase=self._phase,
             phase_since_s=self._since_s,
-            doing=self._describe().splitlines(),
+            doing=self.describe().splitlines(),
         )
         try:
             write_whole(self._path, json.dumps(asdict(status)), NAME)

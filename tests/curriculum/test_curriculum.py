@@ -155,6 +155,13 @@ def test_a_weight_of_a_kind_is_for_all_kinds_below_it() -> None:
     assert counts == {"maths/sums": 20, "maths/products": 20, "code/python": 20, "code/shell": 20}
 
 
+def test_a_checkpoint_of_other_kinds_is_refused() -> None:
+    tasks = [Task(id=kind, prompt=(), kind=kind) for kind in ("a/b", "a/c", "d")]
+    state = make_sampler(tasks, "balanced").state
+    with pytest.raises(ConfigError, match="was saved with tasks drawn by the kinds a/b, a/c, d, and they are a, d now"):
+        make_sampler(tasks, "balanced", weights={"a": 2}).restore(state)
+
+
 @pytest.mark.parametrize(
     ("weights", "message"),
     [

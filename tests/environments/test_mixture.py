@@ -160,6 +160,8 @@ async def test_a_column_names_the_environment_of_each_row(worlds: str, tmp_path:
         await other.close()
     finally:
         await pool.close()
+    with pytest.raises(ConfigError, match="environments.painted: env.args.shades is not an argument"):
+        load({**environments, "painted": {"name": f"{worlds}:Coloured", "args": {"shades": 1}}}, path=str(path))
     path.write_text(json.dumps({**rows[0], "env_class": "sum"}) + "\n")
     with pytest.raises(ConfigError, match=r"row 0 .* in the column 'env_class', one of sums, painted; got 'sum'"):
         load(environments, path=str(path)).tasks()
@@ -176,7 +178,7 @@ async def test_a_column_names_the_environment_of_each_row(worlds: str, tmp_path:
         ({"a": {"name": "arithmetic", "args": {"sizes": 3}}}, "environments.a: env.args.sizes is not an argument"),
         ({"a": {"name": "WORLDS:leased"}}, "leased has leases, which a mixture cannot have"),
         ({"a": {"name": "mixture", "args": {"environments": {"b": {"name": "arithmetic"}}}}}, "is a mixture itself"),
-        ({"a": {"name": "WORLDS:Silent"}}, "Silent has no reward of its own; name one"),
+        ({"a": {"name": "WORLDS:Silent"}}, "reward.function is required .* no reward of its own for a; give"),
         ({"a": {"name": "arithmetic", "reward": "maths"}}, "maths is not a reward; did you mean math"),
     ],
 )
@@ -184,6 +186,18 @@ def test_what_cannot_be_mixed_is_refused_by_name(worlds: str, environments: dict
     given = json.loads(json.dumps(environments).replace("WORLDS", worlds))
     with pytest.raises(ConfigError, match=message):
         load(given)
+
+
+def test_the_rewards_of_the_run_can_stand_in_for_those_of_an_environment(worlds: str) -> None:
+    given = {"sums": {"name": "arithmetic", "reward": "math"}, "quiet": {"name": f"{worlds}:Silent"}}
+    spec = load(given, RewardConfig(function=["environment", "format"]))
+    chosen = choose_rewards(RewardConfig(function=["environment", "format"]), spec.reward)
+    assert [(one.name, one.kind) for one in chosen] == [("sums", "sums"), ("format", "")]
+    assert load({"quiet": given["quiet"]}, RewardConfig(model="somewhere")).silent_kinds == ("quiet",)
+    with pytest.raises(ConfigError, match="the reward of sums has no effect, because reward.function and reward.model"):
+        load(given, RewardConfig(function="format"))
+    with pytest.raises(ConfigError, match="reward.function and reward.model both name 'sums'"):
+        load(given, RewardConfig(function=["environment", "format"], model={"sums": "a"}, weights=[1, 1, 1]))
 
 
 def test_build_is_given_the_task_if_it_requires_one() -> None:

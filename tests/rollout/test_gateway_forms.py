@@ -1,6 +1,5 @@
 """What a program may ask of a reply's form: calls, formats, stop strings, several replies."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -9,7 +8,6 @@ from letters import ids_of
 from visiting import ADD, CALL, USER, Visit, visiting
 
 from rlflow.rollout.samples import chains_of, sample_of
-from rlflow.types import EpisodeEnd
 
 MUST_CALL = "hi\n\nYour next reply must call a tool."
 
@@ -138,13 +136,12 @@ async def test_n_replies_stream_each_under_its_index() -> None:
 
 
 async def test_more_replies_than_the_episode_has_left_are_none() -> None:
-    async with visiting("a.", "b.", "c.", max_turns=2, is_open=False) as visit:
-        asking = asyncio.create_task(visit.post(n=3))
-        status, answer = await asking
-        visit.engine.is_open.set()
-    assert (status, answer["error"]["code"]) == (400, "max_turns")
-    assert visit.chat.turns == []
-    assert visit.chat.end is EpisodeEnd.MAX_TURNS
+    async with visiting("a.", "b.", max_turns=2) as visit:
+        status, answer = await visit.post(n=3)
+        assert (status, answer["error"]["param"]) == (400, "n")
+        assert (visit.chat.turns, visit.chat.end) == ([], None)
+        status, answer = await visit.post(n=2)
+        assert (status, len(answer["choices"])) == (200, 2)
 
 
 async def test_template_args_of_the_run_itself_are_accepted() -> None:

@@ -259,7 +259,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"trainer.streaming": False, "algorithm.minibatches": 2},
         "trainer.streaming=false has no effect with several updates a step (algorithm.epochs, algorithm.minibatches), "
-        "which wait for its groups anyway; leave it true",
+        "which wait for its groups anyway; leave it null",
     ),
     (
         {"algorithm.overlong_tokens": 512},
@@ -298,7 +298,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"cluster.placement": Placement.colocated, "trainer.streaming": False},
         "trainer.streaming=false has no effect with cluster.placement=colocated, which trains a step when its last "
-        "group is ready; leave it true",
+        "group is ready; leave it null",
     ),
     (
         {"staleness.max_versions": 1, "rollout.update": Update.all},

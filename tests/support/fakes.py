@@ -19,6 +19,7 @@ from rlflow.groups.ledger import DropReason, Ledger
 from rlflow.groups.sampler import TaskSampler
 from rlflow.roles import PROXIMAL, LoadOutcome, Mean, Probe, StagedWeights, StepOutcome, Workers
 from rlflow.rundir.store import CheckpointStore
+from rlflow.runtime.derived import can_stream
 from rlflow.runtime.disk import write_digested
 from rlflow.tools.simulate.clock import run_virtually as run_virtually
 from rlflow.types import (
@@ -372,6 +373,8 @@ def make_world(
 ) -> World:
     """`config` is taken over and its sizes are set; None makes one."""
     config = config or Config()
+    if config.trainer.streaming is None and can_stream(config):
+        config.trainer.streaming = True  # as where engines and trainer have processors of their own
     config.run.steps, config.run.seed, config.run.checkpoint_every = steps, seed, 0
     config.algorithm.groups_per_step, config.algorithm.group_size = 3, 4
     config.staleness.max_versions = max_versions

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import ray
 from aiohttp import web
-from children import TIMEOUT_S
+from children import TIMEOUT_S, ended_after, wait_for
 from served import served
 from training import save_model, tiny_groups, tiny_llama
 from transformers import AutoTokenizer
@@ -329,18 +329,12 @@ def test_a_run_learns_from_a_server_and_ends_with_it(folder: str, tmp_path: Path
         words += ["deadlines.train_s=10", "model.max_length=128"]
         command = [sys.executable, "-m", "rlflow", "train", *words]
         environment = os.environ | {"TEACHER_KEY": KEY}
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        ) as child:
-            assert child.stdout is not None
-            said = []
-            for line in child.stdout:
-                said.append(line)
-                if "step 3" in line.lower() or line.lstrip().startswith("3"):
-                    server.kill()
-            code = child.wait(TIMEOUT_S)
-    text = "".join(said)
-    assert code == 1, text
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        with ended_after(child):
+            wait_for(child, "step 3/1000")
+            server.kill()
+            text, _ = child.communicate(timeout=TIMEOUT_S)
+    assert child.returncode == 1, text
     assert f"teacher.models.default={url} is lost: no answer from {url}/completions within" in text
     records = metrics.read(run / "metrics.jsonl")
     assert len(records) >= 3

@@ -106,9 +106,17 @@ def test_each_kind_has_a_teacher_and_each_teacher_tasks(kinds: set[str], models:
     assert str(refused.value) == message
 
 
+def test_a_kind_below_another_has_its_teacher_unless_it_has_one_of_its_own() -> None:
+    config = taught({"sums": "a", "sums/hard": "b", "default": "c"})
+    asked = {kind: frozen_models(config, kind)[TEACHER] for kind in ("sums", "sums/easy", "sums/hard", "other")}
+    paths = {kind: teachers(config)[name] for kind, name in asked.items()}
+    assert paths == {"sums": "a", "sums/easy": "a", "sums/hard": "b", "other": "c"}
+
+
 def test_kinds_that_fit_pass() -> None:
     check_kinds(taught(TWO), {"sums", "products", "words"})
     check_kinds(taught({"default": "a"}), {""})
+    check_kinds(taught({"sums": "a", "default": "b"}), {"sums/easy", "sums/hard", "words"})
     check_kinds(Config(), {"sums"})
 
 

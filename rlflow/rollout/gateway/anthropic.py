@@ -27,6 +27,7 @@ from rlflow.rollout.gateway.wire import (
     read_message,
     read_text,
     read_texts,
+    read_tools,
     refuse_unserved,
     schema_of,
 )
@@ -100,8 +101,8 @@ def _read_answer(block: JsonObject, where: str) -> Message:
 
 
 def _read_tools(fields: JsonObject) -> tuple[list[ToolSchema], str]:
-    tools, choice = fields.get("tools") or [], fields.get("tool_choice") or {"type": "auto"}
-    for tool in tools if isinstance(tools, list) else [tools]:
+    tools, choice = read_tools(fields), fields.get("tool_choice") or {"type": "auto"}
+    for tool in tools:
         is_own = isinstance(tool, dict) and tool.get("type") in (None, "custom")
         if not is_own or not isinstance(tool.get("name"), str) or not isinstance(tool.get("input_schema"), dict):
             raise Refused(

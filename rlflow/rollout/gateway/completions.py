@@ -21,6 +21,7 @@ from rlflow.rollout.gateway.wire import (
     read_list,
     read_message,
     read_texts,
+    read_tools,
     refuse_unserved,
 )
 from rlflow.types import Message
@@ -58,8 +59,8 @@ def _read(fields: JsonObject, remembered: Remembered) -> ChatRequest:
 
 
 def _read_tools(fields: JsonObject) -> tuple[list[ToolSchema], str]:
-    tools, choice = fields.get("tools") or [], fields.get("tool_choice")
-    for tool in tools if isinstance(tools, list) else [tools]:
+    tools, choice = read_tools(fields), fields.get("tool_choice")
+    for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Refused(

@@ -25,6 +25,7 @@ from rlflow.rollout.gateway.wire import (
     read_message,
     read_text,
     read_texts,
+    read_tools,
     refuse_unserved,
     schema_of,
 )
@@ -99,8 +100,8 @@ def _read_input(fields: JsonObject) -> list[Message]:
 
 
 def _read_tools(fields: JsonObject) -> tuple[list[ToolSchema], str]:
-    tools, choice = fields.get("tools") or [], fields.get("tool_choice")
-    for tool in tools if isinstance(tools, list) else [tools]:
+    tools, choice = read_tools(fields), fields.get("tool_choice")
+    for tool in tools:
         if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
             raise Refused(f"`tools` must be functions, which the program runs; got {excerpt(tool)}", param="tools")
     forced = str(choice.get("name")) if isinstance(choice, dict) and choice.get("type") == "function" else None

@@ -288,6 +288,8 @@ async def _replies_to(visit: _Visit, asked: ChatRequest) -> AsyncIterator[asynci
             f"{excerpt(visit.chat.template_args)}; set rollout.template_args for the whole run",
             param="chat_template_kwargs",
         )
+    if asked.num_replies > 1 and asked.is_trainable and not visit.chat.has_room_for(asked.num_replies):
+        raise Refused(f"`n` = {asked.num_replies} is more than the replies that env.max_turns leaves", param="n")
     replies = asyncio.create_task(_sample(visit.chat, asked, _resolved(visit, asked)))
     visit.replies.add(replies)
     replies.add_done_callback(visit.note_end)

@@ -298,6 +298,14 @@ def format_instruction(form: Any, schema: Any, tools: list[ToolSchema]) -> str:
     return f"Your next reply{', unless it calls a tool,' if tools else ''} must be nothing but {what}"
 
 
+def read_tools(fields: JsonObject) -> list[Any]:
+    """The tools of a request, whatever they are. Raises Refused for anything but a list."""
+    tools = fields.get("tools") or []
+    if not isinstance(tools, list):
+        raise Refused(f"`tools` must be a list; got {excerpt(tools)}", param="tools")
+    return tools
+
+
 def instructed(messages: Sequence[Message], instruction: str) -> list[Message]:
     """The conversation with an instruction at its end; as it is without one."""
     *before, last = messages

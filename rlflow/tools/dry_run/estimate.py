@@ -11,6 +11,7 @@ from rlflow.cluster.slots import machines_of
 from rlflow.config import Backend, Config, Dtype, Offload, Placement, ProcessKind, Transport
 from rlflow.errors import ConfigError
 from rlflow.runtime.derived import (
+    can_stream,
     dtype_of,
     live_groups,
     max_running,
@@ -285,7 +286,7 @@ def _batch(config: Config, facts: ModelFacts, cache: int) -> Batch:
     group, part = [longest] * size, groups // config.algorithm.minibatches
     shares, max_tokens = num_shares(config.trainer), config.trainer.micro_batch_tokens
     one_by_one, updates = None, num_updates(config.algorithm)
-    if config.trainer.streaming and config.cluster.placement is Placement.separate and updates == 1:
+    if config.trainer.streaming is not False and can_stream(config):
         one_by_one = groups * len(plan_micro_batches([group], shares, max_tokens)[0])
     return Batch(
         groups=groups,

@@ -44,10 +44,11 @@ def lines(found: Run, status: Status | None, now_s: float) -> list[str]:
         return shown
     if status is None:
         return [*shown, "it has not said yet what it does"]
-    silent_s = now_s - status.written_s
+    silent_s = max(0.0, now_s - status.written_s)
     if silent_s > SILENT_S:
         shown.append(
-            f"its driver has written nothing for {duration(silent_s)}: it is stuck, or its machine or disk is gone"
+            f"its driver has written nothing for {duration(silent_s)}, if the clocks of both machines agree: it is "
+            "stuck, or its machine or disk is gone"
         )
     since = duration(status.written_s - status.phase_since_s)
     return [*shown, f"{status.phase}, for {since} ({duration(silent_s)} ago)", *status.doing]

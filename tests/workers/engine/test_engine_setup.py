@@ -38,10 +38,22 @@ def test_null_is_decided_by_the_machines() -> None:
     assert (on_gpus.rollout.max_running, without.rollout.max_running) == (512, 64)
     assert (on_gpus.rollout.seeded, without.rollout.seeded) == (False, True)
     assert (on_gpus.rollout.kv_cache_gb, without.rollout.kv_cache_gb) == (None, 0.5)
+    assert (on_gpus.trainer.streaming, without.trainer.streaming) == (True, None)
     assert asked == Config(), "the settings as they were given stay"
     for found, other in ((on_gpus, False), (without, True)):
-        found.rollout.kv_cache_gb = 1.0
+        found.rollout.kv_cache_gb, found.trainer.streaming = 1.0, False
         assert by_device(found, on_gpus=other) == found, "what is decided once stays, wherever it is asked again"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"cluster": {"placement": Placement.colocated}}, {"algorithm": {"minibatches": 2}}]
+)
+def test_groups_that_wait_for_the_step_anyway_are_not_streamed_on_gpus(settings: dict[str, dict[str, Any]]) -> None:
+    asked = Config()
+    for section, values in settings.items():
+        for name, value in values.items():
+            setattr(getattr(asked, section), name, value)
+    assert by_device(asked, on_gpus=True).trainer.streaming is None
 
 
 def test_only_a_fleet_without_training_reads_the_weights_of_the_model() -> None:
@@ -52,7 +64,7 @@ def test_only_a_fleet_without_training_reads_the_weights_of_the_model() -> None:
 
 def test_what_is_given_is_not_changed_by_the_machines() -> None:
     asked = with_rollout(Config(), max_running=7, seeded=False, kv_cache_gb=2.0)
-    asked.model.dtype = Dtype.bfloat16
+    asked.model.dtype, asked.trainer.streaming = Dtype.bfloat16, False
     assert by_device(asked, on_gpus=False) == asked
     asked.model.dtype, asked.rollout.seeded = Dtype.float32, True
     assert by_device(asked, on_gpus=True) == asked

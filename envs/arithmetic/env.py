@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from rlflow.envs.arithmetic.reward import is_right
+from rlflow.envs.arithmetic.reward import answered
 from rlflow.envs.base import EnvironmentSpec, SingleTurn
 from rlflow.envs.seeds import seeded_tasks
 from rlflow.envs.texts import prompt_of
@@ -39,7 +39,7 @@ def load(
     make_dataset(dataset, size, seed, options)  # a wrong name or option shows now, not when the run is up
     make = partial(make_tasks, dataset, system_prompt, options)
     tasks, evaluation_tasks = seeded_tasks(make, size, seed, evaluation_size)
-    return EnvironmentSpec(tasks=tasks, build=SingleTurn, reward=is_right, evaluation_tasks=evaluation_tasks)
+    return EnvironmentSpec(tasks=tasks, build=SingleTurn, reward=answered, evaluation_tasks=evaluation_tasks)
 
 
 def make_dataset(dataset: str, size: int, seed: int, options: Mapping[str, Any] | None) -> Any:

@@ -1,4 +1,4 @@
-"""Is the last number of the reply the answer?
+"""Is the last number of the reply the answer, and has the reply ended?
 
 Exact decimals, no tolerance: "5.0" and "1,000" equal "5" and "1000", and "0.33" is not 1/3.
 """
@@ -7,7 +7,7 @@ import re
 from decimal import Decimal
 
 from rlflow.envs.answers import text_of
-from rlflow.types import Task
+from rlflow.types import EpisodeEnd, Task
 
 # A sign belongs to the number unless something that can be subtracted from stands before it: "10-4" ends in 4.
 _NUMBER = re.compile(
@@ -33,6 +33,12 @@ def is_right(task: Task, completion: str) -> float | None:
     if _NUMBER.fullmatch(answer):
         return float(last_number(completion) == last_number(answer))
     return float(completion.strip() == answer)
+
+
+def answered(task: Task, completion: str, end: EpisodeEnd) -> float | None:
+    """`is_right` of a reply that ends by itself. One that is cut off gives no answer, whatever its last number."""
+    found = is_right(task, completion)
+    return found if found is None or end is EpisodeEnd.COMPLETED else 0.0
 
 
 def share_of_digits(task: Task, completion: str) -> float:

@@ -13,10 +13,10 @@ import pytest
 
 from rlflow.config import Config, EnvConfig, RewardConfig
 from rlflow.environments.find import checked_tasks, held_out_tasks, load_environment
-from rlflow.envs.arithmetic.reward import is_right, last_number, share_of_digits
+from rlflow.envs.arithmetic.reward import answered, is_right, last_number, share_of_digits
 from rlflow.envs.base import Environment, SingleTurn
 from rlflow.errors import ConfigError
-from rlflow.types import Message, Task
+from rlflow.types import EpisodeEnd, Message, Task
 
 SUM = Message(role="user", content="2 + 3 =")
 SCORE = "rlflow.envs.arithmetic.reward:is_right"
@@ -50,6 +50,13 @@ def load(name: str, reward: str | None = None, **arguments: Any) -> list[Task]:
 )
 def test_last_number(text: str, number: str) -> None:
     assert last_number(text) == Decimal(number)
+
+
+def test_a_reply_that_is_cut_off_is_no_answer() -> None:
+    ends = (EpisodeEnd.COMPLETED, EpisodeEnd.TRUNCATED_LENGTH)
+    assert [answered(task("5"), "2 + 3 = 5", end) for end in ends] == [1.0, 0.0]
+    assert [answered(task("5"), "2 + 3 = 6", end) for end in ends] == [0.0, 0.0]
+    assert answered(task(None), "5", EpisodeEnd.TRUNCATED_LENGTH) is None
 
 
 def test_no_number() -> None:
@@ -115,7 +122,7 @@ def test_arithmetic_takes_any_data_set_and_no_system_prompt() -> None:
 def test_an_environment_travels_to_the_workers() -> None:
     spec = pickle.loads(pickle.dumps(load_environment(EnvConfig(args={"size": 2}), RewardConfig())))
     assert isinstance(spec.build(), SingleTurn)
-    assert spec.reward is is_right
+    assert spec.reward is answered
     assert len(spec.tasks()) == 2
 
 

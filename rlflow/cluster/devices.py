@@ -128,11 +128,12 @@ class Devices:
         found = [nodes_of[group.id][index] for group, index in places]
         return [names.get(node, node) for node in found]
 
-    def count(self, kind: ProcessKind) -> int:
-        """The number of runners, or of actors that score."""
+    def places(self, kind: ProcessKind) -> list[str]:
+        """The machine that each runner, or each actor that scores, is meant for."""
         if self._placed is None:
-            return num_waiting(self.config, kind, 1)
-        return sum(slot.kind is kind for slot in self._placed.slots)
+            return ["here"] * num_waiting(self.config, kind, 1)
+        pairs = zip(self._placed.slots, self._placed.machines, strict=True)
+        return [name for slot, name in pairs if slot.kind is kind]
 
     def of(self, kind: ProcessKind, index: int) -> dict[str, Any]:
         """Ray's options for process number `index` of a kind."""

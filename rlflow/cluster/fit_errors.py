@@ -109,6 +109,15 @@ def too_scattered(
     )
 
 
+def no_room(kind: ProcessKind, pool: str | None, cpus: float) -> str:
+    """The message when no machine has the little left that a process takes that mostly waits."""
+    where = "the cluster" if pool is None else f"cluster.pools.{pool}"
+    return (
+        f"no machine of {where} has {cpus:g} CPUs left for {_NAMES[kind]}; have one more CPU on one of them, or fewer "
+        "engines or ranks there"
+    )
+
+
 _gpus: Callable[[Machine | Slot | SlotBlock], float] = attrgetter("gpus")
 _cpus: Callable[[Machine | Slot | SlotBlock], float] = attrgetter("cpus")
 _SETTINGS = {

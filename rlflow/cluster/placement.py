@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, groupby
 
-from rlflow.cluster.fit_errors import check_sizes, check_sums, too_scattered
+from rlflow.cluster.fit_errors import check_sizes, check_sums, no_room, too_scattered
 from rlflow.cluster.slots import (
     SLIVER,
     Machine,
@@ -80,8 +80,6 @@ def _fit(config: Config, machines: Sequence[Machine]) -> Placed:
         raise ConfigError(too_scattered(config, by_size, machines, is_one_machine=is_one_machine))
     places = [found[index] for index in range(len(slots))]
     spread = _spread(config, slots, places, machines)
-    if not spread:
-        raise ConfigError(too_scattered(config, by_size, machines, is_one_machine=is_one_machine))
     slots += [slot for slot, _ in spread]
     places += [name for _, name in spread]
     return Placed(
@@ -100,10 +98,11 @@ def _one_of_each(config: Config) -> list[Slot]:
 def _spread(
     config: Config, slots: Sequence[Slot], places: Sequence[str], machines: Sequence[Machine]
 ) -> list[tuple[Slot, str]]:
-    """Runners and actors that score, each with its machine; [] if no machine has room for one of a kind.
+    """Runners and actors that score, each with its machine.
 
     So that neither they nor the processes that they start crowd one machine, they are where engines are; in a pool
-    without engines, on all of its machines; else on as many as have engines.
+    without engines, on all of its machines; else on as many as have engines. Raises ConfigError if no machine has room
+    for one of a kind.
     """
     free, engines = {machine.name: machine.cpus for machine in machines}, set[str]()
     for slot, name in zip(slots, places, strict=True):
@@ -112,10 +111,12 @@ def _spread(
             engines.add(name)
     found: list[tuple[Slot, str]] = []
     for kind in WAITING:
+        if not num_waiting(config, kind, 1):
+            continue
         pool = pool_of(config.cluster.pools, kind)
         there = [each.name for each in machines if pool in (None, each.pool) and free[each.name] >= SLIVER - 1e-6]
         if not there:
-            return []
+            raise ConfigError(no_room(kind, pool, SLIVER))
         elsewhere = there if pool is not None else sorted(there, key=free.__getitem__)[: max(1, len(engines))]
         names = [name for name in there if name in engines] or elsewhere
         waiting = waiting_slots(config, kind, num_waiting(config, kind, len(names)))

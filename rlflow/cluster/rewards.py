@@ -20,8 +20,8 @@ from rlflow.runtime.derived import learns_from_rewards
 from rlflow.types import Transcript, Verdict
 from rlflow.workers.reward_model import RewardModelWorker
 
-FUNCTIONS = "scorer"
-"""How the names begin of the actors that have functions called."""
+SCORER = "scorer"
+"""The first word in the name of each actor that has functions called."""
 
 
 def start_rewards(
@@ -39,9 +39,9 @@ def start_rewards(
     options: dict[str, Any] = {"max_concurrency": max_calls, "max_restarts": -1}
     found: dict[str, Any] = {}
     if calls_functions(config.reward) and not is_environment_alone(chosen := choose_rewards(config.reward, own)):
-        actor, count = watched(ScorerPool, config), devices.count(ProcessKind.reward)
+        actor, count = watched(ScorerPool, config), len(devices.places(ProcessKind.reward))
         for index in range(count):
-            name, place = f"{FUNCTIONS} {index}", devices.of(ProcessKind.reward, index)
+            name, place = f"{SCORER} {index}", devices.of(ProcessKind.reward, index)
             workers = -(-config.reward.workers // count)
             scores = actor.options(name=name, **options, **place)
             found[name] = scores.remote(name, chosen, workers, config.reward.timeout_s)
@@ -84,7 +84,7 @@ def scorer_of(config: Config, names: Sequence[str], *, is_silent: bool = False) 
 
 
 def _functions(config: Config, names: Sequence[str], client: Callable[[Sequence[str]], Scorer]) -> Scorer:
-    if own := [name for name in names if name.startswith(f"{FUNCTIONS} ")]:
+    if own := [name for name in names if name.startswith(f"{SCORER} ")]:
         return client(own)
     weight = weights_of(config.reward)[0]
     reward = ChosenReward(name=ENVIRONMENT, function=None, weight=weight)

@@ -43,23 +43,28 @@ def start_runners(
     devices: Devices,
     max_calls: int,
 ) -> list[Any]:
-    """One actor on each machine with engines, at least. `rewards` and `engines` are names of actors."""
+    """One actor on each machine with engines, at least, unless there are too few leases. `rewards` and `engines` are
+    names of actors."""
     actor = watched(RunnerActor, config)
     options = {"max_concurrency": max_calls, "max_restarts": -1}
+    places = devices.places(ProcessKind.runner)
+    leases = leases_of_runners(spec.leases, len(places), config.algorithm.group_size)
+    places = places[: len(leases)]
     return [
         actor.options(**options, **devices.of(ProcessKind.runner, index)).remote(
-            f"episode runner {index}", config, model_path, spec.build, leases, rewards, engines
+            f"episode runner {index}", config, model_path, spec.build, own, places.count(place), rewards, engines
         )
-        for index, leases in enumerate(shares_of(spec.leases, devices.count(ProcessKind.runner)))
+        for index, (own, place) in enumerate(zip(leases, places, strict=True))
     ]
 
 
-def shares_of(leases: Sequence[str], runners: int) -> list[Sequence[str]]:
-    """The leases of each runner; for fewer than `runners` runners if there are fewer leases.
+def leases_of_runners(leases: Sequence[str], runners: int, group_size: int) -> list[Sequence[str]]:
+    """The leases of each runner: enough for a whole group, even if that leaves fewer than `runners` runners.
 
-    Example: shares_of(("a", "b", "c"), 2) == [("a", "c"), ("b",)]; shares_of((), 2) == [(), ()]
+    Example: for groups of 2 and 8 runners, (a, b, c, d, e) -> [(a, c, e), (b, d)]; without leases, 8 runners have none.
     """
-    count = min(runners, len(leases)) or runners
+    # One runner plays a whole group: with fewer leases its episodes would wait for each other, past deadlines.group_s.
+    count = min(runners, max(1, len(leases) // group_size)) if leases else runners
     return [leases[index::count] for index in range(count)]
 
 
@@ -72,11 +77,19 @@ class RunnerActor(EpisodeRunner):
         model_path: str,
         build: Callable[..., Environment | Program],
         leases: Sequence[str],
+        num_runners: int,
         rewards: list[str],
         engines: list[str],
     ) -> None:
+        """`num_runners` are on this machine, this one included."""
         found = [cast(EngineHandle, ray.get_actor(name)) for name in engines]
-        self._pool = EnvironmentPool(build, config.env.processes, leases, lease_timeout_s=config.deadlines.group_s)
+        self._pool = EnvironmentPool(
+            build,
+            config.env.processes,
+            leases,
+            lease_timeout_s=config.deadlines.group_s,
+            num_runners=num_runners,
+        )
         self._gateway = Gateway()
         self._starting = asyncio.Lock()
         self._is_started = False

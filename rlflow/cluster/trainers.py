@@ -215,7 +215,9 @@ class RayActorCritic:
     async def prepare(self, groups: Sequence[ReadyGroup], oldest_version: int | None) -> None:
         # Both, because advantages come from rewards that may hold the distance to the reference.
         preparing = self._policy.prepare(groups, oldest_version)
-        found, _ = await asyncio.gather(self._critic.per_token("values", groups), preparing)
+        # The critic's thread reads copies, because the policy adds handles to the groups meanwhile.
+        copies = [replace(group, frozen=dict(group.frozen)) for group in groups]
+        found, _ = await asyncio.gather(self._critic.per_token("values", copies), preparing)
         for group, values in zip(groups, found, strict=True):
             group.values = values
         await self._policy.measure(groups, oldest_version)

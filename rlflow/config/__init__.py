@@ -138,7 +138,7 @@ class EnvConfig:
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's `load`, or of its class."""
     processes: int = 1
-    """Processes per episode runner in which environments run; each runs Python on one core."""
+    """Processes of environments on each machine with episode runners, which divide them; at least one a runner."""
     max_turns: int = 32
     """Replies of the policy in one episode."""
     max_observation_chars: int = 20_000
@@ -170,7 +170,7 @@ class RewardConfig:
     model_replicas: int = 1
     """Processes that hold each reward model whole, on a GPU each."""
     workers: int = 1
-    """Processes that call the functions, each for one episode at a time; at least one on each machine with engines."""
+    """Processes that call the functions, each for one episode at a time; actors that score divide them, rounded up."""
     timeout_s: float = 10.0
     """The limit for all functions on one episode, or one batch through the model; waiting is not counted. Functions
     that see a group have as long for each of its episodes. A process that takes longer is killed and replaced."""

@@ -24,6 +24,11 @@ from rlflow.types import Task
 _CLOSED = "the environment processes were closed"
 
 
+def processes_of_runner(processes: int, num_runners: int) -> int:
+    """The processes of one of the runners on a machine: an equal part, rounded up."""
+    return -(-processes // num_runners)
+
+
 class EnvironmentPool:
     """Environment processes of one runner.
 
@@ -39,10 +44,15 @@ class EnvironmentPool:
         *,
         lease_timeout_s: float = 900.0,
         max_memory_bytes: int | None = None,
+        num_runners: int = 1,
     ) -> None:
-        """`max_memory_bytes` is for each process; None divides half of the machine's memory among them."""
+        """`processes` are those of all `num_runners` runners of the machine, which divide them; each has at least one.
+
+        `max_memory_bytes` is for each process; None divides half of the machine's memory among the processes of all.
+        """
         if processes < 1:
             raise ValueError(f"processes must be at least 1; got {processes}")
+        processes = processes_of_runner(processes, num_runners)
         code = HostedCode(
             module="rlflow.environments.host",
             payload=payload_of(
@@ -55,7 +65,7 @@ class EnvironmentPool:
             process="the environment process",
             what="the environment",
             cure="define what `build` needs at the top level of an importable module or of the file of env.name",
-            max_memory_bytes=max_memory_bytes or memory_bytes() // 2 // processes,
+            max_memory_bytes=max_memory_bytes or memory_bytes() // 2 // (processes * num_runners),
             failed=EnvironmentFailure,
             lost=EnvironmentLost,
         )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ray
 
+from rlflow.cluster import devices as devices_module
 from rlflow.cluster.devices import Devices, hardware
 from rlflow.cluster.gpus import check_gpus, gpu_plan
 from rlflow.cluster.placement import fit
@@ -203,3 +204,26 @@ def test_the_hardware_of_a_run_is_one_line_a_machine(monkeypatch: pytest.MonkeyP
     ]
     monkeypatch.setattr("ray.nodes", lambda: nodes)
     assert hardware() == ["10.0.0.1: 16 CPU, 8 GPU, H200", "10.0.0.2: 2 CPU, 0 GPU"]
+
+
+def test_where_the_runners_of_a_run_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5,120 live episodes are five times what one runner plays."""
+    nodes = [
+        {
+            "Alive": True,
+            "NodeID": name * 8,
+            "NodeManagerAddress": f"10.0.0.{name}",
+            "Resources": {"CPU": 8.5},
+            "Labels": {},
+        }
+        for name in ("1", "2")
+    ]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    monkeypatch.setattr(devices_module, "available_resources_per_node", dict)
+    asked = config(2, 2)
+    asked.algorithm.groups_per_step, asked.algorithm.group_size, asked.staleness.max_versions = 64, 16, 4
+    assert Devices(asked).places(ProcessKind.runner) == ["here"] * 5
+    asked.cluster.address, asked.rollout.engines, asked.weights.transport = "auto", 8, Transport.p2p
+    first, second = "10.0.0.1", "10.0.0.2"
+    assert sorted(Devices(asked).places(ProcessKind.runner)) == [first] * 3 + [second] * 2
+    assert sorted(Devices(asked).places(ProcessKind.reward)) == [first, second]

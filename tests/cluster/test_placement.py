@@ -373,3 +373,32 @@ def test_a_reward_model_takes_the_place_of_actors_that_score() -> None:
     asked = config(2, 2)
     asked.reward.model, asked.reward.model_replicas = "mine", 1
     assert where(fit(asked, machines(3, 3)), ProcessKind.reward) == []
+
+
+def test_actors_that_a_run_does_not_have_need_no_room() -> None:
+    """What calls functions would be in the pool of the ranks, which take all of its CPUs."""
+    pools = {
+        "rollout": PoolConfig(
+            processes=[ProcessKind.engine, ProcessKind.runner, ProcessKind.reward_model], machines=1, cpus=8, gpus=0
+        ),
+        "training": PoolConfig(machines=1, cpus=2, gpus=0),
+    }
+    asked = config(1, 2, pools=pools)
+    asked.reward.model = "mine"
+    there = machines_of(pools)
+    assert there is not None
+    assert describe(fit(asked, there), there) == [
+        "rollout 0: 2.01 of 8 CPUs; engine 0, reward model 0, runner 0",
+        "training 0: 2 of 2 CPUs; trainer 0-1",
+    ]
+
+
+def test_no_machine_has_room_for_what_mostly_waits() -> None:
+    """Each machine has a hundredth of a CPU beside its engine, and the runners take them."""
+    there = [Machine(name=f"m{index}", cpus=1.01, gpus=0) for index in range(3)]
+    message = (
+        r"no machine of the cluster has 0.01 CPUs left for the rewards; have one more CPU on one of them, or fewer "
+        r"engines or ranks there$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        fit(without_training(config(3)), there)

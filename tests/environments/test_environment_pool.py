@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -17,9 +18,10 @@ from misbehaving import reply_of, task_of
 
 from rlflow.environments import remote as environment_remote
 from rlflow.environments.pool import EnvironmentPool
-from rlflow.envs.base import Endpoint, Environment, Program, Step, ToolSchema
+from rlflow.envs.base import Endpoint, Environment, Program, Prompt, Step, ToolSchema
 from rlflow.errors import ConfigError, EnvironmentFailure, EnvironmentLost
 from rlflow.plugins.loading import load_object
+from rlflow.processes.machine_limits import memory_bytes
 from rlflow.types import Message, Task
 
 TASK = Task(id="t", prompt=({"role": "user", "content": "hi"},))
@@ -70,6 +72,31 @@ async def test_prompts_and_steps_arrive_and_episodes_share_the_processes_out() -
         assert pool.num_open == 6
         await asyncio.gather(*(world.close() for world in worlds))
         assert pool.num_open == 0
+
+
+class Limited(Environment):
+    """Says which process it is in, and how much that may allocate."""
+
+    async def reset(self, task: Task) -> Prompt:
+        return Prompt(messages=list(task.prompt))
+
+    async def step(self, reply: Message) -> Step:
+        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        return Step(done=True, metrics={"pid": float(os.getpid()), "limit": float(limit)})
+
+
+@pytest.mark.slow
+async def test_the_runners_of_a_machine_divide_processes_and_memory() -> None:
+    """Five processes for three runners are two for each, and the six of them may take half of the memory."""
+    pool = EnvironmentPool(Limited, 5, num_runners=3)
+    try:
+        worlds = [await opened(pool) for _ in range(4)]
+        await asyncio.gather(*(world.reset(TASK) for world in worlds))
+        steps = [await world.step(reply_of()) for world in worlds]
+        assert len({step.metrics["pid"] for step in steps}) == 2
+        assert {step.metrics["limit"] for step in steps} == {float(memory_bytes() // 2 // 6)}
+    finally:
+        await pool.close()
 
 
 @pytest.mark.slow

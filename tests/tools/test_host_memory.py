@@ -104,3 +104,20 @@ def test_a_32b_on_64_gpus_by_its_config(memory_gb: float) -> None:
         pool.machines = 4
     named = [line.split(" is ")[0] for line in check_main_memory(config)]
     assert named == ([] if memory_gb == 512.0 else ["cluster.pools.training.memory_gb"])
+
+
+def test_actors_that_score_divide_the_processes_and_round_up() -> None:
+    """8 over 3 machines are 3 for each, however many runners there are: here 5, 2 of which are on one machine."""
+    config = asked()
+    config.reward.workers, config.rollout.engines = 8, 6
+    config.cluster.pools["rollout"].machines = 3
+    config.algorithm.groups_per_step, config.algorithm.group_size, config.staleness.max_versions = 64, 16, 4
+    taken = gib(found(config)["rollout"])
+    assert (taken["rewards"], taken["runners"]) == (0.5 + 3 / 4, 2 + 4 / 4)
+
+
+def test_a_teacher_behind_a_url_is_no_rank() -> None:
+    config = asked()
+    before = gib(found(config)["training"])
+    config.teacher.models = {"default": "http://teacher:8000/v1"}
+    assert gib(found(config)["training"]) == before

@@ -49,7 +49,7 @@ def test_a_seed_repeats_and_another_one_differs() -> None:
     assert first.step_s != other.step_s
 
 
-def test_more_ranks_cost_the_driver_alone_anything(
+def test_more_ranks_change_nothing_but_the_cost_of_the_driver(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also: how far a simulation is goes to standard error."""

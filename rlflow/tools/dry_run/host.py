@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rlflow.cluster.gpus import gpu_plan
 from rlflow.cluster.placement import Placed
 from rlflow.config import Config, Placement, ProcessKind, Transport
+from rlflow.environments.pool import processes_of_runner
 from rlflow.runtime.derived import transport_of
 from rlflow.tools.dry_run.memory import Item, ProcessMemory, size
 
@@ -68,13 +70,15 @@ def host_memory(
     here: dict[str, list[tuple[ProcessKind, int]]] = {}
     for slot, name in zip(placed.slots, placed.machines, strict=True):
         here.setdefault(name, []).extend(slot.processes)
-    num_runners = sum(slot.kind is ProcessKind.runner for slot in placed.slots)
+    everywhere = Counter(slot.kind for slot in placed.slots)
+    held = gpu_plan(config).counts.get(ProcessKind.teacher, 0)  # teachers behind URLs have the numbers above
     found: dict[str, list[HostMemory]] = {}
-    for name, own in here.items():
+    for name, there in here.items():
+        own = [(kind, index) for kind, index in there if kind is not ProcessKind.teacher or index < held]
         pool = name.rpartition(" ")[0]
         limit = config.cluster.pools[pool].memory_gb
         items = [Item(name="Ray", num_bytes=RAY, note="its own processes")]
-        items += _playing(config, own, num_runners)
+        items += _playing(config, own, everywhere)
         items += _training(config, own, processes[ProcessKind.trainer], loading, converted, staged)
         found.setdefault(pool, []).append(
             HostMemory(
@@ -86,12 +90,16 @@ def host_memory(
     return tuple(max(machines, key=lambda each: each.total) for machines in found.values())
 
 
-def _playing(config: Config, here: Sequence[tuple[ProcessKind, int]], num_runners: int) -> list[Item]:
+def _playing(
+    config: Config, here: Sequence[tuple[ProcessKind, int]], everywhere: Mapping[ProcessKind, int]
+) -> list[Item]:
+    """`everywhere`: how many processes of each kind all machines have."""
     counts = Counter(kind for kind, _ in here)
     engines, runners, rewards = (counts[kind] for kind in BASE)
-    parallel, hosted = config.rollout.tensor_parallel, runners * config.env.processes
-    scoring = max(1, config.reward.workers // max(1, num_runners)) if rewards else 0
-    store = int(config.staleness.max_ready_mb * 2**20) * runners // num_runners
+    parallel = config.rollout.tensor_parallel
+    hosted = runners * processes_of_runner(config.env.processes, max(1, runners))
+    scoring = rewards * -(-config.reward.workers // max(1, everywhere[ProcessKind.reward]))
+    store = int(config.staleness.max_ready_mb * 2**20) * runners // everywhere[ProcessKind.runner]
     return [
         Item(
             name="engines",

@@ -293,7 +293,9 @@ class ModelledRunners:
 class ModelledTrainer:
     """Takes its time for each token; the optimiser step itself takes none.
 
-    What the driver does to hand out groups is not modelled: it plans for each rank and packs what it would send it.
+    To hand out groups, `accumulate` does what the driver of a run does: it plans for each rank, and pickles what it
+    would send that rank. This counts as processor time of the driver, but a run spends it in a thread, and the
+    simulation on its loop: the figure is what the driver costs, not how long the loop of a run is held up.
     """
 
     def __init__(self, plan: Plan, meter: Meter) -> None:

@@ -75,7 +75,11 @@ class ChatRenderer(Protocol):
         ...
 
     def calls(self, text: str, tools: ToolSchemas = ()) -> list[FunctionCall]:
-        """The tool calls in a reply; `tools` say which types their arguments have."""
+        """The tool calls in a reply; `tools` say which types their arguments have.
+
+        Without tools there are none in a syntax that vLLM reads. Raises EnvironmentFailure for a tool with a schema
+        that vLLM does not take.
+        """
         ...
 
     def given(self, messages: Sequence[Message], reply: Message, tools: ToolSchemas = ()) -> list[int]:
@@ -127,7 +131,9 @@ class Renderer:
 
     def calls(self, text: str, tools: ToolSchemas = ()) -> list[FunctionCall]:
         said, probed = self._after_thoughts(text), self._template.call
-        # Nothing is loaded for a reply that holds no call in either way.
+        if not tools and probed.syntax is not None and probed.syntax.style is None:
+            return []  # nothing is loaded without tools
+        # Nor for a reply that holds no call in either way.
         if not _TAG.search(said) and not (probed.syntax and probed.syntax.opening.search(said)):
             return []
         return self._calls(said, tools, self.tool_support.syntax)

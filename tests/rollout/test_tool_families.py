@@ -1,6 +1,7 @@
 """Tool calls of each family: message -> the template's text -> tokens -> message, with the parsers that a run uses."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ import pytest
 from letters import limits
 from tool_templates import FAMILIES, OWN_SYNTAX, tokenizer_of
 
+from rlflow.errors import EnvironmentFailure
 from rlflow.rollout.chat import Chat
 from rlflow.rollout.render import Renderer
 from rlflow.rollout.requests import Completion, GenerateRequest
@@ -131,6 +133,8 @@ def test_a_broken_call_leaves_the_one_beside_it() -> None:
         ("Qwen3", '<think><tool_call>{"name": "f"}</tool_call>', ["f"]),  # thoughts that do not end
         ("Qwen3.5", "<tool_call>\n<function=f>\n</function>\n</tool_call>?</think>no", []),  # begun by the template
         ("Mistral", "[THINK][TOOL_CALLS]f[ARGS]{}[/THINK]no", []),
+        ("Gemma-4", '<|channel>thought\n<|tool_call>call:note{text:<|"|>a<|"|>}<tool_call|>?<channel|>Done: 42', []),
+        ("Gemma-4", '<|channel>thought\n?<channel|><|tool_call>call:note{text:<|"|>a<|"|>}<tool_call|>', ["note"]),
         (
             "gpt-oss",
             "<|channel|>analysis<|message|>to=functions.f<|end|><|start|>assistant<|channel|>final<|message|>",
@@ -141,6 +145,58 @@ def test_a_broken_call_leaves_the_one_beside_it() -> None:
 )
 def test_calls_within_thoughts_are_none(family: str, text: str, names: list[str]) -> None:
     assert [call["name"] for call in renderer_of(family).calls(text, [NOTE])] == names
+
+
+ARGUMENT_ENDS = {
+    "GLM-4.5": ["</arg_key>", "</arg_value>"],
+    "Qwen3.5": ["</parameter>"],
+    "Seed-OSS": ["</parameter>"],
+    "MiniMax-M2": ["</parameter>"],
+    "Muse-Glimmer": ["</atem:parameter>"],
+    "FunctionGemma": ["<escape>"],
+    "Gemma-4": ['<|"|>'],
+}
+"""Families that mark where an argument ends, in some by what begins it."""
+
+
+@pytest.mark.parametrize(("family", "end"), [(family, end) for family, ends in ARGUMENT_ENDS.items() for end in ends])
+def test_a_call_with_an_open_argument_is_a_call_without_a_name(family: str, end: str) -> None:
+    renderer = renderer_of(family)
+    text = renderer.parse(written_by(family, note(text="a b", path="p")))
+    for found in re.finditer(re.escape(end), text):
+        (call,) = renderer.calls(text[: found.start()] + text[found.end() :], [NOTE])
+        assert call["name"] == "", found
+
+
+MARKUP = {
+    "GLM-4.5": ["<tool_call>", "<tool_call>f"],
+    "Qwen3.5": ["<tool_call>", "<function=f>", "<tool_call>\n<function=f>"],
+    "Seed-OSS": ["<seed:tool_call>", "<function=f>"],
+    "MiniMax-M2": ["<minimax:tool_call>", '<invoke name="f">'],
+    "FunctionGemma": ["<start_function_call>"],
+    "Gemma-4": ["<|tool_call>"],
+}
+"""What begins a call."""
+
+
+@pytest.mark.parametrize(("family", "mark"), [(family, mark) for family, marks in MARKUP.items() for mark in marks])
+def test_what_begins_a_call_begins_none_inside_an_argument(family: str, mark: str) -> None:
+    """A parser of vLLM may not read such an argument; then the call has no name."""
+    call = note(text=f"a {mark} b", times=1)
+    ids = written_by(family, call)
+    assert read_back(family, ids) == [("note", arguments_of(call))]
+
+
+@pytest.mark.parametrize(("family", "end"), [("Qwen3.5", "</function>"), ("Seed-OSS", "</function>")])
+def test_an_argument_that_ends_its_call_too_early_is_not_left_out(family: str, end: str) -> None:
+    call = note(text=f"a {end} b", times=1)
+    ((name, arguments),) = read_back(family, written_by(family, call))
+    assert name == "" or arguments == arguments_of(call)
+
+
+def test_the_second_call_of_a_list_is_not_left_out() -> None:
+    text = '<|tool_call|>[{"name": "note", "arguments": {"text": [1]}}, {"name":'
+    assert renderer_of("Granite-3").calls(text, [NOTE]) == [{"name": "", "arguments": text}]
 
 
 KEPT = [family for family in WRITABLE if family not in ("gpt-oss", "Qwen3")]
@@ -199,14 +255,22 @@ def test_vllm_is_loaded_for_tools_alone() -> None:
         user = {"role": "user", "content": "x"}
         renderer.prompt([user, {"role": "assistant", "content": "y"}, user])
         assert renderer.calls("no call") == []
+        assert renderer.calls("[TOOL_CALLS]f[ARGS]{} <tool_call>") == []
         assert "vllm" not in sys.modules
-        assert renderer.calls("[TOOL_CALLS]f[ARGS]{}") == [{"name": "f", "arguments": "{}"}]
+        tool = {"type": "function", "function": {"name": "f"}}
+        assert renderer.calls("[TOOL_CALLS]f[ARGS]{}", [tool]) == [{"name": "f", "arguments": "{}"}]
         assert "vllm" in sys.modules
     """
     support = Path(__file__).parents[1] / "support"
     code = f"import sys; sys.path.insert(0, {str(support)!r})\n{textwrap.dedent(script)}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_schema_that_vllm_refuses_costs_the_episode_and_names_the_tool() -> None:
+    tool: dict[str, Json] = {"type": "function", "function": {"name": "bad", "description": ["x"]}}
+    with pytest.raises(EnvironmentFailure, match=r"the tool 'bad' .*function\.description"):
+        renderer_of("Mistral").calls("[TOOL_CALLS]bad[ARGS]{}", [NOTE, tool])
 
 
 @pytest.mark.parametrize("family", ["Qwen2.5", "Qwen3.5", "Mistral", "Llama-3.1", "Phi-3"])

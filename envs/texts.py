@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 from rlflow.types import Json, Message
 
-_ENDS_OF_THOUGHT = ("</think>", "<|channel|>final<|message|>")  # the second is gpt-oss's
+THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]", "<seed:think>": "</seed:think>", "<|channel>": "<channel|>"}
+"""What begins the thoughts of a reply -> what ends them, by family; gpt-oss has channels."""
+_FINAL = "<|channel|>final<|message|>"
 
 
 def text_of(value: object) -> str:
@@ -28,7 +30,7 @@ def after_thoughts(text: str) -> str:
 
     Example: after_thoughts("<think>7?</think> 12") == " 12"
     """
-    for end in _ENDS_OF_THOUGHT:
+    for end in (*THOUGHTS.values(), _FINAL):
         text = text.rpartition(end)[2]
     return text
 

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+from rlflow.envs.texts import THOUGHTS
+
 
 class CallStyle(StrEnum):
     """A syntax that is read without vLLM (`tool_calls.py`)."""
@@ -148,8 +150,6 @@ SYNTAXES = (
 )
 """The first row whose `written` is found is a template's."""
 
-_THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]", "<seed:think>": "</seed:think>", "<|channel>": "<channel|>"}
-
 
 def syntax_of(written: str) -> Syntax | None:
     """The syntax of a call that a chat template wrote; None if no row of the table knows it.
@@ -166,6 +166,6 @@ def after_thoughts(text: str, *, has_begun: bool) -> str:
 
     Example: after_thoughts("<think>a call?</think>no", has_begun=False) == "no"
     """
-    begun = next(iter(_THOUGHTS)) if has_begun else text.lstrip()
-    closes = next((closes for opens, closes in _THOUGHTS.items() if begun.startswith(opens)), None)
+    begun = next(iter(THOUGHTS)) if has_begun else text.lstrip()
+    closes = next((closes for opens, closes in THOUGHTS.items() if begun.startswith(opens)), None)
     return text.partition(closes)[2] if closes is not None and closes in text else text

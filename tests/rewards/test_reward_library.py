@@ -34,6 +34,9 @@ from rlflow.types import Message, Task
         ("<think>2 + 3</think> 5", "5"),
         ("<think>a</think><answer> 4 </answer> or <answer>5</answer>.", "5"),
         ("no end <answer>5", "no end <answer>5"),
+        ("[THINK]7[/THINK]12", "12"),
+        ("<seed:think>7</seed:think>12", "12"),
+        ("<|channel>thought\n7<channel|>12", "12"),
         ("<|channel|>analysis<|message|>7?<|end|><|start|>assistant<|channel|>final<|message|> 12", "12"),
     ],
 )

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
@@ -295,3 +296,13 @@ def test_the_answer_to_a_broken_call_is_shown(family: str) -> None:
     talk += [Message(role="tool", content=f"answer to {call['id']}", tool_call_id=call["id"]) for call in calls]
     shown = tokenizers(family).decode(renderer.prompt(talk, [NOTE]))
     assert all(f"answer to {call['id']}" in shown for call in calls)
+
+
+@pytest.mark.parametrize("family", ["Gemma-4", "Kimi-K2", "Qwen2.5"])
+def test_the_end_of_the_text_is_no_part_of_a_reply(family: str) -> None:
+    """Engines stop at a model's end of text too, which is not what the template ends turns with."""
+    tokenizer = deepcopy(tokenizers(family))
+    tokenizer.add_special_tokens({"eos_token": "<the end>"})
+    ids = tokenizer.encode("42<the end>", add_special_tokens=False)
+    assert ids[-1] == tokenizer.eos_token_id
+    assert Renderer(tokenizer).parse(ids) == "42"

@@ -112,7 +112,8 @@ class ChatTemplate:
         """The text of a reply, without special tokens, but for those with which the model writes calls."""
         if not self.has_special_calls:
             return self.decode(ids, skip_special_tokens=True)
-        last, ends = len(ids), self._ending | {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id}
+        of_text = (self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
+        last, ends = len(ids), self._ending.union(each for each in of_text if isinstance(each, int))
         while last and ids[last - 1] in ends:
             last -= 1
         return self.decode(ids[:last], skip_special_tokens=False)

@@ -19,6 +19,7 @@ from rlflow.errors import ConfigError, PayloadLost, RunError, WorkerHung, Worker
 from rlflow.rundir.directory import RunDir
 from rlflow.rundir.store import CheckpointStore
 from rlflow.runtime.signals import Stopper
+from rlflow.telemetry.status import StatusFile
 
 
 async def test_a_lost_payload_ends_the_fleet_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +47,8 @@ def test_a_loss_after_a_signal_ends_the_run_as_the_signal_does(tmp_path: Path, m
     alarms: list[str] = []
     checkpoints = CheckpointStore(tmp_path, keep=1)
     checkpoints.path(4).mkdir()
-    observer = SimpleNamespace(alarm=alarms.append, message=alarms.append)
+    status = StatusFile(tmp_path, alarms.append)
+    observer = SimpleNamespace(alarm=alarms.append, message=alarms.append, status=status)
 
     async def start(run: object, observer: object) -> object:
         return SimpleNamespace(stop=stop)
@@ -115,7 +117,8 @@ def run_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any
     """A run whose trainer hangs in every fleet, and never gets as far as a checkpoint; what it tells; its fleets."""
     told: list[str] = []
     fleets: list[int] = []
-    observer = SimpleNamespace(alarm=told.append, message=told.append, phase=lambda _: None, num_steps=0)
+    status = StatusFile(tmp_path, told.append)
+    observer = SimpleNamespace(alarm=told.append, message=told.append, phase=lambda _: None, num_steps=0, status=status)
 
     async def stop() -> None:
         raise OSError("the fleet cannot be stopped")

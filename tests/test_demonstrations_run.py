@@ -121,7 +121,7 @@ def test_a_teacher_that_was_told_more_is_learnt_from(tmp_path: Path) -> None:
     data = write_talks(tmp_path / "talks.jsonl", *TALKS)
     words = ["+teacher.models.default=tiny", "+teacher.args.kl=forward", "+teacher.args.top_k=16", "run.steps=2"]
     words += [f"+teacher.args.prompt='{{prompt}}{HINT}'", "trainer.learning_rate=1e-2"]
-    train(tmp_path / "run", data, *words)
+    train(tmp_path / "run", data, *words, "staleness.max_versions=0")
     first, second = metrics.read(tmp_path / "run" / "metrics.jsonl")
     expected = plain_divergence(16)
     assert expected > 4e-5  # which is far above the rounding of float32, about 1e-6
@@ -169,6 +169,7 @@ def test_pairs_are_learned_as_direct_preference_optimisation_says(ranks: int, tm
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     several = ["algorithm.groups_per_step=3", "run.steps=4", "trainer.learning_rate=1e-3", f"trainer.ranks={ranks}"]
+    several.append("staleness.max_versions=0")  # the first step has all three pairs
     out = train(tmp_path / "run", str(data), *several, recipe="dpo")
     records = metrics.read(tmp_path / "run" / "metrics.jsonl")
     assert records[0]["grad_norm"] == pytest.approx(norm_of_first_dpo_gradient(0.1), rel=1e-4)

@@ -95,6 +95,7 @@ def test_the_comparison_takes_medians_of_the_steady_steps() -> None:
         steps=5,
         groups=8,
         group_size=8,
+        prompt_tokens=0,
         max_new_tokens=16,
         max_length=256,
         learning_rate=1e-5,

@@ -331,7 +331,7 @@ async def test_two_models_and_a_function_are_weighed_and_added(tmp_path: Path) -
     )
     with ray_cluster(config):
         actors = start_rewards(config, None, folders, Devices(config), threads=1, max_calls=64)
-        assert list(actors) == ["reward", "reward model helpful 0", "reward model brief 0"]
+        assert list(actors) == ["scorer 0", "reward model helpful 0", "reward model brief 0"]
         await asyncio.gather(*(actor.start.remote() for actor in actors.values()))
         transcript = replied(replace(SUM, answer="5"), "5")
         verdict = await scorer_of(config, list(actors)).score(transcript)
